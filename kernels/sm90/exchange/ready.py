@@ -61,7 +61,7 @@ class WaveWait:
         self.seen: Any = cute.make_tensor(seen, cute.make_layout(1))
 
     @cute.jit
-    def start(self) -> None:
+    def reset(self) -> None:
         """No wave has arrived yet."""
         self.seen[0] = Int32(0)
         cute.arch.sync_warp()

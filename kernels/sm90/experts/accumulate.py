@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.storage import array, struct
 
 _ROWS = 64
@@ -32,7 +32,7 @@ class Output:
     """Choices that are compiled in. Used while tracing, on host and device side."""
 
     columns: int
-    wide: bool
+    fp32_out: bool
     """fp32, not bf16."""
     add: bool
     """Add to what is there; fp32 only."""
@@ -41,7 +41,7 @@ class Output:
 
     @property
     def dtype(self) -> Any:
-        return Float32 if self.wide else BFloat16
+        return Float32 if self.fp32_out else BFloat16
 
     @property
     def block(self) -> int:
@@ -50,11 +50,11 @@ class Output:
 
     @property
     def bytes(self) -> int:
-        return self.buffers * MATH_GROUPS * _ROWS * _ROW_BYTES
+        return self.buffers * MMA_GROUPS * _ROWS * _ROW_BYTES
 
     def smem_layout(self, groups: int) -> cute.ComposedLayout:
         """The buffers as blocks of `groups` * 64 rows: of the tile (2), or of a warp group (1)."""
-        blocks = self.buffers * MATH_GROUPS // groups
+        blocks = self.buffers * MMA_GROUPS // groups
         shape = (groups * _ROWS, self.block)
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, shape, blocks)
 
@@ -103,8 +103,8 @@ class Store:
             cute.group_modes(tiles, 0, 2),
         )
         self.base = storage.blocks.data_ptr()
-        if not config.wide:
-            tile = config.smem_layout(MATH_GROUPS)
+        if not config.fp32_out:
+            tile = config.smem_layout(MMA_GROUPS)
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
             per_atom = cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
             self.to_smem = cute.make_tiled_copy_S(stmatrix, per_atom)
@@ -117,7 +117,7 @@ class Store:
     def __call__(self, acc: cute.Tensor, row: Int32, column: Int32, expert: Int32) -> None:
         """Store or add the tile in row and column `row` and `column` of the expert's tiles."""
         config = self.config
-        top, left = row * MATH_GROUPS + self.group, column * (config.columns // config.block)
+        top, left = row * MMA_GROUPS + self.group, column * (config.columns // config.block)
         if top * _ROWS < self.shape[0]:
             self._wait(0)
             for j in cutlass.range_constexpr(config.columns // config.block):
@@ -127,7 +127,7 @@ class Store:
                         self._wait(config.buffers - 1)
                     if cutlass.const_expr(j == 0 or j >= config.buffers):
                         self.barrier.arrive_and_wait()
-                    if cutlass.const_expr(config.wide):
+                    if cutlass.const_expr(config.fp32_out):
                         self._write(acc, j, buffer)
                     else:
                         self._round(acc, j, buffer)
@@ -141,7 +141,7 @@ class Store:
     def zeros(self, row: Int32, column: Int32, expert: Int32) -> None:
         """Store a tile of zeros, all its blocks from one buffer."""
         config = self.config
-        top, left = row * MATH_GROUPS + self.group, column * (config.columns // config.block)
+        top, left = row * MMA_GROUPS + self.group, column * (config.columns // config.block)
         if top * _ROWS < self.shape[0]:
             self._wait(0)
             self.barrier.arrive_and_wait()
@@ -168,12 +168,12 @@ class Store:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _send(self, buffer: int, top: Int32, left: Int32, expert: Int32) -> None:
-        stage = buffer * MATH_GROUPS + self.group
+        stage = buffer * MMA_GROUPS + self.group
         cute.copy(self.atom, self.from_smem[(None, stage)], self.to_gmem[(None, top, left, expert)])
 
     def _words(self, buffer: int, at: Int32) -> cute.Pointer:
         """fp32 number `at` of a buffer of this warp group, before swizzling."""
-        block = (buffer * MATH_GROUPS + self.group) * (_ROWS * _ROW_BYTES // 4)
+        block = (buffer * MMA_GROUPS + self.group) * (_ROWS * _ROW_BYTES // 4)
         return cute.recast_ptr(self.base, dtype=Float32) + (block + at)
 
     @cute.jit

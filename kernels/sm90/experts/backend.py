@@ -73,7 +73,7 @@ class Fused(AsTheyAre):
         return made
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
+        from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI)
         for layer, part in linear.runs(plan):
@@ -177,14 +177,14 @@ class Fused(AsTheyAre):
         self, partial_CS: Tensor | None, dy: Operand, fc2: Linear, plan: ExpertPlan
     ) -> Tensor | None:
         """Gradient of the probabilities from partial sums of the column tiles."""
+        from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
         from phalanx.kernels.sm90.experts.dprob import dprob
-        from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
 
         if partial_CS is None:
             return None
         table_NL = None
         biases_PO = fc2.biases_PO
         if biases_PO is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = every_bias(matrix, biases_PO)
+            table_NL = bias_products(matrix, biases_PO)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)

@@ -36,7 +36,7 @@ _TOGETHER = 4
 class BiasGradConfig:
     """What is compiled into a `bias_grad` kernel."""
 
-    wide: bool = False
+    fp32_out: bool = False
     """db is fp32, not bf16."""
     add: bool = False
     """Add to db."""
@@ -90,7 +90,7 @@ class BiasGradKernel:
         count = S // CHUNK + L
         mD = cute.make_tensor(d, cute.make_layout((S, O), stride=(row, 1)))
         partial = cute.make_tensor(slots, cute.make_layout((count, O), stride=(row, 1)))
-        if cutlass.const_expr(self.config.wide):
+        if cutlass.const_expr(self.config.fp32_out):
             db = cute.recast_ptr(db, dtype=Float32)
         self.chunks(
             mD,

@@ -18,10 +18,10 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.storage import array, struct
 
-MATH_WARPS = 4 * MATH_GROUPS
+MMA_WARPS = 4 * MMA_GROUPS
 BOX = 64
 """Columns of a box, and rows of a stage."""
 BOX_BYTES = 2 * BOX * BOX
@@ -73,7 +73,7 @@ class Contraction:
             OperandMajorMode.MN,
             OperandMajorMode.MN,
             Float32,
-            (MATH_GROUPS, 1, 1),
+            (MMA_GROUPS, 1, 1),
             tiler_mn=(64, self.columns),
         )
 
@@ -97,7 +97,7 @@ class Contraction:
 
 
 @dataclass(frozen=True)
-class Ring:
+class ContractionRing:
     """The barriers of the stages, of which each has four. Made by every thread."""
 
     loop: Contraction
@@ -114,16 +114,16 @@ class Ring:
         return self.full + self.loop.stages
 
     @property
-    def raw(self) -> cute.Pointer:
+    def tma_done(self) -> cute.Pointer:
         """TMA is done with a stage in which rows after an expert's last one have to be cleared."""
         return self.full + 2 * self.loop.stages
 
     @property
-    def ahead(self) -> cute.Pointer:
+    def leader_started(self) -> cute.Pointer:
         """The first warp group has begun with the stage: a hint that only the skew rests on."""
         return self.full + 3 * self.loop.stages
 
-    def start(self) -> None:
+    def init_barriers(self) -> None:
         """One warp initialises the barriers; to be followed by a fence and a barrier of the CTA.
 
         With a gathered operand every loading thread arrives for its copies, and one for the rest.
@@ -132,27 +132,32 @@ class Ring:
         with cute.arch.elect_one():
             for stage in range(self.loop.stages):
                 cute.arch.mbarrier_init(self.full + stage, fillers)
-                cute.arch.mbarrier_init(self.empty + stage, MATH_WARPS)
-                cute.arch.mbarrier_init(self.raw + stage, 1)
-                cute.arch.mbarrier_init(self.ahead + stage, 1)
+                cute.arch.mbarrier_init(self.empty + stage, MMA_WARPS)
+                cute.arch.mbarrier_init(self.tma_done + stage, 1)
+                cute.arch.mbarrier_init(self.leader_started + stage, 1)
 
-    def wait_empty(self, state: pipeline.PipelineState) -> None:
+    def producer_acquire(self, state: pipeline.PipelineState) -> None:
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
 
-    def wait_full(self, state: pipeline.PipelineState) -> None:
+    def consumer_wait(self, state: pipeline.PipelineState) -> None:
         cute.arch.mbarrier_wait(self.full + state.index, state.phase)
 
-    def release(self, state: pipeline.PipelineState) -> None:
+    def consumer_release(self, state: pipeline.PipelineState) -> None:
         """A multiplying warp is done with the stage."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + state.index)
 
 
-class Math:
+class ContractionMma:
     """A multiplying warp group's side. `acc` holds the tile after a call."""
 
     def __init__(
-        self, loop: Contraction, ring: Ring, storage: Any, tiled_mma: cute.TiledMma, thread: Int32
+        self,
+        loop: Contraction,
+        ring: ContractionRing,
+        storage: Any,
+        tiled_mma: cute.TiledMma,
+        thread: Int32,
     ) -> None:
         """`thread` counts from the first multiplying thread."""
         self.loop, self.ring, self.tiled_mma = loop, ring, tiled_mma
@@ -180,16 +185,16 @@ class Math:
             self._block(read, False)
             read.advance()
             warpgroup.wait_group(1)
-            self.ring.release(free)
+            self.ring.consumer_release(free)
             free.advance()
         warpgroup.wait_group(0)
-        self.ring.release(free)
+        self.ring.consumer_release(free)
         free.advance()
         return read, free
 
     @cute.jit
     def _block(self, state: pipeline.PipelineState, fresh: cutlass.Constexpr) -> None:
-        self.ring.wait_full(state)
+        self.ring.consumer_wait(state)
         if cutlass.const_expr(self.loop.gathered is not None):
             # cp.async writes as threads do, wgmma reads as TMA does
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -199,7 +204,7 @@ class Math:
             cute.gemm(self.tiled_mma, self.acc, self.d[at], self.v[at], self.acc)
         warpgroup.commit_group()
         if self.leads:
-            cute.arch.mbarrier_arrive(self.ring.ahead + state.index)
+            cute.arch.mbarrier_arrive(self.ring.leader_started + state.index)
 
     @cute.jit
     def _fall_back(self, state: pipeline.PipelineState, blocks: Int32) -> None:
@@ -214,4 +219,4 @@ class Math:
             if index >= self.loop.stages:
                 index -= self.loop.stages
                 phase ^= 1
-            cute.arch.mbarrier_wait(self.ring.ahead + index, phase)
+            cute.arch.mbarrier_wait(self.ring.leader_started + index, phase)

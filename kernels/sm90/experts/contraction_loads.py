@@ -15,7 +15,14 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.experts.contraction import BOX, BOX_BYTES, Contraction, D, Ring, V
+from phalanx.kernels.sm90.experts.contraction import (
+    BOX,
+    BOX_BYTES,
+    Contraction,
+    ContractionRing,
+    D,
+    V,
+)
 
 _CHUNK = 8
 """Elements of the 16 bytes that a thread copies or clears at a time."""
@@ -42,7 +49,9 @@ def make_tma(loop: Contraction, mD: cute.Tensor, mV: cute.Tensor) -> tuple[Any, 
 class TileLoads:
     """TMA by one warp: whole boxes of the operands that are not gathered."""
 
-    def __init__(self, loop: Contraction, ring: Ring, storage: Any, tma: tuple[Any, ...]) -> None:
+    def __init__(
+        self, loop: Contraction, ring: ContractionRing, storage: Any, tma: tuple[Any, ...]
+    ) -> None:
         """`tma` is what `make_tma` returned."""
         self.loop, self.ring = loop, ring
         self.which = [which for which in (D, V) if which != loop.gathered]
@@ -100,7 +109,7 @@ class TileLoads:
         """
         parts = self.partition(row, tiles)
         for k in cutlass.range(begin, end, unroll=1):
-            self.ring.wait_empty(state)
+            self.ring.producer_acquire(state)
             barrier = state.index
             if (k + 1) * BOX > rows:
                 barrier += 2 * self.loop.stages
@@ -116,7 +125,7 @@ class TileLoads:
 class Clear:
     """One warp that clears the rows after an expert's last one in stages that TMA filled."""
 
-    def __init__(self, loop: Contraction, ring: Ring, storage: Any) -> None:
+    def __init__(self, loop: Contraction, ring: ContractionRing, storage: Any) -> None:
         self.loop, self.ring = loop, ring
         self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
 
@@ -128,7 +137,7 @@ class Clear:
         """
         index = last % self.loop.stages
         lane = cute.arch.lane_idx()
-        cute.arch.mbarrier_wait(self.ring.raw + index, (phases >> index) & 1)
+        cute.arch.mbarrier_wait(self.ring.tma_done + index, (phases >> index) & 1)
         zero = cute.make_rmem_tensor(4, Float32)
         zero.fill(0.0)
         for row in cutlass.range(rows + lane // _LANES, BOX, _TOGETHER, unroll=1):
@@ -154,7 +163,7 @@ class Gather:
     def __init__(
         self,
         loop: Contraction,
-        ring: Ring,
+        ring: ContractionRing,
         storage: Any,
         warp: Int32,
         tma: TileLoads,
@@ -191,7 +200,7 @@ class Gather:
         gathered, other = (D, V) if self.loop.gathered == D else (V, D)
         parts = self.tma.partition(row, tiles)
         for k in cutlass.range(begin, end, unroll=1):
-            self.ring.wait_empty(state)
+            self.ring.producer_acquire(state)
             full = self.ring.full + state.index
             mine = found
             found = self.look_up(row, rows, k + 1)

@@ -71,7 +71,7 @@ class Fc1Kernel(Gemm):
         """Sizes: S, N rows of x, F, D, L, clusters."""
         S, N, F, D, L, clusters = sizes
         loop = self.config.mainloop
-        H = F * self.config.epilogue.halves
+        H = F * self.config.epilogue.num_gate_parts
         given = self.config.epilogue.host(
             loop, matrix(h, S, H), matrix(a, S, F), words(bias, L, H), vector(prob, S)
         )
@@ -154,8 +154,8 @@ def fc1_act(
         require(x.device, h=(out[0], torch.bfloat16, (S, H)), a=(out[1], torch.bfloat16, (S, F)))
     h, a = out
     if loop is None:
-        gather, halves = index_S is not None, H // F
-        loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, halves=halves)
+        gather, parts = index_S is not None, H // F
+        loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, num_gate_parts=parts)
     epilogue = Act(act, bias_LH is not None, keep_h, prob_S is not None)
     config = GemmConfig(epilogue, loop, dynamic, ready is not None)
     if S and x.shape[0]:

@@ -65,7 +65,7 @@ class DgradKernel(Gemm):
         """Sizes: S, N rows of dy, F, D, L, clusters."""
         S, N, F, D, L, clusters = sizes
         loop = self.config.mainloop
-        H = F * self.config.epilogue.halves
+        H = F * self.config.epilogue.num_gate_parts
         tiles = (F + (loop.columns - 1)) // loop.columns
         given = self.config.epilogue.host(
             loop,

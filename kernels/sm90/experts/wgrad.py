@@ -86,7 +86,7 @@ def wgrad(
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
     config = WgradConfig(
         columns=choose(I) if tile is None else tile,
-        wide=out.dtype == torch.float32,
+        fp32_out=out.dtype == torch.float32,
         add=accumulate,
         zeros=zeros or accumulate,
         gathered=gathered,

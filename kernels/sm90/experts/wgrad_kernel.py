@@ -20,16 +20,16 @@ from cutlass.cute.nvgpu import cpasync
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.experts.contraction import (
     BOX,
-    MATH_WARPS,
+    MMA_WARPS,
     Contraction,
+    ContractionMma,
+    ContractionRing,
     D,
-    Math,
-    Ring,
     V,
     blocks_of,
 )
 from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather, TileLoads, make_tma
-from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -46,7 +46,7 @@ class WgradConfig:
 
     columns: int = 256
     """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
-    wide: bool = False
+    fp32_out: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
     """Add to dw, whose sum in bf16 is rounded once more."""
@@ -68,9 +68,9 @@ class WgradConfig:
     @property
     def output(self) -> Output:
         """The narrower tiles leave room to stage a whole tile, or most of it."""
-        blocks = self.columns // (32 if self.wide else 64)
+        blocks = self.columns // (32 if self.fp32_out else 64)
         return Output(
-            self.columns, self.wide, self.add, 2 if self.columns == 256 else min(4, blocks)
+            self.columns, self.fp32_out, self.add, 2 if self.columns == 256 else min(4, blocks)
         )
 
     @property
@@ -87,7 +87,7 @@ class WgradConfig:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.contraction.rows, 1, self.loading_warps + MATH_WARPS, self.dynamic)
+        return Schedule(self.contraction.rows, 1, self.loading_warps + MMA_WARPS, self.dynamic)
 
 
 class WgradKernel:
@@ -131,7 +131,7 @@ class WgradKernel:
         plane = cute.assume(Int64(O) * Int64(I), divby=BOX)
         mD = cute.make_tensor(d, cute.make_layout((O, S), stride=(1, wide_o)))
         mV = cute.make_tensor(v, cute.make_layout((I, S), stride=(1, wide_i)))
-        if cutlass.const_expr(config.wide):
+        if cutlass.const_expr(config.fp32_out):
             dw = cute.recast_ptr(dw, dtype=Float32)
         mW = cute.make_tensor(dw, cute.make_layout((O, I, L), stride=(wide_i, 1, plane)))
         self.kernel(
@@ -180,7 +180,7 @@ class WgradKernel:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         storage = cutlass.utils.SmemAllocator().allocate(layout)
         shape = (mD.shape[0], mV.shape[0])
-        tiles = Tiles(
+        tiles = ExpertTiles(
             offsets,
             order,
             config.ordered,
@@ -192,13 +192,13 @@ class WgradKernel:
         scheduler = Scheduler(
             config.schedule, storage.schedule, offsets, counter, experts, tiles.column_tiles
         )
-        ring = Ring(loop, storage.contraction)
+        ring = ContractionRing(loop, storage.contraction)
         if warp == 0:
             for atom in loads[::2]:
                 cpasync.prefetch_descriptor(atom)
             cpasync.prefetch_descriptor(stores[0])
-            scheduler.start()
-            ring.start()
+            scheduler.init_barriers()
+            ring.init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -216,7 +216,7 @@ class WgradKernel:
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
-            math = Math(loop, ring, storage.contraction, tiled_mma, thread)
+            math = ContractionMma(loop, ring, storage.contraction, tiled_mma, thread)
             store = Store(config.output, storage.output, tiled_mma, thread, stores, shape)
             self._compute(math, store, scheduler)
         cute.arch.sync_threads()
@@ -226,7 +226,7 @@ class WgradKernel:
         self,
         load: TileLoads | Gather,
         scheduler: Scheduler,
-        tiles: Tiles,
+        tiles: ExpertTiles,
         warp: Int32,
         ctas: Int32,
     ) -> None:
@@ -286,7 +286,7 @@ class WgradKernel:
             row, stop, _, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, math: Math, store: Store, scheduler: Scheduler) -> None:
+    def _compute(self, math: ContractionMma, store: Store, scheduler: Scheduler) -> None:
         """A multiplying warp group: stages to accumulators to a tile of dw."""
         read = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
         free = self.config.contraction.state(pipeline.PipelineUserType.Consumer)

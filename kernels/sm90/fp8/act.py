@@ -69,7 +69,7 @@ class _Fp8Act:
         self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
-        wide = self.loop.columns // self.config.halves
+        wide = self.loop.columns // self.config.num_gate_parts
         top = row + self.warp.first
         probs = []
         if cutlass.const_expr(self.config.prob):
@@ -121,7 +121,7 @@ class _Fp8Act:
         config = self.config
         for q in range(2):
             h = []
-            for half in range(config.halves):
+            for half in range(config.num_gate_parts):
                 found = self.warp.values(acc, 0, half * (self.loop.columns // 32) + columns + q)
                 if config.bias:
                     n = half * self.mA.shape[1] + f + 16 * q + self.warp.column

@@ -34,7 +34,7 @@ class Fp8ActGrad(ActGrad):
 
     def strips(self, loop: Mainloop) -> Strips:
         """Three times for h."""
-        return Strips(_STEP, 3 * self.halves)
+        return Strips(_STEP, 3 * self.num_gate_parts)
 
     def bytes(self, loop: Mainloop) -> int:
         return self.strips(loop).bytes + WARPS * _REGIONS * REGION
@@ -100,7 +100,7 @@ class _Fp8ActGrad(_ActGrad):
             first, steps = column * self.loop.columns + BLOCK * b, BLOCK // _STEP
             if top < end and first < self.mA.shape[1]:
                 # No branch inside: what it would leave as it was, would take registers before.
-                values = [Values() for _ in range(self.config.halves + 1)]
+                values = [Values() for _ in range(self.config.num_gate_parts + 1)]
                 for j in cutlass.range_constexpr(steps):
                     kept = self._turn(steps * b + j, kept, row, column)
                     if cutlass.const_expr(j == 0):  # `_parked` is where rows left from
@@ -134,15 +134,15 @@ class _Fp8ActGrad(_ActGrad):
     ) -> None:
         """32 channels from registers and h to dh and a. Those that there are not have weights of
         zero, and are not counted."""
-        halves = self.config.halves
+        parts = self.config.num_gate_parts
         for q in range(2):
             d = self.warp.values(acc, 0, 2 * i + q)
-            h = [self.staging.read(i % 3 * halves + half, q) for half in range(halves)]
+            h = [self.staging.read(i % 3 * parts + half, q) for half in range(parts)]
             words, at = self._words(d, h, probs, sums), 2 * (i % (BLOCK // _STEP)) + q
-            for half in range(halves):
+            for half in range(parts):
                 values[half].put(at, words[half], counted)
-            values[halves].count(words[halves], counted)
-            ptx.store_shared(self._parked(at), *words[halves])
+            values[parts].count(words[parts], counted)
+            ptx.store_shared(self._parked(at), *words[parts])
 
     def _parked(self, q: int) -> Int32:
         """Where a lane has its four words of a's channels 16 q to 16 q + 15: in the regions, until
@@ -153,17 +153,17 @@ class _Fp8ActGrad(_ActGrad):
     def _send(self, values: list[Any], top: Int32, end: Int32, first: Int32) -> None:
         """128 channels of dh and of a to memory. The last block's have left the regions; one that
         is used again is free when its store has."""
-        halves, block = self.config.halves, first // BLOCK
+        parts, block = self.config.num_gate_parts, first // BLOCK
         for q in range(BLOCK // 16):
-            values[halves].set(q, ptx.load_shared(self._parked(q)))
+            values[parts].set(q, ptx.load_shared(self._parked(q)))
         cute.arch.sync_warp()
-        for half in cutlass.range_constexpr(halves):
+        for half in cutlass.range_constexpr(parts):
             of_half = half * ((self.mA.shape[1] + (BLOCK - 1)) // BLOCK)
             at = (top, end, of_half + block)
             self.gradients.write(half, values[half], self.scale_d, at)
             self.gradients.store(half, self.tma_d, self.mD, top, end, first, half)
-        region = halves % _REGIONS
+        region = parts % _REGIONS
         if cutlass.const_expr(region == 0):
             self.staging.drain(1)
-        self.activations.write(region, values[halves], self.scale_a, (top, end, block))
+        self.activations.write(region, values[parts], self.scale_a, (top, end, block))
         self.activations.store(region, self.tma_a, self.mA, top, end, first, 0)

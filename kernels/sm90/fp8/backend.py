@@ -90,11 +90,11 @@ class FusedFP8(FP8Operands, Fused):
         self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None, free: int = 0
     ) -> Tensor:
         """With so many more SMs free."""
-        from phalanx.kernels.sm90.fp8.rows import fp8_rows
+        from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI.data)
         for layer, part in linear.runs(plan):
-            y_SO = fp8_rows(
+            y_SO = fp8_grouped_gemm(
                 a_SI,
                 self._weights(layer),
                 part.offsets,
@@ -146,7 +146,7 @@ class FusedFP8(FP8Operands, Fused):
     def rows_and_columns(
         self, a_SI: Rows | None, linear: Linear, plan: ExpertPlan, operands: Sequence[Operand]
     ) -> tuple[Tensor | None, list[Operand]]:
-        from phalanx.kernels.sm90.fp8.beside import beside
+        from phalanx.kernels.sm90.fp8.transpose_overlap import overlap_transposes
 
         waiting = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
         # What a margin leaves free is there for exchanges, which transposes would hold up.
@@ -159,7 +159,7 @@ class FusedFP8(FP8Operands, Fused):
             columns[i] = Operand(out, parts=operands[i].parts)
             work.append(partial(transpose_rows, **given, out=out))
             moved += 2 * out.data_CT.numel()
-        y_SO = beside(
+        y_SO = overlap_transposes(
             lambda free: self._rows(a_SI, linear, plan, free=free),
             2.0 * len(a_SI.data) * linear.weight_LOI[0].numel(),
             work,

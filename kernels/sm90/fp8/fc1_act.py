@@ -69,8 +69,8 @@ class Fp8Fc1Kernel(Gemm):
         """Sizes: S, N rows of x, F, D, pitch of x, L, clusters, strides of x's scales,
         `weight_sizes` of w1's, and 0."""
         S, N, F, D, pitch, L, clusters, *strides = sizes
-        loop, halves = self.config.mainloop, self.config.epilogue.halves
-        H, blocks = F * halves, (F + (BLOCK - 1)) // BLOCK
+        loop, parts = self.config.mainloop, self.config.epilogue.num_gate_parts
+        H, blocks = F * parts, (F + (BLOCK - 1)) // BLOCK
         scale = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
         given = self.config.epilogue.host(
             *(loop, matrix(h, S, H), activations(a, S, F, Int32(1))),
@@ -89,7 +89,7 @@ class Fp8Fc1Kernel(Gemm):
             clusters,
             stream,
             None,
-            operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], halves, strides[6]),
+            operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], parts, strides[6]),
         )
 
 
@@ -135,9 +135,9 @@ def fp8_fc1_act(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    device, halves = x.data.device, 2 if act.gated else 1
-    L, H, D = require_weights(device, "w1", w1_LHD, n_parts=halves)
-    F = H // halves
+    device, parts = x.data.device, 2 if act.gated else 1
+    L, H, D = require_weights(device, "w1", w1_LHD, n_parts=parts)
+    F = H // parts
     pitch = row_pitch(device, "x", x)
     if x.data.dtype != torch.float8_e4m3fn:
         raise ValueError(f"x must be torch.float8_e4m3fn, not {x.data.dtype}")

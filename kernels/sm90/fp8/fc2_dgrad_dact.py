@@ -77,15 +77,18 @@ class Fp8DgradKernel(Gemm):
         `weight_sizes` of w2's, and 0."""
         S, N, F, D, pitch, L, clusters, *strides = sizes
         loop, epilogue = self.config.mainloop, self.config.epilogue
-        halves, one = epilogue.halves, Int32(1)
+        parts, one = epilogue.num_gate_parts, Int32(1)
         tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
-        of_dh = cute.make_layout((S, blocks * halves), stride=(Int64(blocks * halves), 1))
+        of_dh = cute.make_layout((S, blocks * parts), stride=(Int64(blocks * parts), 1))
         of_a = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
         given = epilogue.host(
             loop,
-            matrix(h, S, F * halves),
+            matrix(h, S, F * parts),
             activations(
-                cute.recast_ptr(dh, dtype=FORMATS[epilogue.grad_format]), S, F, Int32(halves)
+                cute.recast_ptr(dh, dtype=FORMATS[epilogue.grad_format]),
+                S,
+                F,
+                Int32(parts),
             ),
             activations(a, S, F, one),
             vector(prob, S),
@@ -165,9 +168,9 @@ def fp8_fc2_dgrad_dact(
         ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
-    halves, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
+    parts, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
     loop = choose(COLUMNS, dy.data, gather=index_S is not None)
-    tiles, of_dh, of_a = -(-F // loop.columns), block_count(H, halves), block_count(F)
+    tiles, of_dh, of_a = -(-F // loop.columns), block_count(H, parts), block_count(F)
     if out is None:
         dh = Quantized(dy.data.new_empty(S, H), dy.scale.new_empty(S, of_dh))
         a = Quantized(dy.data.new_empty(S, F, **fp8), dy.scale.new_empty(S, of_a))

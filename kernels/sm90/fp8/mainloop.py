@@ -19,7 +19,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from phalanx.kernels.sm90.gemm.mainloop import MATH_GROUPS, Loads, Mainloop
+from phalanx.kernels.sm90.gemm.mainloop import MMA_GROUPS, Mainloop, Producer
 from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.jit import ptx
 
@@ -64,21 +64,23 @@ class Fp8Mainloop(Mainloop):
 
     def tiled_mma(self) -> cute.TiledMma:
         major = OperandMajorMode.K
-        groups, tile = (MATH_GROUPS, 1, 1), (_ATOM, self.part)
+        groups, tile = (MMA_GROUPS, 1, 1), (_ATOM, self.part)
         return hopper.make_trivial_tiled_mma(
             *self.types, major, major, Float32, groups, tiler_mn=tile
         )
 
-    def loads(self, *given: Any) -> "Fp8Loads":
-        return Fp8Loads(self, *given)
+    def producer(self, *given: Any) -> "Fp8Producer":
+        return Fp8Producer(self, *given)
 
-    def math(self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any) -> Any:
-        from phalanx.kernels.sm90.fp8.promotion import Math
+    def mma_consumer(
+        self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any
+    ) -> Any:
+        from phalanx.kernels.sm90.fp8.promotion import Fp8MmaConsumer
 
-        return Math(self, storage, tiled_mma, group, *scales)
+        return Fp8MmaConsumer(self, storage, tiled_mma, group, *scales)
 
 
-class Fp8Loads(Loads):
+class Fp8Producer(Producer):
     """Stages of 128 channels, block by block of one part after the other."""
 
     modes = 2
@@ -121,7 +123,7 @@ class Fp8Loads(Loads):
 
     def _landed(self, state: State, before: int) -> None:
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.ring.earlier(state, before))
+        cute.arch.mbarrier_arrive(self.ring.earlier_full_barrier(state, before))
 
 
 def activations(

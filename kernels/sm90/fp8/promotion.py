@@ -44,7 +44,7 @@ class Scales:
 class Promotion:
     """A multiplying warp group's side. `acc` holds its part of the tile after `multiply`.
 
-    A thread's accumulators, flat, are those of `gemm.mainloop.Math`.
+    A thread's accumulators, flat, are those of `gemm.mainloop.Fp8MmaConsumer`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Promotion:
     def skip(self, first: Int32, blocks: Int32) -> None:
         """Let `blocks` stages go, as none of the warp group's rows is wanted."""
         for k in cutlass.range(blocks, unroll=1):
-            self.ring.release(self.ring.wait(first + k))
+            self.ring.consumer_release(self.ring.consumer_wait_block(first + k))
 
     @cute.jit
     def multiply(self, first: Int32, blocks: Int32, scales: Scales) -> None:
@@ -91,29 +91,29 @@ class Promotion:
         self.acc.fill(0.0)
         ring, last = self.ring, len(self.b) - 1
         rows, columns = scales.rows, scales.columns
-        stage, phase = ring.place(first)
+        stage, phase = ring.position(first)
         if cutlass.const_expr(self.fresh):  # the loading warps have waited for the rows
-            ring.wait_at(stage, phase)
+            ring.consumer_wait(stage, phase)
         more, ready = blocks > 1, Boolean(False)
         a, b = self._load_rows(rows, Boolean(True)), self._load_columns(columns, Boolean(True))
         rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
         next_a, next_b = self._load_rows(rows, more), self._load_columns(columns, more)
         for k in cutlass.range(blocks, unroll=1):
             if ~ready:
-                ring.wait_at(stage, phase)
+                ring.consumer_wait(stage, phase)
             self._start(0, stage)
             rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
             more = k + 2 < blocks
             then_a, then_b = self._load_rows(rows, more), self._load_columns(columns, more)
-            next_stage, next_phase = ring.after(stage, phase)
+            next_stage, next_phase = ring.next_position(stage, phase)
             for p in cutlass.range_constexpr(last + 1):
                 if cutlass.const_expr(p > 0):
                     self._start(p, stage)
                 if cutlass.const_expr(p == last):
-                    ready = ring.is_full(next_stage, next_phase)
+                    ready = ring.consumer_try_wait(next_stage, next_phase)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(p == last):
-                    ring.release(stage)
+                    ring.consumer_release(stage)
                 self._add(p, k, a, b, scales)
             stage, phase = next_stage, next_phase
             a, b, next_a, next_b = next_a, next_b, then_a, then_b
@@ -156,7 +156,7 @@ class Promotion:
                 self.acc[to] = self.acc[to] + both[i // 2 % 2] * here
 
 
-class Math(Promotion):
+class Fp8MmaConsumer(Promotion):
     """Of rows by weights, as the grouped GEMMs multiply them."""
 
     def __init__(
@@ -216,10 +216,10 @@ def operand_scales(
     row_strides: Sequence[Int32],
     weights: cute.Pointer,
     weight_sizes: Sequence[Int32],
-    halves: int,
+    num_gate_parts: int,
     zero: Int32,
 ) -> tuple[Any, ...]:
-    """Host side: what `Math` takes as scales.
+    """Host side: what `Fp8MmaConsumer` takes as scales.
 
     Args:
         rows: fp32 [rows, K blocks], its strides `row_strides`.
@@ -230,7 +230,7 @@ def operand_scales(
     blocks, expert_stride, n_stride, k_stride = weight_sizes
     of_rows = cute.make_tensor(rows, cute.make_layout((1, 1), stride=tuple(row_strides)))
     layout = cute.make_layout((blocks, 1, 1), stride=(n_stride, k_stride, expert_stride))
-    half = blocks // 2 if halves == 2 else None
+    half = blocks // 2 if num_gate_parts == 2 else None
     return of_rows, cute.make_tensor(weights, layout), half, zero
 
 

@@ -74,7 +74,7 @@ def fp8_wgrad(
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
     config = Fp8WgradConfig(
         columns=tile or (BLOCK if d.blocks == "vector" else choose(I)),
-        wide=out.dtype == torch.float32,
+        fp32_out=out.dtype == torch.float32,
         add=accumulate,
         zeros=zeros or accumulate,
         ordered=order_L is not None,

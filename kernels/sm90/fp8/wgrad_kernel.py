@@ -2,7 +2,7 @@
 
 Both operands are stored by channels, an expert's tokens side by side and padded with zeros to
 whole blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are
-whole, and no stage holds tokens of two experts. The scales are those of `wgrad_math`.
+whole, and no stage holds tokens of two experts. The scales are those of `wgrad_mma`.
 
 Tiles and their order are those of `experts.wgrad_kernel`, the stages those of `fp8.mainloop`.
 """
@@ -19,8 +19,8 @@ from cutlass.cute.nvgpu import cpasync
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
 from phalanx.kernels.sm90.fp8.operands import BYTES
-from phalanx.kernels.sm90.fp8.wgrad_math import VectorMath, WgradMath, layout_mma
-from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, VectorWgradMma, layout_mma
+from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -38,7 +38,7 @@ class Fp8WgradConfig:
 
     columns: int = 256
     """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
-    wide: bool = False
+    fp32_out: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
     """Add to dw, whose sum in bf16 is rounded once more."""
@@ -62,9 +62,9 @@ class Fp8WgradConfig:
     @property
     def output(self) -> Output:
         """The narrower tiles leave room to stage a whole tile, or most of it."""
-        blocks = self.columns // (32 if self.wide else 64)
+        blocks = self.columns // (32 if self.fp32_out else 64)
         buffers = 2 if self.columns == 256 else min(4, blocks)
-        return Output(self.columns, self.wide, self.add, buffers)
+        return Output(self.columns, self.fp32_out, self.add, buffers)
 
     @property
     def mainloop(self) -> Fp8Mainloop:
@@ -122,7 +122,7 @@ class Fp8WgradKernel:
         mV = weights(v, I, T, one, one)
         wide_i = cute.assume(Int64(I), divby=64)
         plane = cute.assume(Int64(O) * Int64(I), divby=64)
-        if cutlass.const_expr(config.wide):
+        if cutlass.const_expr(config.fp32_out):
             dw = cute.recast_ptr(dw, dtype=Float32)
         shape = (cute.assume(O, divby=64), cute.assume(I, divby=64), L)
         mW = cute.make_tensor(dw, cute.make_layout(shape, stride=(wide_i, 1, plane)))
@@ -174,7 +174,7 @@ class Fp8WgradKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         storage = cutlass.utils.SmemAllocator().allocate(layout)
-        tiles = Tiles(
+        tiles = ExpertTiles(
             offsets,
             order,
             config.ordered,
@@ -189,26 +189,26 @@ class Fp8WgradKernel:
         if warp == 0:
             for descriptor in (loads[0], loads[2], stores[0]):
                 cpasync.prefetch_descriptor(descriptor)
-            scheduler.start()
-            loop.ring(storage.mainloop).start()
+            scheduler.init_barriers()
+            loop.ring(storage.mainloop).init_barriers()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
             if warp == 0:
-                load = loop.loads(storage.mainloop, Int32(0), loads, mD, None)
+                load = loop.producer(storage.mainloop, Int32(0), loads, mD, None)
                 self._load(load, scheduler, tiles, ctas)
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
             thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
-            kind = VectorMath if config.vector else WgradMath
+            kind = VectorWgradMma if config.vector else Fp8WgradMma
             math = kind(loop, storage.mainloop, tiled_mma, group - 1, scales)
             self._compute(math, _Stores(config, storage.output, thread, stores, shape), scheduler)
         cute.arch.sync_threads()
 
     @cute.jit
-    def _load(self, load: Any, scheduler: Scheduler, tiles: Tiles, ctas: Int32) -> None:
+    def _load(self, load: Any, scheduler: Scheduler, tiles: ExpertTiles, ctas: Int32) -> None:
         """The loading warp: tiles to stages; half-way through one, it finds the one after it."""
         columns = self.config.columns
         first = Int32(0)
@@ -220,7 +220,7 @@ class Fp8WgradKernel:
         scheduler.send(Int32(0), row, stop, position, expert)
         if expert < 0:
             scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-        number, state = Int32(0), load.ring.producer()
+        number, state = Int32(0), load.ring.producer_state()
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             claimed = scheduler.claim()
@@ -241,7 +241,7 @@ class Fp8WgradKernel:
             row, stop, position, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, math: WgradMath, stores: "_Stores", scheduler: Scheduler) -> None:
+    def _compute(self, math: Fp8WgradMma, stores: "_Stores", scheduler: Scheduler) -> None:
         """A multiplying warp group: stages to accumulators to a tile of dw."""
         made, rows = stores.made, stores.shape[0]
         number, filled = Int32(0), Int32(0)

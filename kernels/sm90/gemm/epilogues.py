@@ -94,7 +94,7 @@ class Linear:
     def storage(self, loop: Mainloop) -> Any:
         return self.strips(loop).storage()
 
-    def start(self, storage: Any) -> None:
+    def init_barriers(self, storage: Any) -> None:
         """Nothing to initialise."""
 
     def host(
@@ -184,13 +184,13 @@ class Act:
     prob: bool = True
 
     @property
-    def halves(self) -> int:
+    def num_gate_parts(self) -> int:
         return 2 if self.act.gated else 1
 
     @property
     def kept(self) -> int:
         """Strips of h that are stored."""
-        return self.halves if self.keep_h else 0
+        return self.num_gate_parts if self.keep_h else 0
 
     def sets(self, loop: Mainloop) -> int:
         """How many times there are strips for h and a."""
@@ -205,7 +205,7 @@ class Act:
     def storage(self, loop: Mainloop) -> Any:
         return self.strips(loop).storage()
 
-    def start(self, storage: Any) -> None:
+    def init_barriers(self, storage: Any) -> None:
         """Nothing to initialise."""
 
     def host(
@@ -242,7 +242,7 @@ class _Act:
         self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
-        wide = self.loop.columns // self.config.halves
+        wide = self.loop.columns // self.config.num_gate_parts
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
             probs = []
@@ -272,7 +272,7 @@ class _Act:
         self.staging.drain(0 if j == 0 else (sets - 1) * (kept + 1))
         for q in range(2):
             h = []
-            for half in range(config.halves):
+            for half in range(config.num_gate_parts):
                 columns = half * (self.loop.columns // 32) + 2 * j + q
                 values = self.warp.values(acc, m, columns)
                 if config.bias:
@@ -304,12 +304,12 @@ class ActGrad:
     prob: bool = True
 
     @property
-    def halves(self) -> int:
+    def num_gate_parts(self) -> int:
         return 2 if self.act.gated else 1
 
     def strips(self, loop: Mainloop) -> Strips:
         """Three times for h and dh, then two for a."""
-        return Strips(32, 3 * self.halves + 2)
+        return Strips(32, 3 * self.num_gate_parts + 2)
 
     def bytes(self, loop: Mainloop) -> int:
         return self.strips(loop).bytes
@@ -318,7 +318,7 @@ class ActGrad:
         loaded = array(cutlass.Int64, WARPS * 3)
         return struct(strips=self.strips(loop).storage(), loaded=loaded)
 
-    def start(self, storage: Any) -> None:
+    def init_barriers(self, storage: Any) -> None:
         """One warp: initialise the barriers of the loads of h."""
         with cute.arch.elect_one():
             for number in range(WARPS * 3):
@@ -370,11 +370,11 @@ class _ActGrad:
         if i < self.steps:
             top = row + self.warp.first + i // self.width * 64
             f = column * self.loop.columns + 32 * (i % self.width)
-            halves, barrier = self.config.halves, self.loaded + i % 3
-            self.staging.expect(halves, barrier)
-            for half in range(halves):
+            parts, barrier = self.config.num_gate_parts, self.loaded + i % 3
+            self.staging.expect(parts, barrier)
+            for half in range(parts):
                 n = f + half * self.mA.shape[1]
-                self.staging.load(i % 3 * halves + half, self.tma_h, top, n, barrier)
+                self.staging.load(i % 3 * parts + half, self.tma_h, top, n, barrier)
 
     @cute.jit
     def __call__(
@@ -415,26 +415,26 @@ class _ActGrad:
         sums: cute.Tensor,
     ) -> None:
         """h in its strip becomes dh."""
-        halves, strip = self.config.halves, i % 3
+        parts, strip = self.config.num_gate_parts, i % 3
         m, j = i // self.width, i % self.width
         for q in range(2):
             d = self.warp.values(acc, m, 2 * j + q)
-            h = [self.staging.read(strip * halves + half, q) for half in range(halves)]
+            h = [self.staging.read(strip * parts + half, q) for half in range(parts)]
             words = self._words(d, h, probs, sums)
-            self.staging.write(3 * halves + i % 2, q, words[-1])
-            for half in range(halves):
-                self.staging.write(strip * halves + half, q, words[half])
-        for half in range(halves):
+            self.staging.write(3 * parts + i % 2, q, words[-1])
+            for half in range(parts):
+                self.staging.write(strip * parts + half, q, words[half])
+        for half in range(parts):
             n = f + half * self.mA.shape[1]
-            self.staging.store(strip * halves + half, self.tma_d, self.mD, top, end, n)
-        self.staging.store(3 * halves + i % 2, self.tma_a, self.mA, top, end, f)
+            self.staging.store(strip * parts + half, self.tma_d, self.mD, top, end, n)
+        self.staging.store(3 * parts + i % 2, self.tma_a, self.mA, top, end, f)
 
     def _words(
         self, d: list[Float32], h: list[Any], probs: list[Float32], sums: cute.Tensor
     ) -> list[list[Uint32]]:
         """dh, half by half, and a of 8 accumulators and as many of each half of h."""
-        config, halves = self.config, self.config.halves
-        words: list[list[Uint32]] = [[] for _ in range(halves + 1)]
+        config, parts = self.config, self.config.num_gate_parts
+        words: list[list[Uint32]] = [[] for _ in range(parts + 1)]
         for pair in range(4):  # one by one, for want of registers
             gates, ups = ptx.unpack(h[0][pair]), ptx.unpack(h[-1][pair])
             made = []
@@ -444,7 +444,7 @@ class _ActGrad:
                 if config.prob:
                     sums[pair % 2] = sums[pair % 2] + value * a
                     a = a * probs[pair % 2]
-                made.append((d_gate, d_up, a) if halves == 2 else (d_gate, a))
+                made.append((d_gate, d_up, a) if parts == 2 else (d_gate, a))
             for into, low, high in zip(words, *made, strict=True):
                 into.append(ptx.pack(low, high))
         return words

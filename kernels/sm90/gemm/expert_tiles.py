@@ -22,7 +22,7 @@ def unpack(position: Int32) -> tuple[Int32, Int32]:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """From a tile's number to its record, in one warp; 32 experts are looked up at a time."""
 
     offsets: cute.Tensor

@@ -21,8 +21,8 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     GROUP_THREADS,
     THREADS,
     TILE_ROWS,
-    Loads,
     Mainloop,
+    Producer,
 )
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -55,9 +55,9 @@ class GemmConfig:
         return replace(self.loop, stages=min(8, left // self.loop.stage_bytes))
 
     @property
-    def halves(self) -> int:
+    def num_gate_parts(self) -> int:
         """Channels of B that a column of the output takes: 2 with a gate."""
-        return self.epilogue.halves if isinstance(self.epilogue, Act) else 1
+        return self.epilogue.num_gate_parts if isinstance(self.epilogue, Act) else 1
 
     @property
     def signals(self) -> bool:
@@ -149,8 +149,8 @@ class Gemm:
         `scales`, of operands in FP8: as the mainloop's `math` takes them.
         """
         loop = self.config.mainloop
-        wide = loop.columns // self.config.halves
-        half_offset = columns if self.config.halves == 2 else Int32(loop.columns // 2)
+        wide = loop.columns // self.config.num_gate_parts
+        half_offset = columns if self.config.num_gate_parts == 2 else Int32(loop.columns // 2)
         self.kernel(
             loop.tma(mA, mB),
             epilogue,
@@ -220,9 +220,9 @@ class Gemm:
             if cutlass.const_expr(not loop.gather):
                 cpasync.prefetch_descriptor(loads[0])
             cpasync.prefetch_descriptor(loads[2])
-            scheduler.start()
-            loop.ring(storage.mainloop).start()
-            config.epilogue.start(storage.epilogue)
+            scheduler.init_barriers()
+            loop.ring(storage.mainloop).init_barriers()
+            config.epilogue.init_barriers(storage.epilogue)
         cute.arch.mbarrier_init_fence()
         self._meet()
 
@@ -230,7 +230,7 @@ class Gemm:
         if group == 0:
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
-                load = loop.loads(storage.mainloop, rank, loads, mA, index)
+                load = loop.producer(storage.mainloop, rank, loads, mA, index)
                 wave_wait = None
                 if cutlass.const_expr(config.waits):
                     wave_wait = WaveWait(ready, storage.waves.data_ptr() + warp)
@@ -239,7 +239,7 @@ class Gemm:
                 )
             else:
                 if warp == 0:
-                    load = loop.loads(storage.mainloop, rank, loads, mA, index)
+                    load = loop.producer(storage.mainloop, rank, loads, mA, index)
                     self._load(
                         load, scheduler, None, rank, warp, blocks, half_offset, clusters, yielding
                     )
@@ -247,7 +247,7 @@ class Gemm:
             cute.arch.setmaxregister_increase(more)
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
             operands = (scales, index, config.waits)
-            math = loop.math(storage.mainloop, tiled_mma, group - 1, *operands)
+            math = loop.mma_consumer(storage.mainloop, tiled_mma, group - 1, *operands)
             store = config.epilogue.device(loop, storage.epilogue, thread, epilogue)
             self._compute(math, store, scheduler, rank, group - 1, blocks)
         self._meet()
@@ -255,7 +255,7 @@ class Gemm:
     @cute.jit
     def _load(
         self,
-        load: Loads,
+        load: Producer,
         scheduler: Scheduler,
         wave_wait: Any,
         rank: Int32,
@@ -270,7 +270,7 @@ class Gemm:
         The claim is made when a tile begins and read half-way, when its answer has long been there
         and the stages hold enough work to hide what a look-up may cost.
         """
-        wide = self.config.mainloop.columns // self.config.halves
+        wide = self.config.mainloop.columns // self.config.num_gate_parts
         leads = (rank == 0) & (warp == 0)
         tile, first, before = Int32(0), Int32(0), Int32(0)
         begin, end, inclusive = Int32(0), Int32(0), Int32(0)
@@ -285,9 +285,9 @@ class Gemm:
                 if expert < 0:
                     scheduler.finish(tile, clusters, tiles)
         number = Int32(0)
-        state, sources_of, finish = load.ring.producer(), load.sources, load.finish
+        state, sources_of, finish = load.ring.producer_state(), load.sources, load.finish
         if cutlass.const_expr(self.config.waits):
-            wave_wait.start()
+            wave_wait.reset()
         row, stop, column, expert = scheduler.read(number)
         while expert >= 0:
             claimed, goes_on = Int32(0), leads

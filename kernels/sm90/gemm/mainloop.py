@@ -28,8 +28,8 @@ from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 
 GROUP_THREADS = 128
-MATH_GROUPS = 2
-THREADS = GROUP_THREADS * (1 + MATH_GROUPS)
+MMA_GROUPS = 2
+THREADS = GROUP_THREADS * (1 + MMA_GROUPS)
 TILE_ROWS, DEPTH = 128, 64
 ROW_BYTES = 2 * DEPTH
 """Of a row of a stage, whatever its elements are."""
@@ -93,7 +93,7 @@ class Mainloop:
     @property
     def group_rows(self) -> int:
         """Rows of a tile that one warp group multiplies."""
-        return TILE_ROWS if self.pingpong else TILE_ROWS // MATH_GROUPS
+        return TILE_ROWS if self.pingpong else TILE_ROWS // MMA_GROUPS
 
     @property
     def stage_bytes(self) -> int:
@@ -115,7 +115,7 @@ class Mainloop:
             OperandMajorMode.K,
             major,
             Float32,
-            (1 if self.pingpong else MATH_GROUPS, 1, 1),
+            (1 if self.pingpong else MMA_GROUPS, 1, 1),
             tiler_mn=(64, self.columns),
         )
 
@@ -161,16 +161,18 @@ class Mainloop:
         arriving = self.stage_bytes - (ROW_BYTES * TILE_ROWS if self.gather else 0)
         return Ring(storage.ring, self.stages, arriving, copiers, self.warps, self.cluster)
 
-    def loads(self, *given: Any) -> "Loads":
-        """The loading side, given what `Loads` is."""
-        return Loads(self, *given)
+    def producer(self, *given: Any) -> "Producer":
+        """The loading side, given what `Producer` is."""
+        return Producer(self, *given)
 
-    def math(self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any) -> Any:
+    def mma_consumer(
+        self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any
+    ) -> Any:
         """The side of a multiplying warp group; scales are for FP8."""
-        return Math(self, storage, tiled_mma, group)
+        return MmaConsumer(self, storage, tiled_mma, group)
 
 
-class Loads:
+class Producer:
     """The loading side: one warp, or all warps of the group if rows are gathered."""
 
     modes: ClassVar[int] = 1
@@ -236,16 +238,16 @@ class Loads:
         to_a, from_a = self._a(row)
         boxes = self._boxes(column, expert, half_offset)
         for k in cutlass.range(begin, end, unroll=1):
-            self.ring.acquire(state)
+            self.ring.producer_acquire(state)
             if self.leads:
-                self.ring.expect(state)
+                self.ring.producer_arrive_and_expect_tx(state)
                 self._send_b(boxes, k, state)
                 if cutlass.const_expr(not self.loop.gather):
                     cute.copy(
                         self.atom_a,
                         from_a[(None, *self.place(k))],
                         to_a[(None, state.index)],
-                        tma_bar_ptr=self.ring.barrier(state),
+                        tma_bar_ptr=self.ring.full_barrier(state),
                     )
             if cutlass.const_expr(self.loop.gather):
                 to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
@@ -257,7 +259,7 @@ class Loads:
 
     def copied(self, state: State, k: Int32) -> None:
         """This thread has begun to copy block k: the barrier counts it when the copies land."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.barrier(state))
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full_barrier(state))
 
     def finish(self, state: State, blocks: Int32) -> None:
         """After the last of a tile's `blocks`: nothing is left to say."""
@@ -300,7 +302,7 @@ class Loads:
                 self.atom_b,
                 from_b[(None, *self.place(k))],
                 to_b[(None, state.index * count + number)],
-                tma_bar_ptr=self.ring.barrier(state),
+                tma_bar_ptr=self.ring.full_barrier(state),
                 **options,
             )
 
@@ -312,7 +314,7 @@ def _partition(atom: Any, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Te
     )
 
 
-class Math:
+class MmaConsumer:
     """A multiplying warp group's side. `acc` holds its part of the tile after a call.
 
     A thread's accumulators, flat: 4 * (columns // 8) for each 64 rows; there, for each 8 columns,
@@ -372,7 +374,7 @@ class Math:
                 self._multiply(first, blocks, True)
             else:
                 for k in cutlass.range(blocks, unroll=1):
-                    self.ring.release(self.ring.wait(first + k))
+                    self.ring.consumer_release(self.ring.consumer_wait_block(first + k))
 
     @cute.jit
     def _multiply(self, first: Int32, blocks: Int32, whole: cutlass.Constexpr) -> None:
@@ -380,18 +382,18 @@ class Math:
         for k in cutlass.range(1, blocks, unroll=1):
             stage = self._block(first + k, False, whole)
             warpgroup.wait_group(1)
-            self.ring.release(before)
+            self.ring.consumer_release(before)
             before = stage
         if cutlass.const_expr(self.loop.pingpong):
             self._turn_of(1 - self.group).arrive()
         warpgroup.wait_group(0)
-        self.ring.release(before)
+        self.ring.consumer_release(before)
 
     def _turn_of(self, group: Int32 | int) -> pipeline.NamedBarrier:
         return pipeline.NamedBarrier(barrier_id=_ORDER + group, num_threads=2 * GROUP_THREADS)
 
     def _block(self, number: Int32, fresh: bool, whole: bool) -> Int32:
-        stage = self.ring.wait(number)
+        stage = self.ring.consumer_wait_block(number)
         if self.loop.gather:  # cp.async writes through the other proxy than wgmma reads by
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()  # in every block, or two accumulators would be multiplied one by one

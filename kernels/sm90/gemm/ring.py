@@ -43,7 +43,7 @@ class Ring:
         """The part of a kernel's shared memory that a ring needs."""
         return struct(full=array(cutlass.Int64, stages), empty=array(cutlass.Int64, stages))
 
-    def start(self) -> None:
+    def init_barriers(self) -> None:
         """One warp: initialise the barriers; to be followed by a fence and a barrier."""
         full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
         with cute.arch.elect_one():
@@ -51,54 +51,54 @@ class Ring:
                 cute.arch.mbarrier_init(full + stage, 1 + self.copiers)
                 cute.arch.mbarrier_init(empty + stage, self.readers * self.cluster)
 
-    def producer(self) -> State:
+    def producer_state(self) -> State:
         """The position of a warp that loads."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
-    def barrier(self, state: State) -> cute.Pointer:
+    def full_barrier(self, state: State) -> cute.Pointer:
         """The stage's full barrier."""
         return self.storage.full.data_ptr() + state.index
 
-    def acquire(self, state: State) -> None:
+    def producer_acquire(self, state: State) -> None:
         """Wait until the stage may be overwritten."""
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + state.index, state.phase)
 
-    def expect(self, state: State) -> None:
+    def producer_arrive_and_expect_tx(self, state: State) -> None:
         """One warp, before its TMA copies: say how many bytes will come."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(state), self.bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(state), self.bytes)
 
-    def earlier(self, state: State, blocks: int) -> cute.Pointer:
+    def earlier_full_barrier(self, state: State, blocks: int) -> cute.Pointer:
         """The full barrier of the stage so many blocks before `state`, fewer than there are."""
         stage = (state.index + (self.stages - blocks)) % self.stages
         return self.storage.full.data_ptr() + stage
 
-    def place(self, number: Int32) -> tuple[Int32, Int32]:
+    def position(self, number: Int32) -> tuple[Int32, Int32]:
         """Stage of block `number`, of all of a CTA, and the phase of its full barrier."""
         return number % self.stages, number // self.stages % 2
 
-    def after(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    def next_position(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """`place` of the next block."""
         last = stage == self.stages - 1
         next_stage = cutlass.select_(last, Int32(0), stage + 1)
         return next_stage, cutlass.select_(last, phase ^ 1, phase)
 
-    def is_full(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
+    def consumer_try_wait(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
         """Whether a stage is full; does not wait for it."""
         return cute.arch.mbarrier_try_wait(self.storage.full.data_ptr() + stage, phase)
 
-    def wait_at(self, stage: Int32, phase: Int32) -> None:
+    def consumer_wait(self, stage: Int32, phase: Int32) -> None:
         """Wait until a stage is full."""
         cute.arch.mbarrier_wait(self.storage.full.data_ptr() + stage, phase)
 
-    def wait(self, number: Int32) -> Int32:
+    def consumer_wait_block(self, number: Int32) -> Int32:
         """Wait until the stage of block `number`, of all of a CTA, is full; returns the stage."""
-        stage, phase = self.place(number)
-        self.wait_at(stage, phase)
+        stage, phase = self.position(number)
+        self.consumer_wait(stage, phase)
         return stage
 
     @cute.jit
-    def release(self, stage: Int32) -> None:
+    def consumer_release(self, stage: Int32) -> None:
         """A multiplying warp, all its lanes, has read a stage."""
         lane = Int32(cute.arch.lane_idx())
         empty = self.storage.empty.data_ptr() + stage

@@ -92,7 +92,7 @@ class Scheduler:
     slice_bits: Any = None
     """An expert's rows are taken in `1 << slice_bits` slices; None: as a whole."""
 
-    def start(self) -> None:
+    def init_barriers(self) -> None:
         """Initialise the barriers; to be followed by a fence and a barrier of the cluster."""
         full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
         with cute.arch.elect_one():

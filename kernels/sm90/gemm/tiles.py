@@ -43,7 +43,7 @@ def choose(
     *,
     transposed: bool,
     gather: bool = False,
-    halves: int = 1,
+    num_gate_parts: int = 1,
 ) -> Mainloop:
     """The fastest tile.
 
@@ -55,7 +55,7 @@ def choose(
     """
 
     def cost(tile: str) -> float:
-        wide = TILES[tile].columns // halves
+        wide = TILES[tile].columns // num_gate_parts
         return relative[tile] * (-(-columns // wide) * wide)
 
     relative = table()[kind(name, gather=gather, depth=depth)]

@@ -23,7 +23,7 @@ def _gemms() -> Iterator[tuple[type, Any]]:
     """`rows`, `fc1_act` and `fc2_dgrad_dact` by the tiles of their tables."""
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
-    from phalanx.kernels.sm90.experts.rows import RowsKernel
+    from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
     from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
     from phalanx.kernels.sm90.gemm.tiles import configured, table
@@ -34,10 +34,10 @@ def _gemms() -> Iterator[tuple[type, Any]]:
         loop = configured(tile, gather=gather, transposed=transposed)
         return GemmConfig(epilogue, loop, waits=waits)
 
-    for tile in table()["rows"]:
+    for tile in table()["grouped_gemm"]:
         for bias, signals in product(EITHER, EITHER):
-            yield RowsKernel, gemm(Linear(bias, signals), tile, False, False)
-        yield RowsKernel, gemm(Linear(), tile, False, True)
+            yield GroupedGemmKernel, gemm(Linear(bias, signals), tile, False, False)
+        yield GroupedGemmKernel, gemm(Linear(), tile, False, True)
     for tile, gather in product(table()["fc1_act"], EITHER):
         yield Fc1Kernel, gemm(Act(SWIGLU), tile, gather, False)
     for kind, gather in (("fc2_dgrad_dact", False), ("fc2_dgrad_dact gathered", True)):
@@ -64,17 +64,17 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.fp8.act import Fp8Act
     from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
     from phalanx.kernels.sm90.fp8.fc1_act import COLUMNS, Fp8Fc1Kernel
+    from phalanx.kernels.sm90.fp8.grouped_gemm import Fp8GroupedGemmKernel
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
-    from phalanx.kernels.sm90.fp8.rows import Fp8RowsKernel
     from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
     from phalanx.kernels.sm90.gemm.epilogues import Linear
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 
     for columns, signals in product((192, 256), EITHER):
         for bias in EITHER:
-            yield Fp8RowsKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
+            yield Fp8GroupedGemmKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
         e5m2 = Fp8Mainloop(columns, rows_format="e5m2")
-        yield Fp8RowsKernel, GemmConfig(Linear(False, signals), e5m2)
+        yield Fp8GroupedGemmKernel, GemmConfig(Linear(False, signals), e5m2)
     acts = (Fp8Act(SWIGLU), Fp8Act(GPT_OSS, bias=True))
     for epilogue, gather in product(acts, EITHER):
         yield Fp8Fc1Kernel, GemmConfig(epilogue, Fp8Mainloop(COLUMNS, gather=gather))
@@ -89,9 +89,9 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             if gather and act not in OTHERS:
                 yield fc2_dgrad_dact.Fp8DgradKernel, GemmConfig(grad, loop, waits=True)
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
-        for wide, add in ((True, True), (True, False), (False, False)):
+        for fp32_out, add in ((True, True), (True, False), (False, False)):
             for ordered in EITHER:
-                config = Fp8WgradConfig(columns, wide, add, ordered, rows_format=rows_format)
+                config = Fp8WgradConfig(columns, fp32_out, add, ordered, rows_format=rows_format)
                 yield Fp8WgradKernel, config
         config = Fp8WgradConfig(columns, True, False, True, rows_format=rows_format, zeros=False)
         yield Fp8WgradKernel, config  # of guests
@@ -116,10 +116,10 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True, zeros=False)
         yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
-    for columns, wide, add in product((192, 256), EITHER, EITHER):
-        yield WgradKernel, WgradConfig(columns, wide, add)
+    for columns, fp32_out, add in product((192, 256), EITHER, EITHER):
+        yield WgradKernel, WgradConfig(columns, fp32_out, add)
     for add, scaled in product(EITHER, EITHER):
-        yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
+        yield BiasGradKernel, BiasGradConfig(fp32_out=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
     for scaled in EITHER:  # of guests
         config = BiasGradConfig(True, False, scaled=scaled, indexed=scaled, behind=True)
@@ -182,8 +182,8 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
         for hidden, back in product(widths, EITHER):
             yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
     yield PushKernel, PushConfig(16, 8, 1, False)  # of side data alone, where experts are cloned
-    for slots, side, singles in product(sizes, EITHER, EITHER):
-        yield CombinePushKernel, CombinePushConfig(slots, 8, side, singles)
+    for slots, side, unreduced_rows in product(sizes, EITHER, EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side, unreduced_rows)
     yield WaitPeersKernel, WaitPeersConfig(8)
 
 

@@ -29,7 +29,7 @@ from phalanx.kernels.sm90.experts.combine import combine
 from phalanx.kernels.sm90.experts.dprob import dprob as add_dprob
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.routing.plan import plan, plan_backward
@@ -99,7 +99,7 @@ def rows_case(loop: Mainloop) -> Case:
         stored = w.mT.cuda().mT if loop.b_transposed else w.cuda()
         a, offsets, bias, scale = on_gpu(a, OFFSETS, bias, SCALE)
         given = dict(bias_LN=bias, scale_S=scale, loop=loop)
-        close("y", rows(a, stored, offsets, **given)[:USED], want)
+        close("y", grouped_gemm(a, stored, offsets, **given)[:USED], want)
 
     return case
 

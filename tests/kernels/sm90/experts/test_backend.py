@@ -106,12 +106,14 @@ class Kernels:
             to_h, to_a = out or (None, None)
             return None if h is None else written(to_h, h, offsets), written(to_a, a, offsets)
 
-    class rows:
+    class grouped_gemm:
         @staticmethod
-        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, dynamic, signal):
+        def grouped_gemm(
+            a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, dynamic, signal
+        ):
             assert (bias_LN is None) == (scale_S is None)
             assert signal is None or out_SN is None, "own experts alone signal"
-            launches.append(("rows", sm_margin, dynamic))
+            launches.append(("grouped_gemm", sm_margin, dynamic))
             y = reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
             made = written(out_SN, y, offsets)
             if signal is not None:
@@ -199,8 +201,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(f"phalanx.kernels.sm90.{ROOMS[name]}.{name}")
         vars(module).update({k: getattr(part, k) for k in vars(part) if k[0] != "_"})
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    module = ModuleType("phalanx.kernels.sm90.experts.every_bias_triton")
-    vars(module)["every_bias"] = lambda dy, b2: dy.float() @ b2.float().T
+    module = ModuleType("phalanx.kernels.sm90.experts.bias_products_triton")
+    vars(module)["bias_products"] = lambda dy, b2: dy.float() @ b2.float().T
     monkeypatch.setitem(sys.modules, module.__name__, module)
     launches.clear()
 
@@ -253,10 +255,10 @@ def test_each_pass_has_its_margin() -> None:
     p = make(ACT, torch.float32)
     leaves = leaves_of(p)
     out = forward(p, leaves, "fused", margins=Margins(8, 16, 24), dynamic=False)
-    assert launches == [("fc1_act", 8, False), ("rows", 8, False)]
+    assert launches == [("fc1_act", 8, False), ("grouped_gemm", 8, False)]
     launches.clear()
     gradients(out, p.dout, leaves)
-    expected = [("fc2_dgrad_dact", 16), ("rows", 16), ("wgrad", 24), ("wgrad", 24)]
+    expected = [("fc2_dgrad_dact", 16), ("grouped_gemm", 16), ("wgrad", 24), ("wgrad", 24)]
     assert launches == [(name, margin, False) for name, margin in expected]
 
 

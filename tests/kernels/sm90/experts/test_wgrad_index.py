@@ -20,7 +20,7 @@ from phalanx.kernels.sm90.experts.bias_grad import CHUNK, BiasGradConfig, BiasGr
 from phalanx.kernels.sm90.experts.contraction import BOX, Contraction, D, V
 from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather
 from phalanx.kernels.sm90.gemm import expert_tiles
-from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 
 
 def _plain(method, module):
@@ -28,7 +28,7 @@ def _plain(method, module):
     return FunctionType(method.__wrapped__.__code__, vars(module))
 
 
-WINDOW, LOCATE = _plain(Tiles.window, expert_tiles), _plain(Tiles.locate, expert_tiles)
+WINDOW, LOCATE = _plain(ExpertTiles.window, expert_tiles), _plain(ExpertTiles.locate, expert_tiles)
 WRITE = _plain(Store._write, accumulate)
 GATHER = _plain(Gather._copy, contraction_loads)
 CLEAR = _plain(Clear.__call__, contraction_loads)

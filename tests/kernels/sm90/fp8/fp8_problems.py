@@ -22,7 +22,7 @@ from phalanx.kernels.quantize.blocks import (
 )
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
-from phalanx.kernels.sm90.fp8.rows import fp8_rows
+from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 from tests.kernels.problems import formula
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,
@@ -144,7 +144,7 @@ class Fp8RowsProblem(Fp8Problem):
     def ours(self, **options) -> Outputs:
         given = dict(bias_LN=self.bias, scale_S=self.scale, parts=self.parts)
         with prefilled():
-            return {"y": fp8_rows(self.a, self.w, self.offsets, **{**given, **options})}
+            return {"y": fp8_grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
 
     def exact(self) -> Outputs:
         y = self.product(self.dense, self.w_LNK, FP64)
@@ -277,9 +277,9 @@ class Fp8DgradProblem(Fp8Problem):
         """Of integers, every bit of dh and a; dprob but for the rounding of its terms and sum."""
         assert self.integers
         if self.used:
-            same, halves = self._same(), self.h.shape[1] // self.w_LDF.shape[2]
+            same, num_gate_parts = self._same(), self.h.shape[1] // self.w_LDF.shape[2]
             made = same.ours(loop=loop)
-            dh, a = quantize_rows(made["dh"], halves, self.dtype), quantize_rows(made["a"])
+            dh, a = quantize_rows(made["dh"], num_gate_parts, self.dtype), quantize_rows(made["a"])
             for name, want in (("dh", dh), ("a", a)):
                 assert torch.equal(ours[name][: self.used], want.data.view(torch.uint8)), name
                 assert torch.equal(ours[f"{name}_scale"][: self.used], want.scale), name
@@ -297,9 +297,9 @@ class Fp8DgradProblem(Fp8Problem):
             same = self._same()
             exact = same._gradients(FP64, same.product(self.dense, self.w_LDF.mT, FP64))
             self.check_a(ours, exact["a"])
-            halves = self.h.shape[1] // self.w_LDF.shape[2]
+            num_gate_parts = self.h.shape[1] // self.w_LDF.shape[2]
             data = ours["dh"][: self.used].view(self.dtype)
-            dh = dequantize_rows(Quantized(data, ours["dh_scale"][: self.used]), halves)
+            dh = dequantize_rows(Quantized(data, ours["dh_scale"][: self.used]), num_gate_parts)
             assert dh.isfinite().all()
             assert (dh.double() - exact["dh"]).norm() <= error * exact["dh"].norm()
             if "parts" in ours:

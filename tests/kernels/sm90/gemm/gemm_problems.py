@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -185,7 +185,7 @@ class RowsProblem(Problem):
     def ours(self, **options) -> Outputs:
         given = dict(bias_LN=self.bias, scale_S=self.scale)
         with prefilled():
-            return {"y": rows(self.a, self.w, self.offsets, **{**given, **options})}
+            return {"y": grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
 
     def exact(self) -> Outputs:
         return {"y": self._y(FP64)}

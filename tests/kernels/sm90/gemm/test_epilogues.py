@@ -125,7 +125,7 @@ def _warp(loop: Mainloop, number: int, memory: Memory) -> SimpleNamespace:
 
 def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F: int) -> Memory:
     """Store tiles that end at `ends` with one warp; its memory."""
-    memory, halves = Memory(), getattr(config, "halves", 1)
+    memory, num_gate_parts = Memory(), getattr(config, "halves", 1)
     made = SimpleNamespace(
         config=config,
         loop=loop,
@@ -140,8 +140,8 @@ def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F
         tma_a=None,
         tma_d=None,
         mY=Tensor(name="y", shape=(0, F)),
-        mH=Tensor(name="h", shape=(0, halves * F)),
-        mD=Tensor(name="h", shape=(0, halves * F)),
+        mH=Tensor(name="h", shape=(0, num_gate_parts * F)),
+        mD=Tensor(name="h", shape=(0, num_gate_parts * F)),
         mA=Tensor(name="a", shape=(0, F)),
         loaded=Barrier(memory),
         width=loop.columns // 32,
@@ -152,7 +152,7 @@ def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F
             call = _plain(getattr(kind, name), epilogues)
             setattr(made, name, lambda *args, call=call: call(made, *args))
     made._sum = lambda *args: None
-    turn, wide = 0, loop.columns // (halves if kind is _Act else 1)
+    turn, wide = 0, loop.columns // (num_gate_parts if kind is _Act else 1)
     for end in ends:
         for column in range(-(-F // wide)):
             made.before(ROW, end, column)

@@ -14,11 +14,11 @@ from tests.kernels.sm90.echo import EchoConfig, EchoKernel
 FIRST = {kernel: config for kernel, config in reversed(SHIPPED)}
 """A configuration of each kernel class."""
 MULTIPLY = {
-    "RowsKernel",
+    "GroupedGemmKernel",
     "Fc1Kernel",
     "DgradKernel",
     "WgradKernel",
-    "Fp8RowsKernel",
+    "Fp8GroupedGemmKernel",
     "Fp8Fc1Kernel",
     "Fp8DgradKernel",
     "Fp8WgradKernel",

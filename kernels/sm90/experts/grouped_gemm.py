@@ -22,7 +22,7 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
-class RowsKernel(Gemm):
+class GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (
@@ -69,7 +69,7 @@ class RowsKernel(Gemm):
         )
 
 
-def rows(
+def grouped_gemm(
     a: Tensor,
     w_LNK: Tensor,
     offsets: Tensor,
@@ -124,14 +124,14 @@ def rows(
         scale=(scale_S, torch.float32, (S,)),
         counter=(counter, torch.int32, (1,)),
     )
-    loop = loop or tiles.choose("rows", N, K, transposed=transposed)
+    loop = loop or tiles.choose("grouped_gemm", N, K, transposed=transposed)
     config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
     waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
     if S:
         counter = counter_of(a.device) if counter is None else counter
         clusters = persistent_clusters(sms(a.device), sm_margin, loop.cluster)
         launch(
-            RowsKernel,
+            GroupedGemmKernel,
             config,
             (
                 *(a, w_LNK, out, bias_LN, scale_S, None, offsets, counter),

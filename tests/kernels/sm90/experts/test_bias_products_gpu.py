@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.sm90.experts.test_every_bias import SHAPES, check
+from tests.kernels.sm90.experts.test_bias_products import SHAPES, check
 
 pytestmark = pytest.mark.gpu
 

@@ -34,7 +34,7 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
-class Fp8RowsKernel(Gemm):
+class Fp8GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (
@@ -85,7 +85,7 @@ class Fp8RowsKernel(Gemm):
         )
 
 
-def fp8_rows(
+def fp8_grouped_gemm(
     a: Quantized,
     w_LNK: Quantized,
     offsets: Tensor,
@@ -151,7 +151,7 @@ def fp8_rows(
         counter = counter_of(device) if counter is None else counter
         clusters = persistent_clusters(sms(device), sm_margin)
         launch(
-            Fp8RowsKernel,
+            Fp8GroupedGemmKernel,
             config,
             (
                 *(a.data, a.scale, w_LNK.data, w_LNK.scale),

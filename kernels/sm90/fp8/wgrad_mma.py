@@ -18,16 +18,16 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
 from phalanx.kernels.sm90.fp8.promotion import Promotion, Scales, address
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS, TILE_ROWS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
 from phalanx.kernels.sm90.jit import ptx
 
-_ROWS = TILE_ROWS // MATH_GROUPS
+_ROWS = TILE_ROWS // MMA_GROUPS
 """Rows of a warp group, and columns that are there or not."""
 _COLUMNS = 8
 """Of which a thread has two neighbours."""
 
 
-class WgradMath(Promotion):
+class Fp8WgradMma(Promotion):
     """A multiplying warp group's side."""
 
     def __init__(
@@ -61,7 +61,7 @@ class WgradMath(Promotion):
         of_part = (self.each + (BLOCK - 1)) // BLOCK
         n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
         low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
-        # Not uniform to the compiler, as in `promotion.Math`.
+        # Not uniform to the compiler, as in `promotion.Fp8MmaConsumer`.
         apart = ptx.lane() * self.zero
         d = address(self.of_d, block, second * of_part + behind // BLOCK + apart)
         blocks = (low,) if self.loop.columns == BLOCK else (low, high)
@@ -83,7 +83,7 @@ class VectorScales(Scales):
     """Column of the tile."""
 
 
-class VectorMath(WgradMath):
+class VectorWgradMma(Fp8WgradMma):
     """With a scale for each channel of 128 tokens, of both operands; those of v [.., I] side by
     side, from a multiple of 8 bytes on."""
 
@@ -126,6 +126,6 @@ def layout_mma(columns: int) -> cute.TiledMma:
     major = OperandMajorMode.K
     return hopper.make_trivial_tiled_mma(
         *(BFloat16, BFloat16, major, major, Float32),
-        (MATH_GROUPS, 1, 1),
+        (MMA_GROUPS, 1, 1),
         tiler_mn=(_ROWS, columns),
     )

@@ -43,7 +43,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def beside[T](
+def overlap_transposes[T](
     gemm: Callable[[int], T],
     flops: float,
     transposes: Sequence[Callable[[], QuantizedColumns]],

@@ -17,7 +17,7 @@ _ROWS, _EXPERTS, _CHANNELS = 64, 64, 64
 
 
 @triton.jit
-def every_bias_dot(  # type: ignore[no-untyped-def]
+def bias_products_kernel(  # type: ignore[no-untyped-def]
     dy, b2, out, N, L, D, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHANNELS: tl.constexpr
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,7 +36,7 @@ def every_bias_dot(  # type: ignore[no-untyped-def]
     tl.store(at, total, mask=(row < N)[:, None] & (expert < L)[None, :])
 
 
-def every_bias(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
+def bias_products(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
     """<dy[n], b2[l]> of all rows and all experts.
 
     Args:
@@ -58,7 +58,7 @@ def every_bias(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
             )
     out_NL = dy_ND.new_empty((N, L), dtype=torch.float32)
     if out_NL.numel():
-        every_bias_dot[(triton.cdiv(N, _ROWS), triton.cdiv(L, _EXPERTS))](
+        bias_products_kernel[(triton.cdiv(N, _ROWS), triton.cdiv(L, _EXPERTS))](
             *(dy_ND, b2_LD, out_NL, N, L, D),
             ROWS=_ROWS,
             EXPERTS=_EXPERTS,
