@@ -27,7 +27,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 from phalanx.parallel.dispatcher.exchange import PeerMemory, SymmOptions, connected
 
 if TYPE_CHECKING:
-    pass
+    from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
 
 _ALIGN = 256
 FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)

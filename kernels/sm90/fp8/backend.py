@@ -1,9 +1,9 @@
 """The fused kernels in FP8 as a backend of the expert MLP.
 
-An adapter, as `kernels.sm90.experts.backend` is, whose plan, its backward and the sum of a token's
-experts it shares. Compared with `kernels.expert_mlp.emulated_fp8` operands of weight gradients are
-transposed from rows in FP8, not quantised a second time from bf16: the same values but where the
-smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
+An adapter like `kernels.sm90.experts.backend`, from which it has the plan, its backward and the sum
+of a token's experts. Compared with `kernels.expert_mlp.emulated_fp8` operands of weight gradients
+are transposed from rows in FP8, not quantised a second time from bf16: the same values but where
+the smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -37,9 +37,9 @@ class FusedFP8(FP8Operands, Fused):
     """`kernels.expert_mlp.backend.Backend` on Hopper, in FP8.
 
     Args:
-        sm_margin, dynamic: as of `Fused`.
-        recipe: with weight gradients in bf16, their operands are made by kernels in bf16, of values
-            that went through FP8: exact, to compare with, and slow.
+        sm_margin, dynamic: as for `Fused`.
+        recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
+            that went through FP8: exact, for comparison, and slow.
         keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
     """
 
@@ -47,7 +47,7 @@ class FusedFP8(FP8Operands, Fused):
         FP8Operands.__init__(self, recipe)
         Fused.__init__(self, sm_margin, dynamic)
         self._keep = keep
-        self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
+        self._launch_options: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
         self._emulated = EmulatedFP8(Fused(sm_margin, dynamic), recipe)
 
     def fc1_act(
@@ -75,7 +75,7 @@ class FusedFP8(FP8Operands, Fused):
                 keep_h=keep_h,
                 ready=None if part.behind else ready,
                 out=made,
-                **self._how,
+                **self._launch_options,
             )
         assert made is not None
         h_SH, a = made
@@ -89,7 +89,7 @@ class FusedFP8(FP8Operands, Fused):
     def _rows(
         self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None, free: int = 0
     ) -> Tensor:
-        """With so many more SMs free."""
+        """`rows`, leaving `free` more SMs to others."""
         from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI.data)
@@ -103,7 +103,7 @@ class FusedFP8(FP8Operands, Fused):
                 scale_S=scale_S,
                 out_SN=y_SO,
                 signal=None if part.behind else signal,
-                **self._how | dict(sm_margin=self._sm_margin + free),
+                **self._launch_options | dict(sm_margin=self._sm_margin + free),
             )
         assert y_SO is not None
         return y_SO
@@ -137,7 +137,7 @@ class FusedFP8(FP8Operands, Fused):
                 prob_S=plan.row_prob_S,
                 ready=None if part.behind else ready,
                 out=made,
-                **self._how,
+                **self._launch_options,
             )
         assert made is not None
         dh, a, partial_CS = made
@@ -148,22 +148,22 @@ class FusedFP8(FP8Operands, Fused):
     ) -> tuple[Tensor | None, list[Operand]]:
         from phalanx.kernels.sm90.fp8.transpose_overlap import overlap_transposes
 
-        waiting = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
-        # What a margin leaves free is there for exchanges, which transposes would hold up.
-        if a_SI is None or self._sm_margin or self._recipe.wgrad == "bf16" or not waiting:
+        quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
+        # SMs of a margin belong to exchanges, which transposes would hold up.
+        if a_SI is None or self._sm_margin or self._recipe.wgrad == "bf16" or not quantized:
             return super().rows_and_columns(a_SI, linear, plan, operands)
-        columns, work, moved = list(operands), [], 0
-        for i in waiting:
-            given = self._transpose(operands[i], plan)
-            out = empty_transpose(**given)
+        columns, transposes, moved_bytes = list(operands), [], 0
+        for i in quantized:
+            kwargs = self._transpose(operands[i], plan)
+            out = empty_transpose(**kwargs)
             columns[i] = Operand(out, parts=operands[i].parts)
-            work.append(partial(transpose_rows, **given, out=out))
-            moved += 2 * out.data_CT.numel()
+            transposes.append(partial(transpose_rows, **kwargs, out=out))
+            moved_bytes += 2 * out.data_CT.numel()
         y_SO = overlap_transposes(
             lambda free: self._rows(a_SI, linear, plan, free=free),
             2.0 * len(a_SI.data) * linear.weight_LOI[0].numel(),
-            work,
-            moved,
+            transposes,
+            moved_bytes,
             a_SI.data.device,
         )
         return y_SO, columns
@@ -182,7 +182,7 @@ class FusedFP8(FP8Operands, Fused):
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,
             order_L=plan.order_L,
-            **self._how,
+            **self._launch_options,
         )
 
     def _weights(self, linear: Linear) -> Quantized:

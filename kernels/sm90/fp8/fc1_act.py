@@ -34,7 +34,7 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, WORD, coun
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 COLUMNS = 256
-"""Of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
+"""Columns of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
 
 
 class Fp8Fc1Kernel(Gemm):

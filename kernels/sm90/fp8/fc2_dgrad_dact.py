@@ -37,9 +37,9 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 COLUMNS = 256
-"""Of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a thread
-are in local memory beside the accumulators of the other one. On one H200 that is up to 7 % faster
-than tiles of 128 columns, which fit, but load a third more for a product."""
+"""Columns of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a
+thread are in local memory beside the accumulators of the other one. On one H200 that is up to 7 %
+faster than tiles of 128 columns, which fit, but load a third more for a product."""
 
 
 class Fp8DgradKernel(Gemm):
@@ -128,7 +128,7 @@ def fp8_fc2_dgrad_dact(
     sm_margin: int = 0,
     dynamic: bool = True,
 ) -> tuple[Quantized, Quantized, Tensor | None]:
-    """Gradient of h and the activations again, in FP8, and partial sums of the gradient of prob.
+    """Gradient of h and recomputed activations, in FP8, and partial sums of the gradient of prob.
 
     Args:
         dy: e4m3 or e5m2 [N, D], or [S, D] without an index, D a multiple of 64; rows are contiguous
@@ -145,9 +145,9 @@ def fp8_fc2_dgrad_dact(
         counter, sm_margin, dynamic: as in `rows`.
 
     Returns:
-        dh_SH in dy's format, with a scale for 128 channels of a row, anew in the linear half; a_SF
-        in e4m3 likewise; and dprob [column tiles, S] in fp32, whose sum over the tiles is the
-        gradient of prob (None without prob).
+        dh_SH in dy's format, with a scale for 128 channels of a row, whose blocks restart in the
+        linear half; a_SF in e4m3 likewise; and dprob [column tiles, S] in fp32, whose sum over the
+        tiles is the gradient of prob (None without prob).
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.

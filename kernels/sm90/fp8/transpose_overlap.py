@@ -1,9 +1,9 @@
-"""Transposes of operands of weight gradients beside the GEMM of a data gradient.
+"""Overlap of the transposes of weight gradients' operands with the GEMM of a data gradient.
 
-A transpose waits for memory and a GEMM for its tensor cores: with some SMs each they take less time
-than one after the other with all, unless the GEMM is long and so at the power limit of the card
-(docs/kernels/log.md). The GEMM leaves SMs free: its blocks need an SM each, and the many small
-programs of the transposes are then placed where there is none of them.
+A transpose is bound by memory and a GEMM by tensor cores: with some SMs each they take less time
+than one after the other on all, unless the GEMM is long and so at the power limit of the card
+(docs/kernels/log.md). The GEMM leaves SMs free: its CTAs need an SM each, so the many small
+programs of the transposes are placed on the others.
 """
 
 import functools
@@ -16,26 +16,25 @@ from phalanx.kernels.quantize.blocks import QuantizedColumns
 from phalanx.kernels.sm90.jit.launch import sms
 
 TRANSPOSED = 50e9
-"""Bytes a second that an SM reads and writes in transposes, while they are not bound by memory."""
+"""Bytes a second that an SM reads and writes in transposes while memory is not the limit."""
 MULTIPLIED = 7.5e12
 """FLOP a second of an SM in a GEMM in FP8."""
 LEAST = 1 / 9
-"""Of the SMs: transposes that would get fewer are made after the GEMM, as beside it they take power
-from it and save nothing."""
+"""Smallest share of the SMs for transposes. With fewer they run after the GEMM: overlapped they
+would take power from it and save nothing."""
 
 
-def share(moved: int, flops: float, of: int) -> int:
-    """SMs for transposes, so that both take about the same time; not more than half. 0: they are
-    made after the GEMM.
+def share(moved_bytes: int, flops: float, sms: int) -> int:
+    """SMs for transposes, at most half, so that both take about the same time; 0: after the GEMM.
 
     Args:
-        moved: bytes that the transposes read and write.
-        flops: of the GEMM.
-        of: those of the device.
+        moved_bytes: bytes that the transposes read and write.
+        flops: those of the GEMM.
+        sms: SMs of the device.
     """
-    ours, theirs = moved / TRANSPOSED, flops / MULTIPLIED
-    wanted = math.ceil(of * ours / (ours + theirs))
-    return 0 if wanted < LEAST * of else min(wanted, of // 2)
+    transposes, gemm = moved_bytes / TRANSPOSED, flops / MULTIPLIED
+    wanted = math.ceil(sms * transposes / (transposes + gemm))
+    return 0 if wanted < LEAST * sms else min(wanted, sms // 2)
 
 
 @functools.cache
@@ -47,31 +46,33 @@ def overlap_transposes[T](
     gemm: Callable[[int], T],
     flops: float,
     transposes: Sequence[Callable[[], QuantizedColumns]],
-    moved: int,
+    moved_bytes: int,
     device: torch.device,
 ) -> T:
-    """What `gemm` returns, launched on the current stream; transposes run at the same time, and are
-    done for whatever is launched there next.
+    """Launch `gemm` on the current stream and transposes at the same time; returns its result.
+
+    The current stream waits for the transposes.
 
     Args:
         gemm: takes the number of SMs that it leaves free.
-        flops: of it.
+        flops: floating-point operations of the GEMM.
         transposes: allocate nothing, as their stream's memory would be used on another.
-        moved: bytes that they read and write.
-        device: a CPU's does one after the other, for stand-ins of the kernels.
+        moved_bytes: bytes that the transposes read and write.
+        device: on a CPU one runs after the other, for stand-ins of the kernels.
     """
-    free = share(moved, flops, sms(device)) if device.type == "cuda" else 0
+    free = share(moved_bytes, flops, sms(device)) if device.type == "cuda" else 0
     if not free:
-        made = gemm(0)
+        result = gemm(0)
         for transpose in transposes:
             transpose()
-        return made
-    here, there = torch.cuda.current_stream(device), _stream(device)
-    begun = here.record_event()
-    made = gemm(free)
-    there.wait_event(begun)
-    with torch.cuda.stream(there):
+        return result
+    current, side = torch.cuda.current_stream(device), _stream(device)
+    before_gemm = current.record_event()
+    # The GEMM first: its CTAs take their SMs before the transposes' programs spread over all.
+    result = gemm(free)
+    side.wait_event(before_gemm)
+    with torch.cuda.stream(side):
         for transpose in transposes:
             transpose()
-    here.wait_stream(there)
-    return made
+    current.wait_stream(side)
+    return result
