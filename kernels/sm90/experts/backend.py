@@ -1,9 +1,10 @@
 """The fused kernels of this package as a backend of the expert MLP.
 
-An adapter and nothing more: every operation of `kernels.backend` calls functions of this package,
-imported when they are first used.
+An adapter and nothing more: every operation of `kernels.expert_mlp.backend` calls functions of this
+package, imported at their first use.
 
-Shape legend as in `kernels.backend`; C column tiles of the kernel that left partial sums.
+Shape legend as in `kernels.expert_mlp.backend`; C column tiles of the kernel that wrote partial
+sums.
 """
 
 from collections.abc import Sequence
@@ -53,9 +54,9 @@ class Fused(AsTheyAre):
     ) -> tuple[Tensor | None, Tensor]:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
-        made = None
+        out = None
         for layer, part in fc1.runs(plan, waits=plan.row_index_S is not None):
-            made = fc1_act(
+            out = fc1_act(
                 x_ND,
                 layer.weight_LOI,
                 part.offsets,
@@ -65,12 +66,12 @@ class Fused(AsTheyAre):
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
                 ready=layer.ready if part.behind else ready,
-                out=made,
+                out=out,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
             )
-        assert made is not None
-        return made
+        assert out is not None
+        return out
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
@@ -103,9 +104,9 @@ class Fused(AsTheyAre):
     ) -> HiddenGrads:
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
-        made, index_S = None, plan.row_index_S if dy.gather else None
+        out, index_S = None, plan.row_index_S if dy.gather else None
         for layer, part in fc2.runs(plan, waits=index_S is not None):
-            made = fc2_dgrad_dact(
+            out = fc2_dgrad_dact(
                 dy.matrix,
                 layer.weight_LOI,
                 h_SH,
@@ -114,12 +115,12 @@ class Fused(AsTheyAre):
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
                 ready=layer.ready if part.behind else ready,
-                out=made,
+                out=out,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
             )
-        assert made is not None
-        dh_SH, a_SF, partial_CS = made
+        assert out is not None
+        dh_SH, a_SF, partial_CS = out
         return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
@@ -161,12 +162,12 @@ class Fused(AsTheyAre):
         return combine(y_SD, inverse_NK, addends=addends)
 
     def _in_bf16(self, x: Operand) -> Tensor:
-        """A matrix of rows as kernels in bf16 read it."""
+        """Rows as kernels in bf16 read them."""
         rows: Tensor = x.matrix
         return rows
 
     def _scale_of_bias(self, linear: Linear, plan: ExpertPlan, like_S: Tensor) -> Tensor | None:
-        """What each expert row's bias is multiplied by, if there is a bias."""
+        """Factor of each expert row's bias, if there is a bias."""
         if linear.bias_LO is None:
             return None
         if plan.row_prob_S is None:

@@ -1,8 +1,8 @@
-"""What the bias of fc2 adds to the gradient of the routing probabilities, for all rows and experts.
+"""Products of rows and the biases of fc2: their share of the gradient of the routing probabilities.
 
-A narrow GEMM that gathers nothing, by a kernel of its own since a library's choice of algorithm
-depends on the number of experts, and with it the order of sums: bits of a row and an expert must be
-the same where an expert is a guest beside others (parallel.clones). Here they depend on D alone.
+A narrow GEMM that gathers nothing. A library chooses its algorithm, and with it the order of sums,
+by the number of experts; the bits of a row and an expert must be the same where an expert is a
+replica (expert replication). Here they depend on D alone.
 
 Legend: N rows, L experts, D channels.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _EXPERTS, _CHANNELS = 64, 64, 64
-"""Of a tile. All shapes have the same, as tiles decide the order of sums."""
+"""Sizes of a tile: the same for all shapes, as they determine the order of sums."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kernel `rows`: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]) for all experts' rows s.
+"""Kernel `grouped_gemm`: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]) for all experts' rows s.
 
 fc2 forward and the data gradient of fc1, whose weights are read transposed.
 
@@ -49,14 +49,14 @@ class GroupedGemmKernel(Gemm):
         """Sizes: S, rows of a (S too), N, K, L, clusters, `TileSignal.sizes`; `index` is null."""
         S, A, N, K, L, clusters, waves, yielding, first_late, slice_bits = sizes
         loop = self.config.mainloop
-        given = self.config.epilogue.host(
+        epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
             *(progress, L, waves, slice_bits),
         )
         self.run(
             matrix(a, A, K),
             weights(w, N, K, L, loop.b_transposed),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -94,7 +94,7 @@ def grouped_gemm(
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
-            one. Default: one that nobody else uses.
+            one. Default: that of the stream, or of the captured graph (`counter_of`).
         sm_margin: SMs to leave free, rounded up to whole clusters.
         dynamic: claim tiles on the device; otherwise cluster i takes tiles i, i + clusters, ...
         loop: tile to use; default `tiles.choose`.

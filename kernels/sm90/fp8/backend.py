@@ -62,9 +62,9 @@ class FusedFP8(FP8Operands, Fused):
     ) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 
-        made = None
+        out = None
         for layer, part in fc1.runs(plan):
-            made = fp8_fc1_act(
+            out = fp8_fc1_act(
                 x_ND,
                 self._weights(layer),
                 part.offsets,
@@ -74,11 +74,11 @@ class FusedFP8(FP8Operands, Fused):
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
                 ready=None if part.behind else ready,
-                out=made,
+                out=out,
                 **self._launch_options,
             )
-        assert made is not None
-        h_SH, a = made
+        assert out is not None
+        h_SH, a = out
         if h_SH is not None and self._recipe.hidden == "fp8":
             return quantize_rows(h_SH, fc1.parts), a
         return h_SH, a
@@ -125,9 +125,9 @@ class FusedFP8(FP8Operands, Fused):
         parts = act.facts.halves
         h_SH = self._in_bf16(Operand(h_SH, parts=parts))
         index_S = plan.row_index_S if dy.gather else None
-        made = None
+        out = None
         for layer, part in fc2.transposed.runs(plan):
-            made = fp8_fc2_dgrad_dact(
+            out = fp8_fc2_dgrad_dact(
                 dy.matrix,
                 self._weights(layer),
                 h_SH,
@@ -136,11 +136,11 @@ class FusedFP8(FP8Operands, Fused):
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
                 ready=None if part.behind else ready,
-                out=made,
+                out=out,
                 **self._launch_options,
             )
-        assert made is not None
-        dh, a, partial_CS = made
+        assert out is not None
+        dh, a, partial_CS = out
         return HiddenGrads(dh, a, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def rows_and_columns(

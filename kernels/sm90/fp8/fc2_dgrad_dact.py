@@ -81,7 +81,7 @@ class Fp8DgradKernel(Gemm):
         tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
         of_dh = cute.make_layout((S, blocks * parts), stride=(Int64(blocks * parts), 1))
         of_a = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
-        given = epilogue.host(
+        epilogue_args = epilogue.host(
             loop,
             matrix(h, S, F * parts),
             activations(
@@ -99,7 +99,7 @@ class Fp8DgradKernel(Gemm):
         self.run(
             activations(cute.recast_ptr(dy, dtype=loop.types[0]), N, D, one, pitch),
             weights(w2, F, D, one, L),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -138,11 +138,11 @@ def fp8_fc2_dgrad_dact(
             [L, blocks of F, blocks of D], of any strides; of weights [L, D, F] these are
             `QuantizedWeights.data_LIO` and `scale.mT`.
         h_SH: bf16, as from `fc1_act`.
-        offsets: int32 [L + 1], as in `rows`.
+        offsets: int32 [L + 1], as in `grouped_gemm`.
         act, index_S, prob_S, ready: as in `fc1_act`.
-        out: what is returned, to be written to; rows of other experts are left alone. Default: new
-            tensors.
-        counter, sm_margin, dynamic: as in `rows`.
+        out: the tensors to write to and return; rows of other experts are left alone. Default: new
+            ones.
+        counter, sm_margin, dynamic: as in `grouped_gemm`.
 
     Returns:
         dh_SH in dy's format, with a scale for 128 channels of a row, whose blocks restart in the

@@ -4,6 +4,20 @@ Both operands are stored by channels, an expert's tokens side by side and padded
 whole blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are
 whole, and no stage holds tokens of two experts. The scales are those of `wgrad_mma`.
 
+Roles. A CTA has 12 warps in three groups, one CTA an SM:
+
+    warp       registers  role
+    0          40         scheduler (claim, look-up, record) and TMA of both operands
+    1 - 3      40         nothing to do
+    4 - 11     232        two groups, 64 rows of the tile each: multiply and promote block by block
+                          (`promotion`), then store the tile or add it (`accumulate.Store`)
+
+Pipelines, and the arrivals that complete a phase of their barriers:
+
+    schedule   2 records     full: 1, of warp 0             empty: 9: warp 0, and 8 that multiply
+    ring       4 or 5 stages full: 1, of warp 0, and bytes  empty: 8, of the warps that multiply
+    blocks     2 to 4 buffers a group of the output: named barriers 1 and 2, 128 threads each
+
 Tiles and their order are those of `experts.wgrad_kernel`, the stages those of `fp8.mainloop`.
 """
 
@@ -34,41 +48,41 @@ _RESERVED_BYTES = 1024 + 1024
 
 @dataclass(frozen=True)
 class Fp8WgradConfig:
-    """What is compiled into a kernel."""
+    """Choices that are compiled into a kernel."""
 
     columns: int = 256
     """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
     fp32_out: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
-    """Add to dw, whose sum in bf16 is rounded once more."""
+    """Add to dw; a bf16 sum is rounded a second time."""
     ordered: bool = False
-    """Take the experts in the order that the caller gives."""
+    """Take the experts in an order given by the caller."""
     dynamic: bool = True
     """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     rows_format: str = "e4m3"
-    """Of d."""
+    """Format of d."""
     vector: bool = False
-    """A scale for each channel of 128 tokens, not for 128 channels."""
+    """Scales for each channel of 128 tokens, instead of for 128 channels."""
     zeros: bool = True
-    """Experts without rows get zeros, unless it adds."""
+    """Write zeros for experts without rows, unless it adds."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
             raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
-        if self.vector and self.columns > 128:  # the scales of more would not find registers
+        if self.vector and self.columns > 128:  # scales of more columns do not fit in registers
             raise ValueError(f"columns={self.columns}: 128 in `vector` blocks")
 
     @property
     def output(self) -> Output:
-        """The narrower tiles leave room to stage a whole tile, or most of it."""
+        """Buffers of the output: narrower tiles leave memory to stage all or most of a tile."""
         blocks = self.columns // (32 if self.fp32_out else 64)
         buffers = 2 if self.columns == 256 else min(4, blocks)
         return Output(self.columns, self.fp32_out, self.add, buffers)
 
     @property
     def mainloop(self) -> Fp8Mainloop:
-        """With as many stages as fit beside the output's buffers."""
+        """The loop with as many stages as fit beside the output's buffers."""
         loop = Fp8Mainloop(self.columns, rows_format=self.rows_format)
         left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
         return replace(loop, stages=left // loop.stage_bytes)
@@ -191,6 +205,7 @@ class Fp8WgradKernel:
                 cpasync.prefetch_descriptor(descriptor)
             scheduler.init_barriers()
             loop.ring(storage.mainloop).init_barriers()
+        # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -202,14 +217,14 @@ class Fp8WgradKernel:
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
             thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
-            kind = VectorWgradMma if config.vector else Fp8WgradMma
-            math = kind(loop, storage.mainloop, tiled_mma, group - 1, scales)
-            self._compute(math, _Stores(config, storage.output, thread, stores, shape), scheduler)
+            strategy = VectorWgradMma if config.vector else Fp8WgradMma
+            mma = strategy(loop, storage.mainloop, tiled_mma, group - 1, scales)
+            self._compute(mma, _Stores(config, storage.output, thread, stores, shape), scheduler)
         cute.arch.sync_threads()
 
     @cute.jit
     def _load(self, load: Any, scheduler: Scheduler, tiles: ExpertTiles, ctas: Int32) -> None:
-        """The loading warp: tiles to stages; half-way through one, it finds the one after it."""
+        """Loading warp: tiles to stages; half-way through a tile it finds the next one."""
         columns = self.config.columns
         first = Int32(0)
         tile = scheduler.first()
@@ -241,29 +256,29 @@ class Fp8WgradKernel:
             row, stop, position, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, math: Fp8WgradMma, stores: "_Stores", scheduler: Scheduler) -> None:
-        """A multiplying warp group: stages to accumulators to a tile of dw."""
-        made, rows = stores.made, stores.shape[0]
+    def _compute(self, mma: Fp8WgradMma, stores: "_Stores", scheduler: Scheduler) -> None:
+        """Multiplying warp group: stages to accumulators to a tile of dw."""
+        store, rows = stores.store, stores.shape[0]
         number, filled = Int32(0), Int32(0)
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             down, across = unpack(position)
-            this, blocks = expert, (stop - row) // BLOCK
+            tile_expert, blocks = expert, (stop - row) // BLOCK
             if blocks > 0:
-                math(filled, row // BLOCK, blocks, down, across, rows)
+                mma(filled, row // BLOCK, blocks, down, across, rows)
             filled += blocks
             number += 1
             row, stop, position, expert = scheduler.read(number)
             if blocks > 0:
-                made()(math.tile, down, across, this)
+                store()(mma.tile, down, across, tile_expert)
             else:
                 if cutlass.const_expr(self.config.zeros and not self.config.add):
-                    made().zeros(down, across, this)
-        made().finish()
+                    store().zeros(down, across, tile_expert)
+        store().finish()
 
 
 class _Stores:
-    """Makes a `Store` for each tile: what it knows of its lane is not kept over the product."""
+    """Creates a `Store` for each tile, so that its addresses hold no registers over the product."""
 
     def __init__(
         self, config: Fp8WgradConfig, storage: Any, first: Int32, tma: Any, shape: Any
@@ -272,7 +287,7 @@ class _Stores:
         self.config, self.storage, self.first = config, storage, first
         self.tma, self.shape = tma, shape
 
-    def made(self) -> Store:
+    def store(self) -> Store:
         thread, config = self.first + ptx.lane(), self.config
         mma = layout_mma(config.columns)
         return Store(config.output, self.storage, mma, thread, self.tma, self.shape)
