@@ -95,7 +95,7 @@ class Fp8Producer(Producer):
         return k - part * each, part
 
     def copy(self, to: Int32, source: Int64, k: Int32) -> None:
-        """As in bf16, with zeros past the last channel, where memory holds other rows."""
+        """Start the copy of a piece; zeros past the last channel, where memory holds other rows."""
         left = self.mA.shape[1] - k * BLOCK
         size = cutlass.select_(self.thread % 8 * _CHUNK < left, Int32(_CHUNK), Int32(0))
         ptx.cp_async_or_zero(to, source + k * BLOCK, size)
