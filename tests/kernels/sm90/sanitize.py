@@ -75,7 +75,7 @@ def same(name: str, made: Tensor, want: Tensor) -> None:
 
 
 def source(gather: bool, columns: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What a kernel reads by rows, its index, and the experts' rows in fp64."""
+    """Rows that a kernel reads, its index, and the experts' rows in fp64."""
     if gather:
         table = draw(N, columns)
         return table, INDEX, table[INDEX[:USED].long()].double()
@@ -260,7 +260,7 @@ def sums_case(bits: int) -> Case:
 
 
 def cases() -> dict[str, Case]:
-    """By name."""
+    """Cases by name."""
     made: dict[str, Case] = {}
     for tile, shape in LOOPS.items():
         for gather in (False, True):

@@ -217,7 +217,7 @@ class Sums:
         kernel(*pointers, (self.T, self.D // 8, self.local, 1, LIMIT, *made, *how), None)
 
     def wanted(self, target: int, before: int) -> dict[int, list[int]]:
-        """What a rank receives when the waves before `before` have been sent."""
+        """Rows that a rank receives when the waves before `before` have been sent."""
         sums, inverse_NK = Grouped().combine(self.y, self.plan.inverse_NK), self.plan.inverse_NK
         of = range(target * self.T, (target + 1) * self.T)
         last = {n: int(inverse_NK[n].max()) for n in of}

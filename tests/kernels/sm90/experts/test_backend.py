@@ -45,7 +45,7 @@ launches: list[tuple[str, int, bool]] = []
 
 
 def written(out: Tensor | None, made: Tensor, offsets: Tensor, dim: int = 0) -> Tensor:
-    """What is there after a launch for the experts of `offsets`, into `out` if it is given."""
+    """Output of a launch for the experts of `offsets`, into `out` if it is given."""
     if out is None:
         return made
     begin, end = int(offsets[0]), int(offsets[-1])
@@ -58,7 +58,7 @@ def plan_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = 
 
 
 OF_GUESTS = torch.zeros(6, dtype=torch.int64)
-"""What kernels wait for before they read weights of guests."""
+"""Words that kernels wait with before they read weights of replicas."""
 
 
 def _check_waiting(ready: Tensor | None, out: Any) -> None:
@@ -329,7 +329,7 @@ def test_guests_are_a_second_launch(bias: bool, act: Activation) -> None:
     margins = Margins(8, 16, 24)
     spec = MLPSpec(act, "fused", margins, accumulate=True)
     compare(guests_problem(act, bias=bias), 4, spec, order=ORDER)
-    names = ["fc1_act", "rows", "fc2_dgrad_dact", "rows", "wgrad", "wgrad"]
+    names = ["fc1_act", "grouped_gemm", "fc2_dgrad_dact", "grouped_gemm", "wgrad", "wgrad"]
     alone = [(name, margin) for name, margin, _ in launches[12:]]
     assert alone == list(zip(names, (8, 8, 16, 16, 24, 24), strict=True))
     twice = [(name, margin) for name, margin, _ in launches[:12]]
@@ -374,17 +374,18 @@ class Recorded:
 
 
 FORWARD = """lend_fc1 fc1_act wait_fc1 wait_rows fc1_act
-    start_sums rows finish_sums wait_fc2 rows"""
+    start_sums grouped_gemm finish_sums wait_fc2 grouped_gemm"""
 BACKWARD = """{} send_gradient room {} wgrad give_back_fc1 wgrad give_back_fc2
     wgrad take_back_fc1 wgrad take_back_fc2"""
 AGAIN = {
     False: BACKWARD.format(
-        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
+        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact "
+        "grouped_gemm wait_fc1 grouped_gemm",
         "tokens",
     ),
     True: BACKWARD.format(
         """lend_fc1 tokens_first fc1_act wait_fc1 fc1_act
-        fc2_dgrad_dact wait_fc2 fc2_dgrad_dact rows rows""",
+        fc2_dgrad_dact wait_fc2 fc2_dgrad_dact grouped_gemm grouped_gemm""",
         "",
     ),
 }
@@ -393,9 +394,10 @@ WAITING = (
     ("wait_fc1 wait_rows fc1_act", "wait_rows fc1_act ready"),
     ("wait_fc2 wait_rows fc2_dgrad_dact", "wait_rows fc2_dgrad_dact ready wait_fc2"),
     ("wait_fc1 fc1_act", "fc1_act ready"),
-    ("rows rows", "rows wait_fc1 rows"),
+    ("grouped_gemm grouped_gemm", "grouped_gemm wait_fc1 grouped_gemm"),
 )
-"""Where kernels wait for weights themselves. Who reads biases, or fc1 again, waits for them all."""
+"""Kernels wait for weights themselves. Readers of biases, or of fc1 in recompute, wait for them
+all."""
 
 
 @pytest.mark.parametrize("waits", [False, True])

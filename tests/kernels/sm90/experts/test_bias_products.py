@@ -62,7 +62,7 @@ def test_in_an_interpreter() -> None:
 @pytest.mark.parametrize("shape", [(130, 5, 96), (4096, 34, 2880)])
 def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from phalanx.kernels.sm90.experts import every_bias_triton
+    from phalanx.kernels.sm90.experts import bias_products_triton
     from tests.kernels.triton_code import launched
 
     rows, experts, channels = shape
@@ -71,7 +71,7 @@ def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: P
     )
 
     def call() -> None:
-        every_bias_triton.bias_products(dy, b2)
+        bias_products_triton.bias_products(dy, b2)
 
-    code = launched(every_bias_triton, "bias_products_kernel", call, tmp_path)
+    code = launched(bias_products_triton, "bias_products_kernel", call, tmp_path)
     assert code.stack == 0 and code.count("HGMMA")

@@ -1,4 +1,4 @@
-"""Where weight gradients read and write, by running their own functions as plain Python.
+"""Addresses of weight gradients, by running their own functions as plain Python.
 
 A function runs for one thread, or for a warp whose lanes are an array, with the few parts of CuTe
 DSL that it uses replaced.
@@ -198,7 +198,7 @@ def test_rows_after_the_last_are_cleared(rows, columns, monkeypatch):
     cute.autovec_copy = lambda zero, pointer: cleared.add(int(pointer))
     for name, value in dict(cute=cute, cutlass=cutlass, Int32=int).items():
         monkeypatch.setattr(contraction_loads, name, value)
-    ring = SimpleNamespace(full=100, raw=200)
+    ring = SimpleNamespace(full=100, tma_done=200)
     bases = (Pointer(0), Pointer(1 << 20))
     for lane in range(32):
         cute.arch.lane_idx = lambda lane=lane: lane

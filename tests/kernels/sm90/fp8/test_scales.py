@@ -1,4 +1,5 @@
-"""Where a thread of a GEMM in FP8 looks for scales, and a loading warp for blocks of channels."""
+"""Addresses of the scales of a thread of a GEMM in FP8, and of a loading warp's blocks of
+channels."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tests.kernels.sm90.fp8.lanes import LANES, Warp, bind
 ROWS_AT, WEIGHTS_AT = 1 << 40, 1 << 42
 ROW_STRIDES = [(23, 1), (1, 4096)]
 WEIGHT_STRIDES = [(10_000, 23, 1), (10_000, 1, 45)]
-"""Of experts, blocks of N and blocks of K: as stored, and transposed."""
+"""Strides of experts, blocks of N and blocks of K: as stored, and transposed."""
 
 
 def _math(loop: Any, strides: tuple[int, int], of_weights: tuple[int, ...], **given: Any) -> Any:
@@ -64,7 +65,8 @@ def test_scales_of_rows_are_those_of_the_expert(strides, gather, warp):
 @pytest.mark.parametrize("strides", WEIGHT_STRIDES)
 @pytest.mark.parametrize("columns", [128, 192, 256])
 def test_scales_of_columns_are_those_of_their_blocks(columns, strides, warp):
-    """Of every 64 columns of a tile: the first block's, or by `aligned` the first's or second's."""
+    """Scale of every 64 columns of a tile: the first block's, or by `aligned` the first's or
+    second's."""
     N, L = 2880, 3
     blocks = -(-N // 128)
     loop = SimpleNamespace(columns=columns, gather=False)
@@ -101,7 +103,7 @@ def test_a_tile_with_a_gate_has_a_block_of_each_half(warp):
 @pytest.mark.parametrize("columns", [128, 192, 256])
 @pytest.mark.parametrize(("each", "parts"), [(2880, 2), (192, 2), (64, 2), (256, 2), (2880, 1)])
 def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, warp, monkeypatch):
-    """Of either operand, also where a tile has channels of both parts."""
+    """Scales of either operand, also where a tile has channels of both parts."""
     warp.install(monkeypatch, wgrad_mma)
     monkeypatch.setattr(wgrad_mma, "Int64", lambda x: x)
     I, blocks = 960, 8  # noqa: E741
@@ -150,7 +152,8 @@ def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypa
     read: dict[int, Any] = {}
 
     class Scale:
-        """Of a row, which half; times that of a column, of an accumulator: noted for `read`."""
+        """Scale of a row, which half; times that of a column, of an accumulator: noted for
+        `read`."""
 
         def __init__(self, half: int, column: Any = None) -> None:
             self.half, self.column = half, column

@@ -86,7 +86,7 @@ class Problem:
         return factor
 
     def operand(self, columns: int) -> tuple[Tensor, Tensor]:
-        """What a kernel reads by rows, and the rows of the experts; others are NaN."""
+        """Rows that a kernel reads, and the rows of the experts; others are NaN."""
         if self.index is None:
             given = self.draw(self.S, columns)
             given[self.used :] = float("nan")
@@ -142,7 +142,7 @@ class Problem:
                 assert (ours[name][self.used :] == UNTOUCHED).all(), name
 
     def check_exact(self, ours: Outputs, *names: str) -> None:
-        """Of integers, every bit of the outputs called `names`."""
+        """Compare integers bit for bit in the outputs called `names`."""
         exact = self.exact()
         for name in names:
             rounded = exact[name].to(FP32).to(ours[name].dtype)

@@ -1,7 +1,7 @@
 """Shipped kernels and clusters compile for sm_90a without a GPU, to the machine code that is meant.
 
 Worker processes compile the kernels; their CUDA runtime is that of `recording`, so that they also
-tell how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
+report how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from tests.kernels.sm90.sass import disassembled, tool
 
 REGISTERS = 65536
 SMEM_BYTES = 228 * 1024
-"""Of an SM, with what the system takes for itself of a thread block that uses any."""
+"""Shared memory of an SM, including the part that the system reserves for each thread block."""
 CLUSTERS = [Mainloop(256, cluster=2), Mainloop(128, True, 2, b_transposed=True, gather=True)]
 KERNELS = [*SHIPPED, *((GroupedGemmKernel, GemmConfig(Linear(), loop)) for loop in CLUSTERS)]
 LABELS = [f"{kernel.__name__} {config}" for kernel, config in KERNELS]
 
 
 def facets(kernel: type, config: Any, at: str = "") -> Iterator[tuple[Any, ...]]:
-    """What distinguishes a kernel, but for the numbers of its configuration."""
+    """Properties that distinguish a kernel, but for the numbers of its configuration."""
     yield (kernel,)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -73,11 +73,11 @@ def cases() -> list[Any]:
 
 @dataclass
 class Code:
-    """What became of a kernel class and a configuration: one kernel or a few, launched in turn."""
+    """Compiled kernel class and configuration: one kernel or a few, launched in turn."""
 
     sass: str
     usage: dict[str, dict[str, int]]
-    """Of each kernel: REG, STACK, SHARED and so on."""
+    """Usage of each kernel: REG, STACK, SHARED and so on."""
     launches: list[dict[str, Any]]
     """How they would be launched with sizes of 512; empty without a C compiler."""
 
@@ -279,7 +279,10 @@ def test_grouped_gemms_load_and_store_what_is_meant(grouped, config):
     loop, epilogue = config.mainloop, config.epilogue
     boxes = loop.columns // loop.box // loop.cluster + (0 if loop.gather else 1)
     copies = 8 if loop.gather else 0
-    num_gate_parts, steps = getattr(epilogue, "halves", 1), loop.group_rows // 64 * loop.columns
+    num_gate_parts, steps = (
+        getattr(epilogue, "num_gate_parts", 1),
+        loop.group_rows // 64 * loop.columns,
+    )
     loaded, stored = 0, steps // 64
     if isinstance(epilogue, Act):
         stored = steps // (32 * num_gate_parts) * (1 + num_gate_parts)
@@ -337,7 +340,7 @@ def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
     stored = loop.columns // 64
     if isinstance(epilogue, Fp8Act):
         blocks = loop.columns // (128 * epilogue.num_gate_parts)
-        stored = blocks * (4 * epilogue.kept + 1)
+        stored = blocks * (4 * epilogue.h_strips + 1)
         assert fp8_grouped.sass.count("STS.U16") == 32 * blocks
         assert _count(r"F2FP\.SATFINITE\.E4M3", fp8_grouped.sass) == 32 * blocks
     if isinstance(epilogue, Fp8ActGrad):
