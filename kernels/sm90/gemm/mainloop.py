@@ -39,8 +39,8 @@ _PASSES = TILE_ROWS * 8 // GROUP_THREADS
 _ATOM = 64
 """Rows of a wgmma."""
 _ORDER = 3
-"""First of the two named barriers that order the warp groups at the tensor cores (CUTLASS:
-`OrderedSequenceBarrier`); 0 is `sync_threads`'s."""
+"""First of the two named barriers that order the warp groups at the tensor cores (CUTLASS
+has an OrderedSequenceBarrier for this); 0 is `sync_threads`'s."""
 
 
 @dataclass(frozen=True)
