@@ -1,6 +1,6 @@
 """Pipeline of stages between loading and multiplying warps: a ring, with two barriers a stage.
 
-CuTe's `PipelineTmaAsync` with one addition: threads that copy with cp.async arrive as well. A stage
+CuTe's PipelineTmaAsync with one addition: threads that copy with cp.async arrive as well. A stage
 is full when all its bytes have arrived, and empty when the warps that multiply it have released it.
 A barrier's phase ends with as many arrivals as it was initialised for:
 
