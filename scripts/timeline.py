@@ -37,8 +37,8 @@ KINDS = (
     ),
     (
         "experts",
-        r"Fc1Kernel|RowsKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"
-        r"|every_bias",
+        r"Fc1Kernel|GroupedGemmKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"
+        r"|bias_products",
     ),
     (
         "plan, sums",

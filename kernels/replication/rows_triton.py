@@ -57,7 +57,7 @@ def part_rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_singles_kernel(  # type: ignore[no-untyped-def]
-    singles,
+    unreduced_rows,
     idx,
     places,
     sums,
@@ -79,12 +79,12 @@ def sum_singles_kernel(  # type: ignore[no-untyped-def]
     some = tl.max(tl.max(((experts >= 0) & (ranks != experts // L)).to(tl.int32), 1), 0)
     if some > 0:
         for t in range(begin, tl.minimum(begin + TOKENS, T)):
-            _sum_singles(singles, idx, places, sums, t, T, D, L, P, K, SLOTS, COLUMNS)
+            _sum_singles(unreduced_rows, idx, places, sums, t, T, D, L, P, K, SLOTS, COLUMNS)
 
 
 @triton.jit
 def _sum_singles(  # type: ignore[no-untyped-def]
-    singles,
+    unreduced_rows,
     idx,
     places,
     sums,
@@ -115,7 +115,7 @@ def _sum_singles(  # type: ignore[no-untyped-def]
                     total = tl.zeros([COLUMNS], tl.float32)
                     for i in range(j, K):
                         wanted = tl.max((of & (k == i)).to(tl.int32), 0) > 0
-                        row = singles + (i * T + t).to(tl.int64) * D
+                        row = unreduced_rows + (i * T + t).to(tl.int64) * D
                         x = tl.load(row + column, mask=inside & wanted, other=0.0)
                         total += x.to(tl.float32)
                     to = sums + (rank * T + t).to(tl.int64) * D

@@ -27,7 +27,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 from phalanx.parallel.dispatcher.exchange import PeerMemory, SymmOptions, connected
 
 if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.combine_push import Singles
+    from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
 
 _ALIGN = 256
 FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)
@@ -57,7 +57,7 @@ class _Kept:
 
 
 class SingleRows(_Kept):
-    """`parallel.dispatcher.cloned_transfers.Singles` over NVLink.
+    """`parallel.dispatcher.cloned_transfers.UnreducedRows` over NVLink.
 
     Args:
         group: expert-parallel.
@@ -70,10 +70,10 @@ class SingleRows(_Kept):
         self.rows_KTD = rows.view(slots, tokens, hidden)
         self._memory_R = self._addresses(0)
 
-    def sent(self, parting: Parting) -> "Singles":
-        from phalanx.kernels.sm90.exchange.combine_push import Singles
+    def sent(self, parting: Parting) -> "UnreducedRows":
+        from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
 
-        return Singles(parting.pairs_S, parting.count, parting.inverse_NK, self._memory_R)
+        return UnreducedRows(parting.pairs_S, parting.count, parting.inverse_NK, self._memory_R)
 
     def release(self) -> None:
         del self.rows_KTD

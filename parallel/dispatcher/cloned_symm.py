@@ -89,8 +89,8 @@ class ClonedSymm(Symm):
     ) -> ClonedTransfers:
         (T, D), K = x_TD.shape, idx_TK.shape[1]
         control = control_of(self._group, T, D, K, self._options)
-        singles = clone_memory.single_rows_of(self._group, T, D, K)
-        peers = Peers(control, singles, self._group)
+        unreduced_rows = clone_memory.single_rows_of(self._group, T, D, K)
+        peers = Peers(control, unreduced_rows, self._group)
         return ClonedTransfers(
             exchange, peers, idx_TK, self._local, self._clones, self._plan, **how
         )

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
 
 
-class Singles(Protocol):
+class UnreducedRows(Protocol):
     """Memory of every rank for rows that travel by themselves."""
 
     rows_KTD: Tensor
@@ -78,7 +78,7 @@ class Peers(NamedTuple):
     """What a call needs beside the main exchange."""
 
     control: Control
-    singles: Singles
+    unreduced_rows: UnreducedRows
     group: dist.ProcessGroup
 
 
@@ -114,7 +114,7 @@ class ClonedTransfers(MoETransfers):
         self.control = peers.control
         self.clones: ClonePlan
         """Of the micro-batch."""
-        self._singles, self._planner = peers.singles, planner
+        self._singles, self._planner = peers.unreduced_rows, planner
         self._size = clones.size(exchange.ranks)
         self._routing: tuple[Tensor, Tensor]
         self._packed: Tensor
@@ -178,7 +178,9 @@ class ClonedTransfers(MoETransfers):
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
         """Push expert rows [S, D]: some by themselves, then sums, which are made on the way."""
         given = rows_ND.contiguous(), *self._sums, side
-        return self.exchange.send_gradient(*given, all_sms=all_sms, singles=self.singles)
+        return self.exchange.send_gradient(
+            *given, all_sms=all_sms, unreduced_rows=self.unreduced_rows
+        )
 
     def collect(self, transfer: "Transfer", addends: Any = ()) -> Tensor:
         """As without clones, once rows that came by themselves are sums like the others."""
@@ -214,7 +216,7 @@ class ClonedTransfers(MoETransfers):
         return index_S, self._parting.sums_NK, offsets[: self.summed + 1]
 
     @property
-    def singles(self) -> Any:
+    def unreduced_rows(self) -> Any:
         return self._singles.sent(self._parting)
 
 

@@ -64,7 +64,7 @@ class PushedGuests:
         """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
         self._first = first
-        self._meet = self._control.aside(lambda: memory.send_weights(own, self._expert_RG, first))
+        self._meet = self._control.run_on_comm_stream(lambda: memory.send_weights(own, self._expert_RG, first))
         memory.wait_lending()
         if not self.keep:
             return memory.weights
@@ -97,7 +97,7 @@ class PushedGuests:
     def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
         add = partial(self._memory.reduce_grads, layer, own, self._expert_RG)
         if layer == "fc1":
-            self._meet = self._control.aside(partial(add, beside=True))
+            self._meet = self._control.run_on_comm_stream(partial(add, beside=True))
             self._memory.wait_taking()
         else:
             self._meet()

@@ -15,11 +15,11 @@ from phalanx.kernels.quantize.quantize import (
 )
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
-from phalanx.kernels.sm90.fp8.rows import fp8_rows
+from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 from phalanx.scripts.bench.measure import Bench
 from phalanx.scripts.bench.problems import SWIGLU, dirichlet, experts, index_of, random
@@ -61,8 +61,8 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         ),
         "rows of fc2": (
             flops_FD,
-            lambda: rows(a, p.w2, p.offsets, out_SN=y),
-            {"fp8": lambda: fp8_rows(a8, w2.forward, p.offsets, out_SN=y)},
+            lambda: grouped_gemm(a, p.w2, p.offsets, out_SN=y),
+            {"fp8": lambda: fp8_grouped_gemm(a8, w2.forward, p.offsets, out_SN=y)},
         ),
         "fc2_dgrad_dact": (
             flops_FD,
@@ -71,8 +71,8 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         ),
         "rows of the gradient of fc1": (
             2 * flops_FD,
-            lambda: rows(dh, p.w1.mT, p.offsets, out_SN=dx),
-            {"fp8": lambda: fp8_rows(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
+            lambda: grouped_gemm(dh, p.w1.mT, p.offsets, out_SN=dx),
+            {"fp8": lambda: fp8_grouped_gemm(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
         ),
         "wgrad of w1": (
             2 * flops_FD,

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.scripts.bench.measure import Bench
 from phalanx.scripts.bench.problems import SWIGLU, dirichlet, index_of, offsets_of, random
@@ -98,14 +98,14 @@ def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[s
         return tiles.configured(tile, gather=gather, transposed=transposed)
 
     match name:
-        case "rows":
+        case "grouped_gemm":
             y = torch.empty(S, N, dtype=a.dtype, device=device)
             for transposed, shape in ((False, (N, K)), (True, (K, N))):
                 w = random(L, *shape, device=device, scale=K**-0.5)
                 w = w.mT if transposed else w
                 yield (
                     "[L, K, N]" if transposed else "[L, N, K]",
-                    lambda tile, w=w, t=transposed: rows(
+                    lambda tile, w=w, t=transposed: grouped_gemm(
                         a, w, offsets, out_SN=y, loop=loop(tile, t)
                     ),
                 )

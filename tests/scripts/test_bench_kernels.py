@@ -37,7 +37,7 @@ from phalanx.scripts.bench.records import Record
 from tests.scripts.stopwatch import CPU, Stopwatch
 
 MODULES = [
-    "experts.rows",
+    "experts.grouped_gemm",
     "experts.fc1_act",
     "experts.fc2_dgrad_dact",
     "experts.wgrad",
@@ -48,7 +48,7 @@ MODULES = [
     "routing.topk",
     "jit.arguments",
     "jit.launch",
-    "fp8.rows",
+    "fp8.grouped_gemm",
     "fp8.fc1_act",
     "fp8.fc2_dgrad_dact",
     "fp8.wgrad",
@@ -392,7 +392,10 @@ def test_skew(launched):
     assert {side for (side, *_), r in made.items() if r.bar is not None} == {"zipf, dynamic"}
     assert made["zipf, dynamic", "forward", "graph"].bar == 0.95
     assert made["zipf, static", "forward", "graph"].ratio is not None
-    assert {config.dynamic for name, config in launched if name == "RowsKernel"} == {True, False}
+    assert {config.dynamic for name, config in launched if name == "GroupedGemmKernel"} == {
+        True,
+        False,
+    }
     assert not any(r.failed for r in made.values())
 
 
@@ -413,7 +416,7 @@ def test_gemms_in_fp8(launched):
     ours = [r for r in made.values() if r.side.startswith("fp8")]
     assert len(ours) == 8 and all(r.ratio is not None for r in ours)
     named = {name for name, _ in launched}
-    assert {f"Fp8{kind}Kernel" for kind in ("Rows", "Fc1", "Dgrad", "Wgrad")} < named
+    assert {f"Fp8{kind}Kernel" for kind in ("GroupedGemm", "Fc1", "Dgrad", "Wgrad")} < named
     assert {c.vector for name, c in launched if name == "Fp8WgradKernel"} == {True, False}
 
 
@@ -426,7 +429,7 @@ def test_table_is_written_as_it_was_and_differences_are_told(tmp_path):
     table = tiles.table()
     assert tune.to_text(table) == tiles.PATH.read_text()
     path, new = tmp_path / "tiles.json", {kind: dict(entry) for kind, entry in table.items()}
-    new["rows"] = {"co256": 1.0, "pp192": 1.02}
+    new["grouped_gemm"] = {"co256": 1.0, "pp192": 1.02}
     tune.update(path, new)
     assert json.loads(path.read_text()) == new and list(tmp_path.iterdir()) == [path]
     said = tune.changes(table, new)

@@ -44,7 +44,7 @@ TRITON = {
     "replication.rows_triton.sum_singles_kernel": "plan, sums",
     "replication.weights_triton.lend_kernel": "exchange",
     "replication.weights_triton.take_back_kernel": "exchange",
-    "sm90.experts.every_bias_triton.every_bias_dot": "experts",
+    "sm90.experts.bias_products_triton.bias_products_kernel": "experts",
 }
 
 

@@ -1,17 +1,17 @@
 """Kernel `combine_push`: sums of expert rows to the ranks of their tokens, as experts finish.
 
-The way back of an exchange (`push`, whose epochs and flags these are), together with the sums that
-it brings (`combine`): row n goes to rank n // T as soon as the last of its experts here has
-finished, while `rows` works on the experts after it. Work comes in waves of experts, or of slices
-of the rows of few ones (`waves`): wave after wave, warps claim chunks of expert rows, and the last
-one of a token's expert rows sends their sum, straight from registers.
+The way back of an exchange (with the epochs and flags of `push`), together with the sums
+(`combine`): row n goes to rank n // T as soon as the last of its experts here has finished, while
+`grouped_gemm` works on later experts. Work comes in waves of experts, or with few experts of slices
+of their rows (`waves`): wave by wave, warps claim chunks of expert rows, and the last of a token's
+expert rows sends their sum, straight from registers.
 
-In the forward pass it is launched twice: on the few SMs that `rows` yields half-way, while that
-runs; and after it on its stream with all SMs, for what is left. In the backward pass it is launched
-once, under the weight gradients, and also sends side data, before the rows. Where experts are
-cloned the last launch also sends rows that go by themselves (`Singles`), after the sums.
+In the forward pass it is launched twice: on the few SMs that `grouped_gemm` yields half-way, while
+that runs; and after it on its stream with all SMs, for the rest. In the backward pass it is
+launched once, under the weight gradients, and also sends side data, before the rows. With expert
+replication the last launch also sends single rows (`UnreducedRows`), after the sums.
 
-    stream of rows     [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
+    stream of fc2      [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
                           signals  v        v       yields SMs v
     stream of pushes                                [ combine_push, comm_sms                  ]
 
@@ -25,8 +25,9 @@ Roles. All 16 warps of every CTA do the same:
                                 wait until the counts of all waves up to theirs are complete;
                                 of each token whose last expert row is here: add its rows in fp32,
                                 in the order of slots, and store the sum at rank n // T
-    the last warp of all CTAs   of both launches: set `progress` to 0 and the epoch to u, fence,
-                                raise all flags that have not been raised at all ranks
+    the last warp of all CTAs   of both launches: set `progress` to 0 and the epoch to u, system-
+    scope
+                                fence, raise all flags that have not been raised at all ranks
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -71,11 +72,11 @@ from phalanx.kernels.sm90.jit.launch import launch
 
 _WARP = 32
 _CHUNK = 16
-"""Expert rows that a warp claims: what they are takes two loads, one after the other."""
+"""Expert rows of a warp's claim: their look-up takes two dependent loads, shared by 16 lanes."""
 _PIECES = 8
-"""16-byte accesses of a lane that are under way."""
+"""16-byte accesses of a lane in flight."""
 _COPIED = 6
-"""The same, where rows are only copied: with eight there are too few registers for some K."""
+"""The same for plain copies: with eight some K run out of registers."""
 _COLUMNS = 8
 """bf16 of a 16-byte access."""
 _WORDS = _COLUMNS // 2
@@ -83,23 +84,23 @@ _WORDS = _COLUMNS // 2
 
 @cute.jit
 def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) -> Int32:
-    """The chunk that is sent in place of chunk `number` of `count`.
+    """Chunk `number` of `count`, rotated by the rank's share.
 
-    An expert's rows are in the order of the ranks that they go to. Every rank begins with another
-    part of a wave, as a link cannot take in what all ranks send at once.
+    An expert's rows are in the order of their target ranks. Every rank starts with another part of
+    a wave, as one link cannot receive from all ranks at once.
     """
     begin = number + count * rank // ranks
     return cutlass.select_(begin >= count, begin - count, begin)
 
 
-class Singles(NamedTuple):
-    """Expert rows that go by themselves, each to slot k and token t of its token's rank
+class UnreducedRows(NamedTuple):
+    """Expert rows that are sent unreduced, each to slot k and token t of its token's rank
     (`kernels.replication.rows`)."""
 
     pairs_S: Tensor
-    """int32: pairs n * K + k of these rows; anything behind."""
+    """int32: pairs n * K + k of these rows; arbitrary past `count`."""
     count: Tensor
-    """int32 [1]: how many they are."""
+    """int32 [1]: their number."""
     inverse_NK: Tensor
     """int32: expert rows of all pairs."""
     memory_R: Tensor
@@ -108,15 +109,15 @@ class Singles(NamedTuple):
 
 @dataclass(frozen=True)
 class CombinePushConfig:
-    """What is compiled into a `combine_push` kernel."""
+    """Choices that are compiled into a `combine_push` kernel."""
 
     slots: int
     """K."""
     ranks: int
     side: bool = False
-    """Side data go with the sums."""
-    singles: bool = False
-    """Rows go by themselves too."""
+    """Side data are sent before the sums."""
+    unreduced_rows: bool = False
+    """Rows are sent unreduced, too."""
 
     def __post_init__(self) -> None:
         check_sizes("combine_push", self.ranks, self.slots)
@@ -206,7 +207,7 @@ class CombinePushKernel:
         state: cute.Tensor,
         report: cute.Pointer,
         progress: cute.Pointer,
-        singles: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+        unreduced_rows: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
@@ -215,8 +216,8 @@ class CombinePushKernel:
         storage = cutlass.utils.SmemAllocator().allocate(
             struct(finished_warps=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
         )
-        whole = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
-        kept = whole[None, None, cute.arch.warp_idx()]
+        all_entries = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
+        entries_of_rows = all_entries[None, None, cute.arch.warp_idx()]
         finished_warps = storage.finished_warps.get_tensor(cute.make_layout(2))
         if cute.arch.thread_idx()[0] < 2:
             finished_warps[cute.arch.thread_idx()[0]] = Int32(0)
@@ -231,41 +232,46 @@ class CombinePushKernel:
         entries = cute.make_rmem_tensor(slots, Int32)
         claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
         while claimed < total:
+            # One claim ahead: its atomic returns under the work on this one.
             following = claim(progress + CLAIMED)
             wave = cute.arch.popc(cute.arch.vote_ballot_sync(chunks_before <= claimed)) - 1
             row = self._row(claimed, wave, begins, chunks, chunks_before, rank)
-            n, to = Int32(0), Int64(0)
+            n, target = Int32(0), Int64(0)
             if row >= 0:
                 n = cute.make_tensor(index + row, cute.make_layout(1))[0]
-                target = n // T
-                to = rows_R[target] + Int64((rank - target) * T + n) * width * 16
+                target_rank = n // T
+                row_there = Int64((rank - target_rank) * T + n)
+                target = rows_R[target_rank] + row_there * width * 16
             look_up(inverse, entries, n, self.config.ranks * T)
             last = Int32(-1)
             for k in cutlass.range_constexpr(slots):
                 last = cutlass.max(last, entries[k])
                 if lane < _CHUNK:
-                    kept[k, lane] = entries[k]
-            found = cute.arch.vote_ballot_sync((row >= 0) & (last == row))
+                    entries_of_rows[k, lane] = entries[k]
+            senders = cute.arch.vote_ballot_sync((row >= 0) & (last == row))
             cute.arch.sync_warp()
+            # Lanes wait for one wave each. Waves that have been seen complete stay so.
             if ready_waves <= wave:
                 if (lane >= ready_waves) & (lane <= wave):
                     counter = progress.toint() + 4 * Int64(COUNTS + lane)
                     peer.wait(counter, needed, limit, report.toint(), rank)
                 cute.arch.sync_warp()
                 ready_waves = wave + 1
-            while found != 0:
-                source, of = ptx.lowest(found), Int32(-1)
-                found = found & (found - 1)
+            while senders != 0:
+                source, row_of_lane = ptx.lowest(senders), Int32(-1)
+                senders = senders & (senders - 1)
                 if lane < slots:
-                    of = kept[lane, source]
-                self._send(y, cute.arch.shuffle_sync(to, source), of, width)
-            cute.arch.sync_warp()
+                    row_of_lane = entries_of_rows[lane, source]
+                self._send(y, cute.arch.shuffle_sync(target, source), row_of_lane, width)
+            cute.arch.sync_warp()  # all lanes have read the entries before they are overwritten
             claimed = cute.arch.shuffle_sync(following, 0)
-        if cutlass.const_expr(self.config.singles):
-            self._send_singles(y, *singles, T, width, rank, here)
+        if cutlass.const_expr(self.config.unreduced_rows):
+            self._send_unreduced_rows(y, *unreduced_rows, T, width, rank, here)
         cute.arch.sync_warp()
         if lane == 0:
             if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, ctas) == 1:
+                # Counters are reset for the next exchange before the flags say that this one is
+                # over.
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
                 counters.fill(0)
                 state[EPOCH] = epoch
@@ -283,22 +289,22 @@ class CombinePushKernel:
         tile_rows: Int32,
         counts: Int32,
     ) -> tuple[Int32, Int32]:
-        """In lane w, the expert row at which wave w begins, and the counts that make it."""
+        """In lane w, the first expert row of wave w, and the tile counts that complete it."""
         lane, rows = cute.arch.lane_idx(), ends[cute.size(ends) - 1]
         tiles = cute.make_rmem_tensor(MAX_WAVES, Int32)
         first = cute.make_rmem_tensor(MAX_WAVES, Int32)
         tiles.fill(0)
         first.fill(rows)
         for base in cutlass.range(0, slices, _WARP):
-            at = base + lane
-            if at < slices:
-                expert = at >> bits
-                wave = last_wave_of(at, slices, waves)
+            number = base + lane
+            if number < slices:
+                expert = number >> bits
+                wave = last_wave_of(number, slices, waves)
                 begin, end = ends[expert], ends[expert + 1]
-                of_all = (end - begin + tile_rows - 1) // tile_rows
-                height = slice_tiles(of_all, bits)
-                before = (at - (expert << bits)) * height
-                some = cutlass.max(cutlass.min(of_all - before, height), 0)
+                all_tiles = (end - begin + tile_rows - 1) // tile_rows
+                height = slice_tiles(all_tiles, bits)
+                before = (number - (expert << bits)) * height
+                some = cutlass.max(cutlass.min(all_tiles - before, height), 0)
                 row = cutlass.min(begin + before * tile_rows, end)
                 for w in cutlass.range_constexpr(MAX_WAVES):
                     tiles[w] += cutlass.select_(wave == w, some, Int32(0))
@@ -313,7 +319,7 @@ class CombinePushKernel:
 
     @cute.jit
     def _chunks(self, begins: Int32) -> tuple[Int32, Int32]:
-        """In lane w, the chunks of wave w, and those of all waves before it."""
+        """In lane w, the chunks of wave w, and of all waves before it."""
         lane = cute.arch.lane_idx()
         rows = cute.arch.shuffle_sync(begins, cutlass.min(lane + 1, _WARP - 1)) - begins
         chunks = (rows + _CHUNK - 1) // _CHUNK
@@ -342,26 +348,26 @@ class CombinePushKernel:
         return cutlass.select_(inside, row, Int32(-1))
 
     @cute.jit
-    def _send(self, y: cute.Pointer, target: Int64, of: Int32, width: Int32) -> None:
-        """The sum of y's rows `of` (each lane's; negative: none) to where it is wanted."""
+    def _send(self, y: cute.Pointer, target: Int64, row_of_lane: Int32, width: Int32) -> None:
+        """Store the sum of y's rows, one a lane (negative: none), at address `target`."""
         lane = cute.arch.lane_idx()
-        mask = cute.arch.vote_ballot_sync(of >= 0)
+        mask = cute.arch.vote_ballot_sync(row_of_lane >= 0)
         for part in cutlass.range((width + _PIECES * _WARP - 1) // (_PIECES * _WARP)):
             first = part * (_PIECES * _WARP) + lane
             sums = cute.make_rmem_tensor((_COLUMNS, _PIECES), Float32)
             sums.fill(0)
             left = mask
             while left != 0:
-                row = cute.arch.shuffle_sync(of, ptx.lowest(left))
+                row = cute.arch.shuffle_sync(row_of_lane, ptx.lowest(left))
                 left = left & (left - 1)
                 words = cute.make_rmem_tensor((_WORDS, _PIECES), Uint32)
                 words.fill(0)
                 for p in cutlass.range_constexpr(_PIECES):
                     if first + p * _WARP < width:
                         at = y.toint() + (Int64(row) * width + first + p * _WARP) * 16
-                        found = peer.load_global(at)
+                        loaded = peer.load_global(at)
                         for w in cutlass.range_constexpr(_WORDS):
-                            words[w, p] = found[w]
+                            words[w, p] = loaded[w]
                 for p in cutlass.range_constexpr(_PIECES):
                     for w in cutlass.range_constexpr(_WORDS):
                         low, high = ptx.unpack(words[w, p])
@@ -373,7 +379,7 @@ class CombinePushKernel:
                     ptx.store_global(target + Int64(first + p * _WARP) * 16, *rounded)
 
     @cute.jit
-    def _send_singles(
+    def _send_unreduced_rows(
         self,
         y: cute.Pointer,
         pairs: cute.Pointer,
@@ -385,13 +391,13 @@ class CombinePushKernel:
         rank: Int32,
         ctas: Int32,
     ) -> None:
-        """Rows of y that go by themselves, every so many-th to a warp."""
+        """Send rows of y unreduced; warps of the launch take them in turn."""
         ranks, slots = cutlass.const_expr(self.config.ranks), cutlass.const_expr(self.config.slots)
         total = cute.make_tensor(count, cute.make_layout(1))[0]
         first = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         addresses = cute.make_tensor(memory_R, cute.make_layout(ranks))
         for number in cutlass.range(first, total, ctas * WARPS):
-            # Every rank begins with another part: a link cannot take in what all send at once.
+            # See `rotated`: all ranks would otherwise send to the same one.
             turned = rotated(number, total, rank, ranks)
             pair = cute.make_tensor(pairs + turned, cute.make_layout(1))[0]
             row = cute.make_tensor(inverse + pair, cute.make_layout(1))[0]
@@ -406,19 +412,19 @@ class CombinePushKernel:
 
     @cute.jit
     def _copy(self, source: Int64, target: Int64, width: Int32) -> None:
-        """A row."""
+        """Copy a row."""
         for part in cutlass.range((width + _COPIED * _WARP - 1) // (_COPIED * _WARP)):
             first = part * (_COPIED * _WARP) + cute.arch.lane_idx()
             words = cute.make_rmem_tensor((_WORDS, _COPIED), Uint32)
             for p in cutlass.range_constexpr(_COPIED):
                 if first + p * _WARP < width:
-                    found = peer.load_global(source + Int64(first + p * _WARP) * 16)
+                    loaded = peer.load_global(source + Int64(first + p * _WARP) * 16)
                     for w in cutlass.range_constexpr(_WORDS):
-                        words[w, p] = found[w]
+                        words[w, p] = loaded[w]
             for p in cutlass.range_constexpr(_COPIED):
                 if first + p * _WARP < width:
-                    moved = [words[w, p] for w in range(_WORDS)]
-                    ptx.store_global(target + Int64(first + p * _WARP) * 16, *moved)
+                    copied = [words[w, p] for w in range(_WORDS)]
+                    ptx.store_global(target + Int64(first + p * _WARP) * 16, *copied)
 
 
 def combine_push(
@@ -432,26 +438,26 @@ def combine_push(
     ctas: int,
     total_ctas: int,
     side: Tensor | None = None,
-    singles: Singles | None = None,
+    unreduced_rows: UnreducedRows | None = None,
 ) -> None:
-    """A launch of a way back, after that of `rows` which makes what it sends.
+    """Launch a way back, after the launch of the `grouped_gemm` whose rows it sends.
 
-    Of two, one is for another stream. Both wait for all that `rows` makes, so that has to be
-    launched before them: what it needs might not be loaded while others wait for it.
+    Of two launches, one is for another stream. Both wait for all rows of the GEMM, which has to be
+    launched before them: its code could not be loaded while kernels wait for it.
 
     Args:
         ready: y [S, D], bf16, D a multiple of 8, and its progress.
         index_S: int32 received rows of expert rows.
         inverse_NK: int32 expert rows of received rows, -1 for none. A received row without any is
-            not sent: there is nobody to wait for it, or all of them had no place in y, and the step
-            is run again (`parallel.dispatcher.capacity`).
+            not sent: nobody waits for it, or its rows exceeded y's capacity, and the step is
+            repeated (`parallel.dispatcher.capacity`).
         offsets: int32 [L + 1].
-        buffers: where to.
+        buffers: the exchange's memory.
         tokens: T.
         ctas: of this launch.
         total_ctas: of all launches.
         side: contiguous, one of R equal blocks to each rank, in multiples of 16 bytes.
-        singles: rows that go by themselves, in the last launch, behind all that `rows` makes.
+        unreduced_rows: rows that are sent unreduced, in the last launch, after the whole GEMM.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -468,21 +474,23 @@ def combine_push(
         offsets=(offsets, torch.int32, None),
         progress=(ready.progress, torch.int32, (PROGRESS,)),
     )
-    if singles is not None:
+    if unreduced_rows is not None:
         require(
             where,
-            pairs=(singles.pairs_S, torch.int32, y_SD.shape[:1]),
-            count=(singles.count, torch.int32, (1,)),
-            inverse_of_all=(singles.inverse_NK, torch.int32, inverse_NK.shape),
-            memory=(singles.memory_R, torch.int64, (ranks,)),
+            pairs=(unreduced_rows.pairs_S, torch.int32, y_SD.shape[:1]),
+            count=(unreduced_rows.count, torch.int32, (1,)),
+            inverse_of_all=(unreduced_rows.inverse_NK, torch.int32, inverse_NK.shape),
+            memory=(unreduced_rows.memory_R, torch.int64, (ranks,)),
         )
     block = 0 if side is None else side_block(side, ranks)
     launch(
         CombinePushKernel,
-        CombinePushConfig(K, ranks, side=side is not None, singles=singles is not None),
+        CombinePushConfig(
+            K, ranks, side=side is not None, unreduced_rows=unreduced_rows is not None
+        ),
         (
             *(y_SD, index_S, inverse_NK, offsets, side, *buffers[:5], ready.progress),
-            *(singles or (None,) * len(Singles._fields)),
+            *(unreduced_rows or (None,) * len(UnreducedRows._fields)),
         ),
         (
             *(tokens, D // _COLUMNS, offsets.numel() - 1, buffers.rank, buffers.limit_ms),

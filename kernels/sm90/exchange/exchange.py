@@ -1,21 +1,21 @@
-"""Exchanges of rows between the GPUs of a node: the host half of `push` and `combine_push`.
+"""Exchanges of rows between the GPUs of a node: the host side of `push` and `combine_push`.
 
 An exchange is started by every rank of a group in the same order, and waited for in that order. No
 count is read, by host or device, before rows are sent; epochs are counted on the device, so that
-exchanges can be captured in a CUDA graph. This half takes the receive buffers in turn (`SLOTS`),
-orders streams and picks the arguments of the kernels; it allocates no memory that others see and
-calls no collective (see `parallel.dispatcher.exchange`).
+exchanges can be captured in a CUDA graph. This side rotates over the receive buffers (`SLOTS`),
+orders streams and chooses the kernels' arguments; it allocates no memory that others see and calls
+no collective (see `parallel.dispatcher.exchange`).
 
     start        push rows to the ranks that want them            -> Transfer
-    wait         let the stream wait for what all ranks pushed, or for their side data alone
-    rows, side   where they have arrived
+    wait         let the stream wait for all ranks' rows, or for their side data alone
+    rows, side   the received tensors
     ready_words  for kernels that wait for waves of rows themselves, after the side data
 
-With SMs set aside (`comm_sms`) pushes run on a stream of their own beside other kernels, and
+With SMs reserved for them (`comm_sms`) pushes run on a stream of their own under other kernels, and
 
     tile_signal, send_sums   sums leave as fc2 finishes experts
     send_gradient            the gradient of tokens leaves under the weight gradients
-    aside                    what else is sent takes its turn among them
+    run_on_comm_stream       other transfers, in order with these
 
 Legend: T tokens of a rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
 rows.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.backend import Rows
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.sm90.exchange.combine_push import Singles, combine_push
+from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows, combine_push
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     SEEN_BYTES,
@@ -50,7 +50,7 @@ from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.launch import sms
 
 SLICES = 16
-"""On the way back, rows of fewer experts than that are taken in slices, so that waves are small."""
+"""With fewer experts than this their rows are sent back in slices, so that waves are small."""
 YIELD_AFTER = 0.5
 """Fraction of a rank's experts after which fc2 yields SMs to the sums of those it has finished."""
 
@@ -59,15 +59,15 @@ class Transfer(NamedTuple):
     """An exchange that this rank has started."""
 
     slot: int
-    """Its receive buffer."""
+    """Index of its receive buffer."""
     number: int
-    """In the order of starts, from 1."""
+    """Number in the order of starts, from 1."""
     waves: int
     """Parts of its rows that have flags of their own, after the side data."""
     pushed: torch.cuda.Event
-    """This rank's push has ended."""
+    """Recorded after this rank's push."""
     sources: tuple[Tensor, ...]
-    """What is being pushed, kept until then."""
+    """Tensors that are being pushed, referenced until then."""
 
 
 class Exchange:
@@ -76,9 +76,9 @@ class Exchange:
     Args:
         memory: this rank's symmetric memory, uint8 [layout.total], after `layout.clear`.
         addresses: of the memory of all ranks, as this one's GPU sees them.
-        rank: this one.
-        layout: of the memory.
-        comm_sms: SMs that push beside other kernels; 0: pushes take all SMs, on the current stream.
+        rank: this rank.
+        layout: layout of the memory.
+        comm_sms: SMs that push under other kernels; 0: pushes take all SMs, on the current stream.
         timeout: seconds that a wait for a peer may take.
     """
 
@@ -97,9 +97,9 @@ class Exchange:
         self._next, self._started, self._waited = 0, 0, 0
         self._ready_words: dict[int, Tensor] = {}
         device = memory.device
-        # Pushes beside other kernels come before those that wait for SMs.
+        # High priority: CTAs of pushes are placed before those of kernels that wait for SMs.
         self._stream = torch.cuda.Stream(device, priority=-1) if comm_sms else None
-        # Tiles of fc2, and, always complete, of the gradient of expert rows.
+        # Progress of fc2; and one that is always complete, for the gradient of expert rows.
         self._progress, self._complete = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
         bases, slots = torch.tensor(addresses, dtype=torch.int64), range(SLOTS)
         shared = dict(
@@ -122,7 +122,7 @@ class Exchange:
 
     @property
     def overlaps(self) -> bool:
-        """Pushes run beside other kernels."""
+        """True if pushes run under other kernels."""
         return self._stream is not None
 
     @property
@@ -140,12 +140,12 @@ class Exchange:
         back: bool = False,
         all_sms: bool = False,
     ) -> Transfer:
-        """Begin to push rows, after what the current stream has been given so far.
+        """Start to push rows, after all work so far on the current stream.
 
         Args:
-            rows, table, side, back: as `push` takes them.
+            rows, table, side, back: as for `push`.
             local: experts of a rank.
-            all_sms: nothing is to run beside it.
+            all_sms: take all SMs, as nothing is to overlap.
         """
         sources = (rows.contiguous(), table, side)
         waves = 1 if back else self._waves(local)
@@ -164,10 +164,10 @@ class Exchange:
         return self._begin(send, waves, sources)
 
     def tile_signal(self, y_SD: Tensor, a_SF: Rows, local: int) -> TileSignal:
-        """Tile-signal request for the fc2 launch whose sums `send_sums` is going to send.
+        """Tile-signal request for the fc2 launch whose sums `send_sums` will send.
 
         Args:
-            y_SD: where fc2 writes. a_SF: its input. local: experts of a rank.
+            y_SD: output of fc2. a_SF: its input. local: experts of a rank.
         """
         loop = _loop_of_fc2(a_SF, y_SD.shape[1])
         slice_bits = (-(-SLICES // local) - 1).bit_length()
@@ -184,30 +184,34 @@ class Exchange:
         offsets: Tensor,
         after: torch.cuda.Event,
         *,
-        singles: Singles | None = None,
+        unreduced_rows: UnreducedRows | None = None,
     ) -> tuple[Transfer, Callable[[], None]]:
-        """Send sums back as experts finish; only if pushes run beside other kernels.
+        """Send sums back as experts finish; only with `overlaps`.
 
         Args:
-            signal: of the launch of fc2, which has been made: nothing here may be waited for before
-                it.
-            index_S, inverse_NK, offsets: as `combine_push` takes them.
+            signal: request of the fc2 launch, which precedes this call: nothing here may be waited
+                for before it.
+            index_S, inverse_NK, offsets: as for `combine_push`.
             after: recorded before that launch.
-            singles: rows of fc2 that go by themselves, with what is left.
+            unreduced_rows: rows of fc2 that are sent unreduced, with the rest.
 
         Returns:
-            The transfer, and what to call before it is waited for, to send what is left.
+            The transfer, and a function that sends the rest, to be called before the wait.
         """
         sources, everywhere = (index_S, inverse_NK, offsets), sms(offsets.device)
-        how = dict(tokens=self.tokens, total_ctas=self._comm_sms + everywhere)
+        launch_args = dict(tokens=self.tokens, total_ctas=self._comm_sms + everywhere)
 
         def send(
-            buffers: PeerBuffers, ctas: int = self._comm_sms, last: Singles | None = None
+            buffers: PeerBuffers, ctas: int = self._comm_sms, last: UnreducedRows | None = None
         ) -> None:
-            combine_push(signal.ready_rows, *sources, buffers, ctas=ctas, **how, singles=last)
+            combine_push(
+                signal.ready_rows, *sources, buffers, ctas=ctas, **launch_args, unreduced_rows=last
+            )
 
         transfer = self._begin(send, 1, (signal.out_SN, *sources), after)
-        return transfer, functools.partial(send, self._buffers[transfer.slot], everywhere, singles)
+        return transfer, functools.partial(
+            send, self._buffers[transfer.slot], everywhere, unreduced_rows
+        )
 
     def send_gradient(
         self,
@@ -218,41 +222,43 @@ class Exchange:
         side: Tensor,
         *,
         all_sms: bool = False,
-        singles: Singles | None = None,
+        unreduced_rows: UnreducedRows | None = None,
     ) -> Transfer:
-        """Send sums of expert rows, which are all there, and side data back.
+        """Send sums of expert rows, all of which are complete, and side data back.
 
         Args:
             dx_SD: expert rows.
-            index_S, inverse_NK, offsets, side: as `combine_push` takes them.
-            all_sms: nothing is to run beside it.
-            singles: expert rows that go by themselves.
+            index_S, inverse_NK, offsets, side: as for `combine_push`.
+            all_sms: take all SMs, as nothing is to overlap.
+            unreduced_rows: expert rows that are sent unreduced.
         """
         sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
         ctas = self._ctas(all_sms)
-        how = dict(tokens=self.tokens, ctas=ctas, total_ctas=ctas)
+        launch_args = dict(tokens=self.tokens, ctas=ctas, total_ctas=ctas)
 
         def send(buffers: PeerBuffers) -> None:
-            combine_push(ready, *sources, buffers, **how, side=side, singles=singles)
+            combine_push(
+                ready, *sources, buffers, **launch_args, side=side, unreduced_rows=unreduced_rows
+            )
 
-        return self._begin(send, 1, (dx_SD, *sources, side, *(singles or ())))
+        return self._begin(send, 1, (dx_SD, *sources, side, *(unreduced_rows or ())))
 
-    def aside(self, send: Callable[[], None]) -> Callable[[], None]:
-        """Call `send`: what it launches runs after all that the current stream has been given so
-        far, and before the next exchange.
+    def run_on_comm_stream(self, send: Callable[[], None]) -> Callable[[], None]:
+        """Call `send` on the stream of pushes: after all work so far on the current stream, and
+        before the next exchange.
 
         Returns:
-            Lets the current stream wait for it. What it reads has to be kept until then, or until
-            the next exchange has been waited for.
+            A function that lets the current stream wait for it. Its inputs have to stay alive until
+            then, or until the next exchange has been waited for.
         """
-        with self._turn() as stream:
+        with self._on_push_stream() as stream:
             send()
-            behind = stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(behind)
+            sent = stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(sent)
 
     @contextmanager
-    def _turn(self, after: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Stream]:
-        """Context on the stream of pushes, `after` all that the current one has been given."""
+    def _on_push_stream(self, after: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Stream]:
+        """Context of the stream of pushes, which waits for `after`, or for the current stream."""
         current = torch.cuda.current_stream()
         stream = self._stream or current
         if stream != current:
@@ -261,7 +267,7 @@ class Exchange:
             yield stream
 
     def _ctas(self, all_sms: bool) -> int:
-        """Of a kernel that sends."""
+        """CTAs of a kernel that sends."""
         return sms(self._memory.device) if all_sms or not self._comm_sms else self._comm_sms
 
     def _begin(
@@ -271,10 +277,10 @@ class Exchange:
         sources: tuple[Tensor, ...],
         after: torch.cuda.Event | None = None,
     ) -> Transfer:
-        """The next exchange, on the stream of pushes, `after` all that this one has been given."""
+        """Start the next exchange on the stream of pushes (see `_on_push_stream`)."""
         slot = self._next
         self._next = (slot + 1) % SLOTS
-        with self._turn(after) as stream:
+        with self._on_push_stream(after) as stream:
             send(self._buffers[slot])
             pushed = torch.cuda.Event()
             pushed.record(stream)
@@ -282,9 +288,10 @@ class Exchange:
         return Transfer(slot, self._started, waves, pushed, sources)
 
     def wait(self, transfer: Transfer, *, side_only: bool = False) -> None:
-        """Let the current stream wait for what all ranks have pushed, or their side data alone.
+        """Let the current stream wait for all ranks' rows, or for their side data alone.
 
-        Exchanges are waited for in the order of their starts; one may be again, for the rest.
+        Exchanges are waited for in the order of their starts; the same one twice for side data,
+        then rows.
         """
         part = 0 if side_only else transfer.waves
         epochs_ahead = transfer.number - self._waited
@@ -299,15 +306,15 @@ class Exchange:
         wait_peers(self._buffers[transfer.slot], part=0, epochs_ahead=epochs_ahead, own_only=True)
 
     def rows(self, transfer: Transfer) -> Tensor:
-        """Where rows arrive: [N, D]."""
+        """Received rows [N, D]."""
         return self._rows[transfer.slot]
 
     def side(self, transfer: Transfer) -> Tensor:
-        """Where side data arrive, uint8."""
+        """Received side data, uint8."""
         return self._side[transfer.slot]
 
     def ready_words(self, local: int) -> Tensor:
-        """What kernels need to wait for rows of the exchange whose side data was waited for last.
+        """Words with which kernels wait for rows of the exchange whose side data arrived last.
 
         Args:
             local: experts of a rank.
@@ -327,15 +334,15 @@ class Exchange:
         return self._ready_words[local]
 
     def _waves(self, local: int) -> int:
-        """Of tokens on their way to a rank's experts."""
+        """Number of waves of tokens to a rank's experts."""
         return min(WAVES, local) if self.overlaps else 1
 
     def restart(self) -> None:
-        """Take the buffers from the first one on again; all ranks have met on their streams."""
+        """Restart at the first buffer, after a barrier of all ranks on their streams."""
         self._next = 0
 
     def release(self) -> None:
-        """Let the memory go, though something may still refer to the exchange."""
+        """Drop references to the memory, though the exchange itself may still be referenced."""
         self._rows.clear()
         self._side.clear()
         self._ready_words.clear()
@@ -343,12 +350,12 @@ class Exchange:
 
     def timed_out(self) -> tuple[int, int, int] | None:
         """Rank, epoch and the last epoch that it reached, if a wait for it timed out."""
-        who, epoch, found, _ = self._buffers[0].report.tolist()
-        return (who - 1, epoch, found) if who else None
+        rank, epoch, flag, _ = self._buffers[0].report.tolist()
+        return (rank - 1, epoch, flag) if rank else None
 
 
 def _loop_of_fc2(a_SF: Rows, hidden: int) -> Mainloop:
-    """The tile that its launch takes."""
+    """Tile of the launch of fc2."""
     if isinstance(a_SF, Quantized):
         return operands.choose(operands.rows_tile(hidden), a_SF.data)
-    return tiles.choose("rows", hidden, a_SF.shape[1], transposed=False)
+    return tiles.choose("grouped_gemm", hidden, a_SF.shape[1], transposed=False)

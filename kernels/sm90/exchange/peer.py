@@ -1,7 +1,7 @@
 """Instructions between GPUs: flags that publish data, as inline PTX.
 
-Global memory, also that of a peer, is addressed by Int64. Whoever waits does so for a limited time,
-then tells the host who was missing, and stops the kernel.
+Global memory, including a peer's, is addressed by Int64. Every wait has a time limit; after it the
+kernel reports the missing rank to the host, and traps.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from phalanx.kernels.sm90.jit.ptx import Site, _asm, _four_words
 
 @dsl_user_op
 def load_acquire(where: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
-    """A flag: what was written before it was released can be read after it."""
+    """Load a flag with acquire: writes before its release are visible after this."""
     at: Site = dict(loc=loc, ip=ip)
     code = "ld.acquire.sys.global.s32 $0, [$1];"
     return Int32(_asm(T.i32(), [Int64(where).ir_value(**at)], code, "=r,l,~{memory}", at))
@@ -23,7 +23,7 @@ def load_acquire(where: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
 
 @dsl_user_op
 def store_release(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Publish, by a flag of any GPU, what was written before."""
+    """Store a flag of any GPU with release: writes before this are visible to who acquires it."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Int64(where).ir_value(**at), Int32(value).ir_value(**at)]
     _asm(None, values, "st.release.sys.global.s32 [$0], $1;", "l,r,~{memory}", at)
@@ -31,7 +31,7 @@ def store_release(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None
 
 @dsl_user_op
 def store_flag(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """The same after a fence of the caller's: several flags need one."""
+    """Store a flag after a fence of the caller, which several flags share."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Int64(where).ir_value(**at), Int32(value).ir_value(**at)]
     _asm(None, values, "st.relaxed.sys.global.s32 [$0], $1;", "l,r,~{memory}", at)
@@ -51,19 +51,20 @@ def trap(*, loc: Any = None, ip: Any = None) -> None:
 
 
 @cute.jit
-def wait(flag: Int64, epoch: Int32, limit_ms: Int32, report: Int64, who: Int32) -> None:
+def wait(flag: Int64, epoch: Int32, limit_ms: Int32, report: Int64, peer_rank: Int32) -> None:
     """Wait until the flag has reached `epoch`, which wraps around.
 
-    After `limit_ms` milliseconds: `who`, the epoch and the flag go to `report`, three int32 that
-    the host can read, and the kernel is stopped.
+    After `limit_ms` milliseconds the rank + 1, the epoch and the flag go to `report`, three int32
+    that the host can read, and the kernel traps.
     """
     value = load_acquire(flag)
-    began = cute.arch.globaltimer()
-    while value - epoch < 0:
-        if cute.arch.globaltimer() - began > Int64(limit_ms) * 1_000_000:
+    start_ns = cute.arch.globaltimer()
+    while value - epoch < 0:  # a difference, not a comparison: epochs wrap around
+        if cute.arch.globaltimer() - start_ns > Int64(limit_ms) * 1_000_000:
+            # The rank comes last: the host takes a report for complete once it is not 0.
             store_release(report + 4, epoch)
             store_release(report + 8, value)
-            store_release(report, who + 1)
+            store_release(report, peer_rank + 1)
             cute.arch.fence_acq_rel_sys()
             trap()
         value = load_acquire(flag)

@@ -1,9 +1,8 @@
-"""Memory that the ranks of an expert-parallel group write to each other: its layout, as integers.
+"""Layout of the memory that ranks of an expert-parallel group write to each other, as integers.
 
 Every rank has one block of symmetric memory: its flags, then the receive buffers of `SLOTS`
-exchanges, each [R * T, D] rows in bf16 and R blocks of side data. Whoever makes the memory known to
-all ranks (`parallel.dispatcher.exchange`) passes their addresses in; nothing here needs a GPU or a
-compiler.
+exchanges, each [R * T, D] rows in bf16 and R blocks of side data. `parallel.dispatcher.exchange`
+maps the memory on all ranks and passes the addresses in; nothing here needs a GPU or a compiler.
 
 Legend: R ranks, T tokens of a rank, D hidden, K slots of a token.
 """
@@ -19,43 +18,43 @@ MAX_RANKS = 16
 MAX_WAVES = 8
 WAVES = 7
 """Waves of a rank's experts on the way to them (`kernels.sm90.exchange.waves`): the first has 1/31
-of the experts, the last 6/31. On the way back it is the last one that has fewest."""
+of the experts, the last 6/31. On the way back the last wave is the smallest."""
 ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
 """A rank's flags, int32. Those of part p begin at p * MAX_RANKS, part 0 for side data and part
-w + 1 for wave w: flag r is the last exchange of which that part has arrived from rank r. From
+w + 1 for wave w: flag r is the last exchange whose part p has arrived from rank r. From
 ALLOWED on, flag r is the last exchange that rank r allows this one to push."""
 FLAGS = ALLOWED + MAX_RANKS
 EPOCH, SEEN, CLAIMED, FINISHED_CTAS = 0, 1, 2, 3
 STATE = FINISHED_CTAS + 1 + MAX_WAVES
-"""int32 of a rank's own: exchanges pushed, the one that was waited for last, chunks of rows that
+"""int32 counters of a rank: exchanges pushed, the one that was waited for last, chunks of rows that
 were claimed, and CTAs that have finished the side data and each wave."""
 SEEN_BYTES = 4 * SEEN
 
 SLOTS = 4
-"""Receive buffers, which exchanges take in turn. When exchange u is started, those of exchange
-u - 3 and earlier ones are free; u - 2 (the gradient of the sums) and u - 1 (the tokens sent again)
+"""Receive buffers, used in rotation. When exchange u is started, those of exchange
+u - 3 and earlier ones are free; u - 2 (the gradient of the sums) and u - 1 (the recomputed tokens)
 may still be read by weight gradients while u (the gradient of the tokens) leaves."""
 SIDE_ALIGN = 16
-"""Bytes of which a block of side data is a multiple."""
+"""Alignment of a block of side data, in bytes."""
 _ALIGN = 256
 
 
 class PeerBuffers(NamedTuple):
-    """Where an exchange of a rank writes and waits; addresses are int64 on the device."""
+    """Buffers and flags of an exchange of a rank; addresses are int64 on the device."""
 
     rows_R: Tensor
     """Addresses of the [R * T, D] rows that each rank receives."""
     side_R: Tensor
     """Addresses of each rank's blocks of side data."""
     flags_R: Tensor
-    """Addresses of each rank's flags, int32 [FLAGS]: 1 from ALLOWED on and 0 before at first."""
+    """Addresses of each rank's flags, int32 [FLAGS], initially 0, and 1 from ALLOWED on."""
     state: Tensor
-    """int32 [STATE] of this rank, 0 at first."""
+    """int32 [STATE] of this rank, initially 0."""
     report: Tensor
-    """int32 [4] in pinned memory, 0 at first: 1 + the rank for which a wait timed out, the epoch
-    that was waited for, and the flag that was found."""
+    """int32 [4] in pinned memory, initially 0: 1 + the rank for which a wait timed out, the epoch
+    that was waited for, and the flag's value."""
     rank: int
-    """This one."""
+    """This rank."""
     limit_ms: int
     """Milliseconds after which a wait times out."""
 
@@ -72,30 +71,30 @@ class BufferLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Rows that a rank receives in an exchange."""
+        """Bytes of rows that a rank receives in an exchange."""
         return 2 * self.ranks * self.tokens * self.hidden
 
     @property
     def side_bytes(self) -> int:
-        """Side data that a rank receives in an exchange: at most ids and probabilities of slots."""
+        """Bytes of side data that a rank receives in an exchange: at most ids and probabilities."""
         return self.ranks * (8 * self.tokens * self.slots + SIDE_ALIGN)
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes of a rank."""
         return self.rows_at(SLOTS)
 
     def rows_at(self, slot: int) -> int:
-        """Where the rows of a slot begin."""
+        """Byte offset of a slot's rows."""
         return _aligned(4 * FLAGS) + slot * (_aligned(self.row_bytes) + _aligned(self.side_bytes))
 
     def side_at(self, slot: int) -> int:
-        """Where the side data of a slot begin."""
+        """Byte offset of a slot's side data."""
         return self.rows_at(slot) + _aligned(self.row_bytes)
 
     def clear(self, memory: Tensor) -> None:
-        """The first contents of the memory, uint8 [total]: before it is made known to others."""
-        memory.zero_()  # rows that never came must at least be numbers
+        """Initialise the memory, uint8 [total], before it is shared."""
+        memory.zero_()  # rows that never arrive must at least be finite
         memory[: 4 * FLAGS].view(torch.int32)[ALLOWED:] = 1
 
     def rows(self, memory: Tensor, slot: int) -> Tensor:
@@ -110,7 +109,7 @@ class BufferLayout:
 
 
 def wave_begins(local: int, waves: int) -> list[int]:
-    """The first expert of each wave (`kernels.sm90.exchange.waves`), and behind the last one."""
+    """First expert of each wave (`kernels.sm90.exchange.waves`), and the end of the last wave."""
     before: Sequence[int] = range(waves + 1)
     if waves < local:
         before = [2**w - 1 if w <= 3 else 6 * w - 11 for w in before]
@@ -118,13 +117,13 @@ def wave_begins(local: int, waves: int) -> list[int]:
 
 
 def padded(blocks_RX: Tensor) -> Tensor:
-    """Blocks of int32 as side data take them: a multiple of SIDE_ALIGN bytes each."""
-    lacking = -blocks_RX.shape[1] % (SIDE_ALIGN // 4)
-    return torch.nn.functional.pad(blocks_RX, (0, lacking)) if lacking else blocks_RX
+    """Blocks of int32 padded to multiples of SIDE_ALIGN bytes, as side data are."""
+    padding = -blocks_RX.shape[1] % (SIDE_ALIGN // 4)
+    return torch.nn.functional.pad(blocks_RX, (0, padding)) if padding else blocks_RX
 
 
 def unpadded(side: Tensor, ranks: int, size: int) -> Tensor:
-    """What `padded` blocks of `size` int32 became at the other end: [R, size], contiguous."""
+    """Inverse of `padded` at the receiver: blocks [R, size] of int32, contiguous."""
     pitch = SIDE_ALIGN * -(-4 * size // SIDE_ALIGN)
     return side[: ranks * pitch].view(torch.int32).view(ranks, -1)[:, :size].contiguous()
 

@@ -11,12 +11,12 @@ together with a dense block of side data for each rank, which goes first. Tokens
 rank's experts: each in the wave of its first expert there. Side data and every wave have flags of
 their own (`peer_buffers`), so that experts can begin before all tokens have arrived.
 
-An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
-keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever read the buffer of
-that one has finished by then, as the caller sees to (`exchange.SLOTS`). No rank pushes before it is
-allowed to, and no wait lasts longer than its limit (`peer.wait`).
+The number of an exchange, its epoch, is counted on the device, as a CUDA graph would freeze one
+from the host. At the start of exchange u a rank allows its peers exchange u + 1: the readers of
+that one's buffer have finished by then, which the caller guarantees (`exchange.SLOTS`). No rank
+pushes before it is allowed to, and no wait lasts longer than its limit (`peer.wait`).
 
-Roles. All 16 warps of every CTA do the same; a few SMs of them have enough accesses under way to
+Roles. All 16 warps of every CTA do the same; a few SMs of them have enough accesses in flight to
 fill the links. What one rank does in exchange u:
 
     threads r < R of each CTA   CTA 0: set flag ALLOWED + me at rank r to u + 1;
@@ -70,13 +70,17 @@ MAX_SLOTS = 32
 WARPS = 16
 _WARP = 32
 _CHUNK = 8
-"""Rows that a warp claims."""
+"""Rows of a warp's claim."""
 _PIECES = 8
-"""16-byte accesses of a lane that are under way."""
+"""16-byte accesses of a lane in flight."""
 
 
 def side_block(side: Tensor, blocks: int) -> int:
-    """Bytes of each of a number of blocks of side data, or ValueError."""
+    """Bytes of a block of side data, of `blocks` in all.
+
+    Raises:
+        ValueError: they are no multiple of 16.
+    """
     size = side.numel() * side.element_size()
     if size % (16 * blocks):
         raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
@@ -84,7 +88,11 @@ def side_block(side: Tensor, blocks: int) -> int:
 
 
 def check_sizes(kernel: str, ranks: int, slots: int) -> None:
-    """Raise ValueError for more than a kernel is compiled for."""
+    """Check the limits that a kernel is compiled for.
+
+    Raises:
+        ValueError: too many ranks or slots.
+    """
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"{ranks} ranks: {kernel} serves 1 to {MAX_RANKS}")
     if not 1 <= slots <= MAX_SLOTS:
@@ -101,17 +109,20 @@ def open_exchange(
     """
     thread, epoch = cute.arch.thread_idx()[0], state[EPOCH] + 1
     if thread < cute.size(flags_R):
+        # Release: reads of the buffers of exchange u + 1 come before, in this stream.
         if cute.arch.block_idx()[0] == 0:
             peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
         flag = flags_R[rank] + 4 * (ALLOWED + thread)
         peer.wait(flag, epoch, limit, report.toint(), thread)
+    # Acquired by the threads that waited, and by all others through this barrier: no row may be
+    # written to a peer before its ALLOWED flag has been read.
     cute.arch.sync_threads()
     return epoch
 
 
 @cute.jit
 def claim(counter: cute.Pointer) -> Int32:
-    """In lane 0 of a warp, the number of its next chunk of rows; waves follow each other."""
+    """Claim a chunk of rows: its number, in lane 0; chunks of a wave follow those of the last."""
     claimed = Int32(0)
     if cute.arch.lane_idx() == 0:
         claimed = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
@@ -125,8 +136,8 @@ def block_rows(
     """Rows that go back come in blocks of T, one for each rank: first row of a chunk, and the end
     of its block.
 
-    Chunks take turns at the blocks, and every rank begins with another one: if all went through
-    them in the same order, all would write to the same rank at a time.
+    Chunks alternate between the blocks, and every rank starts with another one: in the same order
+    all ranks would write to the same rank at a time.
     """
     target = (number + rank) % ranks
     return target * T + number // ranks * chunk, (target + 1) * T
@@ -134,7 +145,7 @@ def block_rows(
 
 @cute.jit
 def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
-    """Entries of a row of a table of N, past the last one of that."""
+    """Load the entries of a table's row; rows past the last one of N repeat it."""
     slots = cutlass.const_expr(cute.size(entries))
     wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
     for k in cutlass.range_constexpr(0, slots, wide):
@@ -147,13 +158,14 @@ def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> 
 
 @cute.jit
 def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
-    """One lane of each warp, when it has finished: whether all warps of `count` CTAs have. A fence
-    of the caller's then shows all GPUs what they have written.
+    """One lane of each warp, after its work: 1 if all warps of `count` CTAs have finished.
 
-    `warps`, in shared memory, and `ctas` count from 0. One fence of system scope a CTA, which waits
-    for its stores: the other warps go on.
+    `warps`, in shared memory, and `ctas` count from 0. Two steps, as a fence of system scope waits
+    for the stores of its CTA: one CTA's last warp pays for it, and the other warps go on. After
+    another fence by the caller the writes of all CTAs are visible to all GPUs.
     """
     last = Int32(0)
+    # acq_rel: the last warp sees (and its fence covers) the writes of the CTA's other warps.
     before = cute.arch.atomic_add(warps, Int32(1), sem="acq_rel", scope="cta")
     if before == WARPS - 1:
         cute.arch.fence_acq_rel_sys()
@@ -165,7 +177,7 @@ def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
 
 @cute.jit
 def raise_flags(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
-    """After a fence: say to all ranks that a part of this rank's push has arrived."""
+    """After a fence: set the flag of a part of this rank's push at all ranks."""
     for r in cutlass.range_constexpr(cute.size(flags_R)):
         peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
 
@@ -190,9 +202,12 @@ def publish(
             )
             == 1
         ):
+            # The last CTA: nobody counts this part again before the next exchange.
             state[FINISHED_CTAS + part] = Int32(0)
             if part == last:
                 state[EPOCH], state[CLAIMED] = epoch, Int32(0)
+            # One fence for R relaxed flags: it orders all CTAs' writes, seen through the atomics of
+            # `last_of_all`, before every flag.
             cute.arch.fence_acq_rel_sys()
             raise_flags(flags_R, part, rank, epoch)
     cute.arch.sync_warp()
@@ -207,34 +222,34 @@ def send_side(
     ctas: Int32,
     back: cutlass.Constexpr,
 ) -> None:
-    """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
+    """Send the block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
 
-    Every rank begins with itself, so that they do not all write to the same one.
+    Every rank starts with itself, so that they do not all write to the same one.
     """
     first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
     step, ranks = ctas * (WARPS * _WARP), cutlass.const_expr(cute.size(side_R))
     for block in cutlass.range_constexpr(ranks if back else 1):
-        source, to = side.toint(), [(rank + r) % ranks for r in range(ranks)]
+        source, targets = side.toint(), [(rank + r) % ranks for r in range(ranks)]
         if cutlass.const_expr(back):
-            to = [to[block]]
-            source += Int64(to[0]) * pieces * 16
+            targets = [targets[block]]
+            source += Int64(targets[0]) * pieces * 16
         for piece in cutlass.range(first, pieces, step):
             words = peer.load_global(source + Int64(piece) * 16)
             at = (Int64(rank) * pieces + piece) * 16
-            for r in cutlass.range_constexpr(len(to)):
-                ptx.store_global(side_R[to[r]] + at, *words)
+            for r in cutlass.range_constexpr(len(targets)):
+                ptx.store_global(side_R[targets[r]] + at, *words)
 
 
 @dataclass(frozen=True)
 class PushConfig:
-    """What is compiled into a `push` kernel."""
+    """Choices that are compiled into a `push` kernel."""
 
     row_bytes: int
     ranks: int
     slots: int
     """K."""
     back: bool
-    """Sums back to the tokens' ranks, not tokens to their experts' ranks."""
+    """Send sums back to the tokens' ranks, instead of tokens to their experts' ranks."""
 
     def __post_init__(self) -> None:
         if self.row_bytes % 16 or self.row_bytes < 16:
@@ -248,7 +263,7 @@ class PushConfig:
 
 
 class PushKernel:
-    """Rows and side data to the ranks that want them, then a flag to each."""
+    """Rows and side data to their target ranks, then a flag to each rank."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (
         (Int32, 16),  # rows [N, D]
@@ -334,6 +349,7 @@ class PushKernel:
         base, end = self._chunk(claimed % chunks, T, rank)
         look_up(table, entries, base + lane, N)
         while claimed < chunks * waves:
+            # Two claims ahead: one atomic in flight, and a chunk whose table rows are being loaded.
             after = claim(state.iterator + CLAIMED)
             wave = claimed // chunks
             while sent < wave:
@@ -349,9 +365,9 @@ class PushKernel:
             while bits != 0:
                 source = ptx.lowest(bits)
                 bits = bits & (bits - 1)
-                at = rank * T + (base + source) % T
-                to = cute.arch.shuffle_sync(wanted, source)
-                self._send_row(rows, base + source, targets, at, to)
+                row_there = rank * T + (base + source) % T
+                ranks_of_row = cute.arch.shuffle_sync(wanted, source)
+                self._send_row(rows, base + source, targets, row_there, ranks_of_row)
             base, end = base_after, end_after
             claimed, following = following, cute.arch.shuffle_sync(after, 0)
         while sent < waves:
@@ -359,7 +375,7 @@ class PushKernel:
             publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
 
     def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
-        """First row of a chunk, and the row before which it ends at the latest."""
+        """First row of a chunk, and an upper bound of its end."""
         if self.config.back:
             return block_rows(number, T, rank, self.config.ranks, _CHUNK)
         return number * _CHUNK, T
@@ -370,29 +386,29 @@ class PushKernel:
         rows: cute.Pointer,
         row: Int32,
         targets: list[Int64],
-        at: Int32,
+        row_there: Int32,
         wanted: Int32,
     ) -> None:
-        """A row to row `at` of the ranks that want it."""
+        """Copy a row to row `row_there` of the ranks whose bits are set in `wanted`."""
         width, lane = self.config.width, cute.arch.lane_idx()
         source = rows.toint() + Int64(row) * self.config.row_bytes
-        offset = Int64(at) * self.config.row_bytes
+        offset = Int64(row_there) * self.config.row_bytes
         for part in cutlass.range(-(-width // (_PIECES * _WARP))):
             first = part * (_PIECES * _WARP) + lane
             words = cute.make_rmem_tensor((4, _PIECES), Uint32)
             for p in cutlass.range_constexpr(_PIECES):
                 piece = first + p * _WARP
                 if piece < width:
-                    found = peer.load_global(source + Int64(piece) * 16)
+                    loaded = peer.load_global(source + Int64(piece) * 16)
                     for w in cutlass.range_constexpr(4):
-                        words[w, p] = found[w]
+                        words[w, p] = loaded[w]
             for r in cutlass.range_constexpr(self.config.ranks):
                 if (wanted >> r) & 1 == 1:
                     for p in cutlass.range_constexpr(_PIECES):
                         piece = first + p * _WARP
                         if piece < width:
-                            to = targets[r] + offset + Int64(piece) * 16
-                            ptx.store_global(to, *[words[w, p] for w in range(4)])
+                            target = targets[r] + offset + Int64(piece) * 16
+                            ptx.store_global(target, *[words[w, p] for w in range(4)])
 
     @cute.jit
     def _targets(
@@ -406,8 +422,8 @@ class PushKernel:
         wave: Int32,
         waves: Int32,
     ) -> Int32:
-        """The ranks that a row goes to in this wave, a bit each."""
-        now, before = Int32(0), Int32(0)
+        """Ranks that a row is sent to in this wave, a bit each."""
+        this_wave, before = Int32(0), Int32(0)
         begin = local * parts_before(wave, local, waves)
         end = local * parts_before(wave + 1, local, waves)
         parts = parts_before(waves, local, waves)
@@ -416,25 +432,26 @@ class PushKernel:
                 owner = entries[k] // local
                 if cutlass.const_expr(self.config.back):
                     if owner == rank:
-                        now = Int32(1) << (row // T)
+                        this_wave = Int32(1) << (row // T)
                 else:
                     scaled = (entries[k] - owner * local) * parts
                     if scaled < begin:
                         before = before | (Int32(1) << owner)
                     elif scaled < end:
-                        now = now | (Int32(1) << owner)
-        return now & ~before
+                        this_wave = this_wave | (Int32(1) << owner)
+        # A rank that has the row from an earlier wave does not get it twice.
+        return this_wave & ~before
 
 
 @dataclass(frozen=True)
 class WaitPeersConfig:
-    """What is compiled into a `wait_peers` kernel."""
+    """Choices that are compiled into a `wait_peers` kernel."""
 
     ranks: int
 
 
 class WaitPeersKernel:
-    """Wait until a part of an exchange has come from all ranks, or has been sent by this one."""
+    """Wait until a part of an exchange has arrived from all ranks, or was sent by this one."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = ((Int64, 8), (Int32, 4), (Int32, 4))
     integers: ClassVar[int] = 6
@@ -451,9 +468,9 @@ class WaitPeersKernel:
         sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: rank, limit in milliseconds, part, exchanges after the one waited for last,
-        whether only this rank's own flag is waited for, and whether the exchange becomes the one
-        waited for last."""
+        """Sizes: rank, limit in milliseconds, part, exchanges since the last one that was
+        waited for, 1 to wait for this rank's own flag only, and 1 to make the exchange the last one
+        that was waited for."""
         self.kernel(flags_R, state, report, *sizes).launch(
             grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream
         )
@@ -474,10 +491,10 @@ class WaitPeersKernel:
         lane = cute.arch.thread_idx()[0]
         seen = cute.make_tensor(state + SEEN, cute.make_layout(1))
         epoch = seen[0] + epochs_ahead
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # all lanes have read `seen` before lane 0 writes it below
         if lane < self.config.ranks and (own_only == 0 or lane == rank):
-            own = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
-            flag = own + 4 * Int64(part * MAX_RANKS + lane)
+            flags = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
+            flag = flags + 4 * Int64(part * MAX_RANKS + lane)
             peer.wait(flag, epoch, limit, report.toint(), lane)
         if lane == 0 and counts == 1:
             seen[0] = epoch
@@ -502,13 +519,13 @@ def push(
         table_NK: int32, contiguous: global expert ids of the rows, -1 for an empty slot.
         side: contiguous; all of it to every rank, or `back` one of R equal blocks to each. In
             multiples of 16 bytes; may be empty.
-        buffers: where to.
+        buffers: the exchange's memory.
         tokens: T.
         local_experts: experts of a rank; rank r has those from r * local_experts on.
         back: rows go back to the ranks of their tokens.
         comm_sms: CTAs, one a SM; 0 takes as many as there are SMs.
-        waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), whose tokens have a flag
-            each; 1 with `back`.
+        waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), each with a flag for its
+            tokens; 1 with `back`.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -545,15 +562,15 @@ def wait_peers(
     own_only: bool = False,
     counts: bool | None = None,
 ) -> None:
-    """Let the stream wait for a part of an exchange from all ranks.
+    """Let the current stream wait for a part of an exchange from all ranks.
 
     Args:
-        buffers: of the exchange.
-        part: 0 is the side data; then waves, each of which comes after those before it.
-        epochs_ahead: exchanges since the one that was waited for last, in the order of their
+        buffers: the exchange's memory.
+        part: 0 for the side data, 1 + w for wave w, which arrives after those before it.
+        epochs_ahead: exchanges since the last one that was waited for, in the order of their
             pushes; 0 is that one.
         own_only: only until this rank has sent the part, hence its push is running.
-        counts: it is the exchange that was waited for last from now on; None: unless `own_only`.
+        counts: make it the last one that was waited for. Default: unless `own_only`.
     """
     ranks = buffers.rows_R.numel()
     tensors = (buffers.flags_R, buffers.state, buffers.report)

@@ -1,9 +1,9 @@
-"""How a GEMM waits for what other GPUs are still writing, wave by wave: rows, or weights of guests.
+"""Waits of a GEMM for rows, or weights of replicas, that other GPUs are still writing, by waves.
 
 Rows come in waves of local experts (`push`): a row is in the wave of the first expert that reads
 it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
-multiplied. Weights of guests come in waves too (`kernels.replication.weights_triton.lend`).
+multiplied. Weights of replicas come in waves too (`kernels.replication.weights_triton`).
 
 Legend: R ranks.
 """
@@ -19,8 +19,8 @@ from phalanx.kernels.sm90.exchange import peer
 from phalanx.kernels.sm90.exchange.waves import wave_of
 
 WORDS = 6
-"""int64: addresses of this rank's flags of the first wave, of the epoch that is waited for and of
-the report; milliseconds after which a wait times out; R, and the stride in int32 from a wave's
+"""int64 words: addresses of this rank's flags of the first wave, of the awaited epoch and of the
+report; milliseconds after which a wait times out; R, and the stride in int32 from a wave's
 flags to the next's; this rank's experts and their waves."""
 _HALF = 16
 
@@ -36,10 +36,10 @@ def ready_words(
     experts: int,
     waves: int,
 ) -> Tensor:
-    """The words, on the host. See WORDS for the arguments.
+    """The words, on the host; arguments are described at WORDS.
 
     Raises:
-        ValueError: no expert, or ranks that one warp cannot look after.
+        ValueError: no expert, or more ranks than a warp has lanes.
     """
     if not 1 <= ranks <= 32 or experts < 1:
         raise ValueError(f"{ranks} ranks, {experts} experts: must be 1 to 32, and 1 or more")
@@ -51,8 +51,8 @@ class WaveWait:
     """Device side, for each of the loading warps.
 
     Args:
-        pointer: of the words.
-        seen: int32 of this warp in shared memory, as no register is to spare: waves that have
+        pointer: address of the words.
+        seen: int32 of this warp in shared memory (no register is to spare): waves that have
             arrived.
     """
 
@@ -61,8 +61,8 @@ class WaveWait:
         self.seen: Any = cute.make_tensor(seen, cute.make_layout(1))
 
     @cute.jit
-    def start(self) -> None:
-        """No wave has arrived yet."""
+    def reset(self) -> None:
+        """Initialise: no wave has arrived."""
         self.seen[0] = Int32(0)
         cute.arch.sync_warp()
 
@@ -78,7 +78,8 @@ class WaveWait:
                 flag = words[0] + 4 * Int64(wave * (sizes >> _HALF) + lane)
                 epoch = peer.load_acquire(words[1])
                 peer.wait(flag, epoch, Int32(words[3]), words[2], lane)
-            cute.arch.fence_proxy("async.global")  # weights that have come are loaded by TMA
-            cute.arch.sync_warp()
+            # Acquired in the generic proxy; TMA loads replicas' weights through the async one.
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()  # all lanes: each has waited for one rank
             seen[0] = wave + 1
             cute.arch.sync_warp()

@@ -1,9 +1,9 @@
-"""How a grouped GEMM signals another kernel, while it runs, which waves of experts it has finished.
+"""Progress of a grouped GEMM, signalled to another kernel as waves of experts are finished.
 
 Where a rank has few experts, waves are made of slices of their rows. Every multiplying warp adds 1
-to the count of a tile's wave (`waves.last_wave_of`): with ping-pong when the tile's stores have
-been written, as it would have to wait for its turn anyway; else when it comes to its next tile, by
-when they have long been. The reader, `combine_push`, computes the count of a complete wave.
+to the count of a tile's wave (`waves.last_wave_of`): with ping-pong when the tile's stores are
+complete, as it would wait for the other group anyway; otherwise when it comes to its next tile, by
+when they have completed. The reader, `combine_push`, computes the count of a complete wave.
 """
 
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS, Mainloo
 
 CLAIMED, FINISHED_CTAS, NEXT_TILE, COUNTS = 0, 1, 2, 3
 PROGRESS = COUNTS + MAX_WAVES
-"""int32 of a rank, 0 between exchanges: chunks of rows that were claimed and CTAs that have
-finished (both of `combine_push`), the scheduler's counter of tiles, and the count of each wave."""
+"""int32 counters of a rank, 0 between exchanges: claimed chunks of rows and finished CTAs (both of
+`combine_push`), the scheduler's counter of tiles, and the count of each wave."""
 _WARPS = GROUP_THREADS // 32
 
 
 class ReadyRows(NamedTuple):
-    """Expert rows, and how their reader sees which waves of them are ready: by default all are."""
+    """Expert rows, and how their reader knows which waves of them are ready (default: all)."""
 
     rows_SD: Tensor
     progress: Tensor
@@ -32,27 +32,27 @@ class ReadyRows(NamedTuple):
     waves: int = 1
     tile_rows: int = 1
     tile_counts: int = 0
-    """Counts that `tile_rows` rows of an expert make, all their columns together."""
+    """Counts for `tile_rows` rows of an expert, over all columns."""
     slice_bits: int = 0
-    """An expert's rows are taken in `1 << slice_bits` slices."""
+    """log2 of the slices that an expert's rows are taken in."""
 
 
 class TileSignal(NamedTuple):
-    """Request that a launch of `rows` signals its tiles, and yields SMs to their reader."""
+    """Request that a launch of `grouped_gemm` signals its tiles, and yields SMs to their reader."""
 
     out_SN: Tensor
-    """Where it writes."""
+    """Output of the launch."""
     progress: Tensor
     """int32 [PROGRESS]."""
     waves: int
     loop: Mainloop
-    """Its tile, on which the counts depend."""
+    """Tile of the launch, on which the counts depend."""
     sms: int
-    """SMs of the reader: so many CTAs end early."""
+    """SMs of the reader: as many CTAs end early."""
     yield_after: float
     """Fraction of the experts after which they end."""
     slice_bits: int = 0
-    """An expert's rows are taken in `1 << slice_bits` slices."""
+    """log2 of the slices that an expert's rows are taken in."""
 
     def sizes(self, experts: int) -> tuple[int, int, int, int]:
         """Waves, clusters that yield, the first slice at which they do, and `slice_bits`."""
@@ -61,12 +61,12 @@ class TileSignal(NamedTuple):
 
     @property
     def ready_rows(self) -> ReadyRows:
-        """For the reader."""
+        """The rows as their reader takes them."""
         groups = 1 if self.loop.pingpong else 2
         column_tiles = -(-self.out_SN.shape[1] // self.loop.columns)
         counts = self.loop.cluster * groups * _WARPS * column_tiles
-        how = (self.waves, self.loop.cluster * TILE_ROWS, counts, self.slice_bits)
-        return ReadyRows(self.out_SN, self.progress, *how)
+        progress = (self.waves, self.loop.cluster * TILE_ROWS, counts, self.slice_bits)
+        return ReadyRows(self.out_SN, self.progress, *progress)
 
 
 class Signaller:
@@ -82,8 +82,11 @@ class Signaller:
     def __call__(self, pending: Int32) -> None:
         """Signal a tile, if one is pending."""
         if pending > 0:
+            # read=False: the bulk stores are complete, not only read from shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+            # TMA wrote through the async proxy; the count is an access of the generic one.
             cute.arch.fence_proxy("async.global")
+            # Also rows that lanes stored themselves, each lane's before the warp's count.
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -92,5 +95,5 @@ class Signaller:
 
     @cute.jit
     def pending(self, sliced: Int32) -> Int32:
-        """The next `pending`, of an expert's slice as records name it."""
+        """The next `pending`, for an expert's slice as in records."""
         return last_wave_of(sliced, self.experts << self.slice_bits, self.waves) + 1

@@ -1,14 +1,14 @@
-"""Waves: groups of a rank's experts whose rows are exchanged together, so that others can go on.
+"""Waves: groups of a rank's experts whose rows are exchanged together.
 
 The first wave is small, so that its consumer starts early: sizes grow as 1, 2, 4, 6, 6, 6, 6 of 31
 parts. While a wave is multiplied the next one arrives, which may have twice as many experts. From
 the fifth wave on they grow no more: where rows take as long to arrive as to be multiplied, a last
-wave of half of them would be waited for. With as many waves as experts, each wave has one expert.
+wave of half of them would not be hidden. With as many waves as experts, each wave has one expert.
 
 Wave w of W begins at the share parts_before(w) / parts_before(W) of a rank's L experts. On the way
-back it is the last wave that is waited for, so the sizes are in the opposite order there; and the
-rows of few experts are taken in slices, of which waves are then made as otherwise of experts. With
-few experts, or slices, a wave may have none.
+back the last wave is the one to wait for, so sizes are in the opposite order; and rows of few
+experts are taken in slices, which then take the part of experts. With few experts, or slices, a
+wave may be empty.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def parts_before(wave: Int32, local: Int32, waves: Int32) -> Int32:
 
 @cute.jit
 def wave_of(expert: Int32, local: Int32, waves: Int32) -> Int32:
-    """Of an expert of `local`, without a division."""
+    """Wave of an expert, of `local` in all, without a division."""
     parts, wave = expert * parts_before(waves, local, waves), Int32(0)
     for w in cutlass.range_constexpr(1, MAX_WAVES):
         if parts >= local * parts_before(Int32(w), local, waves):

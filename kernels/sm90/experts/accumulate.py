@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.storage import array, struct
 
 _ROWS = 64
@@ -29,19 +29,19 @@ _ATOM = 8
 
 @dataclass(frozen=True)
 class Output:
-    """Choices that are compiled in. Used while tracing, on host and device side."""
+    """Compiled-in choices. Used while tracing, on host and device side."""
 
     columns: int
-    wide: bool
+    fp32_out: bool
     """fp32, not bf16."""
     add: bool
-    """Add to what is there; fp32 only."""
+    """Add to the tensor instead of overwriting it."""
     buffers: int
-    """Blocks of a warp group that may be on their way."""
+    """Blocks of a warp group that may be in flight."""
 
     @property
     def dtype(self) -> Any:
-        return Float32 if self.wide else BFloat16
+        return Float32 if self.fp32_out else BFloat16
 
     @property
     def block(self) -> int:
@@ -50,11 +50,11 @@ class Output:
 
     @property
     def bytes(self) -> int:
-        return self.buffers * MATH_GROUPS * _ROWS * _ROW_BYTES
+        return self.buffers * MMA_GROUPS * _ROWS * _ROW_BYTES
 
     def smem_layout(self, groups: int) -> cute.ComposedLayout:
         """The buffers as blocks of `groups` * 64 rows: of the tile (2), or of a warp group (1)."""
-        blocks = self.buffers * MATH_GROUPS // groups
+        blocks = self.buffers * MMA_GROUPS // groups
         shape = (groups * _ROWS, self.block)
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, shape, blocks)
 
@@ -65,8 +65,8 @@ class Output:
             op: Any = cpasync.CopyReduceBulkTensorTileS2GOp()
         else:
             op = cpasync.CopyBulkTensorTileS2GOp()
-        made = cpasync.make_tiled_tma_atom(op, mW, layout, (_ROWS, self.block))
-        return made[0], made[1]
+        atom = cpasync.make_tiled_tma_atom(op, mW, layout, (_ROWS, self.block))
+        return atom[0], atom[1]
 
     def storage(self) -> Any:
         """The part of a kernel's shared memory that the buffers need."""
@@ -91,6 +91,7 @@ class Store:
         self.thread = thread % GROUP_THREADS
         self.group = cute.arch.make_warp_uniform(thread // GROUP_THREADS)
         self.first_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        # Named barriers 1 and 2, one a group: 0 belongs to sync_threads.
         self.barrier = pipeline.NamedBarrier(barrier_id=1 + self.group, num_threads=GROUP_THREADS)
         block = config.smem_layout(1)
         blocks = storage.blocks.get_tensor(block.outer, swizzle=block.inner)
@@ -103,8 +104,8 @@ class Store:
             cute.group_modes(tiles, 0, 2),
         )
         self.base = storage.blocks.data_ptr()
-        if not config.wide:
-            tile = config.smem_layout(MATH_GROUPS)
+        if not config.fp32_out:
+            tile = config.smem_layout(MMA_GROUPS)
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
             per_atom = cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
             self.to_smem = cute.make_tiled_copy_S(stmatrix, per_atom)
@@ -117,7 +118,7 @@ class Store:
     def __call__(self, acc: cute.Tensor, row: Int32, column: Int32, expert: Int32) -> None:
         """Store or add the tile in row and column `row` and `column` of the expert's tiles."""
         config = self.config
-        top, left = row * MATH_GROUPS + self.group, column * (config.columns // config.block)
+        top, left = row * MMA_GROUPS + self.group, column * (config.columns // config.block)
         if top * _ROWS < self.shape[0]:
             self._wait(0)
             for j in cutlass.range_constexpr(config.columns // config.block):
@@ -125,12 +126,14 @@ class Store:
                     buffer = j % config.buffers
                     if cutlass.const_expr(j >= config.buffers):
                         self._wait(config.buffers - 1)
+                    # The first warp alone waited for its stores: the others may write after this.
                     if cutlass.const_expr(j == 0 or j >= config.buffers):
                         self.barrier.arrive_and_wait()
-                    if cutlass.const_expr(config.wide):
+                    if cutlass.const_expr(config.fp32_out):
                         self._write(acc, j, buffer)
                     else:
                         self._round(acc, j, buffer)
+                    # Writes of all 128 threads (generic proxy) before the TMA store (async proxy).
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.barrier.arrive_and_wait()
                     if self.first_warp:
@@ -141,7 +144,7 @@ class Store:
     def zeros(self, row: Int32, column: Int32, expert: Int32) -> None:
         """Store a tile of zeros, all its blocks from one buffer."""
         config = self.config
-        top, left = row * MATH_GROUPS + self.group, column * (config.columns // config.block)
+        top, left = row * MMA_GROUPS + self.group, column * (config.columns // config.block)
         if top * _ROWS < self.shape[0]:
             self._wait(0)
             self.barrier.arrive_and_wait()
@@ -168,12 +171,12 @@ class Store:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _send(self, buffer: int, top: Int32, left: Int32, expert: Int32) -> None:
-        stage = buffer * MATH_GROUPS + self.group
+        stage = buffer * MMA_GROUPS + self.group
         cute.copy(self.atom, self.from_smem[(None, stage)], self.to_gmem[(None, top, left, expert)])
 
     def _words(self, buffer: int, at: Int32) -> cute.Pointer:
-        """fp32 number `at` of a buffer of this warp group, before swizzling."""
-        block = (buffer * MATH_GROUPS + self.group) * (_ROWS * _ROW_BYTES // 4)
+        """Pointer to fp32 element `at` of a buffer of this warp group, before swizzling."""
+        block = (buffer * MMA_GROUPS + self.group) * (_ROWS * _ROW_BYTES // 4)
         return cute.recast_ptr(self.base, dtype=Float32) + (block + at)
 
     @cute.jit
@@ -181,8 +184,8 @@ class Store:
         """Write block j of the tile to shared memory in fp32.
 
         A thread's accumulators come in fours, an atom of 8 columns each: two neighbouring columns
-        of a row, then of the row 8 below. Swizzling alone would leave rows in pairs on the same
-        banks, so odd rows write the atoms of a block in another order than even ones.
+        of a row, then of the row 8 below. With the swizzle alone, rows would share banks in
+        pairs, so odd rows write the atoms of a block in another order than even ones.
         """
         lane = self.thread % 32
         below, quarter = lane // 4, lane % 4
@@ -190,15 +193,15 @@ class Store:
         odd = below % 2 == 1
         count = self.config.block // _ATOM
         for n in cutlass.range_constexpr(count):
-            mine = cutlass.select_(odd, Int32(n ^ 2), Int32(n))
-            chunk = (2 * mine + quarter // 2) ^ below
+            atom = cutlass.select_(odd, Int32(n ^ 2), Int32(n))
+            chunk = (2 * atom + quarter // 2) ^ below
             at = row * (_ROW_BYTES // 4) + chunk * 4 + quarter % 2 * 2
             pair = cute.make_rmem_tensor(2, Float32)
             for lower in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
-                    here = 4 * (j * count + n) + 2 * lower + i
-                    there = 4 * (j * count + (n ^ 2)) + 2 * lower + i
-                    pair[i] = cutlass.select_(odd, acc[there], acc[here])
+                    even_index = 4 * (j * count + n) + 2 * lower + i
+                    odd_index = 4 * (j * count + (n ^ 2)) + 2 * lower + i
+                    pair[i] = cutlass.select_(odd, acc[odd_index], acc[even_index])
                 words = self._words(buffer, at + lower * 8 * (_ROW_BYTES // 4))
                 cute.autovec_copy(pair, cute.make_tensor(words.align(8), 2))
 

@@ -1,9 +1,10 @@
 """The fused kernels of this package as a backend of the expert MLP.
 
-An adapter and nothing more: every operation of `kernels.backend` calls functions of this package,
-imported when they are first used.
+An adapter and nothing more: every operation of `kernels.expert_mlp.backend` calls functions of this
+package, imported at their first use.
 
-Shape legend as in `kernels.backend`; C column tiles of the kernel that left partial sums.
+Shape legend as in `kernels.expert_mlp.backend`; C column tiles of the kernel that wrote partial
+sums.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import (
-    HiddenGrads,
-    Linear,
-    Operand,
-    PlanSize,
-    UnquantizedMixin,
-)
+from phalanx.kernels.expert_mlp.backend import UnquantizedMixin, HiddenGrads, Linear, Operand, PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 
@@ -59,9 +54,9 @@ class Fused(UnquantizedMixin):
     ) -> tuple[Tensor | None, Tensor]:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
-        made = None
+        out = None
         for layer, part in fc1.expert_groups(plan, kernel_waits=plan.row_index_S is not None):
-            made = fc1_act(
+            out = fc1_act(
                 x_ND,
                 layer.weight_LOI,
                 part.offsets,
@@ -71,15 +66,15 @@ class Fused(UnquantizedMixin):
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
                 ready=layer.ready if part.of_replicas else ready,
-                out=made,
+                out=out,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
             )
-        assert made is not None
-        return made
+        assert out is not None
+        return out
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
+        from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI)
         for layer, part in linear.expert_groups(plan):
@@ -109,9 +104,9 @@ class Fused(UnquantizedMixin):
     ) -> HiddenGrads:
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
-        made, index_S = None, plan.row_index_S if dy.gather else None
+        out, index_S = None, plan.row_index_S if dy.gather else None
         for layer, part in fc2.expert_groups(plan, kernel_waits=index_S is not None):
-            made = fc2_dgrad_dact(
+            out = fc2_dgrad_dact(
                 dy.matrix,
                 layer.weight_LOI,
                 h_SH,
@@ -120,12 +115,12 @@ class Fused(UnquantizedMixin):
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
                 ready=layer.ready if part.of_replicas else ready,
-                out=made,
+                out=out,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
             )
-        assert made is not None
-        dh_SH, a_SF, partial_CS = made
+        assert out is not None
+        dh_SH, a_SF, partial_CS = out
         return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
@@ -167,12 +162,12 @@ class Fused(UnquantizedMixin):
         return combine(y_SD, inverse_NK, addends=addends)
 
     def _in_bf16(self, x: Operand) -> Tensor:
-        """A matrix of rows as kernels in bf16 read it."""
+        """Rows as kernels in bf16 read them."""
         rows: Tensor = x.matrix
         return rows
 
     def _scale_of_bias(self, linear: Linear, plan: ExpertPlan, like_S: Tensor) -> Tensor | None:
-        """What each expert row's bias is multiplied by, if there is a bias."""
+        """Factor of each expert row's bias, if there is a bias."""
         if linear.bias_LO is None:
             return None
         if plan.row_prob_S is None:
@@ -183,14 +178,14 @@ class Fused(UnquantizedMixin):
         self, partial_CS: Tensor | None, dy: Operand, fc2: Linear, plan: ExpertPlan
     ) -> Tensor | None:
         """Gradient of the probabilities from partial sums of the column tiles."""
+        from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
         from phalanx.kernels.sm90.experts.dprob import dprob
-        from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
 
         if partial_CS is None:
             return None
         table_NL = None
         all_biases_PO = fc2.all_biases_PO
         if all_biases_PO is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = every_bias(matrix, all_biases_PO)
+            table_NL = bias_products(matrix, all_biases_PO)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)

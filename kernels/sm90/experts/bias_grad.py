@@ -29,23 +29,23 @@ _COLUMNS = 32 * _LANE_COLUMNS
 """Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row."""
 _SUM_THREADS = 128
 _TOGETHER = 4
-"""Rows that a warp of the first kernel has on their way at once."""
+"""Rows that a warp of the first kernel has in flight: loads before their first addition."""
 
 
 @dataclass(frozen=True)
 class BiasGradConfig:
-    """What is compiled into a `bias_grad` kernel."""
+    """Choices that are compiled into a `bias_grad` kernel."""
 
-    wide: bool = False
+    fp32_out: bool = False
     """db is fp32, not bf16."""
     add: bool = False
     """Add to db."""
     scaled: bool = False
     """Rows are multiplied by scale."""
     indexed: bool = False
-    """An index names the rows of d."""
+    """Rows of d are picked by an index."""
     behind: bool = False
-    """Rows before offsets[0] are others', in slots that nobody reads."""
+    """offsets[0] may be above 0: slots of rows before it are neither written nor read."""
 
 
 class BiasGradKernel:
@@ -90,7 +90,7 @@ class BiasGradKernel:
         count = S // CHUNK + L
         mD = cute.make_tensor(d, cute.make_layout((S, O), stride=(row, 1)))
         partial = cute.make_tensor(slots, cute.make_layout((count, O), stride=(row, 1)))
-        if cutlass.const_expr(self.config.wide):
+        if cutlass.const_expr(self.config.fp32_out):
             db = cute.recast_ptr(db, dtype=Float32)
         self.chunks(
             mD,
@@ -143,14 +143,14 @@ class BiasGradKernel:
             )
             for i in cutlass.range_constexpr(_LANE_COLUMNS):
                 sums[warp, lane * _LANE_COLUMNS + i] = total[i]
-            cute.arch.sync_threads()
+            cute.arch.sync_threads()  # sums of all warps, before each thread adds a column of them
             thread = cute.arch.thread_idx()[0]
-            to = tile * _COLUMNS + thread
-            if to < mD.shape[1]:
-                whole = Float32(0)
+            out_column = tile * _COLUMNS + thread
+            if out_column < mD.shape[1]:
+                total_of_warps = Float32(0)
                 for w in cutlass.range_constexpr(WARPS):
-                    whole += sums[w, thread]
-                slots[slot, to] = whole
+                    total_of_warps += sums[w, thread]
+                slots[slot, out_column] = total_of_warps
 
     @cute.kernel
     def sums(self, slots: cute.Tensor, offsets: cute.Tensor, db: cute.Tensor) -> None:
@@ -169,7 +169,7 @@ class BiasGradKernel:
 
     @cute.jit
     def _find(self, offsets: cute.Tensor, experts: Int32, slot: Int32) -> tuple[Int32, Int32]:
-        """First row of a slot's chunk and the end of its expert; twice the same if it has none.
+        """First row of a slot's chunk and the end of its expert; equal if the slot has none.
 
         The expert is the last one whose slots begin at or before this one, by bisection.
         """

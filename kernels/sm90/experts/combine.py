@@ -1,10 +1,19 @@
 """Kernel `combine`: out[n] = sum over k of y[inverse[n, k]], from expert rows back to tokens.
 
 Last step of the expert MLP, and of its backward (the gradient of x). Bound by memory: a thread adds
-up 8 columns of one token, all of whose rows are under way (up to 8 of them at a time) before the
-first is added. Order k = 0 .. K - 1, in fp32, rounded once; a slot without a row is not read. What
-else is to be added to the sums (the shared experts', the residual) is added before they are
-rounded, for a read of it.
+up 8 columns of one token, all of whose rows are in flight (up to 8 of them at a time) before the
+first is added. Order k = 0 .. K - 1, in fp32, rounded once; a slot without a row is not read.
+Addends (the shared experts' output, the residual) are added before the sums are rounded, for one
+read each.
+
+Roles. One thread a piece of 8 columns of a token (1, 2 or 4 pieces with few slots), no shared
+memory and no barrier:
+
+    all slots of the piece's token (an index load of up to 16 bytes)
+    -> up to 8 rows in flight, 16 bytes each, with the last batch also the addends
+    -> sums in fp32 in the order of slots -> rounded, 16 bytes stored
+
+Threads of a warp take neighbouring pieces, so that loads of a row and stores are coalesced.
 
 Legend: N tokens, K slots of a token, S expert rows, D columns.
 """
@@ -36,7 +45,7 @@ _MAX_PIECES = (1 << 31) - (1 << 16)
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """What is compiled into a `combine` kernel."""
+    """Choices that are compiled into a `combine` kernel."""
 
     slots: int
     """K, 1 to 16."""
@@ -51,15 +60,14 @@ class CombineConfig:
 
     @property
     def pieces(self) -> int:
-        """Pieces of 8 columns that a thread adds up side by side: more when there is little to
-        load for each."""
+        """Pieces of 8 columns of a thread: more when there are few loads for each."""
         loads = self.slots + self.addends
         return 4 if loads <= 2 else 2 if loads <= 4 else 1
 
     @property
     def batch(self) -> int:
-        """Slots whose rows are loaded together: all, or for more than 8 a half of them. The addends
-        come with the last."""
+        """Slots whose rows are loaded together: all, or half of more than 8. The addends come with
+        the last batch."""
         return -(-self.slots // -(-self.slots // _IN_FLIGHT))
 
 
@@ -160,7 +168,7 @@ class CombineKernel:
 
     @cute.jit
     def _load_slots(self, inverse: cute.Pointer, token: Int32, row: cute.Tensor) -> None:
-        """The rows of a token's slots, in the widest loads that a whole number of them takes."""
+        """Rows of a token's slots, in the widest loads that divide them."""
         slots = self.config.slots
         wide = cutlass.const_expr(4 if slots % 4 == 0 else 2 if slots % 2 == 0 else 1)
         for k in cutlass.range_constexpr(0, slots, wide):
@@ -185,8 +193,8 @@ def combine(
 ) -> Tensor:
     """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]], and the addends' rows n.
 
-    Added in fp32 in the order k = 0 .. K - 1, then of the addends, and rounded once; without them 0
-    for a token without rows.
+    Added in fp32 in the order k = 0 .. K - 1, then of the addends, and rounded once; without
+    addends 0 for a token without rows.
 
     Args:
         y_SD: bf16, D a multiple of 8. Rows that `inverse_NK` does not name are not read.

@@ -1,10 +1,9 @@
-"""The product of a weight gradient: a ring of stages, and the wgmma of two warp groups.
+"""The product of a weight gradient: its pipeline of stages, and wgmma of two warp groups.
 
 For a tile, acc[o, i] = sum over the rows s of one expert of d[s, o] * v[s, i], in fp32. Both
 operands are stored by rows, so wgmma reads both transposed. A stage holds 64 rows: 128 columns of
-d and up to 256 of v, in boxes of 64 columns with 128 bytes a row, swizzled. Whoever fills a stage
-sees to it that rows after the expert's last one are zero in both operands: stages are multiplied
-whole.
+d and up to 256 of v, in boxes of 64 columns with 128 bytes a row, swizzled. Stages are multiplied
+whole: the loading warps make rows after the expert's last one zero in both operands.
 """
 
 from dataclasses import dataclass
@@ -18,32 +17,32 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.storage import array, struct
 
-MATH_WARPS = 4 * MATH_GROUPS
+MMA_WARPS = 4 * MMA_GROUPS
 BOX = 64
 """Columns of a box, and rows of a stage."""
 BOX_BYTES = 2 * BOX * BOX
 SKEW = 2
-"""Stages by which the first warp group leads the second: one stores while the other multiplies."""
+"""Stages by which the first group leads: one group stores while the other one multiplies."""
 D, V = 0, 1
 """The two operands."""
 
 
 def blocks_of(rows: Int32) -> Int32:
-    """Stages that hold so many rows."""
+    """Number of stages that hold `rows` rows."""
     return (rows + (BOX - 1)) // BOX
 
 
 @dataclass(frozen=True)
 class Contraction:
-    """Tile sizes and what follows from them. Used while tracing, on host and device side."""
+    """Tile sizes and all that follows from them. Used while tracing, on host and device side."""
 
     columns: int
     stages: int
     gathered: int | None = None
-    """The operand, D or V, whose rows an index names; None: both lie in the experts' order."""
+    """Operand, D or V, whose rows are picked by an index; None: both are in the experts' order."""
     rows: int = 128
     depth: int = BOX
 
@@ -62,7 +61,7 @@ class Contraction:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread of the loading and of a multiplying warp group; together they fit an SM."""
+        """Registers of a thread in the loading and in a multiplying group; they sum to an SM's."""
         return (40, 232) if self.gathered is None else (56, 224)
 
     def tiled_mma(self) -> cute.TiledMma:
@@ -73,7 +72,7 @@ class Contraction:
             OperandMajorMode.MN,
             OperandMajorMode.MN,
             Float32,
-            (MATH_GROUPS, 1, 1),
+            (MMA_GROUPS, 1, 1),
             tiler_mn=(64, self.columns),
         )
 
@@ -97,62 +96,73 @@ class Contraction:
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The barriers of the stages, of which each has four. Made by every thread."""
+class ContractionRing:
+    """The four barriers of each stage, as seen by every thread; `init_barriers` comes first.
+
+    A phase ends with so many arrivals:
+
+        full            1, of the TMA warp with its bytes, or of the warp that cleared the stage;
+                        + 128 with a gathered operand, one of each thread whose cp.async landed
+        empty           8, of the multiplying warps
+        tma_done        1, of the TMA warp with its bytes: in place of full, for stages to be
+        cleared leader_started  1, of a thread of the first group
+    """
 
     loop: Contraction
     storage: Any
 
     @property
     def full(self) -> cute.Pointer:
-        """The stage's rows are there, and zero where they should be."""
+        """The stage's rows have arrived, and rows past the expert's end are zero."""
         return self.storage.barriers.data_ptr()
 
     @property
     def empty(self) -> cute.Pointer:
-        """Every multiplying warp is done with the stage."""
+        """Every multiplying warp has read the stage."""
         return self.full + self.loop.stages
 
     @property
-    def raw(self) -> cute.Pointer:
-        """TMA is done with a stage in which rows after an expert's last one have to be cleared."""
+    def tma_done(self) -> cute.Pointer:
+        """TMA has filled a stage in which rows after an expert's last one have to be cleared."""
         return self.full + 2 * self.loop.stages
 
     @property
-    def ahead(self) -> cute.Pointer:
-        """The first warp group has begun with the stage: a hint that only the skew rests on."""
+    def leader_started(self) -> cute.Pointer:
+        """The first group has issued the stage's wgmma: only the skew depends on it."""
         return self.full + 3 * self.loop.stages
 
-    def start(self) -> None:
-        """One warp initialises the barriers; to be followed by a fence and a barrier of the CTA.
-
-        With a gathered operand every loading thread arrives for its copies, and one for the rest.
-        """
+    def init_barriers(self) -> None:
+        """One warp: initialise the barriers; a fence and a barrier of the CTA follow."""
         fillers = 1 if self.loop.gathered is None else 1 + GROUP_THREADS
         with cute.arch.elect_one():
             for stage in range(self.loop.stages):
                 cute.arch.mbarrier_init(self.full + stage, fillers)
-                cute.arch.mbarrier_init(self.empty + stage, MATH_WARPS)
-                cute.arch.mbarrier_init(self.raw + stage, 1)
-                cute.arch.mbarrier_init(self.ahead + stage, 1)
+                cute.arch.mbarrier_init(self.empty + stage, MMA_WARPS)
+                cute.arch.mbarrier_init(self.tma_done + stage, 1)
+                cute.arch.mbarrier_init(self.leader_started + stage, 1)
 
-    def wait_empty(self, state: pipeline.PipelineState) -> None:
+    def producer_acquire(self, state: pipeline.PipelineState) -> None:
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
 
-    def wait_full(self, state: pipeline.PipelineState) -> None:
+    def consumer_wait(self, state: pipeline.PipelineState) -> None:
         cute.arch.mbarrier_wait(self.full + state.index, state.phase)
 
-    def release(self, state: pipeline.PipelineState) -> None:
-        """A multiplying warp is done with the stage."""
+    def consumer_release(self, state: pipeline.PipelineState) -> None:
+        """A multiplying warp has read the stage."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + state.index)
 
 
-class Math:
-    """A multiplying warp group's side. `acc` holds the tile after a call."""
+class ContractionMma:
+    """Side of a multiplying warp group. `acc` holds its part of the tile after a call."""
 
     def __init__(
-        self, loop: Contraction, ring: Ring, storage: Any, tiled_mma: cute.TiledMma, thread: Int32
+        self,
+        loop: Contraction,
+        ring: ContractionRing,
+        storage: Any,
+        tiled_mma: cute.TiledMma,
+        thread: Int32,
     ) -> None:
         """`thread` counts from the first multiplying thread."""
         self.loop, self.ring, self.tiled_mma = loop, ring, tiled_mma
@@ -171,27 +181,30 @@ class Math:
     def __call__(
         self, read: pipeline.PipelineState, free: pipeline.PipelineState, blocks: Int32
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
-        """Multiply `blocks` >= 1 stages into a fresh accumulator; `free` lags behind `read`."""
-        self._fall_back(read, blocks)
+        """Multiply `blocks` >= 1 stages into a fresh accumulator; `free` is a stage behind
+        `read`."""
+        self._wait_for_leader(read, blocks)
+        # Orders the epilogue's reads of the accumulator before the wgmma that overwrite it.
         warpgroup.fence()
         self._block(read, True)
         read.advance()
         for _ in cutlass.range(1, blocks, unroll=1):
             self._block(read, False)
             read.advance()
+            # One wgmma group stays in flight: the one before it has ended, so its stage is free.
             warpgroup.wait_group(1)
-            self.ring.release(free)
+            self.ring.consumer_release(free)
             free.advance()
         warpgroup.wait_group(0)
-        self.ring.release(free)
+        self.ring.consumer_release(free)
         free.advance()
         return read, free
 
     @cute.jit
     def _block(self, state: pipeline.PipelineState, fresh: cutlass.Constexpr) -> None:
-        self.ring.wait_full(state)
+        self.ring.consumer_wait(state)
         if cutlass.const_expr(self.loop.gathered is not None):
-            # cp.async writes as threads do, wgmma reads as TMA does
+            # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
         for k in cutlass.range_constexpr(cute.size(self.d, mode=[2])):
             self.tiled_mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
@@ -199,14 +212,14 @@ class Math:
             cute.gemm(self.tiled_mma, self.acc, self.d[at], self.v[at], self.acc)
         warpgroup.commit_group()
         if self.leads:
-            cute.arch.mbarrier_arrive(self.ring.ahead + state.index)
+            cute.arch.mbarrier_arrive(self.ring.leader_started + state.index)
 
     @cute.jit
-    def _fall_back(self, state: pipeline.PipelineState, blocks: Int32) -> None:
-        """The second warp group lets the first one multiply its first stages of a tile alone.
+    def _wait_for_leader(self, state: pipeline.PipelineState, blocks: Int32) -> None:
+        """Second group: wait until the first one has issued SKEW stages of the tile.
 
-        One warp group keeps the tensor cores busy, so this costs nothing, and at the end of the
-        tile the second one multiplies while the first one stores.
+        One group keeps the tensor cores busy, so this costs nothing, and at the end of the tile the
+        second one multiplies while the first one stores.
         """
         if self.group == 1:
             index = state.index + cutlass.min(blocks, SKEW) - 1
@@ -214,4 +227,4 @@ class Math:
             if index >= self.loop.stages:
                 index -= self.loop.stages
                 phase ^= 1
-            cute.arch.mbarrier_wait(self.ring.ahead + index, phase)
+            cute.arch.mbarrier_wait(self.ring.leader_started + index, phase)

@@ -1,10 +1,11 @@
-"""The loading warps of a weight gradient: from rows in global memory to stages of `contraction`.
+"""Loading warps of a weight gradient: from rows in global memory to stages of `contraction`.
 
 Rows in the experts' order come by TMA, from whichever row an expert begins at. The last stage of
 an expert then also holds rows that follow the expert's own: the next expert's, or padding that may
-be NaN. A second warp waits for such a stage and clears these rows before it is called full. Rows
-that an index names come by cp.async from all four warps, which also bring both operands of a last
-stage, with zeros for the rows after the expert's end; the index is not read there.
+be NaN. A second warp waits for such a stage and clears these rows before it arrives at its full
+barrier. Rows picked by an index come by cp.async from all four warps, which also bring both
+operands of a last stage, with zeros for the rows after the expert's end; the index is not read
+there.
 """
 
 from typing import Any
@@ -15,7 +16,14 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.experts.contraction import BOX, BOX_BYTES, Contraction, D, Ring, V
+from phalanx.kernels.sm90.experts.contraction import (
+    BOX,
+    BOX_BYTES,
+    Contraction,
+    ContractionRing,
+    D,
+    V,
+)
 
 _CHUNK = 8
 """Elements of the 16 bytes that a thread copies or clears at a time."""
@@ -28,22 +36,24 @@ _TOGETHER = 32 // _LANES
 
 def make_tma(loop: Contraction, mD: cute.Tensor, mV: cute.Tensor) -> tuple[Any, ...]:
     """Host side: atom and tensor of d [O, rows], then of v [I, rows]; a gathered one has none."""
-    made: list[Any] = []
+    descriptors: list[Any] = []
     for which, tensor in ((D, mD), (V, mV)):
         if which != loop.gathered:
             layout = cute.slice_(loop.smem_layouts()[which], (None, None, 0))
             box = (loop.tile[which], loop.depth)
             op = cpasync.CopyBulkTensorTileG2SOp()
             atom = cpasync.make_tiled_tma_atom(op, tensor, layout, box)
-            made += [atom[0], atom[1]]
-    return tuple(made)
+            descriptors += [atom[0], atom[1]]
+    return tuple(descriptors)
 
 
 class TileLoads:
     """TMA by one warp: whole boxes of the operands that are not gathered."""
 
-    def __init__(self, loop: Contraction, ring: Ring, storage: Any, tma: tuple[Any, ...]) -> None:
-        """`tma` is what `make_tma` returned."""
+    def __init__(
+        self, loop: Contraction, ring: ContractionRing, storage: Any, tma: tuple[Any, ...]
+    ) -> None:
+        """`tma` as `make_tma` returns it."""
         self.loop, self.ring = loop, ring
         self.which = [which for which in (D, V) if which != loop.gathered]
         self.atoms, self.tensors = tma[::2], tma[1::2]
@@ -56,7 +66,7 @@ class TileLoads:
 
     def partition(self, row: Int32, tiles: tuple[Int32, Int32]) -> list[tuple[Any, Any, Any]]:
         """Atom, destination (box, stage) and source (box, block from `row` on) of each operand."""
-        made = []
+        parts = []
         for which, atom, tensor in zip(self.which, self.atoms, self.tensors, strict=True):
             shifted = cute.domain_offset((0, row), tensor)
             box = (self.loop.tile[which], self.loop.depth)
@@ -68,13 +78,13 @@ class TileLoads:
                 cute.group_modes(self.smem[which], 0, 2),
                 cute.group_modes(blocks, 0, 2),
             )
-            made.append((atom, smem, gmem))
-        return made
+            parts.append((atom, smem, gmem))
+        return parts
 
     def issue(
         self, parts: list[tuple[Any, Any, Any]], k: Int32, index: Int32, barrier: cute.Pointer
     ) -> None:
-        """Load block k into stage `index`; `barrier` hears of it."""
+        """Load block k into stage `index`; the copies complete on `barrier`."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.bytes)
         for atom, smem, gmem in parts:
@@ -89,46 +99,48 @@ class TileLoads:
         tiles: tuple[Int32, Int32],
         begin: Int32,
         end: Int32,
-        found: Int32,
+        picked: Int32,
     ) -> tuple[pipeline.PipelineState, Int32]:
         """Load blocks begin .. end - 1 of an expert's rows, for one tile.
 
         Args:
-            state: position in the ring; returned behind what was loaded.
+            state: pipeline state; returned past the blocks that were loaded.
             row, rows: the expert's first row, and how many it has.
-            tiles: of O and of I. found: for `Gather`.
+            tiles: tile indices of O and of I. picked: used by `Gather`.
         """
         parts = self.partition(row, tiles)
         for k in cutlass.range(begin, end, unroll=1):
-            self.ring.wait_empty(state)
+            self.ring.producer_acquire(state)
             barrier = state.index
+            # The expert's last stage completes tma_done instead of full: `Clear` comes between.
             if (k + 1) * BOX > rows:
                 barrier += 2 * self.loop.stages
             self.issue(parts, k, state.index, self.ring.full + barrier)
             state.advance()
-        return state, found
+        return state, picked
 
     def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
-        """Nothing; see `Gather`."""
+        """No index to read; see `Gather`."""
         return Int32(0)
 
 
 class Clear:
     """One warp that clears the rows after an expert's last one in stages that TMA filled."""
 
-    def __init__(self, loop: Contraction, ring: Ring, storage: Any) -> None:
+    def __init__(self, loop: Contraction, ring: ContractionRing, storage: Any) -> None:
         self.loop, self.ring = loop, ring
         self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
 
     @cute.jit
     def __call__(self, last: Int32, rows: Int32, phases: Int32) -> Int32:
-        """Clear stage `last` (counted from the start) from row `rows` of the stage on.
+        """Clear stage `last`, counted over all tiles, from its row `rows` on.
 
-        Bit i of `phases` tells how often stage i was cleared before; returned with this one.
+        Bit i of `phases` is the phase of tma_done[i], which only stages to be cleared complete;
+        returned for the next call.
         """
         index = last % self.loop.stages
         lane = cute.arch.lane_idx()
-        cute.arch.mbarrier_wait(self.ring.raw + index, (phases >> index) & 1)
+        cute.arch.mbarrier_wait(self.ring.tma_done + index, (phases >> index) & 1)
         zero = cute.make_rmem_tensor(4, Float32)
         zero.fill(0.0)
         for row in cutlass.range(rows + lane // _LANES, BOX, _TOGETHER, unroll=1):
@@ -137,6 +149,8 @@ class Clear:
                 for box in cutlass.range_constexpr(boxes):
                     chunk = cute.recast_ptr(base + (at + box * BOX * BOX), dtype=Float32).align(16)
                     cute.autovec_copy(zero, cute.make_tensor(chunk, 4))
+        # Zeros of all lanes (generic proxy) become visible to wgmma (async proxy) before one
+        # arrives.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -145,7 +159,7 @@ class Clear:
 
 
 class Gather:
-    """cp.async by four warps: rows named by an index, and both operands of an expert's last stage.
+    """cp.async by four warps: rows picked by an index, and both operands of an expert's last stage.
 
     A warp copies 16 rows of a stage, 4 rows of a box with an instruction. Lanes 0 to 15 hold the
     index of these rows, read one block ahead.
@@ -154,14 +168,14 @@ class Gather:
     def __init__(
         self,
         loop: Contraction,
-        ring: Ring,
+        ring: ContractionRing,
         storage: Any,
         warp: Int32,
         tma: TileLoads,
         tensors: tuple[cute.Tensor, cute.Tensor],
         index: cute.Tensor,
     ) -> None:
-        """`tensors` are d and v as [columns, rows]; `index` [S] is that of the gathered one."""
+        """`tensors` are d and v as [columns, rows]; `index` [S] belongs to the gathered one."""
         self.loop, self.ring, self.warp, self.tma = loop, ring, warp, tma
         self.tensors, self.index = tensors, index
         self.lane = cute.arch.lane_idx()
@@ -169,12 +183,12 @@ class Gather:
 
     @cute.jit
     def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
-        """The index of this warp's rows in block k of the expert, one a lane; 0 past its end."""
+        """Source rows of this warp's rows in block k of the expert, one a lane; 0 past its end."""
         at = k * BOX + self.warp * _WARP_ROWS + self.lane
-        found = Int32(0)
+        picked = Int32(0)
         if self.lane < _WARP_ROWS and at < rows:
-            found = self.index[row + at]
-        return found
+            picked = self.index[row + at]
+        return picked
 
     @cute.jit
     def __call__(
@@ -185,17 +199,18 @@ class Gather:
         tiles: tuple[Int32, Int32],
         begin: Int32,
         end: Int32,
-        found: Int32,
+        picked: Int32,
     ) -> tuple[pipeline.PipelineState, Int32]:
-        """As `TileLoads`; `found` is what `look_up` says of block `begin`, then of block `end`."""
+        """See `TileLoads`; `picked` are the sources of block `begin`, returned for block `end`."""
         gathered, other = (D, V) if self.loop.gathered == D else (V, D)
         parts = self.tma.partition(row, tiles)
         for k in cutlass.range(begin, end, unroll=1):
-            self.ring.wait_empty(state)
+            self.ring.producer_acquire(state)
             full = self.ring.full + state.index
-            mine = found
-            found = self.look_up(row, rows, k + 1)
+            sources = picked
+            picked = self.look_up(row, rows, k + 1)
             if (k + 1) * BOX > rows:
+                # No TMA in the last stage: the arrival that full expects from it, without bytes.
                 if self.warp == 0:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(full)
@@ -204,10 +219,10 @@ class Gather:
             else:
                 if self.warp == 0:
                     self.tma.issue(parts, k, state.index, full)
-            self._copy(gathered, state.index, tiles[gathered], mine, rows - k * BOX)
+            self._copy(gathered, state.index, tiles[gathered], sources, rows - k * BOX)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
             state.advance()
-        return state, found
+        return state, picked
 
     @cute.jit
     def _copy(
@@ -216,7 +231,7 @@ class Gather:
         """Copy this warp's rows of one operand; lane r holds the source of its row r.
 
         Args:
-            stage: where to; tile: of the operand's columns.
+            stage: destination. tile: index of the operand's column tile.
             valid: rows of the block that are the expert's; the others become zero.
         """
         tensor, boxes = self.tensors[which], self.loop.boxes[which]
@@ -228,6 +243,8 @@ class Gather:
         for i in cutlass.range_constexpr(_WARP_ROWS // _TOGETHER):
             s = cute.arch.shuffle_sync(source, i * _TOGETHER + below)
             bytes_ = cutlass.select_(first + i * _TOGETHER < valid, Int32(16), Int32(0))
+            # Swizzle of 128 bytes: chunk c of row r lies at c ^ (r % 8); r % 8 is below, or below +
+            # 4.
             swizzled = chunk ^ (below + i % 2 * _TOGETHER)
             to = stage_at + i * _TOGETHER * (2 * BOX) + swizzled * 16
             at = Int64(s) * width + (column + chunk * _CHUNK)

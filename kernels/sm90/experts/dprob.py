@@ -1,9 +1,9 @@
-"""Kernel `dprob`: the gradient of the routing probabilities from what `fc2_dgrad_dact` left of it.
+"""Kernel `dprob`: the gradient of the routing probabilities from partial sums of `fc2_dgrad_dact`.
 
     dprob[s] = sum over column tiles c of partial[c, s]  (+ table[index[s], e(s)]), 0 in the padding
 
-Tiles are added in their order, so the result is the same for every schedule. The table holds what
-the bias of fc2 contributes, <dy[n], b2[e]> for all n and e.
+Tiles are added in their order, so the result is the same for every schedule. The table holds the
+share of fc2's bias, <dy[n], b2[e]> for all n and e.
 
 Legend: S rows, C column tiles, N rows of the table, L experts, e(s) the expert of row s.
 """
@@ -29,7 +29,7 @@ _STEPS = 11
 
 @dataclass(frozen=True)
 class DprobConfig:
-    """What is compiled into a kernel."""
+    """Choices that are compiled into a kernel."""
 
     table: bool = False
     gather: bool = False

@@ -2,7 +2,7 @@
 
     h[s] = x[index[s]] @ w1[e]^T + b1[e], rounded;  a[s] = act(h[s]) * prob[s]
 
-h is kept for the backward pass. A tile holds channels of the gate and the same ones of the linear
+h is saved for the backward pass. A tile holds channels of the gate and the same ones of the linear
 half, so a thread has both of a pair in registers; w1 stays canonical, [gate; up].
 
 Legend: S rows, N rows of x, D hidden, F expert width, H = 2F with a gate and F without, L experts.
@@ -71,14 +71,14 @@ class Fc1Kernel(Gemm):
         """Sizes: S, N rows of x, F, D, L, clusters."""
         S, N, F, D, L, clusters = sizes
         loop = self.config.mainloop
-        H = F * self.config.epilogue.halves
-        given = self.config.epilogue.host(
+        H = F * self.config.epilogue.num_gate_parts
+        epilogue_args = self.config.epilogue.host(
             loop, matrix(h, S, H), matrix(a, S, F), words(bias, L, H), vector(prob, S)
         )
         self.run(
             matrix(x, N, D),
             weights(w1, H, D, L, False),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -113,16 +113,16 @@ def fc1_act(
         x: bf16 [N, D], or [S, D] without an index; contiguous; D a multiple of 64.
         w1_LHD: bf16, contiguous; with a gate its F rows and then those of the linear half, F a
             multiple of 64.
-        offsets: int32 [L + 1], as in `rows`.
+        offsets: int32 [L + 1], as in `grouped_gemm`.
         act: the activation; computed from h as it is rounded.
         index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
         bias_LH: bf16, contiguous.
         keep_h: return h too; without it, it is not written.
         ready: int64 [6] of `ready.ready_words`, on the device: rows of x, picked by an index, are
-            still being pushed.
+            still in flight.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, dynamic, loop: as in `rows`.
+        counter, sm_margin, dynamic, loop: as in `grouped_gemm`.
 
     Returns:
         h_SH (or None) and a_SF in bf16.
@@ -154,8 +154,8 @@ def fc1_act(
         require(x.device, h=(out[0], torch.bfloat16, (S, H)), a=(out[1], torch.bfloat16, (S, F)))
     h, a = out
     if loop is None:
-        gather, halves = index_S is not None, H // F
-        loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, halves=halves)
+        gather, parts = index_S is not None, H // F
+        loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, num_gate_parts=parts)
     epilogue = Act(act, bias_LH is not None, keep_h, prob_S is not None)
     config = GemmConfig(epilogue, loop, dynamic, ready is not None)
     if S and x.shape[0]:

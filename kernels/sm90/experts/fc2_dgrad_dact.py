@@ -65,9 +65,9 @@ class DgradKernel(Gemm):
         """Sizes: S, N rows of dy, F, D, L, clusters."""
         S, N, F, D, L, clusters = sizes
         loop = self.config.mainloop
-        H = F * self.config.epilogue.halves
+        H = F * self.config.epilogue.num_gate_parts
         tiles = (F + (loop.columns - 1)) // loop.columns
-        given = self.config.epilogue.host(
+        epilogue_args = self.config.epilogue.host(
             loop,
             matrix(h, S, H),
             matrix(dh, S, H),
@@ -78,7 +78,7 @@ class DgradKernel(Gemm):
         self.run(
             matrix(dy, N, D),
             weights(w2, F, D, L, True),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -106,17 +106,17 @@ def fc2_dgrad_dact(
     dynamic: bool = True,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradient of h, the activations again, and partial sums of the gradient of prob.
+    """Gradient of h, recomputed activations, and partial sums of the gradient of prob.
 
     Args:
         dy: bf16 [N, D], or [S, D] without an index; contiguous; D a multiple of 64.
         w2_LDF: bf16, contiguous; F a multiple of 64.
         h_SH: bf16, as from `fc1_act`.
-        offsets: int32 [L + 1], as in `rows`.
+        offsets: int32 [L + 1], as in `grouped_gemm`.
         act, index_S, prob_S, ready: as in `fc1_act`.
-        out: what is returned, to be written to; rows of other experts are left alone. Default: new
-            tensors.
-        counter, sm_margin, dynamic, loop: as in `rows`.
+        out: the tensors to write to and return; rows of other experts are left alone. Default: new
+            ones.
+        counter, sm_margin, dynamic, loop: as in `grouped_gemm`.
 
     Returns:
         dh_SH and a_SF in bf16, and dprob [column tiles, S] in fp32, whose sum over the tiles is the
@@ -141,10 +141,10 @@ def fc2_dgrad_dact(
         counter=(counter, torch.int32, (1,)),
     )
     if loop is None:
-        how = dict(gather=index_S is not None, transposed=True)
-        loop = tiles.choose("fc2_dgrad_dact", F, D, **how)
+        operands = dict(gather=index_S is not None, transposed=True)
+        loop = tiles.choose("fc2_dgrad_dact", F, D, **operands)
         if act.kind == "geglu":  # the error function would not leave enough registers for more
-            loop = tiles.configured("pp128", **how)
+            loop = tiles.configured("pp128", **operands)
     column_tiles = -(-F // loop.columns)
     if out is None:
         dh, a = torch.empty_like(h_SH), h_SH.new_empty(S, F)

@@ -1,8 +1,8 @@
 """Weight gradients of stacked experts: sums of outer products over each expert's rows.
 
 fc1: d is the gradient of the pre-activations and v the gathered input; fc2: d the gathered output
-gradient and v the activations. One launch of `wgrad_kernel`, straight into the gradient that is
-kept, on the current stream and without reading anything on the host.
+gradient and v the activations. One launch of `wgrad_kernel`, straight into the accumulated
+gradient, on the current stream and without reading anything on the host.
 """
 
 import torch
@@ -17,7 +17,7 @@ __all__ = ["WgradConfig", "WgradKernel", "choose", "wgrad"]
 
 
 def choose(I: int) -> int:  # noqa: E741
-    """Columns of a tile: of the two wide ones that which wastes less."""
+    """Columns of a tile: 256 or 192, whichever wastes fewer."""
     return min((256, 192), key=lambda columns: -I % columns)
 
 
@@ -86,7 +86,7 @@ def wgrad(
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
     config = WgradConfig(
         columns=choose(I) if tile is None else tile,
-        wide=out.dtype == torch.float32,
+        fp32_out=out.dtype == torch.float32,
         add=accumulate,
         zeros=zeros or accumulate,
         gathered=gathered,

@@ -5,6 +5,30 @@ the same number of tiles, so tiles are numbered expert by expert and looked up b
 without rows get zeros, or nothing where the kernel adds or nobody reads them. The numbers of rows
 stay on the device: offsets[e] to offsets[e + 1] are expert e's, and rows from offsets[L] on have no
 influence.
+
+Roles. A CTA has 12 warps in three groups, one CTA an SM:
+
+    warp       registers  role
+    0          40         scheduler (claim, look-up, record) and TMA of d and v
+    1          40         clears the rows after an expert's last one in its last stage
+    2, 3       40         nothing to do
+    0 - 3      56         with an index instead of these: cp.async of the gathered operand; warp 0
+    is
+                          the scheduler and issues TMA of the other one
+    4 - 11     232 / 224  two groups, 64 rows of the tile each: wgmma, then store or add the tile
+
+Pipelines, and the arrivals that complete a phase of their barriers:
+
+    schedule   2 records       full: 1, of warp 0       empty: 10 or 12: loading warps (2 or 4) and
+    8 stages     4 or 5          full: 1 (+ 128)          empty: 8, of the warps that multiply
+                               tma_done: 1              leader_started: 1   (`ContractionRing`)
+    blocks     2 to 4 buffers a group of the output: window_expert barriers 1 and 2, 128 threads
+    each
+
+    warp 0 --TMA--> tma_done[stage] --warp 1 clears--> full[stage]     last stage of an expert
+    warp 0 --TMA-----------------------------------> full[stage] --> group 1, 2 stages later group 2
+
+The second group runs 2 stages behind the first: one stores a tile while the other multiplies.
 """
 
 from dataclasses import dataclass
@@ -20,16 +44,16 @@ from cutlass.cute.nvgpu import cpasync
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.experts.contraction import (
     BOX,
-    MATH_WARPS,
+    MMA_WARPS,
     Contraction,
+    ContractionMma,
+    ContractionRing,
     D,
-    Math,
-    Ring,
     V,
     blocks_of,
 )
 from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather, TileLoads, make_tma
-from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -42,22 +66,22 @@ _RESERVED_BYTES = 1024 + 1024
 
 @dataclass(frozen=True)
 class WgradConfig:
-    """What is compiled into a `wgrad` kernel."""
+    """Choices that are compiled into a `wgrad` kernel."""
 
     columns: int = 256
     """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
-    wide: bool = False
+    fp32_out: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
-    """Add to dw, whose sum in bf16 is rounded once more."""
+    """Add to dw; a bf16 sum is rounded a second time."""
     gathered: int | None = None
-    """Operand whose rows an index names: D, V or None."""
+    """Operand whose rows are picked by an index: D, V or None."""
     ordered: bool = False
-    """Take the experts in the order that the caller gives."""
+    """Take the experts in an order given by the caller."""
     dynamic: bool = True
     """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     zeros: bool = True
-    """Experts without rows get zeros, unless it adds."""
+    """Write zeros for experts without rows, unless it adds."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
@@ -67,15 +91,15 @@ class WgradConfig:
 
     @property
     def output(self) -> Output:
-        """The narrower tiles leave room to stage a whole tile, or most of it."""
-        blocks = self.columns // (32 if self.wide else 64)
+        """Buffers of the output: narrower tiles leave memory to stage all or most of a tile."""
+        blocks = self.columns // (32 if self.fp32_out else 64)
         return Output(
-            self.columns, self.wide, self.add, 2 if self.columns == 256 else min(4, blocks)
+            self.columns, self.fp32_out, self.add, 2 if self.columns == 256 else min(4, blocks)
         )
 
     @property
     def contraction(self) -> Contraction:
-        """As many stages as fit beside the output's buffers."""
+        """The product with as many stages as fit beside the output's buffers."""
         one = Contraction(self.columns, 1)
         left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
         return Contraction(self.columns, left // one.stage_bytes, self.gathered)
@@ -87,7 +111,7 @@ class WgradConfig:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.contraction.rows, 1, self.loading_warps + MATH_WARPS, self.dynamic)
+        return Schedule(self.contraction.rows, 1, self.loading_warps + MMA_WARPS, self.dynamic)
 
 
 class WgradKernel:
@@ -131,7 +155,7 @@ class WgradKernel:
         plane = cute.assume(Int64(O) * Int64(I), divby=BOX)
         mD = cute.make_tensor(d, cute.make_layout((O, S), stride=(1, wide_o)))
         mV = cute.make_tensor(v, cute.make_layout((I, S), stride=(1, wide_i)))
-        if cutlass.const_expr(config.wide):
+        if cutlass.const_expr(config.fp32_out):
             dw = cute.recast_ptr(dw, dtype=Float32)
         mW = cute.make_tensor(dw, cute.make_layout((O, I, L), stride=(wide_i, 1, plane)))
         self.kernel(
@@ -180,7 +204,7 @@ class WgradKernel:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         storage = cutlass.utils.SmemAllocator().allocate(layout)
         shape = (mD.shape[0], mV.shape[0])
-        tiles = Tiles(
+        tiles = ExpertTiles(
             offsets,
             order,
             config.ordered,
@@ -192,13 +216,14 @@ class WgradKernel:
         scheduler = Scheduler(
             config.schedule, storage.schedule, offsets, counter, experts, tiles.column_tiles
         )
-        ring = Ring(loop, storage.contraction)
+        ring = ContractionRing(loop, storage.contraction)
         if warp == 0:
             for atom in loads[::2]:
                 cpasync.prefetch_descriptor(atom)
             cpasync.prefetch_descriptor(stores[0])
-            scheduler.start()
-            ring.start()
+            scheduler.init_barriers()
+            ring.init_barriers()
+        # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -216,9 +241,9 @@ class WgradKernel:
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
-            math = Math(loop, ring, storage.contraction, tiled_mma, thread)
+            mma = ContractionMma(loop, ring, storage.contraction, tiled_mma, thread)
             store = Store(config.output, storage.output, tiled_mma, thread, stores, shape)
-            self._compute(math, store, scheduler)
+            self._compute(mma, store, scheduler)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -226,24 +251,24 @@ class WgradKernel:
         self,
         load: TileLoads | Gather,
         scheduler: Scheduler,
-        tiles: Tiles,
+        tiles: ExpertTiles,
         warp: Int32,
         ctas: Int32,
     ) -> None:
-        """A loading warp: tiles to stages; the first one also finds the tile after the current one.
+        """Loading warp: tiles to stages; the first one also finds the tile after the current one.
 
-        The claim is made when a tile begins and read half-way, when its answer has long been there
-        and the stages hold enough work to hide what a look-up may cost.
+        The claim is issued when a tile begins and read half-way: by then the atomic has returned,
+        and the stages hold enough work to hide a look-up.
         """
         look_up = load.look_up
         leads = warp == 0
         tile, first = Int32(0), Int32(0)
-        named, begin, end = Int32(0), Int32(0), Int32(0)
+        window_expert, begin, end = Int32(0), Int32(0), Int32(0)
         if leads:
             tile = scheduler.first()
-            named, begin, end = tiles.window(first)
-            first, named, begin, end, row, stop, position, expert = tiles.locate(
-                tile, first, named, begin, end
+            window_expert, begin, end = tiles.window(first)
+            first, window_expert, begin, end, row, stop, position, expert = tiles.locate(
+                tile, first, window_expert, begin, end
             )
             scheduler.send(Int32(0), row, stop, position, expert)
             if expert < 0:
@@ -258,23 +283,30 @@ class WgradKernel:
             rows, at = stop - row, unpack(position)
             blocks = blocks_of(rows)
             half = (blocks + 1) // 2
-            found = look_up(row, rows, Int32(0))
-            state, found = load(state, row, rows, at, Int32(0), half, found)
+            picked = look_up(row, rows, Int32(0))
+            state, picked = load(state, row, rows, at, Int32(0), half, picked)
             if leads:
                 tile = scheduler.after(tile, claimed, ctas)
-                first, named, begin, end, next_row, next_stop, next_position, next_expert = (
-                    tiles.locate(tile, first, named, begin, end)
-                )
+                (
+                    first,
+                    window_expert,
+                    begin,
+                    end,
+                    next_row,
+                    next_stop,
+                    next_position,
+                    next_expert,
+                ) = tiles.locate(tile, first, window_expert, begin, end)
                 scheduler.send(number + 1, next_row, next_stop, next_position, next_expert)
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-            state, found = load(state, row, rows, at, half, blocks, found)
+            state, picked = load(state, row, rows, at, half, blocks, picked)
             number += 1
             row, stop, position, expert = scheduler.read(number)
 
     @cute.jit
     def _clear(self, clear: Clear, scheduler: Scheduler) -> None:
-        """The clearing warp: it only meets the last stage of tiles whose rows do not fill it."""
+        """Clearing warp: it handles the last stage of tiles whose rows do not fill it."""
         number, filled, phases = Int32(0), Int32(0), Int32(0)
         row, stop, _, expert = scheduler.read(number)
         while expert >= 0:
@@ -286,8 +318,8 @@ class WgradKernel:
             row, stop, _, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, math: Math, store: Store, scheduler: Scheduler) -> None:
-        """A multiplying warp group: stages to accumulators to a tile of dw."""
+    def _compute(self, mma: ContractionMma, store: Store, scheduler: Scheduler) -> None:
+        """Multiplying warp group: stages to accumulators to a tile of dw."""
         read = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
         free = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
         zeros = store.zeros
@@ -295,14 +327,14 @@ class WgradKernel:
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             down, across = unpack(position)
-            this, rows = expert, stop - row
+            tile_expert, rows = expert, stop - row
             if rows > 0:
-                read, free = math(read, free, blocks_of(rows))
+                read, free = mma(read, free, blocks_of(rows))
             number += 1
             row, stop, position, expert = scheduler.read(number)
             if rows > 0:
-                store(math.acc, down, across, this)
+                store(mma.acc, down, across, tile_expert)
             else:
                 if cutlass.const_expr(self.config.zeros and not self.config.add):
-                    zeros(down, across, this)
+                    zeros(down, across, tile_expert)
         store.finish()

@@ -1,4 +1,4 @@
-"""The epilogue of `fc1_act` in FP8: h in bf16, if it is kept, and the activations in FP8.
+"""The epilogue of `fc1_act` in FP8: h in bf16, if it is saved, and the activations in FP8.
 
 Legend: S rows, F expert width, H = 2F or F channels of h, L experts.
 """
@@ -24,9 +24,9 @@ _STEP = 32
 
 @dataclass(frozen=True)
 class Fp8Act(Act):
-    """`Act` whose a leaves in e4m3, with a scale for 128 channels of a row.
+    """`Act` that stores a in e4m3, with a scale for 128 channels of a row.
 
-    The two sets of strips for h take turns; a takes the place of the first one.
+    Two sets of strips for h alternate; a is written over the first one.
     """
 
     def strips(self, loop: Mainloop) -> Strips:
@@ -45,31 +45,31 @@ class Fp8Act(Act):
         tma_h = self.strips(loop).to_memory(mH)
         return tma_h, mH, row_blocks.to_memory(mA), mA, bias, prob, scale[0]
 
-    def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> Any:
-        return _Fp8Act(self, loop, storage, thread, given)
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> Any:
+        return _Fp8Act(self, loop, storage, thread, args)
 
 
 class _Fp8Act:
-    """Takes 128 channels of a at a time, 32 by 32."""
+    """Device side of `Fp8Act`: 128 channels of a at a time, in steps of 32."""
 
     def __init__(
-        self, config: Fp8Act, loop: Mainloop, storage: Any, thread: Int32, given: Any
+        self, config: Fp8Act, loop: Mainloop, storage: Any, thread: Int32, args: Any
     ) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         strips = config.strips(loop)
         self.staging = Staging(strips, storage, thread)
         self.bytes = RowBytes("e4m3", storage.data, strips.count // 2, thread)
-        self.tma_h, self.mH, self.tma_a, self.mA, self.bias, self.prob, self.scale = given
+        self.tma_h, self.mH, self.tma_a, self.mA, self.bias, self.prob, self.scale = args
 
-    def before(self, row: Int32, end: Int32, column: Int32) -> None:
+    def prefetch(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
-        wide = self.loop.columns // self.config.halves
+        wide = self.loop.columns // self.config.num_gate_parts
         top = row + self.warp.first
         probs = []
         if cutlass.const_expr(self.config.prob):
@@ -78,7 +78,7 @@ class _Fp8Act:
             f = column * wide + BLOCK * b
             if top < end and f < self.mA.shape[1]:
                 self._block(acc, b, top, end, f, expert, probs)
-        return kept
+        return carry
 
     @cute.jit
     def _block(
@@ -91,20 +91,21 @@ class _Fp8Act:
         expert: Int32,
         probs: list[Any],
     ) -> None:
-        """128 channels from `first` on, those that there are."""
-        values, kept = Values(), self.config.kept
+        """128 channels from `first` on, without those past the last one."""
+        values, h_strips = Values(), self.config.h_strips
         for j in cutlass.range_constexpr(BLOCK // _STEP):
             f = first + _STEP * j
             if f < self.mA.shape[1]:
-                # The other set may still be leaving; before the first step it holds a.
-                self.staging.drain(0 if j == 0 else kept)
+                # The other set may still be read by TMA; before the first step it holds a.
+                self.staging.drain(0 if j == 0 else h_strips)
                 self._step(acc, BLOCK // 16 * b + 2 * j, f, expert, probs, values)
-                for half in cutlass.range_constexpr(kept):
+                for half in cutlass.range_constexpr(h_strips):
                     n = f + half * self.mA.shape[1]
                     strip = j % 2 * 2 + half
                     self.staging.store(strip, self.tma_h, self.mH, top, end, n)
-        # Channels come in multiples of 64, so that h of the last ones is in the second set.
-        self.staging.drain(kept)
+        # Channels come in multiples of 64, so h of the last 32 is in the second set, and a can be
+        # written to the first one as soon as the stores before those have drained.
+        self.staging.drain(h_strips)
         self.bytes.write(0, values, self.scale, (top, end, first // BLOCK))
         self.bytes.store(0, self.tma_a, self.mA, top, end, first, 0)
 
@@ -121,12 +122,12 @@ class _Fp8Act:
         config = self.config
         for q in range(2):
             h = []
-            for half in range(config.halves):
-                found = self.warp.values(acc, 0, half * (self.loop.columns // 32) + columns + q)
+            for half in range(config.num_gate_parts):
+                accs = self.warp.values(acc, 0, half * (self.loop.columns // 32) + columns + q)
                 if config.bias:
                     n = half * self.mA.shape[1] + f + 16 * q + self.warp.column
-                    _add_bias(found, self.bias, expert, n, [])
-                words = _pack(found)
+                    _add_bias(accs, self.bias, expert, n, [])
+                words = _pack(accs)
                 if config.keep_h:
                     self.staging.write(columns // 2 % 2 * 2 + half, q, words)
                 h.append(_unpack(words))
@@ -136,5 +137,5 @@ class _Fp8Act:
                 a = [x * probs[i // 2 % 2] for i, x in enumerate(a)]
             values.put(columns % (BLOCK // 16) + q, _pack(a))
 
-    def finish(self, kept: Int32) -> None:
+    def finish(self, carry: Int32) -> None:
         self.staging.drain(0)

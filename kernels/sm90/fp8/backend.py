@@ -1,9 +1,9 @@
 """The fused kernels in FP8 as a backend of the expert MLP.
 
-An adapter, as `kernels.sm90.experts.backend` is, whose plan, its backward and the sum of a token's
-experts it shares. Compared with `kernels.expert_mlp.emulated_fp8` operands of weight gradients are
-transposed from rows in FP8, not quantised a second time from bf16: the same values but where the
-smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
+An adapter like `kernels.sm90.experts.backend`, from which it has the plan, its backward and the sum
+of a token's experts. Compared with `kernels.expert_mlp.emulated_fp8` operands of weight gradients
+are transposed from rows in FP8, not quantised a second time from bf16: the same values but where
+the smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -22,7 +22,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.fp8_copies import weight_copies
+from phalanx.kernels.quantize.kept import weight_copies
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
@@ -37,17 +37,17 @@ class FusedFP8(FP8Operands, Fused):
     """`kernels.expert_mlp.backend.Backend` on Hopper, in FP8.
 
     Args:
-        sm_margin, dynamic: as of `Fused`.
-        recipe: with weight gradients in bf16, their operands are made by kernels in bf16, of values
-            that went through FP8: exact, to compare with, and slow.
-        keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
+        sm_margin, dynamic: as for `Fused`.
+        recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
+            that went through FP8: exact, for comparison, and slow.
+        keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
         FP8Operands.__init__(self, recipe)
         Fused.__init__(self, sm_margin, dynamic)
         self._keep = keep
-        self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
+        self._launch_options: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
         self._emulated = EmulatedFP8(Fused(sm_margin, dynamic), recipe)
 
     def fc1_act(
@@ -62,9 +62,9 @@ class FusedFP8(FP8Operands, Fused):
     ) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 
-        made = None
+        out = None
         for layer, part in fc1.expert_groups(plan):
-            made = fp8_fc1_act(
+            out = fp8_fc1_act(
                 x_ND,
                 self._weights(layer),
                 part.offsets,
@@ -74,11 +74,11 @@ class FusedFP8(FP8Operands, Fused):
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
                 ready=None if part.of_replicas else ready,
-                out=made,
-                **self._how,
+                out=out,
+                **self._launch_options,
             )
-        assert made is not None
-        h_SH, a = made
+        assert out is not None
+        h_SH, a = out
         if h_SH is not None and self._recipe.hidden == "fp8":
             return quantize_rows(h_SH, fc1.parts), a
         return h_SH, a
@@ -89,12 +89,12 @@ class FusedFP8(FP8Operands, Fused):
     def _rows(
         self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None, free: int = 0
     ) -> Tensor:
-        """With so many more SMs free."""
-        from phalanx.kernels.sm90.fp8.rows import fp8_rows
+        """`rows`, leaving `free` more SMs to others."""
+        from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI.data)
         for layer, part in linear.expert_groups(plan):
-            y_SO = fp8_rows(
+            y_SO = fp8_grouped_gemm(
                 a_SI,
                 self._weights(layer),
                 part.offsets,
@@ -103,7 +103,7 @@ class FusedFP8(FP8Operands, Fused):
                 scale_S=scale_S,
                 out_SN=y_SO,
                 signal=None if part.of_replicas else signal,
-                **self._how | dict(sm_margin=self._sm_margin + free),
+                **self._launch_options | dict(sm_margin=self._sm_margin + free),
             )
         assert y_SO is not None
         return y_SO
@@ -125,9 +125,9 @@ class FusedFP8(FP8Operands, Fused):
         parts = act.facts.halves
         h_SH = self._in_bf16(Operand(h_SH, parts=parts))
         index_S = plan.row_index_S if dy.gather else None
-        made = None
+        out = None
         for layer, part in fc2.transposed.expert_groups(plan):
-            made = fp8_fc2_dgrad_dact(
+            out = fp8_fc2_dgrad_dact(
                 dy.matrix,
                 self._weights(layer),
                 h_SH,
@@ -136,34 +136,34 @@ class FusedFP8(FP8Operands, Fused):
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
                 ready=None if part.of_replicas else ready,
-                out=made,
-                **self._how,
+                out=out,
+                **self._launch_options,
             )
-        assert made is not None
-        dh, a, partial_CS = made
+        assert out is not None
+        dh, a, partial_CS = out
         return HiddenGrads(dh, a, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def rows_and_columns(
         self, a_SI: Rows | None, linear: Linear, plan: ExpertPlan, operands: Sequence[Operand]
     ) -> tuple[Tensor | None, list[Operand]]:
-        from phalanx.kernels.sm90.fp8.beside import beside
+        from phalanx.kernels.sm90.fp8.transpose_overlap import overlap_transposes
 
-        waiting = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
-        # What a margin leaves free is there for exchanges, which transposes would hold up.
-        if a_SI is None or self._sm_margin or self._recipe.wgrad == "bf16" or not waiting:
+        quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
+        # SMs of a margin belong to exchanges, which transposes would hold up.
+        if a_SI is None or self._sm_margin or self._recipe.wgrad == "bf16" or not quantized:
             return super().rows_and_columns(a_SI, linear, plan, operands)
-        columns, work, moved = list(operands), [], 0
-        for i in waiting:
-            given = self._transpose(operands[i], plan)
-            out = empty_transpose(**given)
+        columns, transposes, moved_bytes = list(operands), [], 0
+        for i in quantized:
+            kwargs = self._transpose(operands[i], plan)
+            out = empty_transpose(**kwargs)
             columns[i] = Operand(out, parts=operands[i].parts)
-            work.append(partial(transpose_rows, **given, out=out))
-            moved += 2 * out.data_CT.numel()
-        y_SO = beside(
+            transposes.append(partial(transpose_rows, **kwargs, out=out))
+            moved_bytes += 2 * out.data_CT.numel()
+        y_SO = overlap_transposes(
             lambda free: self._rows(a_SI, linear, plan, free=free),
             2.0 * len(a_SI.data) * linear.weight_LOI[0].numel(),
-            work,
-            moved,
+            transposes,
+            moved_bytes,
             a_SI.data.device,
         )
         return y_SO, columns
@@ -176,20 +176,18 @@ class FusedFP8(FP8Operands, Fused):
         return fp8_wgrad(
             d.matrix,
             v.matrix,
-            plan.relocated(column_offsets).offsets,
+            plan.moved(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,
             order_L=plan.order_L,
-            **self._how,
+            **self._launch_options,
         )
 
     def _weights(self, linear: Linear) -> Quantized:
         copies = weight_copies(linear, keep=self._keep)
-        return (
-            Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
-        )
+        return Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
 
     def _in_bf16(self, x: Operand) -> Tensor:
         values: Tensor = in_dtype(x, torch.bfloat16)

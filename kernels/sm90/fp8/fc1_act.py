@@ -34,7 +34,7 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, WORD, coun
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 COLUMNS = 256
-"""Of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
+"""Columns of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
 
 
 class Fp8Fc1Kernel(Gemm):
@@ -69,17 +69,17 @@ class Fp8Fc1Kernel(Gemm):
         """Sizes: S, N rows of x, F, D, pitch of x, L, clusters, strides of x's scales,
         `weight_sizes` of w1's, and 0."""
         S, N, F, D, pitch, L, clusters, *strides = sizes
-        loop, halves = self.config.mainloop, self.config.epilogue.halves
-        H, blocks = F * halves, (F + (BLOCK - 1)) // BLOCK
+        loop, parts = self.config.mainloop, self.config.epilogue.num_gate_parts
+        H, blocks = F * parts, (F + (BLOCK - 1)) // BLOCK
         scale = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
-        given = self.config.epilogue.host(
+        epilogue_args = self.config.epilogue.host(
             *(loop, matrix(h, S, H), activations(a, S, F, Int32(1))),
             *(words(bias, L, H), vector(prob, S), cute.make_tensor(a_scale, scale)),
         )
         self.run(
             activations(x, N, D, Int32(1), pitch),
             weights(w1, H, D, Int32(1), L),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -89,7 +89,7 @@ class Fp8Fc1Kernel(Gemm):
             clusters,
             stream,
             None,
-            operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], halves, strides[6]),
+            operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], parts, strides[6]),
         )
 
 
@@ -117,8 +117,8 @@ def fp8_fc1_act(
             strides.
         w1_LHD: e4m3, contiguous; with a gate its F rows and then those of the linear half, F a
             multiple of 64; with a scale for 128 x 128: fp32 [L, blocks of H, blocks of D], of any
-            strides, where with a gate blocks start anew in the linear half.
-        offsets: int32 [L + 1], as in `rows`.
+            strides, where with a gate blocks restart in the linear half.
+        offsets: int32 [L + 1], as in `grouped_gemm`.
         act: the activation; computed from h as it is rounded.
         index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
         bias_LH: bf16, contiguous.
@@ -127,7 +127,7 @@ def fp8_fc1_act(
             by an index, are still being pushed.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, dynamic: as in `rows`.
+        counter, sm_margin, dynamic: as in `grouped_gemm`.
 
     Returns:
         h_SH in bf16 (or None), and a_SF in e4m3 with a scale for 128 channels of a row.
@@ -135,9 +135,9 @@ def fp8_fc1_act(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    device, halves = x.data.device, 2 if act.gated else 1
-    L, H, D = require_weights(device, "w1", w1_LHD, n_parts=halves)
-    F = H // halves
+    device, parts = x.data.device, 2 if act.gated else 1
+    L, H, D = require_weights(device, "w1", w1_LHD, n_parts=parts)
+    F = H // parts
     pitch = row_pitch(device, "x", x)
     if x.data.dtype != torch.float8_e4m3fn:
         raise ValueError(f"x must be torch.float8_e4m3fn, not {x.data.dtype}")

@@ -37,9 +37,9 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 COLUMNS = 256
-"""Of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a thread
-are in local memory beside the accumulators of the other one. On one H200 that is up to 7 % faster
-than tiles of 128 columns, which fit, but load a third more for a product."""
+"""Columns of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a
+thread are in local memory beside the accumulators of the other one. On one H200 that is up to 7 %
+faster than tiles of 128 columns, which fit, but load a third more for a product."""
 
 
 class Fp8DgradKernel(Gemm):
@@ -77,15 +77,18 @@ class Fp8DgradKernel(Gemm):
         `weight_sizes` of w2's, and 0."""
         S, N, F, D, pitch, L, clusters, *strides = sizes
         loop, epilogue = self.config.mainloop, self.config.epilogue
-        halves, one = epilogue.halves, Int32(1)
+        parts, one = epilogue.num_gate_parts, Int32(1)
         tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
-        of_dh = cute.make_layout((S, blocks * halves), stride=(Int64(blocks * halves), 1))
+        of_dh = cute.make_layout((S, blocks * parts), stride=(Int64(blocks * parts), 1))
         of_a = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
-        given = epilogue.host(
+        epilogue_args = epilogue.host(
             loop,
-            matrix(h, S, F * halves),
+            matrix(h, S, F * parts),
             activations(
-                cute.recast_ptr(dh, dtype=FORMATS[epilogue.grad_format]), S, F, Int32(halves)
+                cute.recast_ptr(dh, dtype=FORMATS[epilogue.grad_format]),
+                S,
+                F,
+                Int32(parts),
             ),
             activations(a, S, F, one),
             vector(prob, S),
@@ -96,7 +99,7 @@ class Fp8DgradKernel(Gemm):
         self.run(
             activations(cute.recast_ptr(dy, dtype=loop.types[0]), N, D, one, pitch),
             weights(w2, F, D, one, L),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -125,7 +128,7 @@ def fp8_fc2_dgrad_dact(
     sm_margin: int = 0,
     dynamic: bool = True,
 ) -> tuple[Quantized, Quantized, Tensor | None]:
-    """Gradient of h and the activations again, in FP8, and partial sums of the gradient of prob.
+    """Gradient of h and recomputed activations, in FP8, and partial sums of the gradient of prob.
 
     Args:
         dy: e4m3 or e5m2 [N, D], or [S, D] without an index, D a multiple of 64; rows are contiguous
@@ -135,16 +138,16 @@ def fp8_fc2_dgrad_dact(
             [L, blocks of F, blocks of D], of any strides; of weights [L, D, F] these are
             `QuantizedWeights.data_LIO` and `scale.mT`.
         h_SH: bf16, as from `fc1_act`.
-        offsets: int32 [L + 1], as in `rows`.
+        offsets: int32 [L + 1], as in `grouped_gemm`.
         act, index_S, prob_S, ready: as in `fc1_act`.
-        out: what is returned, to be written to; rows of other experts are left alone. Default: new
-            tensors.
-        counter, sm_margin, dynamic: as in `rows`.
+        out: the tensors to write to and return; rows of other experts are left alone. Default: new
+            ones.
+        counter, sm_margin, dynamic: as in `grouped_gemm`.
 
     Returns:
-        dh_SH in dy's format, with a scale for 128 channels of a row, anew in the linear half; a_SF
-        in e4m3 likewise; and dprob [column tiles, S] in fp32, whose sum over the tiles is the
-        gradient of prob (None without prob).
+        dh_SH in dy's format, with a scale for 128 channels of a row, whose blocks restart in the
+        linear half; a_SF in e4m3 likewise; and dprob [column tiles, S] in fp32, whose sum over the
+        tiles is the gradient of prob (None without prob).
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
@@ -165,9 +168,9 @@ def fp8_fc2_dgrad_dact(
         ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
-    halves, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
+    parts, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
     loop = choose(COLUMNS, dy.data, gather=index_S is not None)
-    tiles, of_dh, of_a = -(-F // loop.columns), block_count(H, halves), block_count(F)
+    tiles, of_dh, of_a = -(-F // loop.columns), block_count(H, parts), block_count(F)
     if out is None:
         dh = Quantized(dy.data.new_empty(S, H), dy.scale.new_empty(S, of_dh))
         a = Quantized(dy.data.new_empty(S, F, **fp8), dy.scale.new_empty(S, of_a))

@@ -1,9 +1,9 @@
-"""The multiplication of `gemm.mainloop`, of operands in FP8: e4m3 weights, e4m3 or e5m2 rows.
+"""`gemm.mainloop` for operands in FP8: e4m3 weights, e4m3 or e5m2 rows.
 
 A stage holds 128 channels, the same bytes as 64 in bf16. Both operands have their contraction
-contiguous, as wgmma wants it of FP8, in one part or two: blocks of 128 channels start anew in
-each, and the last block of a part, if it is short, ends with zeros. So a part is a mode of its own
-in the TMA descriptors, which fill with zeros what lies past its end.
+contiguous, as wgmma requires in FP8, in one part or two: blocks of 128 channels restart in each,
+and the last block of a part, if it is short, ends with zeros. So a part is a mode of its own in the
+TMA descriptors, which fill with zeros what lies past its end.
 
 Every stage is multiplied into a temporary accumulator, of which a thread has one for 128 or 192
 columns, and added with its scales in fp32 (`promotion`): wgmma keeps some 14 bits of a sum of FP8
@@ -19,7 +19,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from phalanx.kernels.sm90.gemm.mainloop import MATH_GROUPS, Loads, Mainloop
+from phalanx.kernels.sm90.gemm.mainloop import MMA_GROUPS, Mainloop, Producer
 from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.jit import ptx
 
@@ -35,7 +35,7 @@ class Fp8Mainloop(Mainloop):
     """Tiles that both warp groups share."""
 
     rows_format: str = "e4m3"
-    """Of A, in `FORMATS`."""
+    """Format of A, one of `FORMATS`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,14 +49,14 @@ class Fp8Mainloop(Mainloop):
         return FORMATS[self.rows_format], Float8E4M3FN
 
     @property
-    def lag(self) -> int:
-        """Stages whose gathered rows are under way while the one before them is said to be full:
-        one more has to be left for who multiplies."""
+    def copies_in_flight(self) -> int:
+        """Stages whose gathered rows are in flight when the one before them is declared full: at
+        most two less than there are, or the multiplying warps would have none."""
         return min(2, self.stages - 2)
 
     @property
     def part(self) -> int:
-        """Columns of the temporary accumulator: with 256 of the tile, two halves take turns."""
+        """Columns of the temporary accumulator: a tile of 256 is multiplied in two halves."""
         return 192 if self.columns == 192 else BLOCK
 
     def blocks(self, mA: cute.Tensor) -> Int32:
@@ -64,21 +64,23 @@ class Fp8Mainloop(Mainloop):
 
     def tiled_mma(self) -> cute.TiledMma:
         major = OperandMajorMode.K
-        groups, tile = (MATH_GROUPS, 1, 1), (_ATOM, self.part)
+        groups, tile = (MMA_GROUPS, 1, 1), (_ATOM, self.part)
         return hopper.make_trivial_tiled_mma(
             *self.types, major, major, Float32, groups, tiler_mn=tile
         )
 
-    def loads(self, *given: Any) -> "Fp8Loads":
-        return Fp8Loads(self, *given)
+    def producer(self, *args: Any) -> "Fp8Producer":
+        return Fp8Producer(self, *args)
 
-    def math(self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any) -> Any:
-        from phalanx.kernels.sm90.fp8.promotion import Math
+    def mma_consumer(
+        self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any
+    ) -> Any:
+        from phalanx.kernels.sm90.fp8.promotion import Fp8MmaConsumer
 
-        return Math(self, storage, tiled_mma, group, *scales)
+        return Fp8MmaConsumer(self, storage, tiled_mma, group, *scales)
 
 
-class Fp8Loads(Loads):
+class Fp8Producer(Producer):
     """Stages of 128 channels, block by block of one part after the other."""
 
     modes = 2
@@ -93,35 +95,36 @@ class Fp8Loads(Loads):
         return k - part * each, part
 
     def copy(self, to: Int32, source: Int64, k: Int32) -> None:
-        """Past the last channel, zeros: what follows in memory are other rows."""
+        """Start the copy of a piece; zeros past the last channel, where memory holds other rows."""
         left = self.mA.shape[1] - k * BLOCK
         size = cutlass.select_(self.thread % 8 * _CHUNK < left, Int32(_CHUNK), Int32(0))
         ptx.cp_async_or_zero(to, source + k * BLOCK, size)
 
     @cute.jit
     def copied(self, state: State, k: Int32) -> None:
-        """Say that the copies of `lag` blocks before have landed.
+        """Arrive for the block `copies_in_flight` before, whose copies have landed.
 
-        cp.async writes through another proxy than wgmma reads by. A fence in the multiplying warps,
-        in every block, would wait for the scales that they have asked for: so the copiers fence.
+        cp.async writes through the generic proxy, wgmma reads through the async one. A fence in the
+        multiplying warps would wait for the scales that they have in flight: so the copiers fence,
+        which takes a wait for their copies in place of `cp.async.mbarrier.arrive`.
         """
         cute.arch.cp_async_commit_group()
-        if k >= self.loop.lag:
-            cute.arch.cp_async_wait_group(self.loop.lag)
-            self._landed(state, self.loop.lag)
+        if k >= self.loop.copies_in_flight:
+            cute.arch.cp_async_wait_group(self.loop.copies_in_flight)
+            self._landed(state, self.loop.copies_in_flight)
 
     @cute.jit
     def finish(self, state: State, blocks: Int32) -> None:
-        """Say so of those that are left."""
+        """Arrive for the blocks of the tile that are left."""
         if cutlass.const_expr(self.loop.gather):
-            for left in cutlass.range_constexpr(self.loop.lag, 0, -1):
+            for left in cutlass.range_constexpr(self.loop.copies_in_flight, 0, -1):
                 if blocks >= left:
                     cute.arch.cp_async_wait_group(left - 1)
                     self._landed(state, left)
 
     def _landed(self, state: State, before: int) -> None:
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.ring.earlier(state, before))
+        cute.arch.mbarrier_arrive(self.ring.earlier_full_barrier(state, before))
 
 
 def activations(

@@ -1,4 +1,4 @@
-"""What the functions of this package accept as operands in FP8, and the tile that they take."""
+"""Checks of operands in FP8, and the tile for them."""
 
 import torch
 from cutlass import Float8E4M3FN
@@ -18,10 +18,10 @@ _RELATIVE = {256: 1.0, 192: 1.03}
 
 
 def rows_format(name: str, data: Tensor) -> str:
-    """Of rows in FP8.
+    """Format of rows in FP8, as the kernels name it.
 
     Raises:
-        ValueError: they are not.
+        ValueError: another dtype.
     """
     if data.dtype not in _ROWS_FORMATS:
         raise ValueError(f"{name} must be torch.float8_e4m3fn or e5m2, not {data.dtype}")
@@ -44,7 +44,7 @@ def require_rows(device: torch.device, name: str, q: Quantized, parts: int = 1) 
 
 
 def row_pitch(device: torch.device, name: str, q: Quantized) -> int:
-    """Check rows as `require_rows` does, which may lie apart, as packed ones do; their pitch.
+    """Check rows as `require_rows` does, but allow a pitch (packed rows have one); returns it.
 
     Raises:
         ValueError: shape, dtype, strides or device.
@@ -67,7 +67,7 @@ def require_weights(
     device: torch.device, name: str, q: Quantized, n_parts: int = 1, k_parts: int = 1
 ) -> tuple[int, int, int]:
     """Check e4m3 weights [L, N, K], contiguous, and their scales [L, N blocks, K blocks], of any
-    strides; blocks start anew in each of `n_parts` of N and `k_parts` of K. Returns L, N, K.
+    strides; blocks restart in each of `n_parts` of N and `k_parts` of K. Returns L, N, K.
 
     Raises:
         ValueError: shape, dtype, strides or device; a part is no multiple of 64.

@@ -1,4 +1,4 @@
-"""What the multiplying warp groups do with stages in FP8: multiply a block, scale it, add it up.
+"""Multiplying warp groups in FP8: multiply a block, scale its sums, add them in fp32.
 
 A block of 128 channels of a row has a scale, and one of 128 x 128 of the other operand; their
 product multiplies the block's sums on the way from the temporary to the fp32 accumulator. A thread
@@ -6,6 +6,21 @@ has two rows, 8 apart, so a block takes two products of scales for 128 columns, 
 accumulator. While one warp group does that, the other one keeps the tensor cores busy.
 
 Scales come from memory, two blocks ahead of their use.
+
+Roles are those of `gemm.gemm.Gemm`; both groups share a tile, 64 of its 128 rows each. For every
+block (stage) of the contraction a group does
+
+    wait full[stage]    unless a try_wait under the last wgmma has found it full
+    part 0 .. n         n = 0, or 1 for tiles of 256 columns:
+                          wgmma of 4 x 32 channels into the temporary accumulator, commit
+                          in flight with it: scales of block k + 2; after the last part's, try_wait
+                          of the next stage
+                          wait for the wgmma; after the last part, arrive at empty[stage]
+                          accumulators += product of scales * temporary
+
+    barriers: those of `gemm.ring`; full 1 (+ 128 of the copiers if A is gathered), empty 8
+
+The groups do not synchronise with each other: while one adds, the other's wgmma run.
 """
 
 from collections.abc import Sequence
@@ -28,23 +43,23 @@ _DEEP = 32
 
 @dataclass(frozen=True)
 class Scales:
-    """Where a thread finds the scales of a tile: addresses of a block's, and bytes to the next."""
+    """Addresses of a thread's scales for a tile's first block, and bytes to the next block's."""
 
     rows: tuple[Int64, ...]
-    """Of the thread's first row of its warp's 16, and of the one 8 below; or one for both."""
+    """Scales of the thread's first row of its warp's 16 and of the one 8 below; or one for both."""
     row_step: Int64
     columns: tuple[Int64, ...]
-    """Of the tile's first 128 columns, and of the others if it has more; of 192 that begin in the
-    middle of a block, of the first 64 and of the others."""
+    """Scales of the tile's first 128 columns, and of the rest if it has more; of 192 columns that
+    begin in the middle of a block, of the first 64 and of the rest."""
     column_step: Int64
     aligned: Boolean
-    """The tile's columns begin with a block."""
+    """True if the tile's columns begin with a block."""
 
 
 class Promotion:
-    """A multiplying warp group's side. `acc` holds its part of the tile after `multiply`.
+    """Side of a multiplying warp group. `acc` holds its part of the tile after `multiply`.
 
-    A thread's accumulators, flat, are those of `gemm.mainloop.Math`.
+    A thread's accumulators, flat, are those of `gemm.mainloop.Fp8MmaConsumer`.
     """
 
     def __init__(
@@ -55,7 +70,7 @@ class Promotion:
         group: Int32,
         fresh: bool = False,
     ) -> None:
-        """`group` is 0 or 1; `fresh`: scales may change while the kernel runs."""
+        """`group` is 0 or 1; `fresh`: other GPUs write scales while the kernel runs."""
         self.loop, self.ring, self.tiled_mma = loop, loop.ring(storage), tiled_mma
         self.group, self.fresh = group, fresh
         layout_a, layout_b = loop.smem_layouts()
@@ -73,60 +88,63 @@ class Promotion:
 
     @cute.jit
     def start(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to do: the groups do not take turns."""
 
     @cute.jit
     def skip(self, first: Int32, blocks: Int32) -> None:
-        """Let `blocks` stages go, as none of the warp group's rows is wanted."""
+        """Release `blocks` stages unread: the tile has no rows for this warp group."""
         for k in cutlass.range(blocks, unroll=1):
-            self.ring.release(self.ring.wait(first + k))
+            self.ring.consumer_release(self.ring.consumer_wait_block(first + k))
 
     @cute.jit
     def multiply(self, first: Int32, blocks: Int32, scales: Scales) -> None:
         """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
 
-        What a warp group does besides adding up, it does while its wgmma run: it asks for the
-        scales of the block after the next one, none past the last, and looks for the next stage.
+        All but the additions is done while wgmma run: the scales of the block after the next one
+        are requested (none past the last), and the next stage is looked for.
         """
         self.acc.fill(0.0)
         ring, last = self.ring, len(self.b) - 1
         rows, columns = scales.rows, scales.columns
-        stage, phase = ring.place(first)
-        if cutlass.const_expr(self.fresh):  # the loading warps have waited for the rows
-            ring.wait_at(stage, phase)
+        stage, phase = ring.position(first)
+        # The loading warps have waited for the rows and their scales: a full stage says so.
+        if cutlass.const_expr(self.fresh):
+            ring.consumer_wait(stage, phase)
         more, ready = blocks > 1, Boolean(False)
         a, b = self._load_rows(rows, Boolean(True)), self._load_columns(columns, Boolean(True))
         rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
         next_a, next_b = self._load_rows(rows, more), self._load_columns(columns, more)
         for k in cutlass.range(blocks, unroll=1):
             if ~ready:
-                ring.wait_at(stage, phase)
+                ring.consumer_wait(stage, phase)
             self._start(0, stage)
             rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
             more = k + 2 < blocks
             then_a, then_b = self._load_rows(rows, more), self._load_columns(columns, more)
-            next_stage, next_phase = ring.after(stage, phase)
+            next_stage, next_phase = ring.next_position(stage, phase)
             for p in cutlass.range_constexpr(last + 1):
                 if cutlass.const_expr(p > 0):
                     self._start(p, stage)
                 if cutlass.const_expr(p == last):
-                    ready = ring.is_full(next_stage, next_phase)
+                    ready = ring.consumer_try_wait(next_stage, next_phase)
+                # All of it: `_add` reads the temporary accumulator, the next wgmma overwrites it.
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(p == last):
-                    ring.release(stage)
+                    ring.consumer_release(stage)
                 self._add(p, k, a, b, scales)
             stage, phase = next_stage, next_phase
             a, b, next_a, next_b = next_a, next_b, then_a, then_b
 
-    def _load_rows(self, places: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+    def _load_rows(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
         load = ptx.load_fresh_if if self.fresh else ptx.load_constant_if
-        return tuple(load(place, wanted) for place in places)
+        return tuple(load(at, wanted) for at in addresses)
 
-    def _load_columns(self, places: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
-        return tuple(ptx.load_constant_if(place, wanted) for place in places)
+    def _load_columns(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+        return tuple(ptx.load_constant_if(at, wanted) for at in addresses)
 
     def _start(self, p: int, stage: Int32) -> None:
-        """Begin to multiply part p of a stage."""
+        """Issue the wgmma of part p of a stage."""
+        # Orders the reads and writes of the accumulator in registers before wgmma.
         warpgroup.fence()
         for step in range(BLOCK // _DEEP):
             self.tiled_mma.set(warpgroup.Field.ACCUMULATE, step != 0)
@@ -152,12 +170,12 @@ class Promotion:
             both = (rows[0] * scale, rows[-1] * scale)
             for i in range(wide // 2):
                 to = first // 2 + i
-                here = self.temporary[to - part * p // 2]
-                self.acc[to] = self.acc[to] + both[i // 2 % 2] * here
+                value = self.temporary[to - part * p // 2]
+                self.acc[to] = self.acc[to] + both[i // 2 % 2] * value
 
 
-class Math(Promotion):
-    """Of rows by weights, as the grouped GEMMs multiply them."""
+class Fp8MmaConsumer(Promotion):
+    """Rows by weights, as the grouped GEMMs multiply them."""
 
     def __init__(
         self,
@@ -169,7 +187,7 @@ class Math(Promotion):
         index: cute.Tensor,
         waits: bool,
     ) -> None:
-        """`scales` is what `operand_scales` made; `waits`: rows arrive while the kernel runs."""
+        """`scales` as `operand_scales` returns it; `waits`: rows arrive while the kernel runs."""
         super().__init__(loop, storage, tiled_mma, group, waits)
         self.of_rows, self.of_weights, self.half, self.zero = scales
         self.index = index
@@ -197,11 +215,11 @@ class Math(Promotion):
         low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
         if self.half is not None:  # a tile has as many columns of either half
             low, high = column, column + self.half
-        # The compiler must not see that the lanes agree: it would move what is loaded to uniform
-        # registers, and wait for it at once.
-        apart = ptx.lane() * self.zero
+        # A zero that the compiler takes for a value of the lane: if it saw that all lanes load the
+        # same scale, it would move it to a uniform register, and wait for the load at once.
+        lane_zero = ptx.lane() * self.zero
         blocks = (low,) if self.loop.columns == BLOCK else (low, high)
-        columns = [address(of_weights, at + apart, 0, expert) for at in blocks]
+        columns = [address(of_weights, at + lane_zero, 0, expert) for at in blocks]
         return Scales(
             tuple(rows),
             4 * Int64(of_rows.stride[1]),
@@ -216,32 +234,32 @@ def operand_scales(
     row_strides: Sequence[Int32],
     weights: cute.Pointer,
     weight_sizes: Sequence[Int32],
-    halves: int,
+    num_gate_parts: int,
     zero: Int32,
 ) -> tuple[Any, ...]:
-    """Host side: what `Math` takes as scales.
+    """Host side: the scales that `Fp8MmaConsumer` takes.
 
     Args:
         rows: fp32 [rows, K blocks], its strides `row_strides`.
         weights: fp32 [L, N blocks, K blocks]; `weight_sizes` are N blocks and its strides.
         halves: 2 with a gate: half of the N blocks are the gate's.
-        zero: 0, which the compiler must not know.
+        zero: 0, unknown to the compiler.
     """
     blocks, expert_stride, n_stride, k_stride = weight_sizes
     of_rows = cute.make_tensor(rows, cute.make_layout((1, 1), stride=tuple(row_strides)))
     layout = cute.make_layout((blocks, 1, 1), stride=(n_stride, k_stride, expert_stride))
-    half = blocks // 2 if halves == 2 else None
+    half = blocks // 2 if num_gate_parts == 2 else None
     return of_rows, cute.make_tensor(weights, layout), half, zero
 
 
-def _step(places: tuple[Int64, ...], step: Int64) -> tuple[Int64, ...]:
-    return tuple(place + step for place in places)
+def _step(addresses: tuple[Int64, ...], step: Int64) -> tuple[Int64, ...]:
+    return tuple(at + step for at in addresses)
 
 
 def address(tensor: cute.Tensor, *at: Int32 | int) -> Int64:
-    """Of an fp32 element, by its strides."""
-    found = tensor.iterator.toint()
+    """Address of an fp32 element, by the tensor's strides."""
+    result = tensor.iterator.toint()
     for index, stride in zip(at, tensor.stride, strict=False):
         if not (isinstance(index, int) and index == 0):
-            found = found + 4 * Int64(index) * Int64(stride)
-    return found
+            result = result + 4 * Int64(index) * Int64(stride)
+    return result

@@ -1,4 +1,4 @@
-"""From registers to rows in FP8: a scale for 128 channels of a row, as `kernels.quantize` has it.
+"""From registers to rows in FP8 with a scale for 128 channels, as in `kernels.quantize`.
 
 A warp owns 16 rows of a tile. A row's 128 channels lie in four neighbouring lanes, so its scale
 takes two exchanges and no barrier. What is quantised are the values as they are rounded to bf16.
@@ -27,17 +27,17 @@ _ROUND_UP = 0x1FFFFF
 """Added to the bits of an fp32, carries into its exponent if its mantissa is above 0.875."""
 _PIECE = 16
 MAGNITUDES = 0x7FFF7FFF
-"""Of a pair of bf16, all bits but the signs."""
+"""Mask of a pair of bf16: all bits but the signs."""
 
 
 def power(amax: Int32, name: str) -> Int32:
-    """Exponent of the scale up: the largest power of two for which amax stays in range.
+    """Exponent of the factor up: the largest power of two for which amax stays in range.
 
     `amax` are the bits of a non-negative bf16 as fp32. 0 if it is 0 or infinite.
     """
-    found = cutlass.min(_LARGEST[name] + 126 - ((amax + _ROUND_UP) >> 23), 127)
-    usual = (amax > 0) & (amax < _INFINITY)
-    return cutlass.select_(usual, found, Int32(0))
+    exponent = cutlass.min(_LARGEST[name] + 126 - ((amax + _ROUND_UP) >> 23), 127)
+    finite = (amax > 0) & (amax < _INFINITY)
+    return cutlass.select_(finite, exponent, Int32(0))
 
 
 def scale_up(exponent: Int32) -> Int32:
@@ -48,8 +48,8 @@ def scale_up(exponent: Int32) -> Int32:
 def scale_down(exponent: Int32, amax: Int32) -> Int32:
     """Bits of 2^-exponent in fp32, or NaN if amax is infinite."""
     small = exponent == 127  # 2^-127 is subnormal
-    usual = cutlass.select_(small, Int32(_BELOW_NORMAL), (127 - exponent) << 23)
-    return cutlass.select_(amax == _INFINITY, Int32(_NAN), usual)
+    power_down = cutlass.select_(small, Int32(_BELOW_NORMAL), (127 - exponent) << 23)
+    return cutlass.select_(amax == _INFINITY, Int32(_NAN), power_down)
 
 
 class Values:
@@ -67,36 +67,36 @@ class Values:
     def put(self, q: int, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
         """Channels 16 q to 16 q + 15: four words, as `epilogues` packs eight accumulators.
 
-        `counted` is MAGNITUDES, or 0 for channels that there are not.
+        `counted` is MAGNITUDES, or 0 for channels past the last one.
         """
         self.count(words, counted)
         self.set(q, words)
 
     def set(self, q: int, words: Sequence[Uint32]) -> None:
-        """As `put`, of words that have been counted."""
+        """Store words that `count` has seen."""
         for i, word in enumerate(words):
             self.words[4 * q + i] = word
 
     def count(self, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
-        """As `put`, of words that `set` gets later."""
+        """Take words into the largest magnitudes; `set` stores them later."""
         for i, word in enumerate(words):
             self.amax[i % 2] = ptx.max_pair(self.amax[i % 2], word & Uint32(counted))
 
     def row_amax(self, half: int) -> Int32:
         """Bits of the largest magnitude of the lane's first or second row, in its four lanes."""
         both = self.amax[half]
-        found = cutlass.max(Int32(both << 16), Int32(both & Uint32(0xFFFF0000)))
+        largest = cutlass.max(Int32(both << 16), Int32(both & Uint32(0xFFFF0000)))
         for step in (1, 2):
-            found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, step))
-        return found
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, step))
+        return largest
 
 
 def to_memory(tensor: cute.Tensor) -> tuple[Any, Any]:
     """Host side: TMA atom and tensor to store 16 rows to [rows, channels of a part, parts]."""
     one = cute.slice_(_layout(1), (None, None, 0))
     op = cpasync.CopyBulkTensorTileS2GOp()
-    made = cpasync.make_tiled_tma_atom(op, tensor, one, (ROWS, BLOCK))
-    return made[0], made[1]
+    atom = cpasync.make_tiled_tma_atom(op, tensor, one, (ROWS, BLOCK))
+    return atom[0], atom[1]
 
 
 def _layout(count: int) -> cute.ComposedLayout:
@@ -142,7 +142,11 @@ class RowBytes:
                 ptx.store_shared_half((start ^ (_PIECE * q)) + (i // 2 * 8 + i % 2 * 1024), pair)
 
     def _start(self) -> Int32:
-        """Of the lane's first two bytes in the first region."""
+        """Shared address of the lane's first two bytes in the first region.
+
+        Swizzle of 128 bytes: 16-byte piece c of row r lies at c ^ (r % 8). So piece 0 of row r is
+        16 r bytes into its row, and an XOR of the address with 16 q gives piece q.
+        """
         lane = ptx.lane()
         return self.base + lane // 4 * (BLOCK + _PIECE) + lane % 4 * 2
 
@@ -172,10 +176,11 @@ class RowBytes:
         column: Int32,
         part: cutlass.Constexpr,
     ) -> None:
-        """Store a region to rows top .. end - 1, from `column` of a part on, up to its end.
+        """Store a region to rows top .. end - 1, from `column` of a part up to its end.
 
         Counts as one store of `Staging.drain`.
         """
+        # Bytes that all lanes wrote (generic proxy) become visible to TMA (async proxy).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if end - top >= ROWS:
@@ -215,7 +220,7 @@ class RowBytes:
         if cutlass.const_expr(part > 0):
             target += part * Int64(rows.shape[1])
         for p in cutlass.range_constexpr(ROWS // 4):
-            # 4 rows further, the swizzle is another.
+            # 4 rows further the swizzle differs in bit 2 of the piece (64 bytes).
             if top + row + 4 * p < end and inside < rows.shape[1]:
                 words = ptx.load_shared(
                     (source ^ (64 * (p % 2))) + (region * REGION + p * 4 * BLOCK)

@@ -1,7 +1,7 @@
-"""Weight gradients of stacked experts from operands in FP8, straight into what is kept of them.
+"""Weight gradients of stacked experts from operands in FP8, written to or added in place.
 
 fc1: d is the gradient of the pre-activations and v the input; fc2: d the output gradient and v the
-activations. Both are transposed, which is where a gathered operand takes the experts' order.
+activations. Both are transposed; that step also brings a gathered operand into the experts' order.
 """
 
 import torch
@@ -38,10 +38,10 @@ def fp8_wgrad(
             or [T / 128, O] of `vector` blocks. Each part of O is a multiple of 64.
         v: e4m3 [I, T] likewise, I a multiple of 64, in one part; scales of `vector` blocks are
             contiguous.
-        column_offsets: int32 [L + 1], as of `quantize.blocks.column_offsets`: expert e has tokens
-            column_offsets[e] to column_offsets[e + 1], multiples of 128; those that are none of
-            its own are zeros. Nothing is read from column_offsets[L] on.
-        parts: of O, 1 or 2, in each of which blocks start anew.
+        column_offsets: int32 [L + 1], of `quantize.blocks.column_offsets`: expert e has tokens
+            column_offsets[e] to column_offsets[e + 1], multiples of 128; padding among
+            them is zero. Nothing is read from column_offsets[L] on.
+        parts: of O, 1 or 2, in each of which blocks restart.
         out_LOI, dtype, accumulate, zeros, order_L, counter, sm_margin, dynamic: as in
             `experts.wgrad`.
         tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`, and 128 in
@@ -74,7 +74,7 @@ def fp8_wgrad(
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
     config = Fp8WgradConfig(
         columns=tile or (BLOCK if d.blocks == "vector" else choose(I)),
-        wide=out.dtype == torch.float32,
+        fp32_out=out.dtype == torch.float32,
         add=accumulate,
         zeros=zeros or accumulate,
         ordered=order_L is not None,

@@ -2,7 +2,21 @@
 
 Both operands are stored by channels, an expert's tokens side by side and padded with zeros to
 whole blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are
-whole, and no stage holds tokens of two experts. The scales are those of `wgrad_math`.
+whole, and no stage holds tokens of two experts. The scales are those of `wgrad_mma`.
+
+Roles. A CTA has 12 warps in three groups, one CTA an SM:
+
+    warp       registers  role
+    0          40         scheduler (claim, look-up, record) and TMA of both operands
+    1 - 3      40         nothing to do
+    4 - 11     232        two groups, 64 rows of the tile each: multiply and promote block by block
+                          (`promotion`), then store the tile or add it (`accumulate.Store`)
+
+Pipelines, and the arrivals that complete a phase of their barriers:
+
+    schedule   2 records     full: 1, of warp 0             empty: 9: warp 0, and 8 that multiply
+    ring       4 or 5 stages full: 1, of warp 0, and bytes  empty: 8, of the warps that multiply
+    blocks     2 to 4 buffers a group of the output: named barriers 1 and 2, 128 threads each
 
 Tiles and their order are those of `experts.wgrad_kernel`, the stages those of `fp8.mainloop`.
 """
@@ -19,8 +33,8 @@ from cutlass.cute.nvgpu import cpasync
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
 from phalanx.kernels.sm90.fp8.operands import BYTES
-from phalanx.kernels.sm90.fp8.wgrad_math import VectorMath, WgradMath, layout_mma
-from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, VectorWgradMma, layout_mma
+from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -34,41 +48,41 @@ _RESERVED_BYTES = 1024 + 1024
 
 @dataclass(frozen=True)
 class Fp8WgradConfig:
-    """What is compiled into a kernel."""
+    """Choices that are compiled into a kernel."""
 
     columns: int = 256
     """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
-    wide: bool = False
+    fp32_out: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
-    """Add to dw, whose sum in bf16 is rounded once more."""
+    """Add to dw; a bf16 sum is rounded a second time."""
     ordered: bool = False
-    """Take the experts in the order that the caller gives."""
+    """Take the experts in an order given by the caller."""
     dynamic: bool = True
     """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     rows_format: str = "e4m3"
-    """Of d."""
+    """Format of d."""
     vector: bool = False
-    """A scale for each channel of 128 tokens, not for 128 channels."""
+    """Scales for each channel of 128 tokens, instead of for 128 channels."""
     zeros: bool = True
-    """Experts without rows get zeros, unless it adds."""
+    """Write zeros for experts without rows, unless it adds."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
             raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
-        if self.vector and self.columns > 128:  # the scales of more would not find registers
+        if self.vector and self.columns > 128:  # scales of more columns do not fit in registers
             raise ValueError(f"columns={self.columns}: 128 in `vector` blocks")
 
     @property
     def output(self) -> Output:
-        """The narrower tiles leave room to stage a whole tile, or most of it."""
-        blocks = self.columns // (32 if self.wide else 64)
+        """Buffers of the output: narrower tiles leave memory to stage all or most of a tile."""
+        blocks = self.columns // (32 if self.fp32_out else 64)
         buffers = 2 if self.columns == 256 else min(4, blocks)
-        return Output(self.columns, self.wide, self.add, buffers)
+        return Output(self.columns, self.fp32_out, self.add, buffers)
 
     @property
     def mainloop(self) -> Fp8Mainloop:
-        """With as many stages as fit beside the output's buffers."""
+        """The loop with as many stages as fit beside the output's buffers."""
         loop = Fp8Mainloop(self.columns, rows_format=self.rows_format)
         left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
         return replace(loop, stages=left // loop.stage_bytes)
@@ -122,7 +136,7 @@ class Fp8WgradKernel:
         mV = weights(v, I, T, one, one)
         wide_i = cute.assume(Int64(I), divby=64)
         plane = cute.assume(Int64(O) * Int64(I), divby=64)
-        if cutlass.const_expr(config.wide):
+        if cutlass.const_expr(config.fp32_out):
             dw = cute.recast_ptr(dw, dtype=Float32)
         shape = (cute.assume(O, divby=64), cute.assume(I, divby=64), L)
         mW = cute.make_tensor(dw, cute.make_layout(shape, stride=(wide_i, 1, plane)))
@@ -174,7 +188,7 @@ class Fp8WgradKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         storage = cutlass.utils.SmemAllocator().allocate(layout)
-        tiles = Tiles(
+        tiles = ExpertTiles(
             offsets,
             order,
             config.ordered,
@@ -189,27 +203,28 @@ class Fp8WgradKernel:
         if warp == 0:
             for descriptor in (loads[0], loads[2], stores[0]):
                 cpasync.prefetch_descriptor(descriptor)
-            scheduler.start()
-            loop.ring(storage.mainloop).start()
+            scheduler.init_barriers()
+            loop.ring(storage.mainloop).init_barriers()
+        # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
             if warp == 0:
-                load = loop.loads(storage.mainloop, Int32(0), loads, mD, None)
+                load = loop.producer(storage.mainloop, Int32(0), loads, mD, None)
                 self._load(load, scheduler, tiles, ctas)
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
             thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
-            kind = VectorMath if config.vector else WgradMath
-            math = kind(loop, storage.mainloop, tiled_mma, group - 1, scales)
-            self._compute(math, _Stores(config, storage.output, thread, stores, shape), scheduler)
+            strategy = VectorWgradMma if config.vector else Fp8WgradMma
+            mma = strategy(loop, storage.mainloop, tiled_mma, group - 1, scales)
+            self._compute(mma, _Stores(config, storage.output, thread, stores, shape), scheduler)
         cute.arch.sync_threads()
 
     @cute.jit
-    def _load(self, load: Any, scheduler: Scheduler, tiles: Tiles, ctas: Int32) -> None:
-        """The loading warp: tiles to stages; half-way through one, it finds the one after it."""
+    def _load(self, load: Any, scheduler: Scheduler, tiles: ExpertTiles, ctas: Int32) -> None:
+        """Loading warp: tiles to stages; half-way through a tile it finds the next one."""
         columns = self.config.columns
         first = Int32(0)
         tile = scheduler.first()
@@ -220,7 +235,7 @@ class Fp8WgradKernel:
         scheduler.send(Int32(0), row, stop, position, expert)
         if expert < 0:
             scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-        number, state = Int32(0), load.ring.producer()
+        number, state = Int32(0), load.ring.producer_state()
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             claimed = scheduler.claim()
@@ -241,29 +256,29 @@ class Fp8WgradKernel:
             row, stop, position, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, math: WgradMath, stores: "_Stores", scheduler: Scheduler) -> None:
-        """A multiplying warp group: stages to accumulators to a tile of dw."""
-        made, rows = stores.made, stores.shape[0]
+    def _compute(self, mma: Fp8WgradMma, stores: "_Stores", scheduler: Scheduler) -> None:
+        """Multiplying warp group: stages to accumulators to a tile of dw."""
+        store, rows = stores.store, stores.shape[0]
         number, filled = Int32(0), Int32(0)
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             down, across = unpack(position)
-            this, blocks = expert, (stop - row) // BLOCK
+            tile_expert, blocks = expert, (stop - row) // BLOCK
             if blocks > 0:
-                math(filled, row // BLOCK, blocks, down, across, rows)
+                mma(filled, row // BLOCK, blocks, down, across, rows)
             filled += blocks
             number += 1
             row, stop, position, expert = scheduler.read(number)
             if blocks > 0:
-                made()(math.tile, down, across, this)
+                store()(mma.tile, down, across, tile_expert)
             else:
                 if cutlass.const_expr(self.config.zeros and not self.config.add):
-                    made().zeros(down, across, this)
-        made().finish()
+                    store().zeros(down, across, tile_expert)
+        store().finish()
 
 
 class _Stores:
-    """Makes a `Store` for each tile: what it knows of its lane is not kept over the product."""
+    """Creates a `Store` for each tile, so that its addresses hold no registers over the product."""
 
     def __init__(
         self, config: Fp8WgradConfig, storage: Any, first: Int32, tma: Any, shape: Any
@@ -272,7 +287,7 @@ class _Stores:
         self.config, self.storage, self.first = config, storage, first
         self.tma, self.shape = tma, shape
 
-    def made(self) -> Store:
+    def store(self) -> Store:
         thread, config = self.first + ptx.lane(), self.config
         mma = layout_mma(config.columns)
         return Store(config.output, self.storage, mma, thread, self.tma, self.shape)

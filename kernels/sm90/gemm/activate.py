@@ -15,7 +15,7 @@ _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def forward(act: Activation, gate: Float32, up: Float32) -> Float32:
-    """act(h) of one channel; `up` is not used without a gate's partner."""
+    """act(h) of one channel; `up` is used only if the activation is gated."""
     gate, up, _, _ = _clamp(act, gate, up)
     value, _ = _activate(act, gate)
     return value * up if act.gated else value
@@ -52,10 +52,10 @@ def _clamp(act: Activation, gate: Float32, up: Float32) -> tuple:
 
 
 def _activate(act: Activation, x: Float32) -> tuple[Float32, Float32]:
-    """Value and derivative of the activated half, by the function that the table names.
+    """Value and derivative of the activation, by the table's `cute` function.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the table has no such function.
     """
     if not act.facts.cute:
         raise ValueError(

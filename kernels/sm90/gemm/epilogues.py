@@ -1,10 +1,10 @@
-"""What becomes of a tile's accumulators: three epilogues of the grouped GEMMs.
+"""Epilogues of the grouped GEMMs: from a tile's accumulators to memory.
 
-Each is a frozen choice (what is compiled in) with a host side, which makes the TMA descriptors, and
-a device side for one warp: `before` runs when the tile is known, ahead of its multiplication; a
-call stores the tile. Between tiles a warp keeps one integer for its epilogue (`kept`), which each
-call takes and returns: of `Linear` that of its `Signaller`, of `ActGrad` phases of barriers. Every
-value is rounded once.
+Each is a frozen choice (compiled in) with a host side, which creates the TMA descriptors, and a
+device side for one warp: `prefetch` runs when the tile is known, ahead of its multiplication; a
+call stores the tile. Between tiles a warp has one integer (`carry`), which each call takes and
+returns: for `Linear` the pending tile of its `Signaller`, for `ActGrad` phases of its barriers.
+Every value is rounded once.
 
 Legend: S rows, N columns of y, F expert width, H = 2F or F channels of h, L experts.
 """
@@ -26,35 +26,35 @@ from phalanx.kernels.sm90.jit import ptx
 
 
 class _Warp:
-    """Where a warp is in a tile."""
+    """Position of a warp in a tile."""
 
     def __init__(self, loop: Mainloop, thread: Int32) -> None:
         """`thread` counts from the first multiplying thread."""
         self.loop = loop
         self.blocks_m = loop.group_rows // 64
-        """Blocks of 16 rows that a warp has, at a stride of 64 rows."""
+        """Blocks of 16 rows of a warp, at a stride of 64 rows."""
         self.number = cute.arch.make_warp_uniform(thread // 32)
         self.first = self.number % 4 * 16 if loop.pingpong else self.number * 16
-        """Row in the tile."""
+        """First row of the warp in the tile."""
 
     @property
     def column(self) -> Int32:
-        """In 8 columns, of the lane's accumulators."""
+        """Column of the lane's accumulators in 8."""
         return 2 * (ptx.lane() % 4)
 
     def values(self, acc: cute.Tensor, m: int, q: int) -> list[Float32]:
         """The lane's 8 accumulators in columns 16 q .. 16 q + 15."""
-        at = m * (self.loop.columns // 2) + 8 * q
-        return [acc[at + i] for i in range(8)]
+        first = m * (self.loop.columns // 2) + 8 * q
+        return [acc[first + i] for i in range(8)]
 
     @cute.jit
     def per_row(self, values: cute.Tensor, top: Int32, end: Int32) -> list[Float32]:
         """values[row] for the lane's two rows, 8 apart, of the warp's 16 from `top` on."""
-        found = []
+        picked = []
         for half in cutlass.range_constexpr(2):
-            at = cutlass.min(top + ptx.lane() // 4 + half * 8, end - 1)
-            found.append(values[at])
-        return found
+            row = cutlass.min(top + ptx.lane() // 4 + half * 8, end - 1)
+            picked.append(values[row])
+        return picked
 
 
 def _add_bias(
@@ -64,9 +64,9 @@ def _add_bias(
     for i in range(2):
         low, high = ptx.unpack(words[expert, (n + 8 * i) // 2])
         for half in range(2):
-            at = 4 * i + 2 * half
+            first = 4 * i + 2 * half
             a, b = (low * scales[half], high * scales[half]) if scales else (low, high)
-            values[at], values[at + 1] = values[at] + a, values[at + 1] + b
+            values[first], values[first + 1] = values[first] + a, values[first + 1] + b
 
 
 def _pack(values: list[Float32]) -> list[Uint32]:
@@ -94,7 +94,7 @@ class Linear:
     def storage(self, loop: Mainloop) -> Any:
         return self.strips(loop).storage()
 
-    def start(self, storage: Any) -> None:
+    def init_barriers(self, storage: Any) -> None:
         """Nothing to initialise."""
 
     def host(
@@ -103,34 +103,35 @@ class Linear:
         """y [S, N]; bias [L, N / 2] in words of two; scale [S]; arguments of a `Signaller`."""
         return self.strips(loop).to_memory(mY), mY, bias, scale, signal
 
-    def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> "_Linear":
-        return _Linear(self, loop, storage, thread, given)
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> "_Linear":
+        return _Linear(self, loop, storage, thread, args)
 
 
 class _Linear:
     def __init__(
-        self, config: Linear, loop: Mainloop, storage: Any, thread: Int32, given: Any
+        self, config: Linear, loop: Mainloop, storage: Any, thread: Int32, args: Any
     ) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         self.staging = Staging(config.strips(loop), storage, thread)
-        self.tma, self.mY, self.bias, self.scale, signal = given
+        self.tma, self.mY, self.bias, self.scale, signal = args
         self.signal = Signaller(*signal)
 
-    def before(self, row: Int32, end: Int32, column: Int32) -> None:
+    def prefetch(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`.
 
-        One that signals is given the expert's slice in place of the expert.
+        If it signals, `expert` is the expert's slice.
         """
         if cutlass.const_expr(self.config.signals):
+            # Cooperative: the last tile's stores have drained under this one's product.
             if cutlass.const_expr(not self.loop.pingpong):
-                self.signal(kept)
-            kept = self.signal.pending(expert)
+                self.signal(carry)
+            carry = self.signal.pending(expert)
             expert = expert >> self.signal.slice_bits
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
@@ -142,8 +143,8 @@ class _Linear:
                 if top < end and n < self.mY.shape[1]:
                     self._store(acc, m, j, top, end, n, expert, scales)
         if cutlass.const_expr(self.config.signals and self.loop.pingpong):
-            self.signal(kept)
-        return kept
+            self.signal(carry)
+        return carry
 
     def _store(
         self,
@@ -158,7 +159,8 @@ class _Linear:
     ) -> None:
         count = self.staging.strips.count
         strip = j % count
-        # Blocks may have been left out before the first of a row of them: nothing is counted.
+        # Before the first block of a row all stores are drained: blocks past the end were skipped,
+        # so the number of stores in flight is not known there.
         self.staging.drain(0 if j == 0 else count - 1)
         for q in range(4):
             values = self.warp.values(acc, m, 4 * j + q)
@@ -168,10 +170,10 @@ class _Linear:
             self.staging.write(strip, q, _pack(values))
         self.staging.store(strip, self.tma, self.mY, top, end, n)
 
-    def finish(self, kept: Int32) -> None:
+    def finish(self, carry: Int32) -> None:
         self.staging.drain(0)
         if self.config.signals and not self.loop.pingpong:
-            self.signal(kept)
+            self.signal(carry)
 
 
 @dataclass(frozen=True)
@@ -184,20 +186,20 @@ class Act:
     prob: bool = True
 
     @property
-    def halves(self) -> int:
+    def num_gate_parts(self) -> int:
         return 2 if self.act.gated else 1
 
     @property
-    def kept(self) -> int:
-        """Strips of h that are stored."""
-        return self.halves if self.keep_h else 0
+    def h_strips(self) -> int:
+        """Strips of h that are stored: none without keep_h."""
+        return self.num_gate_parts if self.keep_h else 0
 
     def sets(self, loop: Mainloop) -> int:
-        """How many times there are strips for h and a."""
+        """Number of sets of strips for h and a: with ping-pong one is stored, one written."""
         return 2 if loop.pingpong else 1
 
     def strips(self, loop: Mainloop) -> Strips:
-        return Strips(32, self.sets(loop) * (self.kept + 1))
+        return Strips(32, self.sets(loop) * (self.h_strips + 1))
 
     def bytes(self, loop: Mainloop) -> int:
         return self.strips(loop).bytes
@@ -205,7 +207,7 @@ class Act:
     def storage(self, loop: Mainloop) -> Any:
         return self.strips(loop).storage()
 
-    def start(self, storage: Any) -> None:
+    def init_barriers(self, storage: Any) -> None:
         """Nothing to initialise."""
 
     def host(
@@ -220,29 +222,27 @@ class Act:
         strips = self.strips(loop)
         return strips.to_memory(mH), mH, strips.to_memory(mA), mA, bias, prob
 
-    def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> "_Act":
-        return _Act(self, loop, storage, thread, given)
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> "_Act":
+        return _Act(self, loop, storage, thread, args)
 
 
 class _Act:
-    """Takes 32 channels at a time."""
+    """Device side of `Act`: 32 channels at a time."""
 
-    def __init__(
-        self, config: Act, loop: Mainloop, storage: Any, thread: Int32, given: Any
-    ) -> None:
+    def __init__(self, config: Act, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         self.staging = Staging(config.strips(loop), storage, thread)
-        self.tma_h, self.mH, self.tma_a, self.mA, self.bias, self.prob = given
+        self.tma_h, self.mH, self.tma_a, self.mA, self.bias, self.prob = args
 
-    def before(self, row: Int32, end: Int32, column: Int32) -> None:
+    def prefetch(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
-        wide = self.loop.columns // self.config.halves
+        wide = self.loop.columns // self.config.num_gate_parts
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
             probs = []
@@ -252,7 +252,7 @@ class _Act:
                 f = column * wide + 32 * j
                 if top < end and f < self.mA.shape[1]:
                     self._store(acc, m, j, top, end, f, expert, probs)
-        return kept
+        return carry
 
     def _store(
         self,
@@ -265,14 +265,15 @@ class _Act:
         expert: Int32,
         probs: list[Float32],
     ) -> None:
-        """Registers to h and a."""
-        config, kept, sets = self.config, self.config.kept, self.config.sets(self.loop)
-        first = j % sets * (kept + 1)
-        # Blocks may have been left out before the first of a row of them: nothing is counted.
-        self.staging.drain(0 if j == 0 else (sets - 1) * (kept + 1))
+        """Write h and a of 32 channels to strips, and store these."""
+        config, h_strips, sets = self.config, self.config.h_strips, self.config.sets(self.loop)
+        first = j % sets * (h_strips + 1)
+        # Before the first block of a row all stores are drained: blocks past the end were skipped,
+        # so the number of stores in flight is not known there.
+        self.staging.drain(0 if j == 0 else (sets - 1) * (h_strips + 1))
         for q in range(2):
             h = []
-            for half in range(config.halves):
+            for half in range(config.num_gate_parts):
                 columns = half * (self.loop.columns // 32) + 2 * j + q
                 values = self.warp.values(acc, m, columns)
                 if config.bias:
@@ -286,30 +287,30 @@ class _Act:
             a = [activate.forward(config.act, gate[i], up[i]) for i in range(8)]
             if config.prob:
                 a = [x * probs[i // 2 % 2] for i, x in enumerate(a)]
-            self.staging.write(first + kept, q, _pack(a))
-        for half in range(kept):
+            self.staging.write(first + h_strips, q, _pack(a))
+        for half in range(h_strips):
             n = f + half * self.mA.shape[1]
             self.staging.store(first + half, self.tma_h, self.mH, top, end, n)
-        self.staging.store(first + kept, self.tma_a, self.mA, top, end, f)
+        self.staging.store(first + h_strips, self.tma_a, self.mA, top, end, f)
 
-    def finish(self, kept: Int32) -> None:
+    def finish(self, carry: Int32) -> None:
         self.staging.drain(0)
 
 
 @dataclass(frozen=True)
 class ActGrad:
-    """acc is the gradient of a / prob: dh and a from h, and the gradient of prob by column tile."""
+    """acc is the gradient of a / prob: dh, a, and partial sums of prob's gradient."""
 
     act: Activation
     prob: bool = True
 
     @property
-    def halves(self) -> int:
+    def num_gate_parts(self) -> int:
         return 2 if self.act.gated else 1
 
     def strips(self, loop: Mainloop) -> Strips:
-        """Three times for h and dh, then two for a."""
-        return Strips(32, 3 * self.halves + 2)
+        """Three for each part of h (and dh), then two for a."""
+        return Strips(32, 3 * self.num_gate_parts + 2)
 
     def bytes(self, loop: Mainloop) -> int:
         return self.strips(loop).bytes
@@ -318,7 +319,7 @@ class ActGrad:
         loaded = array(cutlass.Int64, WARPS * 3)
         return struct(strips=self.strips(loop).storage(), loaded=loaded)
 
-    def start(self, storage: Any) -> None:
+    def init_barriers(self, storage: Any) -> None:
         """One warp: initialise the barriers of the loads of h."""
         with cute.arch.elect_one():
             for number in range(WARPS * 3):
@@ -338,47 +339,47 @@ class ActGrad:
         dh, a = strips.to_memory(mD), strips.to_memory(mA)
         return strips.from_memory(mH), dh, mD, a, mA, prob, dprob
 
-    def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> "_ActGrad":
-        return _ActGrad(self, loop, storage, thread, given)
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> "_ActGrad":
+        return _ActGrad(self, loop, storage, thread, args)
 
 
 class _ActGrad:
-    """Takes 32 channels at a time; h of the next ones is on its way meanwhile.
+    """Device side of `ActGrad`: 32 channels at a time, with h of the next ones in flight.
 
-    `kept` has a bit for each strip of h: the phase in which its barrier completes next.
+    `carry` has a bit for each strip of h: the phase in which its barrier completes next.
     """
 
     def __init__(
-        self, config: ActGrad, loop: Mainloop, storage: Any, thread: Int32, given: Any
+        self, config: ActGrad, loop: Mainloop, storage: Any, thread: Int32, args: Any
     ) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         self.staging = Staging(config.strips(loop), storage.strips, thread)
-        self.tma_h, self.tma_d, self.mD, self.tma_a, self.mA, self.prob, self.dprob = given
+        self.tma_h, self.tma_d, self.mD, self.tma_a, self.mA, self.prob, self.dprob = args
         self.loaded = storage.loaded.data_ptr() + self.warp.number * 3
         self.width = loop.columns // 32
         self.steps = self.width * self.warp.blocks_m
 
     @cute.jit
-    def before(self, row: Int32, end: Int32, column: Int32) -> None:
-        """Begin to load h of the first channels, which the multiplication hides."""
+    def prefetch(self, row: Int32, end: Int32, column: Int32) -> None:
+        """Start to load h of the first channels, under the multiplication."""
         self.staging.drain(0)
         self._load(0, row, column)
         self._load(1, row, column)
 
     def _load(self, i: int, row: Int32, column: Int32) -> None:
-        """h for step i, whose strip has been stored."""
+        """Load h for step i into its strip, whose last store has drained."""
         if i < self.steps:
             top = row + self.warp.first + i // self.width * 64
             f = column * self.loop.columns + 32 * (i % self.width)
-            halves, barrier = self.config.halves, self.loaded + i % 3
-            self.staging.expect(halves, barrier)
-            for half in range(halves):
+            parts, barrier = self.config.num_gate_parts, self.loaded + i % 3
+            self.staging.expect(parts, barrier)
+            for half in range(parts):
                 n = f + half * self.mA.shape[1]
-                self.staging.load(i % 3 * halves + half, self.tma_h, top, n, barrier)
+                self.staging.load(i % 3 * parts + half, self.tma_h, top, n, barrier)
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
         probs = []
@@ -390,19 +391,22 @@ class _ActGrad:
                 probs = self.warp.per_row(self.prob, top, end)
                 sums.fill(0.0)
             f = column * self.loop.columns + 32 * (i % self.width)
-            if cutlass.const_expr(self.steps % 6 == 0):  # as often odd as even in every tile
+            # Each of the 3 barriers completes steps / 3 phases a tile: if that is even, the phase
+            # is the same in every tile and needs no register.
+            if cutlass.const_expr(self.steps % 6 == 0):
                 cute.arch.mbarrier_wait(self.loaded + strip, i // 3 % 2)
             else:
-                cute.arch.mbarrier_wait(self.loaded + strip, (kept >> strip) & 1)
-                kept = kept ^ (1 << strip)
-            # Free are step i - 1's strips of dh, to which i + 2 loads, and i - 2's of a.
+                cute.arch.mbarrier_wait(self.loaded + strip, (carry >> strip) & 1)
+                carry = carry ^ (1 << strip)
+            # All but the last store (a of step i - 1) have drained: the strips of dh of step i - 1,
+            # which i + 2 loads to, and those of a of step i - 2, which this step writes.
             self.staging.drain(min(i, 1))
             self._load(i + 2, row, column)
             if top < end and f < self.mA.shape[1]:
                 self._store(acc, i, top, end, f, probs, sums)
             if cutlass.const_expr(self.config.prob and i % self.width == self.width - 1):
                 self._sum(sums, top, end, column)
-        return kept
+        return carry
 
     def _store(
         self,
@@ -414,54 +418,54 @@ class _ActGrad:
         probs: list[Float32],
         sums: cute.Tensor,
     ) -> None:
-        """h in its strip becomes dh."""
-        halves, strip = self.config.halves, i % 3
+        """Replace h by dh in its strip, and store both dh and a."""
+        parts, strip = self.config.num_gate_parts, i % 3
         m, j = i // self.width, i % self.width
         for q in range(2):
             d = self.warp.values(acc, m, 2 * j + q)
-            h = [self.staging.read(strip * halves + half, q) for half in range(halves)]
+            h = [self.staging.read(strip * parts + half, q) for half in range(parts)]
             words = self._words(d, h, probs, sums)
-            self.staging.write(3 * halves + i % 2, q, words[-1])
-            for half in range(halves):
-                self.staging.write(strip * halves + half, q, words[half])
-        for half in range(halves):
+            self.staging.write(3 * parts + i % 2, q, words[-1])
+            for half in range(parts):
+                self.staging.write(strip * parts + half, q, words[half])
+        for half in range(parts):
             n = f + half * self.mA.shape[1]
-            self.staging.store(strip * halves + half, self.tma_d, self.mD, top, end, n)
-        self.staging.store(3 * halves + i % 2, self.tma_a, self.mA, top, end, f)
+            self.staging.store(strip * parts + half, self.tma_d, self.mD, top, end, n)
+        self.staging.store(3 * parts + i % 2, self.tma_a, self.mA, top, end, f)
 
     def _words(
         self, d: list[Float32], h: list[Any], probs: list[Float32], sums: cute.Tensor
     ) -> list[list[Uint32]]:
-        """dh, half by half, and a of 8 accumulators and as many of each half of h."""
-        config, halves = self.config, self.config.halves
-        words: list[list[Uint32]] = [[] for _ in range(halves + 1)]
-        for pair in range(4):  # one by one, for want of registers
+        """Words of dh (gate, up) and of a from 8 accumulators, and 8 channels of each part of h."""
+        config, parts = self.config, self.config.num_gate_parts
+        words: list[list[Uint32]] = [[] for _ in range(parts + 1)]
+        for pair in range(4):  # one pair at a time, or registers run out
             gates, ups = ptx.unpack(h[0][pair]), ptx.unpack(h[-1][pair])
-            made = []
+            results = []
             for gate, up, value in zip(gates, ups, d[2 * pair : 2 * pair + 2], strict=True):
                 scaled = value * probs[pair % 2] if config.prob else value
                 d_gate, d_up, a = activate.backward(config.act, gate, up, scaled)
                 if config.prob:
                     sums[pair % 2] = sums[pair % 2] + value * a
                     a = a * probs[pair % 2]
-                made.append((d_gate, d_up, a) if halves == 2 else (d_gate, a))
-            for into, low, high in zip(words, *made, strict=True):
+                results.append((d_gate, d_up, a) if parts == 2 else (d_gate, a))
+            for into, low, high in zip(words, *results, strict=True):
                 into.append(ptx.pack(low, high))
         return words
 
     @cute.jit
     def _sum(self, sums: cute.Tensor, top: Int32, end: Int32, column: Int32) -> None:
-        """Add up a row over the four lanes that share it; one of them stores it."""
+        """Sum of a row over the four lanes that share it; one of them stores it."""
         for half in cutlass.range_constexpr(2):
             total = sums[half]
             total = total + cute.arch.shuffle_sync_bfly(total, 1)
             total = total + cute.arch.shuffle_sync_bfly(total, 2)
             lane = ptx.lane()
-            at = top + lane // 4 + half * 8
-            if lane % 4 == 0 and at < end:
-                _put(self.dprob, column, at, total)
+            row = top + lane // 4 + half * 8
+            if lane % 4 == 0 and row < end:
+                _put(self.dprob, column, row, total)
 
-    def finish(self, kept: Int32) -> None:
+    def finish(self, carry: Int32) -> None:
         self.staging.drain(0)
 
 

@@ -1,7 +1,7 @@
-"""Tiles of problems in which every expert has as many as any other.
+"""Tiles of problems in which all experts have the same number of them, as weight gradients.
 
-Tiles are numbered expert by expert, in the order in which the caller wants the experts, and looked
-up by division. The order of claims, their counting and the reset of the counter are `schedule`'s.
+Tiles are numbered expert by expert, in the caller's order of experts, and looked up by division.
+Claims and the reset of their counter are `tile_scheduler`'s.
 """
 
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ def unpack(position: Int32) -> tuple[Int32, Int32]:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """From a tile's number to its record, in one warp; 32 experts are looked up at a time."""
 
     offsets: cute.Tensor
     order: cute.Tensor
-    """Experts as they are taken; read only if `ordered`."""
+    """Experts in the order of their tiles; read only if `ordered`."""
     ordered: bool
     band: int
-    """Columns of tiles that are walked together, see `raster`."""
+    """Width of the raster's bands, in tiles (see `raster`)."""
     experts: Int32
     row_tiles: Int32
     column_tiles: Int32
-    """Tiles of an expert, down and across."""
+    """Tiles of an expert across; `row_tiles` is their number down."""
 
     @property
     def each(self) -> Int32:
@@ -57,7 +57,7 @@ class Tiles:
 
         Args:
             tile: number over all experts.
-            first, expert, begin, end: a window, to be given again the next time.
+            first, expert, begin, end: the window that the last call returned.
 
         Returns:
             The window moved to where the tile is, then the expert's first row and the row after its
@@ -71,10 +71,10 @@ class Tiles:
         lane = number % _WARP
         row = cute.arch.shuffle_sync(begin, lane)
         stop = cute.arch.shuffle_sync(end, lane)
-        found = cute.arch.shuffle_sync(expert, lane)
+        at_tile = cute.arch.shuffle_sync(expert, lane)
         if number >= self.experts:
-            found = Int32(-1)
+            at_tile = Int32(-1)
         down, across = raster(
             tile - number * self.each, self.row_tiles, self.column_tiles, self.band, cutlass.min
         )
-        return first, expert, begin, end, row, stop, down << _ROW_SHIFT | across, found
+        return first, expert, begin, end, row, stop, down << _ROW_SHIFT | across, at_tile

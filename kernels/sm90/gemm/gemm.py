@@ -1,4 +1,4 @@
-"""The grouped GEMM kernel that `rows`, `fc1_act` and `fc2_dgrad_dact` are made of.
+"""The grouped GEMM kernel behind `grouped_gemm`, `fc1_act` and `fc2_dgrad_dact`.
 
 Persistent CTAs take tiles from `schedule`; the loading warps fill the stages of `mainloop`, two
 warp groups multiply them and hand their accumulators to an epilogue (see `Gemm`). The grid does not
@@ -21,8 +21,8 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     GROUP_THREADS,
     THREADS,
     TILE_ROWS,
-    Loads,
     Mainloop,
+    Producer,
 )
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -34,7 +34,7 @@ _RESERVED_BYTES = 1024 + 1024
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """What is compiled into a kernel."""
+    """Choices that are compiled into a kernel."""
 
     epilogue: Any
     """A `Linear`, `Act` or `ActGrad` of `epilogues`."""
@@ -50,18 +50,18 @@ class GemmConfig:
 
     @property
     def mainloop(self) -> Mainloop:
-        """With as many stages as fit beside the epilogue."""
+        """The loop with as many stages as fit beside the epilogue, at most 8."""
         left = SMEM_BYTES - _RESERVED_BYTES - self.epilogue.bytes(self.loop)
         return replace(self.loop, stages=min(8, left // self.loop.stage_bytes))
 
     @property
-    def halves(self) -> int:
+    def num_gate_parts(self) -> int:
         """Channels of B that a column of the output takes: 2 with a gate."""
-        return self.epilogue.halves if isinstance(self.epilogue, Act) else 1
+        return self.epilogue.num_gate_parts if isinstance(self.epilogue, Act) else 1
 
     @property
     def signals(self) -> bool:
-        """Another kernel waits for waves of finished tiles, and zeroes the counter."""
+        """True if another kernel waits for waves of finished tiles; that one zeroes the counter."""
         return isinstance(self.epilogue, Linear) and self.epilogue.signals
 
     @property
@@ -78,7 +78,7 @@ class GemmConfig:
 
 
 class Gemm:
-    """Device side; subclasses make the tensors and launch.
+    """Device side; subclasses create the tensors and launch.
 
     Roles. A CTA has 12 warps in three groups, one CTA an SM:
 
@@ -149,8 +149,8 @@ class Gemm:
         `scales`, of operands in FP8: as the mainloop's `math` takes them.
         """
         loop = self.config.mainloop
-        wide = loop.columns // self.config.halves
-        half_offset = columns if self.config.halves == 2 else Int32(loop.columns // 2)
+        wide = loop.columns // self.config.num_gate_parts
+        half_offset = columns if self.config.num_gate_parts == 2 else Int32(loop.columns // 2)
         self.kernel(
             loop.tma(mA, mB),
             epilogue,
@@ -220,9 +220,10 @@ class Gemm:
             if cutlass.const_expr(not loop.gather):
                 cpasync.prefetch_descriptor(loads[0])
             cpasync.prefetch_descriptor(loads[2])
-            scheduler.start()
-            loop.ring(storage.mainloop).start()
-            config.epilogue.start(storage.epilogue)
+            scheduler.init_barriers()
+            loop.ring(storage.mainloop).init_barriers()
+            config.epilogue.init_barriers(storage.epilogue)
+        # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
         cute.arch.mbarrier_init_fence()
         self._meet()
 
@@ -230,7 +231,7 @@ class Gemm:
         if group == 0:
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
-                load = loop.loads(storage.mainloop, rank, loads, mA, index)
+                load = loop.producer(storage.mainloop, rank, loads, mA, index)
                 wave_wait = None
                 if cutlass.const_expr(config.waits):
                     wave_wait = WaveWait(ready, storage.waves.data_ptr() + warp)
@@ -239,7 +240,7 @@ class Gemm:
                 )
             else:
                 if warp == 0:
-                    load = loop.loads(storage.mainloop, rank, loads, mA, index)
+                    load = loop.producer(storage.mainloop, rank, loads, mA, index)
                     self._load(
                         load, scheduler, None, rank, warp, blocks, half_offset, clusters, yielding
                     )
@@ -247,15 +248,15 @@ class Gemm:
             cute.arch.setmaxregister_increase(more)
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
             operands = (scales, index, config.waits)
-            math = loop.math(storage.mainloop, tiled_mma, group - 1, *operands)
+            mma = loop.mma_consumer(storage.mainloop, tiled_mma, group - 1, *operands)
             store = config.epilogue.device(loop, storage.epilogue, thread, epilogue)
-            self._compute(math, store, scheduler, rank, group - 1, blocks)
+            self._compute(mma, store, scheduler, rank, group - 1, blocks)
         self._meet()
 
     @cute.jit
     def _load(
         self,
-        load: Loads,
+        load: Producer,
         scheduler: Scheduler,
         wave_wait: Any,
         rank: Int32,
@@ -265,12 +266,12 @@ class Gemm:
         clusters: Int32,
         yielding: tuple[Int32, Int32, Int32] | None,
     ) -> None:
-        """The loading warps: tiles to stages; in the leader also the tile after the current one.
+        """Loading warps: tiles to stages; the leader also finds the tile after the current one.
 
-        The claim is made when a tile begins and read half-way, when its answer has long been there
-        and the stages hold enough work to hide what a look-up may cost.
+        The claim is issued when a tile begins and read half-way: by then the atomic has returned,
+        and the stages hold enough work to hide a look-up.
         """
-        wide = self.config.mainloop.columns // self.config.halves
+        wide = self.config.mainloop.columns // self.config.num_gate_parts
         leads = (rank == 0) & (warp == 0)
         tile, first, before = Int32(0), Int32(0), Int32(0)
         begin, end, inclusive = Int32(0), Int32(0), Int32(0)
@@ -285,9 +286,9 @@ class Gemm:
                 if expert < 0:
                     scheduler.finish(tile, clusters, tiles)
         number = Int32(0)
-        state, sources_of, finish = load.ring.producer(), load.sources, load.finish
+        state, sources_of, finish = load.ring.producer_state(), load.sources, load.finish
         if cutlass.const_expr(self.config.waits):
-            wave_wait.start()
+            wave_wait.reset()
         row, stop, column, expert = scheduler.read(number)
         while expert >= 0:
             claimed, goes_on = Int32(0), leads
@@ -301,13 +302,15 @@ class Gemm:
                 claimed = scheduler.claim()
             if cutlass.const_expr(self.config.waits):
                 wave_wait(expert)
-            own = row + rank * TILE_ROWS
+            first_row = row + rank * TILE_ROWS
             half = (blocks + 1) // 2
-            sources = sources_of(own, stop)
-            at = column * wide
+            sources = sources_of(first_row, stop)
+            first_column = column * wide
             if cutlass.const_expr(self.config.signals):
-                expert = expert >> scheduler.slice_bits  # named with its slice
-            state = load(state, sources, own, at, expert, half_offset, Int32(0), half)
+                expert = expert >> scheduler.slice_bits  # records hold the expert and its slice
+            state = load(
+                state, sources, first_row, first_column, expert, half_offset, Int32(0), half
+            )
             if goes_on:
                 tile = scheduler.after(tile, claimed, clusters)
                 first, before, begin, end, inclusive, row, stop, next_column, next_expert, tiles = (
@@ -317,40 +320,40 @@ class Gemm:
                 if cutlass.const_expr(not self.config.signals):
                     if next_expert < 0:
                         scheduler.finish(tile, clusters, tiles)
-            state = load(state, sources, own, at, expert, half_offset, half, blocks)
+            state = load(state, sources, first_row, first_column, expert, half_offset, half, blocks)
             finish(state, blocks)
             number += 1
             row, stop, column, expert = scheduler.read(number)
 
     @cute.jit
     def _compute(
-        self, math: Any, store: Any, scheduler: Scheduler, rank: Int32, group: Int32, blocks: Int32
+        self, mma: Any, store: Any, scheduler: Scheduler, rank: Int32, group: Int32, blocks: Int32
     ) -> None:
-        """A multiplying warp group: stages to accumulators to what the epilogue makes of them."""
+        """Multiplying warp group: stages to accumulators, and those to the epilogue."""
         loop = self.config.mainloop
-        number, kept, before = Int32(0), Int32(0), store.before
-        start = math.start
+        number, carry, prefetch = Int32(0), Int32(0), store.prefetch
+        start = mma.start
         start()
         row, end, column, expert = scheduler.read(number)
         while expert >= 0:
             mine = True
-            if cutlass.const_expr(loop.pingpong):  # tiles are taken in turn
+            if cutlass.const_expr(loop.pingpong):  # even tiles are group 0's, odd ones group 1's
                 mine = number & 1 == group
             if mine:
-                own = row + rank * TILE_ROWS
-                before(own, end, column)
-                named = expert
+                first_row = row + rank * TILE_ROWS
+                prefetch(first_row, end, column)
+                expert_id = expert
                 if cutlass.const_expr(self.config.signals):
-                    named = expert >> scheduler.slice_bits
-                math(number * blocks, blocks, own, end, column, named)
-                kept = store(math.acc, kept, own, end, column, expert)
+                    expert_id = expert >> scheduler.slice_bits
+                mma(number * blocks, blocks, first_row, end, column, expert_id)
+                carry = store(mma.acc, carry, first_row, end, column, expert)
             number += 1
             row, end, column, expert = scheduler.read(number)
-        store.finish(kept)
+        store.finish(carry)
 
     @cute.jit
     def _meet(self) -> None:
-        """A barrier of all threads of the cluster."""
+        """Barrier of all threads of the cluster."""
         if cutlass.const_expr(self.config.loop.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

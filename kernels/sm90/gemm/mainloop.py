@@ -1,4 +1,4 @@
-"""The multiplication: one warp group loads stages, two warp groups multiply them with wgmma.
+"""Main loop: one warp group loads stages, two warp groups multiply them with wgmma.
 
 For a tile of the rows of one expert, acc[m, n] = sum over k of A[row + m, k] * B[expert][n, k] in
 fp32. A is [rows, K] with K contiguous, its rows either consecutive (TMA) or picked by an index
@@ -6,7 +6,7 @@ fp32. A is [rows, K] with K contiguous, its rows either consecutive (TMA) or pic
 the expert is a coordinate of B's TMA descriptor. B's columns come in two halves, the second at an
 offset of `half_offset` columns: side by side, or the gate's and those of the linear half.
 
-The two multiplying warp groups either share a tile, 64 of its 128 rows each, or take turns at whole
+The two multiplying warp groups either share a tile, 64 of its 128 rows each, or alternate on whole
 tiles (`pingpong`), so that one multiplies while the other stores. In a cluster each CTA has its own
 rows and loads its share of B for both. Rows and columns past the end of a tensor are read as 0,
 rows past the end of the expert are whatever follows: epilogues drop both.
@@ -28,26 +28,27 @@ from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 
 GROUP_THREADS = 128
-MATH_GROUPS = 2
-THREADS = GROUP_THREADS * (1 + MATH_GROUPS)
+MMA_GROUPS = 2
+THREADS = GROUP_THREADS * (1 + MMA_GROUPS)
 TILE_ROWS, DEPTH = 128, 64
 ROW_BYTES = 2 * DEPTH
-"""Of a row of a stage, whatever its elements are."""
+"""Bytes of a row of a stage, in bf16 and in FP8: the swizzle's 128."""
 _CHUNK = 16
 """Bytes of a cp.async; 8 of them are a row of a stage of A."""
 _PASSES = TILE_ROWS * 8 // GROUP_THREADS
 _ATOM = 64
 """Rows of a wgmma."""
 _ORDER = 3
-"""First of the two named barriers by which warp groups take turns at the tensor cores."""
+"""First of the two named barriers that order the warp groups at the tensor cores (CUTLASS
+has an OrderedSequenceBarrier for this); 0 is `sync_threads`'s."""
 
 
 @dataclass(frozen=True)
 class Mainloop:
-    """Sizes and what follows from them. Used while tracing, on host and device side."""
+    """Tile sizes and all that follows from them. Used while tracing, on host and device side."""
 
     columns: int
-    """Of a tile: 128, 192 or 256."""
+    """Columns of a tile: 128, 192 or 256."""
     pingpong: bool = False
     cluster: int = 1
     """CTAs, 1 or 2, whose tiles lie below each other and share the loads of B. No shipped kernel
@@ -81,8 +82,10 @@ class Mainloop:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's in the loading and in a multiplying warp group; together they fit an SM."""
-        # Of the 168 * 384 that a CTA gets: more together would wait for each other for ever.
+        """Registers of a thread in the loading and in a multiplying warp group."""
+        # setmaxnreg takes registers from a pool of 168 * 384 that the CTA was launched with: a pair
+        # that asks for more, such as 48 and 232, would wait for ever. Gathering warps hold 8 source
+        # addresses of 64 bits each.
         return (56, 224) if self.gather else (40, 232)
 
     @property
@@ -93,7 +96,7 @@ class Mainloop:
     @property
     def group_rows(self) -> int:
         """Rows of a tile that one warp group multiplies."""
-        return TILE_ROWS if self.pingpong else TILE_ROWS // MATH_GROUPS
+        return TILE_ROWS if self.pingpong else TILE_ROWS // MMA_GROUPS
 
     @property
     def stage_bytes(self) -> int:
@@ -115,7 +118,7 @@ class Mainloop:
             OperandMajorMode.K,
             major,
             Float32,
-            (1 if self.pingpong else MATH_GROUPS, 1, 1),
+            (1 if self.pingpong else MMA_GROUPS, 1, 1),
             tiler_mn=(64, self.columns),
         )
 
@@ -128,7 +131,7 @@ class Mainloop:
         return a, self._layout_b(self.columns, self.stages)
 
     def box_layout(self) -> cute.ComposedLayout:
-        """The stages of B again, box by box."""
+        """The stages of B, box by box."""
         return self._layout_b(self.box, self.stages * self.columns // self.box)
 
     def _layout_b(self, columns: int, count: int) -> cute.ComposedLayout:
@@ -161,20 +164,22 @@ class Mainloop:
         arriving = self.stage_bytes - (ROW_BYTES * TILE_ROWS if self.gather else 0)
         return Ring(storage.ring, self.stages, arriving, copiers, self.warps, self.cluster)
 
-    def loads(self, *given: Any) -> "Loads":
-        """The loading side, given what `Loads` is."""
-        return Loads(self, *given)
+    def producer(self, *args: Any) -> "Producer":
+        """Loading side; the arguments are those of `Producer`."""
+        return Producer(self, *args)
 
-    def math(self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any) -> Any:
-        """The side of a multiplying warp group; scales are for FP8."""
-        return Math(self, storage, tiled_mma, group)
+    def mma_consumer(
+        self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any
+    ) -> Any:
+        """Side of a multiplying warp group; scales are for FP8."""
+        return MmaConsumer(self, storage, tiled_mma, group)
 
 
-class Loads:
-    """The loading side: one warp, or all warps of the group if rows are gathered."""
+class Producer:
+    """Loading side: one warp, or all warps of the group if rows are gathered."""
 
     modes: ClassVar[int] = 1
-    """Of the contraction, in the operands' tensors."""
+    """Modes of the operands' tensors that the contraction takes."""
 
     def __init__(
         self, loop: Mainloop, storage: Any, rank: Int32, tma: Any, mA: cute.Tensor, index: Any
@@ -189,30 +194,33 @@ class Loads:
         self.thread = cute.arch.thread_idx()[0] % GROUP_THREADS
         self.leads = cute.arch.make_warp_uniform(self.thread // 32) == 0
         row, chunk = self.thread // 8, self.thread % 8
+        # Swizzle of 128 bytes, by hand: 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that
+        # the 8 threads of a row, and wgmma later, touch different banks.
         self.to = ptx.address(storage.a.data_ptr()) + row * 128 + ((chunk ^ (row % 8)) * _CHUNK)
 
     @cute.jit
     def sources(self, row: Int32, end: Int32) -> tuple[Int64, ...]:
-        """Gathered: where this thread's piece of each of its rows begins in memory."""
-        found = []
+        """Global addresses of this thread's 16-byte piece of each of its rows; only if gathered."""
+        addresses = []
         if cutlass.const_expr(self.loop.gather):
             base = self.mA.iterator.toint() + self.thread % 8 * _CHUNK
             for p in cutlass.range_constexpr(_PASSES):
                 at = row + self.thread // 8 + p * (GROUP_THREADS // 8)
+                # Rows past the expert's end repeat its last one: the index there may be anything.
                 picked = self.index[cutlass.min(at, end - 1)]
-                found.append(base + Int64(picked) * self._pitch())
-        return tuple(found)
+                addresses.append(base + Int64(picked) * self._pitch())
+        return tuple(addresses)
 
     def _pitch(self) -> Int64:
         """Bytes of a row of A in memory."""
         return 2 * Int64(self.mA.shape[1])
 
     def place(self, k: Int32) -> tuple[Int32, ...]:
-        """Block k in the modes of the contraction."""
+        """Coordinates of block k in the modes of the contraction."""
         return (k,)
 
     def copy(self, to: Int32, source: Int64, k: Int32) -> None:
-        """Start to copy this thread's piece of block k of a row, which begins at `source`."""
+        """Start the copy of this thread's piece of block k of a row that begins at `source`."""
         ptx.cp_async(to, source + k * ROW_BYTES)
 
     @cute.jit
@@ -236,16 +244,16 @@ class Loads:
         to_a, from_a = self._a(row)
         boxes = self._boxes(column, expert, half_offset)
         for k in cutlass.range(begin, end, unroll=1):
-            self.ring.acquire(state)
+            self.ring.producer_acquire(state)
             if self.leads:
-                self.ring.expect(state)
+                self.ring.producer_arrive_and_expect_tx(state)
                 self._send_b(boxes, k, state)
                 if cutlass.const_expr(not self.loop.gather):
                     cute.copy(
                         self.atom_a,
                         from_a[(None, *self.place(k))],
                         to_a[(None, state.index)],
-                        tma_bar_ptr=self.ring.barrier(state),
+                        tma_bar_ptr=self.ring.full_barrier(state),
                     )
             if cutlass.const_expr(self.loop.gather):
                 to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
@@ -256,11 +264,12 @@ class Loads:
         return state
 
     def copied(self, state: State, k: Int32) -> None:
-        """This thread has begun to copy block k: the barrier counts it when the copies land."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.barrier(state))
+        """Arrive at the full barrier when this thread's copies of block k have landed."""
+        # noinc: the arrival is one of those that the barrier was initialised with.
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full_barrier(state))
 
     def finish(self, state: State, blocks: Int32) -> None:
-        """After the last of a tile's `blocks`: nothing is left to say."""
+        """Hook after the last of a tile's `blocks`; nothing to do in bf16."""
 
     def _a(self, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Destination and source of A's tiles for the rows from `row` on: (box, stage | k)."""
@@ -300,7 +309,7 @@ class Loads:
                 self.atom_b,
                 from_b[(None, *self.place(k))],
                 to_b[(None, state.index * count + number)],
-                tma_bar_ptr=self.ring.barrier(state),
+                tma_bar_ptr=self.ring.full_barrier(state),
                 **options,
             )
 
@@ -312,8 +321,8 @@ def _partition(atom: Any, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Te
     )
 
 
-class Math:
-    """A multiplying warp group's side. `acc` holds its part of the tile after a call.
+class MmaConsumer:
+    """Side of a multiplying warp group. `acc` holds its part of the tile after a call.
 
     A thread's accumulators, flat: 4 * (columns // 8) for each 64 rows; there, for each 8 columns,
     two neighbours in row lane // 4 of the warp's 16 and two 8 rows below.
@@ -340,16 +349,18 @@ class Math:
         if loop.pingpong:  # the first 64 rows alone
             top = cute.local_tile(a, (_ATOM, DEPTH, loop.stages), (0, 0, 0))
             self.top_a = tiled_mma.make_fragment_A(mma.partition_A(top))
-            self.top_mma = loop.tiled_mma()  # its own, as `set` below changes it
+            self.top_mma = loop.tiled_mma()  # a second one, as `set` in `_block` changes it
             shape = tiled_mma.partition_shape_C((_ATOM, loop.columns))
             self.top_acc = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
 
     @cute.jit
     def start(self) -> None:
-        """Ping-pong: the first turn is group 0's."""
+        """Ping-pong: let group 0 multiply first."""
+        # Every wait at an order barrier takes 128 arrivals of the other group; the first one of
+        # group 0 would have none.
         if cutlass.const_expr(self.loop.pingpong):
             if self.group == 1:
-                self._turn_of(0).arrive()
+                self._order_barrier(0).arrive()
 
     @cute.jit
     def __call__(
@@ -357,12 +368,12 @@ class Math:
     ) -> None:
         """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
 
-        Of the tile at `row`, only rows up to `end` matter: blocks of 64 rows after them are left
-        out. Its column tile and expert are for those who have scales to find.
+        Blocks of 64 rows of the tile at `row` that lie past `end` are skipped. `column` and
+        `expert` are used where operands have scales.
         """
         rows = end - row
         if cutlass.const_expr(self.loop.pingpong):
-            self._turn_of(self.group).arrive_and_wait()
+            self._order_barrier(self.group).arrive_and_wait()
             if rows > _ATOM:
                 self._multiply(first, blocks, True)
             else:
@@ -371,30 +382,37 @@ class Math:
             if rows > self.group * _ATOM:
                 self._multiply(first, blocks, True)
             else:
+                # The stages still have to be released: their empty barriers count both groups.
                 for k in cutlass.range(blocks, unroll=1):
-                    self.ring.release(self.ring.wait(first + k))
+                    self.ring.consumer_release(self.ring.consumer_wait_block(first + k))
 
     @cute.jit
     def _multiply(self, first: Int32, blocks: Int32, whole: cutlass.Constexpr) -> None:
         before = self._block(first, True, whole)
         for k in cutlass.range(1, blocks, unroll=1):
             stage = self._block(first + k, False, whole)
+            # One wgmma group stays in flight: the one before it has ended, so its stage is free.
             warpgroup.wait_group(1)
-            self.ring.release(before)
+            self.ring.consumer_release(before)
             before = stage
         if cutlass.const_expr(self.loop.pingpong):
-            self._turn_of(1 - self.group).arrive()
+            # All wgmma of the tile are issued: the other group's queue up behind them while this
+            # group waits for its last one and stores.
+            self._order_barrier(1 - self.group).arrive()
         warpgroup.wait_group(0)
-        self.ring.release(before)
+        self.ring.consumer_release(before)
 
-    def _turn_of(self, group: Int32 | int) -> pipeline.NamedBarrier:
+    def _order_barrier(self, group: Int32 | int) -> pipeline.NamedBarrier:
         return pipeline.NamedBarrier(barrier_id=_ORDER + group, num_threads=2 * GROUP_THREADS)
 
     def _block(self, number: Int32, fresh: bool, whole: bool) -> Int32:
-        stage = self.ring.wait(number)
-        if self.loop.gather:  # cp.async writes through the other proxy than wgmma reads by
+        stage = self.ring.consumer_wait_block(number)
+        if self.loop.gather:
+            # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
-        warpgroup.fence()  # in every block, or two accumulators would be multiplied one by one
+        # In every block: with two accumulators (128 rows a group) ptxas would otherwise serialise
+        # all wgmma of the loop.
+        warpgroup.fence()
         mma, acc, a = self.tiled_mma, self.acc, self.a
         if not whole:
             mma, acc, a = self.top_mma, self.top_acc, self.top_a

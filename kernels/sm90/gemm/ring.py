@@ -1,8 +1,8 @@
-"""The stages between loading and multiplying warps: a ring of buffers with two barriers each.
+"""Pipeline of stages between loading and multiplying warps: a ring, with two barriers a stage.
 
-A stage is full when all its bytes have arrived, and empty when the warps that multiply it, of every
-CTA that shares it, have released it. A barrier's phase ends with as many arrivals as it was made
-for:
+CuTe's PipelineTmaAsync with one addition: threads that copy with cp.async arrive as well. A stage
+is full when all its bytes have arrived, and empty when the warps that multiply it have released it.
+A barrier's phase ends with as many arrivals as it was initialised for:
 
     full[stage]   1, of the warp that issues TMA, which also says how many bytes to wait for,
                   + copiers, one of each thread whose cp.async have reached shared memory
@@ -25,7 +25,7 @@ type State = Any
 
 @dataclass(frozen=True)
 class Ring:
-    """Made by every thread over the same storage; `start` belongs before the first use."""
+    """View of the barriers in each thread; `init_barriers` comes before the first use."""
 
     storage: Any
     stages: int
@@ -43,63 +43,71 @@ class Ring:
         """The part of a kernel's shared memory that a ring needs."""
         return struct(full=array(cutlass.Int64, stages), empty=array(cutlass.Int64, stages))
 
-    def start(self) -> None:
-        """One warp: initialise the barriers; to be followed by a fence and a barrier."""
+    def init_barriers(self) -> None:
+        """One warp: initialise the barriers; a fence and a barrier of the CTA follow."""
         full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
         with cute.arch.elect_one():
             for stage in range(self.stages):
+                # 1: arrive_and_expect_tx of the TMA warp. cp.async arrives per thread, not per
+                # warp, as each thread's copies complete by themselves.
                 cute.arch.mbarrier_init(full + stage, 1 + self.copiers)
                 cute.arch.mbarrier_init(empty + stage, self.readers * self.cluster)
 
-    def producer(self) -> State:
-        """The position of a warp that loads."""
+    def producer_state(self) -> State:
+        """Pipeline state of a loading warp."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
-    def barrier(self, state: State) -> cute.Pointer:
-        """The stage's full barrier."""
+    def full_barrier(self, state: State) -> cute.Pointer:
+        """Full barrier of the stage."""
         return self.storage.full.data_ptr() + state.index
 
-    def acquire(self, state: State) -> None:
+    def producer_acquire(self, state: State) -> None:
         """Wait until the stage may be overwritten."""
+        # A producer state starts in phase 1: the first round over the stages does not wait.
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + state.index, state.phase)
 
-    def expect(self, state: State) -> None:
-        """One warp, before its TMA copies: say how many bytes will come."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(state), self.bytes)
+    def producer_arrive_and_expect_tx(self, state: State) -> None:
+        """One warp, before its TMA copies: arrive, and add their bytes to the phase.
 
-    def earlier(self, state: State, blocks: int) -> cute.Pointer:
-        """The full barrier of the stage so many blocks before `state`, fewer than there are."""
+        Both are one operation: between them the phase could end without the bytes.
+        """
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(state), self.bytes)
+
+    def earlier_full_barrier(self, state: State, blocks: int) -> cute.Pointer:
+        """Full barrier of the stage `blocks` (fewer than there are stages) before `state`."""
         stage = (state.index + (self.stages - blocks)) % self.stages
         return self.storage.full.data_ptr() + stage
 
-    def place(self, number: Int32) -> tuple[Int32, Int32]:
-        """Stage of block `number`, of all of a CTA, and the phase of its full barrier."""
+    def position(self, number: Int32) -> tuple[Int32, Int32]:
+        """Stage of block `number`, counted over all tiles, and its full barrier's phase."""
         return number % self.stages, number // self.stages % 2
 
-    def after(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    def next_position(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """`place` of the next block."""
         last = stage == self.stages - 1
         next_stage = cutlass.select_(last, Int32(0), stage + 1)
         return next_stage, cutlass.select_(last, phase ^ 1, phase)
 
-    def is_full(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
-        """Whether a stage is full; does not wait for it."""
+    def consumer_try_wait(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
+        """True if a stage is full; does not wait."""
         return cute.arch.mbarrier_try_wait(self.storage.full.data_ptr() + stage, phase)
 
-    def wait_at(self, stage: Int32, phase: Int32) -> None:
+    def consumer_wait(self, stage: Int32, phase: Int32) -> None:
         """Wait until a stage is full."""
         cute.arch.mbarrier_wait(self.storage.full.data_ptr() + stage, phase)
 
-    def wait(self, number: Int32) -> Int32:
-        """Wait until the stage of block `number`, of all of a CTA, is full; returns the stage."""
-        stage, phase = self.place(number)
-        self.wait_at(stage, phase)
+    def consumer_wait_block(self, number: Int32) -> Int32:
+        """Wait until the stage of block `number` (see `position`) is full; returns the stage."""
+        stage, phase = self.position(number)
+        self.consumer_wait(stage, phase)
         return stage
 
     @cute.jit
-    def release(self, stage: Int32) -> None:
+    def consumer_release(self, stage: Int32) -> None:
         """A multiplying warp, all its lanes, has read a stage."""
+        # One arrival a warp rather than a thread: 8 atomics on the barrier in place of 256. The
+        # wait for wgmma before it covers all lanes.
         lane = Int32(cute.arch.lane_idx())
         empty = self.storage.empty.data_ptr() + stage
         if lane < self.cluster:

@@ -24,10 +24,10 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class Strips:
-    """Host side: `count` strips for each multiplying warp."""
+    """`count` strips of shared memory for each multiplying warp."""
 
     columns: int
-    """Of a strip: 64, or 32."""
+    """Columns of a strip: 64 or 32."""
     count: int
 
     @property
@@ -40,7 +40,7 @@ class Strips:
         return WARPS * self.count * ROWS * self.pitch
 
     def storage(self) -> Any:
-        """The part of a kernel's shared memory that they need."""
+        """Field of shared memory for all strips."""
         return struct(data=array(BFloat16, self.bytes // 2, 1024))
 
     def layout(self, count: int) -> cute.ComposedLayout:
@@ -60,8 +60,8 @@ class Strips:
 
     def _tma(self, op: Any, tensor: cute.Tensor) -> tuple[Any, Any]:
         one = cute.slice_(self.layout(1), (None, None, 0))
-        made = cpasync.make_tiled_tma_atom(op, tensor, one, (ROWS, self.columns))
-        return made[0], made[1]
+        atom = cpasync.make_tiled_tma_atom(op, tensor, one, (ROWS, self.columns))
+        return atom[0], atom[1]
 
 
 class Staging:
@@ -75,14 +75,19 @@ class Staging:
         self.first = cute.arch.make_warp_uniform(thread // 32) * strips.count
         base = ptx.address(storage.data.data_ptr()) + self.first * (ROWS * strips.pitch)
         self.fragment = base + self._inside(thread % 32)
-        """The lane's row of stmatrix."""
+        """Shared address of the lane's row for stmatrix and ldmatrix."""
 
     def _inside(self, lane: Int32) -> Int32:
-        """Bytes from the first strip to the lane's row of stmatrix."""
+        """Bytes from the first strip to the lane's row for stmatrix."""
         row = lane % ROWS
         return row * self.strips.pitch + (lane // ROWS ^ self._flip(row)) * 16
 
     def _flip(self, row: Int32) -> Int32:
+        """Swizzle: the XOR on the 16-byte chunks of a row, which TMA applies as well.
+
+        Rows of 128 bytes start on the same bank, rows of 64 on two in turn: so 8 rows take 8
+        chunks, or 2 x 4, and stmatrix has no bank conflicts.
+        """
         return row % 8 if self.strips.columns == 64 else row // 2 % 4
 
     def write(self, strip: int, q: int, words: list[Uint32]) -> None:
@@ -97,7 +102,8 @@ class Staging:
         return (where ^ (32 * q)) + strip * (ROWS * self.strips.pitch)
 
     def drain(self, pending: int) -> None:
-        """Wait until all but the last `pending` stores have left shared memory."""
+        """Wait until all but the last `pending` stores have been read from shared memory."""
+        # Bulk groups belong to a thread. Lane 0 alone may have issued TMA, hence the sync after it.
         cute.arch.cp_async_bulk_wait_group(pending, read=True)
         cute.arch.sync_warp()
 
@@ -115,7 +121,8 @@ class Staging:
 
         Counts as one store for `drain`.
         """
-        # Also before a strip that lanes store is loaded to again.
+        # Writes of stmatrix (generic proxy) become visible to TMA (async proxy); also needed before
+        # a strip that lanes have stored is loaded to by TMA.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if end - top >= ROWS:
@@ -126,7 +133,7 @@ class Staging:
         cute.arch.cp_async_bulk_commit_group()
 
     def expect(self, strips: int, barrier: cute.Pointer) -> None:
-        """Say that so many strips are going to be loaded."""
+        """Arrive at `barrier` and expect the bytes of `strips` loads."""
         with cute.arch.elect_one():
             size = strips * ROWS * self.strips.pitch
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -139,7 +146,7 @@ class Staging:
         column: Int32,
         barrier: cute.Pointer,
     ) -> None:
-        """Begin to load 16 rows; rows and columns past the tensor's are 0."""
+        """Start to load 16 rows; rows and columns past the tensor's end are 0."""
         smem, gmem = self._partition(strip, tma, top, column)
         cute.copy(tma[0], gmem, smem, tma_bar_ptr=barrier)
 
@@ -161,14 +168,14 @@ class Staging:
     ) -> None:
         pieces, lane = self.strips.pitch // 16, ptx.lane()
         row, piece = lane // pieces, lane % pieces
-        # The strips' address, made anew: kept over the multiplication it would cost a register.
+        # Recomputed from the lane: live over the multiplication it would cost a register.
         base = self.fragment - self._inside(lane)
         source = base + row * self.strips.pitch + (piece ^ self._flip(row)) * 16
         pitch = 2 * Int64(rows.shape[1])
         target = rows.iterator.toint() + Int64(top + row) * pitch + Int64(2 * (column + piece * 8))
         step = 512 // self.strips.pitch
         for p in cutlass.range_constexpr(ROWS // step):
-            # 4 rows further, the swizzle of 128-byte rows is another.
+            # 4 rows further the swizzle of 128-byte rows differs in bit 2 of the chunk (64 bytes).
             flip = 64 * (p % 2) if self.strips.columns == 64 else 0
             if top + row + step * p < end:
                 words = ptx.load_shared(

@@ -1,4 +1,4 @@
-"""Shared memory of a kernel, put together from the parts that its pieces ask for."""
+"""Shared memory of a kernel, composed of the fields that its parts need."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import cutlass.cute as cute
 
 
 def struct(**fields: Any) -> Any:
-    """A `cute.struct` of the given fields, in this order, made while tracing."""
+    """A `cute.struct` of these fields, in this order, created while tracing."""
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 

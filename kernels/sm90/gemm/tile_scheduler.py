@@ -1,7 +1,7 @@
-"""Which tile comes next: persistent clusters claim tiles of all experts from a counter on the GPU.
+"""Tile scheduler: persistent clusters claim tiles of all experts from a counter on the GPU.
 
 All tiles are claimed with an atomic add, the first of a cluster too: one that arrives late, because
-another kernel still has its SMs, or shares them, simply takes fewer. The first warp of the leading
+another kernel still has its SMs, or shares them, takes fewer. The first warp of the leading
 CTA claims one tile ahead, looks its expert up in the device's offsets and sends a record to every
 CTA of the cluster through shared memory. A tile belongs to one cluster and one expert, and results
 do not depend on who computed it.
@@ -27,7 +27,7 @@ from phalanx.kernels.sm90.exchange.waves import slice_tiles
 from phalanx.kernels.sm90.gemm.storage import array, struct
 
 SLOTS = 2
-"""Records in flight: the tile being computed and the one after it."""
+"""Records in flight: that of the current tile and of the next one."""
 RECORD_INTS = 4
 """First row, row after the expert's last one, column tile, expert (-1: no tiles left); if sliced,
 the expert << `Scheduler.slice_bits` and its slice in place of the expert."""
@@ -56,22 +56,22 @@ def raster(index: Any, row_tiles: Any, column_tiles: Any, band: int, smaller: Ca
 
 @dataclass(frozen=True)
 class Schedule:
-    """Choices of the scheduler that are compiled in."""
+    """Compiled-in choices of the scheduler."""
 
     tile_rows: int
     """Rows of a cluster's tile."""
     cluster: int
     """CTAs of a cluster, along the rows."""
     readers: int
-    """Warps of a CTA that read records."""
+    """Warps of a CTA that read records: those that load and those that multiply."""
     dynamic: bool = True
     """Claim from the counter; otherwise cluster i takes tiles i, i + clusters, ...."""
     band: int = 8
     sliced: bool = False
-    """Tiles of an expert come slice after slice of its rows, and records name the slice."""
+    """Tiles of an expert come in slices of its rows, and records contain the slice."""
 
     def storage(self) -> Any:
-        """The part of a kernel's shared memory that this scheduler needs."""
+        """Field of shared memory for the barriers and records."""
         return struct(
             full=array(cutlass.Int64, SLOTS),
             empty=array(cutlass.Int64, SLOTS),
@@ -81,7 +81,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The scheduler inside a kernel. Made by every thread; `start` belongs before the first use."""
+    """Device side, in every thread; `init_barriers` comes before the first use."""
 
     config: Schedule
     storage: Any
@@ -90,10 +90,10 @@ class Scheduler:
     experts: Int32
     column_tiles: Int32
     slice_bits: Any = None
-    """An expert's rows are taken in `1 << slice_bits` slices; None: as a whole."""
+    """log2 of the slices that an expert's rows are taken in; None without slices."""
 
-    def start(self) -> None:
-        """Initialise the barriers; to be followed by a fence and a barrier of the cluster."""
+    def init_barriers(self) -> None:
+        """Initialise the barriers; a fence and a barrier of the cluster follow."""
         full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
         with cute.arch.elect_one():
             for slot in range(SLOTS):
@@ -102,15 +102,16 @@ class Scheduler:
 
     @cute.jit
     def read(self, number: Int32) -> tuple[Int32, ...]:
-        """Wait for the record of this CTA's tile `number` (0, 1, ...), and free its slot."""
+        """Wait for the record of this CTA's tile `number` (0, 1, ...), and release its slot."""
+        # Phase of the slot's barrier: it flips with every second record, as there are two slots.
         slot = number & (SLOTS - 1)
         cute.arch.mbarrier_wait(self.storage.full.data_ptr() + slot, (number >> 1) & 1)
         record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
         row, end, column, expert = record[0], record[1], record[2], record[3]
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # all lanes have read the record before one of them arrives
         with cute.arch.elect_one():
-            # Of CTA scope, also to the leader: a record was read, there is nothing to publish. A
-            # release to the cluster would wait for all stores of the warp.
+            # CTA scope: a record was read, there is nothing to publish. A release at cluster scope
+            # becomes MEMBAR.ALL.GPU, which waits for all stores of the warp.
             empty = self.storage.empty.data_ptr() + slot
             if cutlass.const_expr(self.config.cluster > 1):
                 cute.arch.mbarrier_arrive(empty, peer_cta_rank_in_cluster=0)
@@ -120,7 +121,7 @@ class Scheduler:
 
     @cute.jit
     def send(self, number: Int32, row: Int32, end: Int32, column: Int32, expert: Int32) -> None:
-        """Leader's warp: put the record of tile `number` into every CTA of the cluster."""
+        """Leader's warp: write the record of tile `number` to every CTA of the cluster."""
         slot = number % SLOTS
         lane = cute.arch.lane_idx()
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + slot, (number // SLOTS) % 2 ^ 1)
@@ -132,7 +133,7 @@ class Scheduler:
                 )
                 values = (row, end, column, expert)
                 cute.arch.store_async_dsmem(self._record(slot), values, full, lane)
-        else:  # no fence beyond the CTA, for which readers about to multiply would wait
+        else:  # arrival of CTA scope: a wider fence would hold up the readers, who are to multiply
             record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
             with cute.arch.elect_one():
                 record[0], record[1], record[2], record[3] = row, end, column, expert
@@ -141,7 +142,8 @@ class Scheduler:
 
     @cute.jit
     def claim(self) -> Int32:
-        """Leader's warp: start to claim a tile; the number arrives in lane 0, for `after`."""
+        """Leader's warp: issue the claim of a tile; its number arrives in lane 0, for `after`."""
+        # relaxed: the counter orders nothing but itself.
         claimed = Int32(0)
         if cutlass.const_expr(self.config.dynamic):
             if cute.arch.lane_idx() == 0:
@@ -160,7 +162,7 @@ class Scheduler:
 
     @cute.jit
     def after(self, tile: Int32, claimed: Int32, clusters: Int32) -> Int32:
-        """The tile after `tile`: the claimed one, or the next in turn."""
+        """Number of the tile after `tile`: the claimed one, or the cluster's next."""
         if cutlass.const_expr(self.config.dynamic):
             return cute.arch.shuffle_sync(claimed, 0)
         else:
@@ -168,7 +170,7 @@ class Scheduler:
 
     @cute.jit
     def window(self, first: Int32) -> tuple[Int32, ...]:
-        """Experts first .. first + 31, one a lane: begin, end, and tiles to its end."""
+        """Experts first .. first + 31, one a lane: first row, end, and tiles up to its end."""
         lane = cute.arch.lane_idx()
         begin = self.offsets[cutlass.min(first + lane, self.experts)]
         end = self.offsets[cutlass.min(first + lane + 1, self.experts)]
@@ -186,11 +188,11 @@ class Scheduler:
 
         Args:
             tile: number over all experts.
-            first, before, begin, end, inclusive: the window, as `window` makes it of `first`, and
-                the number of tiles before it.
+            first, before, begin, end, inclusive: the result of `window(first)`, and the number of
+                tiles before it.
 
         Returns:
-            The window moved on, then row, end, column and expert of the tile, then the number of
+            The window of the tile, then row, end, column and expert of the tile, then the number of
             tiles up to the end of the window: if there is no such tile (expert -1), of all.
         """
         total = cute.arch.shuffle_sync(inclusive, _WARP - 1)
@@ -226,7 +228,9 @@ class Scheduler:
 
     @cute.jit
     def finish(self, tile: Int32, clusters: Int32, tiles: Int32) -> None:
-        """Leader's warp, after its claim past the last tile: the last of all zeroes the counter."""
+        """Leader's warp, after its claim past the last tile: the last such zeroes the counter."""
+        # Claims are tiles + clusters in all. A plain store is enough: nobody claims after this one,
+        # and the next launch of the stream sees it.
         if cutlass.const_expr(self.config.dynamic):
             if tile == tiles + clusters - 1 and cute.arch.lane_idx() == 0:
                 self.counter[0] = Int32(0)

@@ -1,4 +1,4 @@
-"""Which tile a grouped GEMM uses for a shape.
+"""Choice of a grouped GEMM's tile for a shape.
 
 `tiles.json` has the measured time of each tile, for each kind of GEMM, relative to the fastest and
 for a number of columns that all divide; `scripts/bench_kernels.py --tune` measures and rewrites it.
@@ -16,14 +16,14 @@ TILES = {
     "pp192": Mainloop(192, pingpong=True),
     "co256": Mainloop(256),
 }
-"""Warp groups that take turns at tiles (pp) or share them (co), by columns of accumulators."""
+"""Tiles by name: ping-pong (pp) or cooperative (co), and columns of accumulators."""
 PATH = Path(__file__).with_name("tiles.json")
 DEEP = 4096
-"""Contraction from which on gathering differs: its loads are what a tile waits for."""
+"""Channels of the contraction from which gathered loads bound a tile, with times of their own."""
 
 
 def kind(name: str, *, gather: bool, depth: int) -> str:
-    """The entry of the table for a kernel and a contraction of `depth` channels."""
+    """Entry of the table for a kernel and a contraction of `depth` channels."""
     if not gather:
         return name
     return f"{name} gathered, deep" if depth >= DEEP else f"{name} gathered"
@@ -43,19 +43,19 @@ def choose(
     *,
     transposed: bool,
     gather: bool = False,
-    halves: int = 1,
+    num_gate_parts: int = 1,
 ) -> Mainloop:
     """The fastest tile.
 
     Args:
-        name: `rows`, `fc1_act` or `fc2_dgrad_dact`.
-        columns: of the output. depth: of the contraction.
+        name: `grouped_gemm`, `fc1_act` or `fc2_dgrad_dact`.
+        columns: of the output. depth: channels of the contraction.
         transposed: B is stored [L, K, N]. gather: rows of A are picked by an index.
-        halves: accumulators of an output, 2 with a gate.
+        halves: accumulators of an output element, 2 with a gate.
     """
 
     def cost(tile: str) -> float:
-        wide = TILES[tile].columns // halves
+        wide = TILES[tile].columns // num_gate_parts
         return relative[tile] * (-(-columns // wide) * wide)
 
     relative = table()[kind(name, gather=gather, depth=depth)]
@@ -63,6 +63,6 @@ def choose(
 
 
 def configured(tile: str, *, transposed: bool, gather: bool = False) -> Mainloop:
-    """A tile of TILES for given operands."""
+    """Main loop of a tile of TILES for these operands."""
     shape = TILES[tile]
     return Mainloop(shape.columns, shape.pingpong, b_transposed=transposed, gather=gather)

@@ -1,1 +1,1 @@
-"""Compiling kernels, keeping them on disk, and launching them with torch tensors."""
+"""Compile kernels, cache them on disk, and launch them with torch tensors."""

@@ -1,4 +1,4 @@
-"""What the functions of this package have in common: argument types, checks, claim counters."""
+"""Argument types, checks and claim counters that the functions of this package share."""
 
 import functools
 from typing import Any
@@ -19,13 +19,13 @@ LONG = (cutlass.Int64, 8)
 
 
 def require(device: torch.device, **arguments: tuple[Tensor | None, torch.dtype, Any]) -> None:
-    """`check` of each argument, given as tensor, dtype and shape (None: any)."""
+    """`check` each argument, a triple of tensor, dtype and shape (None: any)."""
     for name, (tensor, dtype, shape) in arguments.items():
         check(device, name, tensor, dtype, shape)
 
 
 def weight(name: str, w: Tensor) -> tuple[tuple[int, int, int], bool]:
-    """Sizes of stacked weights [L, N, K], and whether they are the transpose of contiguous ones."""
+    """Sizes of stacked weights [L, N, K], and True if they are the transpose of contiguous ones."""
     if w.ndim != 3:
         raise ValueError(f"{name} must be [L, N, K], not {list(w.shape)}")
     L, N, K = w.shape
@@ -37,8 +37,8 @@ def weight(name: str, w: Tensor) -> tuple[tuple[int, int, int], bool]:
 def counter_of(device: torch.device) -> Tensor:
     """A claim counter, int32 [1] and 0, for a kernel on the current stream.
 
-    Kernels of a stream share one, as each leaves it at 0. A captured kernel gets one for itself,
-    since nobody knows beside what its graph will run.
+    Kernels of a stream share one, as each leaves it at 0. A captured kernel gets its own: the
+    stream of a graph, and what overlaps it, are unknown.
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.is_current_stream_capturing():
@@ -49,9 +49,9 @@ def counter_of(device: torch.device) -> Tensor:
 class CaptureCounters:
     """Counters in the memory of the graph that is being captured, which zeroes them itself.
 
-    So there are as many as it takes, they live as long as the graph, and nobody gives them back.
-    They come in blocks, one for each stream, whose kernels come after the one that zeroes it: a
-    graph has a zeroing for some hundred launches rather than for each.
+    They are allocated as needed and live as long as the graph. They come in blocks, one for each
+    stream, whose kernels follow the one that zeroes it: a graph has one zeroing for hundreds of
+    launches.
     """
 
     BLOCK = 512
@@ -59,15 +59,15 @@ class CaptureCounters:
     def __init__(self) -> None:
         self._capture = 0
         self._blocks: list[Tensor] = []
-        """Of the capture: what is dropped while it goes on, others get of the same memory."""
+        """Blocks of this capture: memory dropped during a capture would be reused within it."""
         self._left: dict[int, list[Tensor]] = {}
-        """By stream."""
+        """Unused counters by stream."""
 
     def take(self, device: torch.device, stream: int, capture: int) -> Tensor:
         """The next counter, int32 [1].
 
         Args:
-            stream: current. capture: number of the one under way, of which there is one at a time.
+            stream: the current one. capture: number of the current capture; there is one at a time.
         """
         if capture != self._capture:
             self._capture, self._blocks, self._left = capture, [], {}
@@ -82,10 +82,10 @@ _CAPTURED = CaptureCounters()
 
 
 def _capture_on(stream: int) -> int:
-    """Number of the capture that a stream is part of: no two of a process have the same."""
+    """Number of the capture that a stream is part of, unique in the process."""
     error, _, number, *_ = cuda.cuStreamGetCaptureInfo(cuda.CUstream(stream))
     if error != cuda.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"a stream does not tell its capture: {error.name}")
+        raise RuntimeError(f"cannot query the capture of a stream: {error.name}")
     return int(number)
 
 

@@ -1,6 +1,6 @@
 """Call kernels of this package with torch tensors, on the current stream.
 
-A kernel (see `Kernel`) is compiled once per configuration, for any sizes, and kept on disk by
+A kernel (see `Kernel`) is compiled once per configuration, for any sizes, and cached on disk by
 `kernels.cache`. A launch reads no tensor on the host and can be captured in a CUDA graph;
 `prepare`, or a first launch, has to come before the capture.
 """
@@ -29,23 +29,23 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.jit.program import Program, export
 
 ARCH = "sm_90a"
-"""What kernels are compiled for unless another target is named."""
+"""Default target of compilation."""
 ARCHES = {(9, 0): ARCH, (10, 0): "sm_100a", (10, 3): "sm_103a"}
-"""Targets by CUDA capability. Kernels that multiply by warpgroup instructions have the first alone;
-all others are the same for each."""
+"""Targets by CUDA capability. Kernels with warpgroup instructions support the first alone; all
+others are the same for each."""
 _ALIGN = 16
 _HERE = Path(__file__).parents[1]
 _PREFIX = "phalanx"
 
 
 class Kernel(Protocol):
-    """What a kernel class has; `cute.compile` takes its instances."""
+    """Interface of a kernel class; `cute.compile` takes its instances."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]]
     """Element, and assumed alignment in bytes, of each pointer argument."""
     integers: ClassVar[int]
     """Number of Int32 arguments."""
-    # And, of kernels that are for `ARCH` alone, `warpgroups: ClassVar[bool] = True`.
+    # Kernels that are for `ARCH` alone also have `warpgroups: ClassVar[bool] = True`.
 
     def __init__(self, config: Any) -> None:
         """`config` is a frozen dataclass whose repr names every compiled-in choice."""
@@ -64,13 +64,13 @@ def launch(
     """Run a kernel on the current stream of the tensors' device.
 
     Args:
-        kernel: its class. config: what it is compiled for.
-        tensors: one for each of `kernel.pointers`; None stands for a null pointer.
+        kernel: its class. config: its compiled-in choices.
+        tensors: one for each of `kernel.pointers`; None is a null pointer.
         sizes: its `kernel.integers` Int32 arguments.
 
     Raises:
-        ValueError: a tensor is not aligned as the kernel assumes, or a size is no Int32.
-        RuntimeError: the CUDA runtime refuses the launch.
+        ValueError: a tensor is not aligned as the kernel assumes, or a size does not fit an Int32.
+        RuntimeError: the CUDA runtime rejects the launch.
     """
     program = _PROGRAMS.get((kernel, config)) or _program(kernel, config)
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
@@ -92,32 +92,32 @@ def launch(
 
 
 def prepare(kernel: type[Kernel], config: Any, device: torch.device) -> None:
-    """Compile a kernel or load it from disk, and put it on a CUDA device, as a first launch does.
+    """Compile a kernel or load it from disk, and load it on a CUDA device, as a first launch does.
 
-    For use before a capture, and before kernels that wait for others run.
+    For use before a capture, and before kernels that wait for other ones.
     """
     with torch.cuda.device(device):
         _program(kernel, config).load(torch.cuda.current_device())
 
 
 def refuse(kernel: type[Kernel], arch: str) -> Refusal:
-    """Why a kernel cannot be compiled for a target."""
+    """Reason why a kernel cannot be compiled for a target, or None."""
     if arch == ARCH or not getattr(kernel, "warpgroups", False):
         return None
     return (
-        f"{kernel.__name__} multiplies by warpgroup instructions, which {ARCH} has and {arch} has "
-        "not: use kernels=cudnn or kernels=torch there"
+        f"{kernel.__name__} uses warpgroup instructions, which exist on {ARCH} but not on {arch}: "
+        "use kernels=cudnn or kernels=torch there"
     )
 
 
 def compile_kernel(
     kernel_type: type[Kernel], config: Any, options: str = "", arch: str | None = None
 ) -> Any:
-    """What `cute.compile` makes of a kernel; needs no GPU and knows no cache.
+    """Compile a kernel with `cute.compile`, without a GPU and without the cache.
 
     Args:
-        kernel_type: its class. config: what it is compiled for.
-        options: further ones of `cute.compile`, such as `--keep-cubin`.
+        kernel_type: its class. config: its compiled-in choices.
+        options: further options of `cute.compile`, such as `--keep-cubin`.
         arch: one of ARCHES; None is ARCH.
 
     Raises:
@@ -140,7 +140,7 @@ def compile_kernel(
 
 
 def entry_name(kernel: type[Kernel], config: Any, arch: str | None = None) -> str:
-    """Name of the kernel in a `Cache`: changes with whatever its machine code depends on."""
+    """Name of the kernel in a `Cache`: a hash of everything that its machine code depends on."""
     return name_of(
         kernel.__name__,
         *(arch or ARCH, platform.machine(), version("nvidia-cutlass-dsl"), _sources()),
@@ -150,7 +150,7 @@ def entry_name(kernel: type[Kernel], config: Any, arch: str | None = None) -> st
 
 
 def build(kernel: type[Kernel], config: Any, cache: Cache, arch: str | None = None) -> bytes:
-    """The kernel's object from the cache, where it is put if it is missing; needs no GPU."""
+    """The kernel's object from the cache, compiled if it is missing; needs no GPU."""
     return cache.fetch(
         entry_name(kernel, config, arch),
         lambda: export(compile_kernel(kernel, config, arch=arch), _PREFIX),
@@ -164,7 +164,8 @@ def sms(device: torch.device) -> int:
 
 
 def persistent_clusters(sms: int, sm_margin: int, cluster: int = 1) -> int:
-    """Clusters of so many CTAs, one a SM, that leave `sm_margin` of `sms` SMs free; at least 1."""
+    """Clusters of `cluster` CTAs, one an SM, that leave `sm_margin` of `sms` SMs free; at least
+    1."""
     if sm_margin < 0:
         raise ValueError(f"sm_margin={sm_margin}: must not be negative")
     return max(1, (sms - sm_margin) // cluster)
@@ -177,11 +178,11 @@ def check(
     dtype: torch.dtype,
     shape: tuple[int, ...] | None,
 ) -> None:
-    """Refuse a tensor that a kernel cannot take; None, an absent optional tensor, passes.
+    """Check a tensor argument of a kernel; None, an absent optional tensor, passes.
 
     Args:
-        device: where the call's tensors are. name: of the argument.
-        dtype, shape: what the tensor must have; shape None means any.
+        device: device of the call's tensors. name: name of the argument.
+        dtype, shape: the required ones; shape None means any.
 
     Raises:
         ValueError: device, dtype, shape, contiguity or, for bf16, alignment to 16 bytes.
@@ -212,19 +213,19 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
 
 @functools.cache
 def _arch() -> str | None:
-    """The target of this process's GPU; a process has GPUs of one kind."""
+    """Target of this process's GPU; a process has GPUs of one kind."""
     return ARCHES.get(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
 @functools.cache
 def _sources() -> str:
-    """Hash of all that kernels are traced from, read once per process."""
+    """Hash of all sources that kernels are traced from, read once per process."""
     return digest_of([*_HERE.rglob("*.py"), _HERE.parent / "expert_mlp/activation.py"])
 
 
 def _epilogues(config: str) -> Iterator[str]:
-    """The functions on registers of a configuration's activations; a function that is defined
-    outside of this folder, whose sources are hashed anyway, with the hash of its file."""
+    """Register functions of a configuration's activations; for one outside of this folder, whose
+    sources are hashed anyway, also the hash of its file."""
     for kind, facts in ACTIVATIONS.items():
         if facts.cute and f"kind={kind!r}" in config:
             yield facts.cute

@@ -1,10 +1,9 @@
-"""A compiled kernel in this process: to an object file's bytes, and from those to calls.
+"""A compiled kernel in this process: export to an object file, loading it, and calls.
 
 The object holds the machine code for the GPU and a host function, which makes the TMA descriptors
-and launches. It is called through its address with a block of arguments that is written anew for
+and launches. It is called through its address with a block of arguments that is rewritten for
 each call, so that a launch takes about a microsecond of Python; the DSL's own call wraps every
-argument in objects. Objects run on any host of the same machine type: no instructions of the
-building host are assumed.
+argument in objects. Objects run on any host of the same machine type, whatever CPU built them.
 """
 
 import ctypes
@@ -25,11 +24,11 @@ HOSTS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
     "aarch64": "linux-aarch64",
 }
-"""What `export` compiles host code for, by `platform.machine()`."""
+"""Host targets of `export`, by `platform.machine()`."""
 
 
 def export(compiled: Any, prefix: str) -> bytes:
-    """The object of what `cute.compile` returned, its symbols beginning with `prefix`."""
+    """Object file of a result of `cute.compile`, with symbols that start with `prefix`."""
     for library in find_runtime_libraries(enable_tvm_ffi=False):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # its symbols must be found in the export
     compiled.host_target = HostTarget(HOSTS[platform.machine()])
@@ -43,7 +42,7 @@ class Program:
         """Link the object; needs no GPU.
 
         Args:
-            data, prefix: what `export` returned and was given.
+            data, prefix: result and argument of `export`.
             pointers, integers: numbers of arguments of the kernel.
         """
         with tempfile.TemporaryDirectory() as folder:
@@ -65,11 +64,11 @@ class Program:
         """Launch on `device`, which must be the current one.
 
         Args:
-            addresses: of the pointer arguments. sizes: the Int32 arguments.
+            addresses: pointer arguments. sizes: Int32 arguments.
             stream: a CUDA stream's handle.
 
         Raises:
-            RuntimeError: the CUDA runtime refuses the launch.
+            RuntimeError: the CUDA runtime rejects the launch.
         """
         if device not in self._devices:
             self.load(device)
@@ -85,9 +84,10 @@ class Program:
             raise RuntimeError(f"kernel not launched: {_error_name(error)}")
 
     def load(self, device: int) -> None:
-        """Put the machine code on a device, which must be the current one, before its first launch.
+        """Load the machine code on a device, which must be the current one, before its first
+        launch.
 
-        Only devices in use are touched: a process of one of a node's GPUs leaves nothing on others.
+        Other devices are not touched: a process creates no context on other GPUs of its node.
         """
         with self._loading:
             if device in self._devices:
@@ -103,7 +103,7 @@ class Program:
             self._devices.add(device)
 
     def _initialise(self, name: str, *arguments: Any) -> None:
-        """Call a function of the object; the last argument of each is where the error goes."""
+        """Call a function of the object, whose last argument receives the error."""
         error = ctypes.c_int32(0)
         pointers = [ctypes.cast(a, ctypes.c_void_p) for a in (*arguments, ctypes.pointer(error))]
         address = self._function.engine.lookup(f"_mlir_{self._prefix}_{name}")
@@ -115,7 +115,7 @@ class Program:
 
 
 class _Block:
-    """Arguments of one call: their values, and where the host function finds each and the error."""
+    """Arguments of one call: their values, and pointers to each and to the error."""
 
     def __init__(self, pointers: int, integers: int) -> None:
         stream = 8 * pointers + 4 * (integers + integers % 2)

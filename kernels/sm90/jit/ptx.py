@@ -16,7 +16,7 @@ Site = dict[str, Any]
 
 
 def address(pointer: cute.Pointer) -> Int32:
-    """Of shared memory, in bytes."""
+    """Shared-memory address of a pointer, in bytes."""
     return Int32(pointer.toint())
 
 
@@ -30,7 +30,7 @@ def pack(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uin
 
 @dsl_user_op
 def max_pair(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """The larger ones of two pairs of bf16; of a number and NaN, the number."""
+    """Larger values of two pairs of bf16; of a number and NaN, the number."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Uint32(a).ir_value(**at), Uint32(b).ir_value(**at)]
     return Uint32(_asm(T.i32(), values, "max.bf16x2 $0, $1, $2;", "=r,r,r", at, pure=True))
@@ -38,8 +38,8 @@ def max_pair(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32
 
 @dsl_user_op
 def pack_fp8(name: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Two fp32 rounded to a pair of e4m3 or e5m2, in the lower half; what is too large becomes the
-    largest number."""
+    """Two fp32 rounded to a pair of e4m3 or e5m2, in the lower half; values that are too large
+    become the largest number."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Float32(high).ir_value(**at), Float32(low).ir_value(**at)]
     code = f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;"
@@ -70,12 +70,12 @@ def multiply_add(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any
 
 @dsl_user_op
 def lane(*, loc: Any = None, ip: Any = None) -> Int32:
-    """The thread's lane, read anew: what is made of it is not kept in registers across a loop."""
+    """The thread's lane, read each time: values computed from it hold no registers across loops."""
     return Int32(_asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", dict(loc=loc, ip=ip)))
 
 
 def lowest(bits: Int32) -> Int32:
-    """Number of the lowest bit that is set."""
+    """Index of the lowest bit that is set."""
     return cute.arch.popc(~bits & (bits - 1))
 
 
@@ -200,7 +200,7 @@ def send_pair(
 
 @dsl_user_op
 def load_constant(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory that nobody writes meanwhile; stays where it is in the code."""
+    """fp32 from global memory that is constant during the kernel; not moved by the compiler."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Int64(where).ir_value(**at)]
     return Float32(_asm(T.f32(), values, "ld.global.nc.f32 $0, [$1];", "=f,l", at))
@@ -208,18 +208,18 @@ def load_constant(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def load_constant_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
-    """As `load_constant` where it is wanted, 0 where it is not."""
+    """`load_constant` if `wanted`, otherwise 0."""
     return _load_if("ld.global.nc.f32", where, wanted, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
 def load_constant_pair(where: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
-    """As `load_constant`, two at a multiple of 8 bytes."""
+    """Two fp32 at a multiple of 8 bytes, see `load_constant`."""
     at: Site = dict(loc=loc, ip=ip)
     two = llvm.StructType.get_literal([T.f32()] * 2)
     code = "ld.global.nc.v2.f32 {$0, $1}, [$2];"
-    found = _asm(two, [Int64(where).ir_value(**at)], code, "=f,=f,l", at)
-    low, high = (llvm.extractvalue(T.f32(), found, [i], **at) for i in range(2))
+    values = _asm(two, [Int64(where).ir_value(**at)], code, "=f,=f,l", at)
+    low, high = (llvm.extractvalue(T.f32(), values, [i], **at) for i in range(2))
     return Float32(low), Float32(high)
 
 
@@ -233,8 +233,8 @@ def prefetch(where: Int64, *, loc: Any = None, ip: Any = None) -> None:
 
 @dsl_user_op
 def load_fresh_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory as the whole GPU sees it, past the L1 cache, where it is wanted; 0
-    where it is not."""
+    """fp32 from global memory past the L1 cache, as other SMs and GPUs write it, if `wanted`;
+    otherwise 0."""
     return _load_if("ld.relaxed.gpu.global.f32", where, wanted, dict(loc=loc, ip=ip), ",~{memory}")
 
 
@@ -257,7 +257,7 @@ def _four_words(
 def _asm(
     result: Any, values: list[ir.Value], code: str, constraints: str, at: Site, pure: bool = False
 ) -> Any:
-    """One instruction; `pure` ones may be moved, merged and left out."""
+    """One instruction; `pure` ones may be moved, merged and removed."""
     return llvm.inline_asm(
         result,
         values,

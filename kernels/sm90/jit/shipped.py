@@ -1,7 +1,7 @@
-"""The kernels that this package's own heuristics can choose: built ahead of time, checked by tests.
+"""Kernels that this package's heuristics can choose: built ahead of time, checked by tests.
 
-A function a group of families, a line a family. Others are compiled when they are first launched.
-Nothing of CuTe DSL is imported before `SHIPPED` is read.
+One function a group of families, one line a family. Others are compiled at their first launch.
+CuTe DSL is not imported before `SHIPPED` is read.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.kernels.expert_mlp.activation import Activation
 
 SHIPPED: tuple[tuple[type, Any], ...]
-"""Kernel class and configuration of each; made when it is first read."""
+"""Kernel class and configuration of each; created at the first read."""
 
 SWIGLU = Activation("swiglu")
 GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
@@ -20,10 +20,10 @@ EITHER = (False, True)
 
 
 def _gemms() -> Iterator[tuple[type, Any]]:
-    """`rows`, `fc1_act` and `fc2_dgrad_dact` by the tiles of their tables."""
+    """`grouped_gemm`, `fc1_act` and `fc2_dgrad_dact` by the tiles of their tables."""
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
-    from phalanx.kernels.sm90.experts.rows import RowsKernel
+    from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
     from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
     from phalanx.kernels.sm90.gemm.tiles import configured, table
@@ -34,10 +34,10 @@ def _gemms() -> Iterator[tuple[type, Any]]:
         loop = configured(tile, gather=gather, transposed=transposed)
         return GemmConfig(epilogue, loop, waits=waits)
 
-    for tile in table()["rows"]:
+    for tile in table()["grouped_gemm"]:
         for bias, signals in product(EITHER, EITHER):
-            yield RowsKernel, gemm(Linear(bias, signals), tile, False, False)
-        yield RowsKernel, gemm(Linear(), tile, False, True)
+            yield GroupedGemmKernel, gemm(Linear(bias, signals), tile, False, False)
+        yield GroupedGemmKernel, gemm(Linear(), tile, False, True)
     for tile, gather in product(table()["fc1_act"], EITHER):
         yield Fc1Kernel, gemm(Act(SWIGLU), tile, gather, False)
     for kind, gather in (("fc2_dgrad_dact", False), ("fc2_dgrad_dact gathered", True)):
@@ -59,22 +59,22 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 
 def _fp8_gemms() -> Iterator[tuple[type, Any]]:
-    """The kernels in FP8, by the tiles that they choose."""
+    """Kernels in FP8, by the tiles that they choose."""
     from phalanx.kernels.sm90.fp8 import fc2_dgrad_dact
     from phalanx.kernels.sm90.fp8.act import Fp8Act
     from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
     from phalanx.kernels.sm90.fp8.fc1_act import COLUMNS, Fp8Fc1Kernel
+    from phalanx.kernels.sm90.fp8.grouped_gemm import Fp8GroupedGemmKernel
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
-    from phalanx.kernels.sm90.fp8.rows import Fp8RowsKernel
     from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
     from phalanx.kernels.sm90.gemm.epilogues import Linear
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 
     for columns, signals in product((192, 256), EITHER):
         for bias in EITHER:
-            yield Fp8RowsKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
+            yield Fp8GroupedGemmKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
         e5m2 = Fp8Mainloop(columns, rows_format="e5m2")
-        yield Fp8RowsKernel, GemmConfig(Linear(False, signals), e5m2)
+        yield Fp8GroupedGemmKernel, GemmConfig(Linear(False, signals), e5m2)
     acts = (Fp8Act(SWIGLU), Fp8Act(GPT_OSS, bias=True))
     for epilogue, gather in product(acts, EITHER):
         yield Fp8Fc1Kernel, GemmConfig(epilogue, Fp8Mainloop(COLUMNS, gather=gather))
@@ -89,21 +89,22 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             if gather and act not in OTHERS:
                 yield fc2_dgrad_dact.Fp8DgradKernel, GemmConfig(grad, loop, waits=True)
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
-        for wide, add in ((True, True), (True, False), (False, False)):
+        for fp32_out, add in ((True, True), (True, False), (False, False)):
             for ordered in EITHER:
-                config = Fp8WgradConfig(columns, wide, add, ordered, rows_format=rows_format)
+                config = Fp8WgradConfig(columns, fp32_out, add, ordered, rows_format=rows_format)
                 yield Fp8WgradKernel, config
         config = Fp8WgradConfig(columns, True, False, True, rows_format=rows_format, zeros=False)
-        yield Fp8WgradKernel, config  # of guests
+        yield Fp8WgradKernel, config  # for replicas
     for rows_format, (add, zeros) in product(
         ("e4m3", "e5m2"), ((True, True), (False, True), (False, False))
     ):
-        how: dict[str, Any] = dict(rows_format=rows_format, vector=True, zeros=zeros)
-        yield Fp8WgradKernel, Fp8WgradConfig(128, True, add, True, **how)
+        options: dict[str, Any] = dict(rows_format=rows_format, vector=True, zeros=zeros)
+        yield Fp8WgradKernel, Fp8WgradConfig(128, True, add, True, **options)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
-    """In bf16, or added to others; weights in the order of the plan, if there is one."""
+    """Gradients in bf16, or added to fp32 ones; experts in the order of the plan, if there is
+    one."""
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
     from phalanx.kernels.sm90.experts.contraction import D, V
     from phalanx.kernels.sm90.experts.dprob import DprobConfig, DprobKernel
@@ -112,16 +113,16 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
     for columns, operands in product((192, 256), (D, V)):
-        # A step's first, which replaces; guests'; and what is added to gradients in bf16.
+        # A step's first gradient, which overwrites; replicas'; and one added in bf16.
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True, zeros=False)
         yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
-    for columns, wide, add in product((192, 256), EITHER, EITHER):
-        yield WgradKernel, WgradConfig(columns, wide, add)
+    for columns, fp32_out, add in product((192, 256), EITHER, EITHER):
+        yield WgradKernel, WgradConfig(columns, fp32_out, add)
     for add, scaled in product(EITHER, EITHER):
-        yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
+        yield BiasGradKernel, BiasGradConfig(fp32_out=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
-    for scaled in EITHER:  # of guests
+    for scaled in EITHER:  # for replicas
         config = BiasGradConfig(True, False, scaled=scaled, indexed=scaled, behind=True)
         yield BiasGradKernel, config
     for table, gather in ((False, False), (True, False), (True, True)):
@@ -129,7 +130,7 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
 
 
 def _routing() -> Iterator[tuple[type, Any]]:
-    """What leads tokens to experts and back; `topk` as the models in configs/model need it."""
+    """Routing and combining of tokens; `topk` as the models in configs/model need it."""
     from phalanx.kernels.sm90.experts.combine import CombineConfig, CombineKernel
     from phalanx.kernels.sm90.routing.logits import ExpertGroups, TopkConfig
     from phalanx.kernels.sm90.routing.place import CAPACITIES, PlanConfig, PlanKernel
@@ -140,18 +141,18 @@ def _routing() -> Iterator[tuple[type, Any]]:
     yield from ((PlanKernel, PlanConfig(capacity)) for capacity in CAPACITIES)
     yield GatherKernel, GatherConfig()
     yield from ((CombineKernel, CombineConfig(slots)) for slots in (1, 2, 4, 6, 8, 10, 16))
-    for rows, addends in product((2, 4, 6, 8), (1, 2)):  # of experts, or of ranks
+    for rows, addends in product((2, 4, 6, 8), (1, 2)):  # rows of experts, or of ranks
         yield CombineKernel, CombineConfig(rows, addends)
     softmax = (2, 4, 8)
     for weights, numbers in (("softmax", softmax), ("softmax_all", (6, 8))):
         for config in (TopkConfig(top_k, 1, bf16=False, weights=weights) for top_k in numbers):
             yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
-    for kernel in (TopkKernel, TopkGradientKernel):  # of 512 experts, as Qwen3-Next has
+    for kernel in (TopkKernel, TopkGradientKernel):  # 512 experts, as in Qwen3-Next
         yield kernel, TopkConfig(10, 4, bf16=False, weights="softmax")
     deepseek = ExpertGroups(number=8, size=32, chosen=4, best=2)
     several = (6, 1, None), (8, 1, None), (8, 2, None, deepseek), (8, 3, None)
     for top_k, vectors, *groups in several:
-        # The choice, its gradient, and the best logits, which the balancing losses count.
+        # The choice, its gradient, and the best logits, which balancing losses count.
         choice: dict[str, Any] = dict(
             top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum"
         )
@@ -162,7 +163,7 @@ def _routing() -> Iterator[tuple[type, Any]]:
 
 
 def _exchanges() -> Iterator[tuple[type, Any]]:
-    """Between eight GPUs, for the widths and experts of a token of the models in configs/model."""
+    """Exchanges of eight GPUs, for the widths and top_k of the models in configs/model."""
     from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
     from phalanx.kernels.sm90.exchange.push import (
         PushConfig,
@@ -181,9 +182,9 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
     for slots, widths in sizes.items():
         for hidden, back in product(widths, EITHER):
             yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
-    yield PushKernel, PushConfig(16, 8, 1, False)  # of side data alone, where experts are cloned
-    for slots, side, singles in product(sizes, EITHER, EITHER):
-        yield CombinePushKernel, CombinePushConfig(slots, 8, side, singles)
+    yield PushKernel, PushConfig(16, 8, 1, False)  # side data alone, with expert replication
+    for slots, side, unreduced_rows in product(sizes, EITHER, EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side, unreduced_rows)
     yield WaitPeersKernel, WaitPeersConfig(8)
 
 
@@ -209,5 +210,5 @@ def _shipped() -> Iterator[tuple[type, Any]]:
 def __getattr__(name: str) -> Any:
     if name != "SHIPPED":
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    globals()[name] = made = tuple(_shipped())
-    return made
+    globals()[name] = shipped = tuple(_shipped())
+    return shipped

@@ -1,27 +1,35 @@
-"""Kernel `cross_entropy`: the loss of every row of logits, and its gradient in their place.
+"""Kernel `cross_entropy`: the loss of every row of logits, and its gradient written over them.
 
     loss[n] = log(sum over v of exp(x[n, v])) - x[n, target[n]]
     x[n, v] = scale * (exp(x[n, v]) / sum - (v == target[n]))
 
 One read and one write of the logits, where statistics first and the gradient later read them twice.
-The gradient of a loss is not known yet, so the caller says what it is going to be: `scale`.
+The gradient of the loss is not known yet: the caller passes its future value, `scale`.
 
 A row is shared by the CTAs of a cluster, in whose shared memory it stays from its sums to its
-gradient. Each has four stages for parts of rows, which come and go by bulk copies. Half of its
-warps add up one row of the cluster's while the other half makes gradients of another:
+gradient. Each has four stages for parts of rows, loaded and stored by bulk copies. Half of its
+warps sum one row while the other half computes gradients of another:
 
-    16 warps, statistics    wait until part k is there; largest logit and sum, over threads, warps
+    16 warps, statistics    wait for part k; largest logit and sum, over threads, warps
                             (shared memory), and to each CTA of the cluster (st.async)
     16 warps, gradients     wait for the statistics of row k from all CTAs; logits to gradients, in
-                            place; one thread stores them, and when part k - 1 has left, loads what
-                            its stage is for next
+                            place; one thread stores them, and when part k - 1 has been read by
+                            its store, loads the next part into that stage
 
-Statistics have places for eight rows. Who sends those of row k has made the gradient of row k - 4,
-for which all others had sent theirs; they had then made the gradient of row k - 8.
+Barriers, and the arrivals that complete a phase:
 
-QuACK 0.6.5 has such a kernel, in which a launched cluster has one row: nothing is on its way while
-that is computed. On an H200 it moves 2.7 to 3.1 TB/s, this one 3.6; two passes move 3.9, and half
-as many bytes again.
+    full[stage]   4          1, of the loading thread, and the bytes of its bulk load
+    seen[slot]    8          1, of the CTA's thread that computes gradients, and 8 bytes (st.async)
+                             from each CTA of the cluster
+    named 1, 2               512 threads: warps of statistics, warps of gradients
+
+Statistics have slots for eight rows, twice the stages. A CTA that sends those of row k has computed
+the gradient of row k - 4, for which all CTAs had sent theirs; they had then computed the gradient
+of row k - 8, so its slot is free.
+
+QuACK 0.6.5 has such a kernel, in which a launched cluster has one row: nothing is in flight while
+it is computed. On an H200 it moves 2.7 to 3.1 TB/s, this one 3.6; two passes move 3.9, and half as
+many bytes again.
 
 Legend: N rows, V columns, W columns of a CTA's part.
 """
@@ -45,45 +53,45 @@ from phalanx.kernels.sm90.jit.launch import launch, sms
 CLUSTERS = (1, 2, 4, 8)
 """CTAs that may share a row: every Hopper GPU takes eight."""
 STAGES = 4
-"""One is added up, one becomes a gradient, one leaves, one comes: with three it took a fifth more
-time, with six 1 % less."""
-PLACES = 2 * STAGES
+"""One is summed, one becomes a gradient, one is stored, one is loaded. Measured: three take a fifth
+more time, six 1 % less."""
+SLOTS = 2 * STAGES
 _COLUMNS = 8
 """bf16 of a 16-byte access."""
 _WIDEST = 28_800
-"""Columns of a stage: as many as four of them leave room for."""
+"""Columns of a stage: four of them fill shared memory."""
 _WARPS = 16
 _THREADS = 32 * _WARPS
-"""Of statistics, and of gradients."""
+"""Threads for statistics, and as many for gradients."""
 _STATISTICS, _GRADIENTS = 1, 2
-"""Their barriers."""
+"""Named barriers of the two halves; 0 belongs to sync_threads."""
 _ROUNDS = 8
-"""Clusters launched, over those that there are SMs for: not all of these may fit on a GPU at once,
-which then matters little."""
+"""Clusters launched per cluster that the SMs hold. A GPU may hold fewer clusters than its SMs
+suggest, as GPCs differ in size; with several rounds that matters little."""
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
 _LOWEST = -1e30
-"""The largest logit of no columns."""
+"""Largest logit of an empty part; finite, so that differences are no NaN."""
 
 
 @dataclass(frozen=True)
 class CrossEntropyConfig:
-    """What is compiled into a `cross_entropy` kernel."""
+    """Choices that are compiled into a `cross_entropy` kernel."""
 
     cluster: int
     """CTAs that share a row, of CLUSTERS."""
 
 
 def configured(columns: int) -> CrossEntropyConfig | None:
-    """For so many columns the smallest cluster, as a part takes some time however short it is; None
-    if the kernel does not take them: multiples of 8 up to 230,400."""
+    """Smallest cluster for `columns`, as a part has a fixed cost; None if the kernel does not take
+    them (multiples of 8 up to 230,400)."""
     fits = (c for c in CLUSTERS if columns % _COLUMNS == 0 and _part(columns, c) <= _WIDEST)
     cluster = next(fits, None)
     return None if cluster is None else CrossEntropyConfig(cluster)
 
 
 def _part(columns: int, cluster: int) -> int:
-    """W: a multiple of 8, so that the parts of the last CTAs may be narrower, or empty."""
+    """W: a multiple of 8; parts of the last CTAs may be narrower, or empty."""
     return -(-columns // (_COLUMNS * cluster)) * _COLUMNS
 
 
@@ -137,8 +145,8 @@ class CrossEntropyKernel:
         storage = cutlass.utils.SmemAllocator().allocate(
             struct(
                 full=array(Int64, STAGES),
-                seen=array(Int64, PLACES),
-                pairs=array(Float32, PLACES * self.cluster * 2),
+                seen=array(Int64, SLOTS),
+                pairs=array(Float32, SLOTS * self.cluster * 2),
                 warps=array(Float32, 2 * _WARPS * 2),
                 data=array(Uint32, STAGES * _WIDEST // 2, 128),
             )
@@ -146,18 +154,19 @@ class CrossEntropyKernel:
         if cute.arch.thread_idx()[0] == 0:
             for s in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(storage.full.data_ptr() + s, 1)
-            for s in cutlass.range_constexpr(PLACES):
+            for s in cutlass.range_constexpr(SLOTS):
                 cute.arch.mbarrier_init(storage.seen.data_ptr() + s, 1)
-                self._expect(storage, Int32(s))
+                self._expect_statistics(storage, Int32(s))
+        # All CTAs of the cluster: their st.async may arrive at a barrier right away.
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         begin = cutlass.min(rank * part, columns)
-        own = cutlass.min(part, columns - begin)
+        width = cutlass.min(part, columns - begin)
         row, number = cute.arch.block_idx()[0] // self.cluster, Int32(0)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < _WARPS:
             while row < rows:
-                self._statistics(storage, number, own, rank)
+                self._statistics(storage, number, width, rank)
                 row += clusters
                 number += 1
         else:
@@ -168,52 +177,55 @@ class CrossEntropyKernel:
             if leads:
                 for s in cutlass.range_constexpr(STAGES):
                     if row + s * clusters < rows:
-                        self._load(storage, Int32(s), source + s * step, own)
+                        self._load(storage, Int32(s), source + s * step, width)
             while row < rows:
-                wanted = cute.make_tensor(target, cute.make_layout(rows))[row]
+                target_column = cute.make_tensor(target, cute.make_layout(rows))[row]
                 out = cute.make_tensor(loss + row, cute.make_layout(1))
-                self._gradient(storage, number, own, begin, columns, wanted, out, factor)
+                self._gradient(storage, number, width, begin, columns, target_column, out, factor)
+                # Gradients of all threads (generic proxy) before the bulk store (async proxy).
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=_GRADIENTS, number_of_threads=_THREADS)
                 if leads:
-                    self._expect(storage, number % PLACES)
-                    if own > 0:
-                        ptx.bulk_store(source, _stage(storage, number % STAGES), own * 2)
+                    self._expect_statistics(storage, number % SLOTS)
+                    if width > 0:
+                        ptx.bulk_store(source, _stage(storage, number % STAGES), width * 2)
                     cute.arch.cp_async_bulk_commit_group()
+                    # Row k - 1 has been read from its stage: that one is loaded next.
                     cute.arch.cp_async_bulk_wait_group(1, read=True)
                     if (number > 0) & (row + (STAGES - 1) * clusters < rows):
                         later = (number + STAGES - 1) % STAGES
-                        self._load(storage, later, source + (STAGES - 1) * step, own)
+                        self._load(storage, later, source + (STAGES - 1) * step, width)
                 row += clusters
                 number += 1
                 source += step
             if leads:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # No CTA ends while another one may still store to its shared memory.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-    def _expect(self, storage: Any, place: Int32) -> None:
-        """One thread: a row's statistics will come to a place from all CTAs."""
-        seen = storage.seen.data_ptr() + place
+    def _expect_statistics(self, storage: Any, slot: Int32) -> None:
+        """One thread: expect a row's statistics from all CTAs in a slot."""
+        seen = storage.seen.data_ptr() + slot
         cute.arch.mbarrier_arrive_and_expect_tx(seen, self.cluster * 8)
 
     @cute.jit
-    def _load(self, storage: Any, stage: Int32, source: Int64, own: Int32) -> None:
-        """One thread: bring a part to a stage."""
+    def _load(self, storage: Any, stage: Int32, source: Int64, width: Int32) -> None:
+        """One thread: start to load a part into a stage."""
         full = storage.full.data_ptr() + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(full, own * 2)
-        if own > 0:
-            ptx.bulk_load(_stage(storage, stage), source, own * 2, ptx.address(full))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, width * 2)
+        if width > 0:
+            ptx.bulk_load(_stage(storage, stage), source, width * 2, ptx.address(full))
 
     @cute.jit
-    def _statistics(self, storage: Any, number: Int32, own: Int32, rank: Int32) -> None:
-        """Of row `number` of the cluster, to all CTAs: the largest logit, as a power of two, and
-        the sum of all over it."""
+    def _statistics(self, storage: Any, number: Int32, width: Int32, rank: Int32) -> None:
+        """Send statistics of row `number` to all CTAs: log2 of the largest exponential, and the sum
+        of all over it."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        base = _arrived(storage, number)
+        base = _wait_for_part(storage, number)
         most, total = Float32(_LOWEST), Float32(0)
-        for piece in cutlass.range(thread, own // _COLUMNS, _THREADS, unroll=2):
+        for piece in cutlass.range(thread, width // _COLUMNS, _THREADS, unroll=2):
             x = _eight(base + piece * 16)
             top = x[0]
             for i in cutlass.range_constexpr(1, _COLUMNS):
@@ -237,9 +249,9 @@ class CrossEntropyKernel:
                 most, total = _joined(most, total, 8 >> i)
             most, total = cute.arch.shuffle_sync(most, 0), cute.arch.shuffle_sync(total, 0)
             if lane < self.cluster:
-                place = number % PLACES
-                pair = storage.pairs.data_ptr() + (place * self.cluster + rank) * 2
-                seen = storage.seen.data_ptr() + place
+                slot = number % SLOTS
+                pair = storage.pairs.data_ptr() + (slot * self.cluster + rank) * 2
+                seen = storage.seen.data_ptr() + slot
                 ptx.send_pair(ptx.address(pair), ptx.address(seen), lane, most, total)
 
     @cute.jit
@@ -247,19 +259,19 @@ class CrossEntropyKernel:
         self,
         storage: Any,
         number: Int32,
-        own: Int32,
+        width: Int32,
         begin: Int32,
         columns: Int32,
-        wanted: Int64,
+        target_column: Int64,
         out: cute.Tensor,
         factor: Float32,
     ) -> None:
-        """Of row `number` of the cluster, in place of its logits; and its loss."""
-        thread, place = cute.arch.thread_idx()[0] - _THREADS, number % PLACES
-        base = _arrived(storage, number)
-        cute.arch.mbarrier_wait(storage.seen.data_ptr() + place, number // PLACES % 2)
+        """Write the gradient of row `number` over its logits, and its loss."""
+        thread, slot = cute.arch.thread_idx()[0] - _THREADS, number % SLOTS
+        base = _wait_for_part(storage, number)
+        cute.arch.mbarrier_wait(storage.seen.data_ptr() + slot, number // SLOTS % 2)
         pairs = cute.make_tensor(
-            storage.pairs.data_ptr() + place * (2 * self.cluster),
+            storage.pairs.data_ptr() + slot * (2 * self.cluster),
             cute.make_layout((2, self.cluster)),
         )
         most, total = pairs[0, 0], Float32(0)
@@ -268,11 +280,11 @@ class CrossEntropyKernel:
         for r in cutlass.range_constexpr(self.cluster):
             total += pairs[1, r] * ptx.exp2(pairs[0, r] - most)
         log_sum, hit = most + cute.math.log2(total), Int32(-1)
-        if (wanted >= begin) & (wanted < begin + own):
-            hit = Int32(wanted) - begin
-        if (thread == 0) & ((wanted < 0) | (wanted >= columns)):
+        if (target_column >= begin) & (target_column < begin + width):
+            hit = Int32(target_column) - begin
+        if (thread == 0) & ((target_column < 0) | (target_column >= columns)):
             out[0] = log_sum * _LN_2
-        for piece in cutlass.range(thread, own // _COLUMNS, _THREADS, unroll=2):
+        for piece in cutlass.range(thread, width // _COLUMNS, _THREADS, unroll=2):
             x = _eight(base + piece * 16)
             grad = cute.make_rmem_tensor(_COLUMNS, Float32)
             for i in cutlass.range_constexpr(_COLUMNS):
@@ -290,24 +302,25 @@ class CrossEntropyKernel:
 
 
 def _stage(storage: Any, stage: Int32) -> Int32:
-    """Where it begins."""
+    """Shared address of a stage."""
     return ptx.address(storage.data.data_ptr()) + stage * (2 * _WIDEST)
 
 
-def _arrived(storage: Any, number: Int32) -> Int32:
-    """Where the part of row `number` of the cluster is, when it is there."""
+def _wait_for_part(storage: Any, number: Int32) -> Int32:
+    """Shared address of the part of row `number` of the cluster, once it has arrived."""
     stage = number % STAGES
+    # A stage's barrier completes one phase for every fourth row.
     cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, number // STAGES % 2)
     return _stage(storage, stage)
 
 
-def _eight(where: Int32) -> list[Float32]:
-    """Columns of 16 bytes of shared memory."""
-    return [x for word in ptx.load_shared(where) for x in ptx.unpack(word)]
+def _eight(address: Int32) -> list[Float32]:
+    """The 8 columns in 16 bytes of shared memory."""
+    return [x for word in ptx.load_shared(address) for x in ptx.unpack(word)]
 
 
 def _joined(most: Float32, total: Float32, distance: int) -> tuple[Float32, Float32]:
-    """Statistics of two sets of columns, of this lane and of another."""
+    """Joint statistics of the columns of this lane and of the one at `distance`."""
     other = cute.arch.shuffle_sync_bfly(most, offset=distance)
     sums = cute.arch.shuffle_sync_bfly(total, offset=distance)
     higher = cute.arch.fmax(most, other)
@@ -320,7 +333,7 @@ def cross_entropy_(logits_NV: Tensor, target_N: Tensor, scale: Tensor) -> Tensor
     Args:
         logits_NV: bf16, contiguous, V columns for which there is a kernel (`configured`).
         target_N: int64; the logit of a target that is no column counts as 0.
-        scale: fp32, of one element: the gradient that every loss is going to have.
+        scale: fp32, one element: the future gradient of every loss.
 
     Raises:
         ValueError: a shape, dtype, stride, alignment or device that the kernel does not take.

@@ -1,1 +1,1 @@
-"""The kernels of the router and of the routing plan."""
+"""Kernels of the router and of the routing plan."""

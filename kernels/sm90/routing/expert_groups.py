@@ -1,9 +1,9 @@
-"""Which groups of experts a token may choose from, in the kernel `topk` (group-limited routing).
+"""Group-limited routing in the kernel `topk`: the groups of experts that a token chooses from.
 
-A group is worth the sum of its best one or two scores, and only the experts of the best groups keep
-theirs (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Every lane puts the two best keys of each of
-its vectors into shared memory; lane g collects those of group g, and each group counts the groups
-better than itself. Ties go to the lower group.
+A group is ranked by the sum of its best one or two scores, and only experts of the best groups keep
+their scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Every lane puts the two best keys of
+each of its vectors into shared memory; lane g collects those of group g, and each group counts the
+groups better than itself. Ties go to the lower group.
 
 Legend: E experts in G groups of E / G, a warp a token.
 """
@@ -31,22 +31,22 @@ _LOW = 0xFFFFFFFF
 def keep_best_groups(
     groups: ExpertGroups, row: Logits, keys: cute.Tensor, best: cute.Tensor
 ) -> None:
-    """Make the keys of experts whose group is not chosen those of -inf.
+    """Overwrite the keys of experts in groups that are not chosen by that of -inf.
 
     Args:
-        groups: of the kernel's configuration.
-        row: of the token, for the experts of this lane's keys.
+        groups: those of the kernel's configuration.
+        row: the token's row, which gives the experts of this lane's keys.
         keys: [4, vectors] in registers, 0 past the last expert; written.
         best: shared memory of the warp, a Uint64 for each vector of each lane; overwritten.
     """
-    _put_best(keys, best)
-    worth = _worth(groups, best)
+    _store_best(keys, best)
+    score = _group_key(groups, best)
     lane, rank = cute.arch.lane_idx(), Int32(0)
     for g in cutlass.range_constexpr(groups.number):
-        other = cute.arch.shuffle_sync(worth, g)
-        if other > worth:
+        other = cute.arch.shuffle_sync(score, g)
+        if other > score:
             rank += 1
-        if other == worth and lane > g:
+        if other == score and lane > g:
             rank += 1
     chosen = Uint32(cute.arch.vote_ballot_sync(lane < groups.number and rank < groups.chosen))
     for v in cutlass.range_constexpr(row.config.vectors):
@@ -57,30 +57,31 @@ def keep_best_groups(
 
 
 @cute.jit
-def _put_best(keys: cute.Tensor, best: cute.Tensor) -> None:
-    """The two best keys of every vector into shared memory."""
+def _store_best(keys: cute.Tensor, best: cute.Tensor) -> None:
+    """Store the two best keys of every vector in shared memory."""
     lane = cute.arch.lane_idx()
     for v in cutlass.range_constexpr(keys.shape[1]):
         first, second = keys[0, v], Uint32(0)
         for i in cutlass.range_constexpr(1, FOUR):
             first, second = larger(first, keys[i, v]), larger(second, smaller(first, keys[i, v]))
         best[v * LANES + lane] = (Uint64(first) << 32) + Uint64(second)
-    cute.arch.sync_warp()
+    cute.arch.sync_warp()  # before `_group_key` reads other lanes' pairs
 
 
 @cute.jit
-def _worth(groups: ExpertGroups, best: cute.Tensor) -> Uint32:
-    """Key of what this lane's group is worth; 0 in lanes without a group."""
+def _group_key(groups: ExpertGroups, best: cute.Tensor) -> Uint32:
+    """Key of the score of this lane's group; 0 in lanes without a group."""
     lane, vectors = cute.arch.lane_idx(), groups.size // FOUR
-    first, second, worth = Uint32(0), Uint32(0), Uint32(0)
+    first, second, key = Uint32(0), Uint32(0), Uint32(0)
     if lane < groups.number:
         for j in cutlass.range_constexpr(vectors):
-            # Lanes begin at different vectors of their groups, so that their banks differ.
+            # Groups lie a power of two apart for most sizes: starting each lane at another vector
+            # of its group spreads the lanes over the banks.
             pair = best[lane * vectors + (lane + j) % vectors]
             high, low = Uint32(pair >> 32), Uint32(pair & Uint64(_LOW))
             second = larger(smaller(first, high), larger(second, low))
             first = larger(first, high)
-        worth = first
+        key = first
         if cutlass.const_expr(groups.best == MAX_BEST):
-            worth = key_of(as_float(bits_of(first)) + as_float(bits_of(second)))
-    return worth
+            key = key_of(as_float(bits_of(first)) + as_float(bits_of(second)))
+    return key

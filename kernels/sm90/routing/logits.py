@@ -21,10 +21,10 @@ from phalanx.kernels.sm90.limits import TOPK_GROUPS as MAX_GROUPS
 from phalanx.kernels.sm90.limits import TOPK_SLOTS as MAX_SLOTS
 
 WARPS = 8
-"""Tokens of a thread block."""
+"""Warps, and tokens, of a CTA."""
 LANES = 32
 FOUR = TOPK_GROUP_STEP
-"""Logits of a vector: a lane has every 32nd vector of its token's row."""
+"""Logits of a vector; a lane holds every 32nd vector of its token's row."""
 TINY = 1e-20
 """Added to the sum that normalises sigmoids."""
 WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
@@ -40,9 +40,9 @@ class ExpertGroups:
     size: int
     """Experts of a group, a multiple of 4: a vector of logits belongs to one group."""
     chosen: int
-    """Groups that a token's experts come from, fewer than all."""
+    """Number of groups that a token chooses from, fewer than all."""
     best: int
-    """Scores of a group that count, 1 or 2."""
+    """Number of a group's best scores that are added, 1 or 2."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.number <= MAX_GROUPS or self.number * self.size > MAX_EXPERTS:
@@ -61,7 +61,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """What is compiled into the kernels `topk` and `topk_backward`."""
+    """Choices that are compiled into the kernels `topk` and `topk_backward`."""
 
     top_k: int
     vectors: int
@@ -87,7 +87,7 @@ class TopkConfig:
 
     @property
     def by_score(self) -> bool:
-        """What is compared is not the logit, which the weights then need once more."""
+        """True if scores other than the logits are compared: the weights then reload the logits."""
         return self.biased or self.groups is not None
 
 
@@ -97,16 +97,17 @@ class Logits:
 
     config: TopkConfig
     row: cute.Pointer
-    """As words of 4 bytes."""
+    """Pointer to the row, in words of 4 bytes."""
     experts: Int32
 
     @staticmethod
     def of(config: TopkConfig, logits: cute.Pointer, token: Int32, experts: Int32) -> "Logits":
-        """Row of a token in [T, E]."""
+        """Row of a token in logits [T, E]."""
         first = Int64(token) * (experts >> 2) * words_of(config)
         return Logits(config, logits + first, experts)
 
     def expert(self, v: int) -> Int32:
+        """First expert of vector v of this lane."""
         return (v * LANES + cute.arch.lane_idx()) * FOUR
 
     def vector(self, v: int) -> cute.Tensor:
@@ -117,7 +118,7 @@ class Logits:
 
     @cute.jit
     def load(self, absent: Float32) -> cute.Tensor:
-        """All of this lane, `absent` past the last expert."""
+        """Load all logits of this lane; `absent` past the last expert."""
         x = cute.make_rmem_tensor((FOUR, self.config.vectors), Float32)
         x.fill(absent)
         for v in cutlass.range_constexpr(self.config.vectors):
@@ -130,7 +131,7 @@ class Logits:
 
     @cute.jit
     def one(self, expert: Int32) -> Float32:
-        """The logit of any expert of the row."""
+        """Load the logit of any expert of the row."""
         if cutlass.const_expr(self.config.bf16):
             low, high = unpack(load_one(self.row + expert // 2))
             return Float32(cutlass.select_(expert % 2 == 0, low, high))
@@ -158,7 +159,7 @@ def sum_exp(row: Logits, x: cute.Tensor, largest: Float32) -> Float32:
 
 
 def sigmoid(x: Float32) -> Float32:
-    """As torch's, bit for bit on the same GPU."""
+    """Sigmoid with the bits of torch's on the same GPU."""
     return Float32(1) / (Float32(1) + cute.math.exp(-x))
 
 
@@ -170,16 +171,20 @@ def warp_sum(x: Float32) -> Float32:
 
 
 def as_bits(x: Float32) -> Uint32:
+    """Bits of an fp32."""
     return x.bitcast(Uint32)
 
 
 def as_float(bits: Uint32) -> Float32:
+    """The fp32 with these bits."""
     return bits.bitcast(Float32)
 
 
 def load_one(pointer: cute.Pointer) -> Any:
+    """Load the element at a pointer."""
     return cute.make_tensor(pointer, cute.make_layout(1))[0]
 
 
 def store_one(pointer: cute.Pointer, value: Any) -> None:
+    """Store an element at a pointer."""
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value

@@ -4,7 +4,25 @@
 the pairs of its own chunk and writes the plan. Pairs are ranked by expert, then row, then slot, in
 whole warps and in order, so that no result depends on timing: the atomics only add integers.
 
-Legend: P = N * K pairs of a row and a slot, L local experts, S expert rows kept (static).
+Roles. All 16 warps of every CTA do the same; CTA c has chunk c of the pairs, a warp `span` of them:
+
+    count   threads of the CTA   counts of the chunk's pairs by expert, atomics in shared memory
+            ---- sync_threads ----
+                                 counts[c, e] to global memory
+    place   each warp            counts of its own pairs (before the counts of all chunks are
+    needed)
+            ---- griddepcontrol_wait: the grid of `count` has finished, its writes are visible ----
+            threads              sum over all chunks, and over those before c -> `total`, `before`
+            ---- sync_threads ----
+            a thread an expert   prefix sum over experts -> first row of each warp's pairs
+            (`next_row`) ---- sync_threads ---- each warp            rank its pairs, 32 at a time
+            (match_sync): write rows and inverse all CTAs             fill unused rows; order of the
+            experts by falling count
+
+With `overlap`, `count` lets `place` start at once (programmatic dependent launch), so that
+launching it and counting its own pairs are hidden.
+
+Legend: P = N * K pairs of a row and a slot, L local experts, S expert rows (static).
 """
 
 from dataclasses import dataclass
@@ -21,22 +39,22 @@ from phalanx.kernels.sm90.limits import PLAN_CAPACITIES as CAPACITIES
 THREADS = 512
 WARPS = THREADS // 32
 MAX_PAIRS = 1 << 24
-"""For `_divide`, together with the limit of slots."""
+"""Most pairs: with the limit of slots, `_divide` is exact."""
 _BATCH = 4
-"""Pairs that a thread loads before it uses the first."""
+"""Pairs of a thread in flight: loads before the first is used."""
 _COUNT_BATCH = 8
-"""The same of counts, four experts each."""
+"""Counts of a thread in flight, of four experts each."""
 _WARP_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is compiled into the two kernels of a plan."""
+    """Choices that are compiled into the two kernels of a plan."""
 
     capacity: int
-    """Local experts that fit: 64, 256, 512 or 1024."""
+    """Most local experts: 64, 256, 512 or 1024."""
     overlap: bool = True
-    """Start the second kernel while the first runs; it waits before it reads the counts."""
+    """Start the second kernel under the first one; it waits before it reads the counts."""
 
     def __post_init__(self) -> None:
         if self.capacity not in CAPACITIES:
@@ -118,8 +136,10 @@ class PlanKernel:
     def count(
         self, idx: cute.Tensor, counts: cute.Tensor, first: Int32, experts: Int32, span: Int32
     ) -> None:
-        """counts[c, e] = pairs of chunk c that expert e gets."""
+        """counts[c, e] = pairs of chunk c for expert e."""
         if cutlass.const_expr(self.config.overlap):
+            # First of all, so that `place` starts under this kernel: it waits for the counts
+            # itself.
             cute.arch.griddepcontrol_launch_dependents()
         capacity = self.config.capacity
         thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -154,7 +174,7 @@ class PlanKernel:
         rows: Int32,
         span: Int32,
     ) -> None:
-        """The plan, from the pairs and the counts of all chunks."""
+        """Write the plan, from the pairs and the counts of all chunks."""
         capacity = self.config.capacity
         memory = cutlass.utils.SmemAllocator().allocate(
             struct(
@@ -164,7 +184,7 @@ class PlanKernel:
                 sums=array(Int32, WARPS),
             )
         )
-        # First the pairs of each warp that an expert gets, then the row of the next one.
+        # First the number of each warp's pairs of an expert, then the row of the next such pair.
         next_row = memory.next.get_tensor(cute.make_layout((WARPS, capacity), stride=(capacity, 1)))
         total = memory.total.get_tensor(cute.make_layout(capacity))
         before = memory.before.get_tensor(cute.make_layout(capacity))
@@ -182,6 +202,7 @@ class PlanKernel:
             expert = self._experts(idx, base + lane, 32, end, first, experts)
             self._count(next_row[warp, None], expert)
         if cutlass.const_expr(self.config.overlap):
+            # The grid of `count` has finished, and its writes are visible.
             cute.arch.griddepcontrol_wait()
         self._sum_chunks(counts, total, before, chunk)
         cute.arch.sync_threads()
@@ -242,7 +263,7 @@ class PlanKernel:
     ) -> None:
         """Add up the counts of all chunks, and of those before this block's.
 
-        Four experts a thread, and as many chunks at once as there are threads for.
+        A thread sums four experts; groups of threads take chunks in turn.
         """
         thread = cute.arch.thread_idx()[0]
         chunks, width = counts.shape
@@ -282,7 +303,8 @@ class PlanKernel:
         experts: Int32,
         rows: Int32,
     ) -> Int32:
-        """From counts to rows: every warp's `next_row`, the offsets, clamped counts in `total`.
+        """From counts to rows: `next_row` of every warp, the offsets, and clamped counts in
+        `total`.
 
         Returns:
             The number of rows in use.
@@ -343,7 +365,8 @@ class PlanKernel:
         experts: Int32,
         rows: Int32,
     ) -> None:
-        """A warp's pairs pair, pair + 32, ... before `end`: their rows, and all that is at them."""
+        """Rank a warp's pairs pair, pair + 32, ... before `end`, and write their rows and
+        inverse."""
         expert = self._experts(idx, pair, 32, end, first, experts)
         value = cute.make_rmem_tensor(_BATCH, Float32)
         same = cute.make_rmem_tensor(_BATCH, Uint32)
@@ -358,6 +381,8 @@ class PlanKernel:
             row = rows
             if expert[j] >= 0:
                 row = next_row[expert[j]] + ahead
+            # All lanes have read next_row before the first lane of each expert advances it, and see
+            # that before the next 32 pairs.
             cute.arch.sync_warp()
             if expert[j] >= 0 and ahead == 0:
                 next_row[expert[j]] = row + Int32(cute.arch.popc(same[j]))
@@ -370,7 +395,8 @@ class PlanKernel:
 
     @cute.jit
     def _sort(self, count: cute.Tensor, order: cute.Tensor, first: Int32, experts: Int32) -> None:
-        """Place of experts first, first + warps of the grid, ... in the order by falling count."""
+        """Position of experts first, first + warps of the grid, ... in the order by falling
+        count."""
         lane = cute.arch.lane_idx()
         for e in cutlass.range(first, experts, cute.arch.grid_dim()[0] * WARPS, unroll=1):
             ahead, own = Int32(0), count[e]

@@ -1,10 +1,10 @@
-"""Routing plan on the device: which received rows the experts of a rank read, in expert order.
+"""Routing plan on the device: the received rows of each expert of a rank, in expert order.
 
-`plan` makes the plan from the routing of all received rows, with the two kernels of `place`;
-`plan_backward` leads the gradient of the rows' probabilities back to the pairs. Bitwise the same as
+`plan` computes the plan from the routing of all received rows, with the two kernels of `place`;
+`plan_backward` maps the gradient of the rows' probabilities back to the pairs. Bitwise the same as
 `kernels.routing.plan.make_plan` with any other backend.
 
-Legend: N rows received, K experts per token, L local experts, S expert rows kept (static).
+Legend: N rows received, K experts per token, L local experts, S expert rows (static).
 """
 
 import math
@@ -31,17 +31,17 @@ _BATCH = 4
 
 
 class Chunks(NamedTuple):
-    """How the pairs are dealt out: to thread blocks, `span` successive pairs to every warp."""
+    """Distribution of the pairs: over CTAs, with `span` successive pairs for each warp."""
 
     blocks: int
     span: int
 
 
 def chunks(pairs: int, experts: int, sms: int) -> Chunks:
-    """Chunks for the GPU's `sms` multiprocessors, at least one, every warp with whole 32s of pairs.
+    """Chunks for a GPU of `sms` SMs, at least one, with a multiple of 32 pairs for every warp.
 
-    A block spends about 5 cycles on a pair and 1/16 on each count of all chunks, which it reads to
-    learn where its pairs go: the fastest number of chunks balances the two.
+    A CTA spends about 5 cycles on a pair and 1/16 on each count of all chunks, which it reads to
+    find the rows of its pairs: the fastest number of chunks balances the two.
     """
     wanted = min(max(1, math.isqrt(80 * pairs // experts)), sms)
     span = 32 * max(1, -(-pairs // (32 * WARPS * wanted)))
@@ -50,7 +50,7 @@ def chunks(pairs: int, experts: int, sms: int) -> Chunks:
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """What is compiled into a `GatherKernel`."""
+    """Choices that are compiled into a `GatherKernel`."""
 
     threads: int = 256
 
@@ -125,7 +125,7 @@ def plan(
         topk_prob_NK: fp32 probabilities.
         first_expert: global id of local expert 0.
         local_experts: L.
-        rows: S. If more are needed the last experts lack rows; `needed` tells: rerun the step.
+        rows: S. If `needed` is larger, the last experts lack rows, and the step has to be repeated.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -148,7 +148,7 @@ def plan(
     if not -(1 << 31) <= first_expert < 1 << 31:
         raise ValueError(f"first_expert={first_expert}: must be an int32")
     blocks, span = chunks(pairs, local_experts, sms(where))
-    made = (
+    out = (
         topk_idx_NK.new_empty(rows),
         topk_prob_NK.new_empty(rows),
         topk_idx_NK.new_empty(local_experts + 1),
@@ -159,12 +159,13 @@ def plan(
     counts = topk_idx_NK.new_empty(blocks * (local_experts + 3))
     config = PlanConfig(next(c for c in CAPACITIES if c >= local_experts))
     sizes = (pairs, K, first_expert, local_experts, rows, blocks, span)
-    launch(PlanKernel, config, (topk_idx_NK, topk_prob_NK, *made, counts), sizes)
-    return ExpertPlan(*made)
+    launch(PlanKernel, config, (topk_idx_NK, topk_prob_NK, *out, counts), sizes)
+    return ExpertPlan(*out)
 
 
 def plan_backward(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
-    """Gradient of `row_prob_S` to that of the pairs: dprob_S[inverse], 0 for a pair without a row.
+    """From the gradient of `row_prob_S` to that of the pairs: dprob_S[inverse], 0 for a pair
+    without a row.
 
     Args:
         dprob_S: fp32. Rows that `inverse_NK` does not name are not read.

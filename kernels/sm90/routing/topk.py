@@ -1,11 +1,20 @@
-"""Kernel `topk`: the K experts of every token, best first, and their routing probabilities.
+"""Kernel `topk`: the K best experts of every token, best first, and their routing probabilities.
 
 The router's choice and weights in one pass over the logits, one warp a token. Each lane holds up to
-16 logits as integers that compare like them. The K-th largest of the lanes' best is reached by few
-logits: these are put side by side, and each counts those better than itself. Ties go to the lower
-expert. A token with many equal logits takes K rounds of searching the best instead. Where a token
-may choose from some groups of experts alone, `kernels.sm90.routing.expert_groups` finds them
-before.
+16 logits as keys, integers of the same order. Few logits reach the K-th largest of the lanes' best
+ones: these candidates are collected, and each counts those better than itself. Ties go to the lower
+expert. A token with more than 32 candidates takes K rounds of a warp maximum instead. With
+group-limited routing, `kernels.sm90.routing.expert_groups` excludes experts before.
+
+Roles. 8 warps of a CTA, a token each; they share no data, so there is no barrier but `sync_warp`:
+
+    each warp   logits to registers, 4 a vector, up to 4 vectors a lane; scores to keys
+                group-limited: best two keys of each vector to shared memory, groups ranked by lanes
+                threshold = K-th largest of the lanes' largest keys (K warp maxima)
+                candidates >= threshold to shared memory, 32 slots a warp
+                <= 32 of them: lane l ranks candidate l by comparing it with all
+                otherwise: K times the warp's maximum, lowest expert first
+                lanes with rank < K: weight of their expert (warp sums), store at [token, rank]
 
 Legend: T tokens, E experts, K experts per token.
 """
@@ -123,7 +132,7 @@ class TopkKernel:
 
     @cute.jit
     def _keys(self, row: Logits, x: cute.Tensor, bias: cute.Pointer) -> cute.Tensor:
-        """What the choice compares, as keys; 0 past the last expert."""
+        """Keys of the compared scores; 0 past the last expert."""
         keys = cute.make_rmem_tensor((FOUR, self.config.vectors), Uint32)
         keys.fill(0)
         for v in cutlass.range_constexpr(self.config.vectors):
@@ -140,12 +149,12 @@ class TopkKernel:
 
     @cute.jit
     def _gather(self, row: Logits, keys: cute.Tensor, found: cute.Tensor) -> tuple[Uint32, Int32]:
-        """The largest key, and the number of keys among which the K best are: up to 32 `found`.
+        """The largest key, and the number of candidates, of which up to 32 go to `found`.
 
-        At least K keys reach the K-th largest of the lanes' best. What is left of `found` is 0.
+        At least K keys reach the K-th largest of the lanes' best. The rest of `found` is 0.
         """
         found[cute.arch.lane_idx()] = Uint64(0)
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # zeros of all lanes before any lane's candidates
         best = _largest(keys)
         top, least = best, best
         for k in cutlass.range_constexpr(self.config.top_k):
@@ -168,7 +177,7 @@ class TopkKernel:
 
     @cute.jit
     def _count(self, found: cute.Tensor, candidates: Int32) -> tuple[Uint64, Int32]:
-        """Lane l's candidate l and its rank."""
+        """Candidate l and its rank, in lane l."""
         lane, rank = cute.arch.lane_idx(), Int32(0)
         mine = found[lane]
         for first in cutlass.range(0, candidates, FOUR, unroll=1):
@@ -181,7 +190,7 @@ class TopkKernel:
 
     @cute.jit
     def _search(self, row: Logits, keys: cute.Tensor) -> tuple[Uint64, Int32]:
-        """Lane k < K gets the k-th best of any number of candidates."""
+        """The k-th best of any number of candidates, in lane k < K."""
         lane, mine = cute.arch.lane_idx(), Uint64(0)
         for k in cutlass.range(self.config.top_k, unroll=1):
             best = cute.arch.warp_redux_sync(_largest(keys), "max")
@@ -204,7 +213,7 @@ class TopkKernel:
     def _weigh(
         self, row: Logits, x: cute.Tensor, value: Float32, chosen: cutlass.Boolean, top: Uint32
     ) -> Float32:
-        """The probability, before its factor, of a lane's chosen expert with logit `value`."""
+        """Probability, before its factor, of a lane's chosen expert with logit `value`."""
         weights = self.config.weights
         part = Float32(0)
         if cutlass.const_expr(weights == "sigmoid" or weights == "sigmoid_sum"):
@@ -224,7 +233,7 @@ class TopkKernel:
 
 
 def shared_memory(config: TopkConfig) -> Any:
-    """Of a thread block: the candidates of each token, and the two best keys of each vector."""
+    """Shared memory of a CTA: candidates of each token, and the two best keys of each vector."""
     fields = dict(found=array(Uint64, WARPS * LANES))
     if config.groups is not None:
         fields["best"] = array(Uint64, WARPS * LANES * config.vectors)
@@ -268,17 +277,17 @@ def topk(
     bias_E: Tensor | None = None,
     groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
-    """The experts of every token and their weights, as `moe.router.scores` says.
+    """Experts of every token and their weights, as defined by `moe.router.scores`.
 
     Args:
         logits_TE: fp32 or bf16; E a multiple of 8, up to 512.
         top_k: K, 1 to 16 and at most E.
         score: `softmax` or `sigmoid`.
         normalize: divide the weights by their sum; not if K is 1.
-        softmax_over: `all` logits or the `topk`, which is the same as normalising.
+        softmax_over: `all` logits, or the chosen ones (`topk`), which equals normalising.
         scale: factor of the weights.
         bias_E: fp32, with `sigmoid` only: the choice is by sigmoid plus bias, the weights are not.
-        groups: that the experts are in, up to 32, and how many of them a token chooses from; with
+        groups: number of groups of experts, up to 32, and how many a token chooses from; with
             fewer than all, `sigmoid` only, a multiple of 4 experts in a group, and K less than
             three times as many.
 
@@ -315,8 +324,8 @@ def topk_backward(
     """Gradient of the logits from that of the probabilities; the choice has none.
 
     Args:
-        dprob_TK, prob_TK: fp32. idx_TK: int32. The latter two as from `topk`.
-        logits_TE and the options: as `topk` was given; scale not 0.
+        dprob_TK, prob_TK: fp32. idx_TK: int32. The latter two from `topk`.
+        logits_TE and the options: those of `topk`; scale not 0.
 
     Returns:
         dlogits_TE in the dtype of the logits.
@@ -328,7 +337,7 @@ def topk_backward(
         raise ValueError(f"dprob must be [T, K], not {list(dprob_TK.shape)}")
     config = _config(logits_TE, dprob_TK.shape[1], score, normalize, softmax_over)
     if not scale:
-        raise ValueError("scale=0: the probabilities would not tell the gradient")
+        raise ValueError("scale=0: the gradient cannot be computed from the probabilities")
     where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
     check(where, "logits", logits_TE, logits_TE.dtype, None)
     for name, tensor, dtype in (
@@ -385,7 +394,7 @@ def _config(
 
 
 def _expert_groups(number: int, chosen: int, *, experts: int, top_k: int) -> ExpertGroups | None:
-    """What limits the choice to the best `chosen` of `number` groups; None if nothing does."""
+    """Groups that limit the choice to the best `chosen` of `number`; None without a limit."""
     if not 1 <= chosen <= number or experts % number or top_k > chosen * (experts // number):
         raise ValueError(
             f"groups={(number, chosen)}: {top_k} of {experts} experts cannot come from {chosen} of "

@@ -1,8 +1,8 @@
 """Kernel `topk_backward`: gradient of the router's logits from that of the probabilities.
 
-One warp a token. The gradients at the K chosen experts are computed by K lanes, spread over a row
-in shared memory and written with the zeros of the others; only a softmax over all logits has a
-gradient at every expert, and reads the logits again.
+One warp a token. The gradients at the K chosen experts are computed by K lanes, scattered into a
+row in shared memory and written with the zeros of the others; only a softmax over all logits has a
+gradient at every expert, and rereads the logits.
 
 Legend: T tokens, E experts, K experts per token.
 """
@@ -130,7 +130,8 @@ class TopkGradientKernel:
 
     @cute.jit
     def _everywhere(self, row: Logits, out: Logits, spread: cute.Tensor, mean: Float32) -> None:
-        """Softmax over all: q * (gradient, 0 where not chosen - mean)."""
+        """Softmax over all: q * (gradient - mean), the gradient 0 at experts that are not
+        chosen."""
         x = row.load(Float32(-float("inf")))
         largest = x[0]
         for i in cutlass.range_constexpr(1, FOUR * self.config.vectors):
@@ -148,7 +149,7 @@ class TopkGradientKernel:
     def _spread(
         self, spread: cute.Tensor, expert: Int32, value: Float32, chosen: cutlass.Boolean
     ) -> None:
-        """Put the chosen experts' values where they belong in the row in shared memory."""
+        """Scatter the chosen experts' values into the row in shared memory."""
         if chosen:
             spread[expert] = value
         cute.arch.sync_warp()

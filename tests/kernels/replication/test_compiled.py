@@ -42,10 +42,10 @@ def test_rows_are_parted(tmp_path: Path) -> None:
 
 
 def test_rows_are_added_up(tmp_path: Path) -> None:
-    singles, sums = (empty(n, T, D, dtype=torch.bfloat16) for n in (K, R))
+    unreduced_rows, sums = (empty(n, T, D, dtype=torch.bfloat16) for n in (K, R))
 
     def add() -> None:
-        rows_triton.sum_singles(singles, empty(T, K), empty(T, K), sums, HOME)
+        rows_triton.sum_singles(unreduced_rows, empty(T, K), empty(T, K), sums, HOME)
 
     code(rows_triton, "sum_singles_kernel", add, tmp_path)
 

@@ -55,7 +55,7 @@ class Scripts:
         self._out = folder / "printed"
 
     def __call__(self, script: str) -> Any:
-        """What the last line that a script prints says, as JSON."""
+        """The last line that a script prints, parsed as JSON."""
         assert self._process.stdin and self._process.stdout
         print(json.dumps([script, str(self._out)]), file=self._process.stdin, flush=True)
         code, printed = int(self._process.stdout.readline()), self._out.read_text()
@@ -116,7 +116,7 @@ class Runtime:
         ctypes.c_int.in_dll(self._library, counter).value = value
 
     def launches(self) -> list[dict[str, Any]]:
-        """What has been launched since the last call."""
+        """Launches since the last call."""
         notes = (_Launch * (1 << 16)).in_dll(self._library, "launches")
         made = notes[: self.get("launch_count")]
         self.set("launch_count", 0)
@@ -135,7 +135,7 @@ class Runtime:
 
 
 class Address:
-    """As much of a CUDA tensor as a launch looks at."""
+    """Stand-in with as much of a CUDA tensor as a launch looks at."""
 
     def __init__(self, address: int, device: int = 0) -> None:
         self.address, self.device = address, device

@@ -1,4 +1,4 @@
-"""What is known of compiled kernels, kept on disk for as long as they would be compiled the same.
+"""Facts about compiled kernels, cached on disk for as long as they would be compiled the same.
 
 A kernel takes seconds to compile, disassemble and load, and seldom changes. An entry's name holds
 all that the result depends on: the sources that kernels are traced from, the kernel, its
@@ -32,7 +32,7 @@ def cache() -> Cache:
 
 
 def name(kernel: type, config: Any, made_by: Sequence[str | Path]) -> str:
-    """Of the entry of a kernel.
+    """Name of the entry of a kernel.
 
     Args:
         made_by: whatever else it depends on: options, and paths of sources and programs.
@@ -43,8 +43,8 @@ def name(kernel: type, config: Any, made_by: Sequence[str | Path]) -> str:
 
 
 def named(label: str, made_by: Sequence[str | Path]) -> str:
-    """Of an entry of whatever else is compiled; `made_by` is all that it depends on but versions
-    of Python, CUDA's bindings and torch, and settings of CuTe DSL."""
+    """Name of an entry of anything else that is compiled; `made_by` is all that it depends on but
+    versions of Python, CUDA's bindings and torch, and settings of CuTe DSL."""
     return name_of(
         label,
         *map(_fact, made_by),

@@ -29,7 +29,7 @@ from phalanx.kernels.sm90.experts.combine import combine
 from phalanx.kernels.sm90.experts.dprob import dprob as add_dprob
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.routing.plan import plan, plan_backward
@@ -75,7 +75,7 @@ def same(name: str, made: Tensor, want: Tensor) -> None:
 
 
 def source(gather: bool, columns: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What a kernel reads by rows, its index, and the experts' rows in fp64."""
+    """Rows that a kernel reads, its index, and the experts' rows in fp64."""
     if gather:
         table = draw(N, columns)
         return table, INDEX, table[INDEX[:USED].long()].double()
@@ -99,7 +99,7 @@ def rows_case(loop: Mainloop) -> Case:
         stored = w.mT.cuda().mT if loop.b_transposed else w.cuda()
         a, offsets, bias, scale = on_gpu(a, OFFSETS, bias, SCALE)
         given = dict(bias_LN=bias, scale_S=scale, loop=loop)
-        close("y", rows(a, stored, offsets, **given)[:USED], want)
+        close("y", grouped_gemm(a, stored, offsets, **given)[:USED], want)
 
     return case
 
@@ -260,7 +260,7 @@ def sums_case(bits: int) -> Case:
 
 
 def cases() -> dict[str, Case]:
-    """By name."""
+    """Cases by name."""
     made: dict[str, Case] = {}
     for tile, shape in LOOPS.items():
         for gather in (False, True):

@@ -1,4 +1,4 @@
-"""Machine code of a kernel for sm_90a, made and read without a GPU, and remembered."""
+"""Machine code of a kernel for sm_90a, compiled and read without a GPU, and cached."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def tool(name: str) -> Path:
 
 
 def run(name: str, *args: str) -> str:
-    """What a program of the CUDA toolkit prints."""
+    """Output of a program of the CUDA toolkit."""
     done = subprocess.run([tool(name), *args], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 

@@ -91,7 +91,7 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
     with trainer_of(cfg) as trainer:
         tops, rows, passes = trainer.job.max_logits, _rows(trainer), []
         found = torch.full(tops.most_LH.shape, float("-inf"), dtype=torch.float64)
-        forward, raise_ = CoreAttention.forward, kernels.raise_
+        forward, raise_max_logits = CoreAttention.forward, kernels.raise_max_logits
 
         def active_max_logit(
             self: Any, query: Tensor, key: Tensor, *given: Any, **named: Any
@@ -104,15 +104,15 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
 
         def counting(*given: Any, **named: Any) -> None:
             passes.append(1)
-            raise_(*given, **named)
+            raise_max_logits(*given, **named)
 
-        CoreAttention.forward, kernels.raise_ = active_max_logit, counting
+        CoreAttention.forward, kernels.raise_max_logits = active_max_logit, counting
         try:
             batches, before = trainer.loader.next_step(), balance.snapshot([])
             trainer.job.engine.train()
             totals = trainer.compute(batches, before, measure_logits=True)
         finally:
-            CoreAttention.forward, kernels.raise_ = forward, raise_
+            CoreAttention.forward, kernels.raise_max_logits = forward, raise_max_logits
         table = tops.most_LH.clone()
         trainer.job.engine.eval()
         with torch.no_grad():

@@ -62,12 +62,12 @@ class GlooExchange:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, singles: Any
+        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, unreduced_rows: Any
     ) -> tuple[Any, Any]:
         sums_ND = provider("torch").combine(signal.out_SN, inverse_NK)
         none = inverse_NK.new_empty(0)
         sent = self._back(sums_ND, (inverse_NK >= 0).any(1), none)
-        return sent, lambda: singles and singles(signal.out_SN)
+        return sent, lambda: unreduced_rows and unreduced_rows(signal.out_SN)
 
     def send_gradient(
         self,
@@ -78,14 +78,14 @@ class GlooExchange:
         side: Tensor,
         *,
         all_sms: bool = False,
-        singles: Any = None,
+        unreduced_rows: Any = None,
     ) -> Any:
-        if singles is not None:
-            singles(dx_SD)
+        if unreduced_rows is not None:
+            unreduced_rows(dx_SD)
         sums_ND = provider("torch").combine(dx_SD, inverse_NK)
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
 
-    def aside(self, send: Callable[[], None]) -> Callable[[], None]:
+    def run_on_comm_stream(self, send: Callable[[], None]) -> Callable[[], None]:
         send()
         return lambda: None
 

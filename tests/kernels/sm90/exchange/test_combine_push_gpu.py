@@ -12,7 +12,7 @@ from phalanx.kernels.sm90.exchange.combine_push import combine_push
 from phalanx.kernels.sm90.exchange.push import wait_peers
 from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
 from phalanx.kernels.sm90.experts.combine import combine
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from tests.kernels.sm90.exchange.test_push_gpu import CANARY, Ranks, _routing
 
@@ -64,7 +64,7 @@ class Way:
             how = dict(tokens=self.T, total_ctas=BEGIN + REST)
             begun = here.record_event()
             scaled = dict(bias_LN=self.bias[r], scale_S=plan.row_prob_S) if bias else {}
-            rows(self.a[r], self.w2[r], plan.offsets, signal=signal, **scaled)
+            grouped_gemm(self.a[r], self.w2[r], plan.offsets, signal=signal, **scaled)
             self.pushing.wait_event(begun)
             with torch.cuda.stream(self.pushing):
                 combine_push(*given, ctas=BEGIN, **how)
@@ -77,7 +77,7 @@ class Way:
         D, T = self.w2.shape[2], self.T
         for source, plan in enumerate(self.plans):
             scaled = dict(bias_LN=self.bias[source], scale_S=plan.row_prob_S) if bias else {}
-            y = rows(self.a[source], self.w2[source], plan.offsets, loop=loop, **scaled)
+            y = grouped_gemm(self.a[source], self.w2[source], plan.offsets, loop=loop, **scaled)
             sums = combine(y, plan.inverse_NK)
             named = (plan.inverse_NK >= 0).any(1)
             for target in range(self.R):
@@ -138,7 +138,7 @@ def test_gradients_take_side_data_along(absent: float) -> None:
         torch.arange(16, device="cuda").int() + 100 * torch.arange(4, device="cuda").int()[:, None]
     )
     for r, plan in enumerate(way.plans):
-        y = rows(way.a[r], way.w2[r], plan.offsets)
+        y = grouped_gemm(way.a[r], way.w2[r], plan.offsets)
         of = (plan.row_index_S, plan.inverse_NK, plan.offsets, way.ranks.buffers[r])
         how = dict(tokens=way.T, ctas=BEGIN, total_ctas=BEGIN)
         combine_push(ReadyRows(y, way.progress[r]), *of, **how, side=sides[r])

@@ -58,7 +58,7 @@ def _routing(R: int, T: int, K: int, experts: int, absent: float, g) -> list[Ten
 
 
 def _expected(R, T, D, received: list[Tensor], table: list[Tensor], local: int, back: bool):
-    """What each rank should hold, row by row."""
+    """Expected rows of each rank."""
     wanted = [torch.full((R * T, D), CANARY, device="cuda").bfloat16() for _ in range(R)]
     for source in range(R):
         of = torch.where(table[source] >= 0, table[source] // local, -1)

@@ -25,6 +25,7 @@ from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
+from tests.kernels.replicas import Copied, compare, experts_of, with_guests
 from tests.kernels.problems import (
     Problem,
     error,
@@ -36,7 +37,6 @@ from tests.kernels.problems import (
     random_choice,
     run,
 )
-from tests.kernels.replicas import Copied, compare, experts_of, with_guests
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3
@@ -45,7 +45,7 @@ launches: list[tuple[str, int, bool]] = []
 
 
 def written(out: Tensor | None, made: Tensor, offsets: Tensor, dim: int = 0) -> Tensor:
-    """What is there after a launch for the experts of `offsets`, into `out` if it is given."""
+    """Output of a launch for the experts of `offsets`, into `out` if it is given."""
     if out is None:
         return made
     begin, end = int(offsets[0]), int(offsets[-1])
@@ -58,7 +58,7 @@ def plan_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = 
 
 
 OF_GUESTS = torch.zeros(6, dtype=torch.int64)
-"""What kernels wait for before they read weights of guests."""
+"""Words that kernels wait with before they read weights of replicas."""
 
 
 def _check_waiting(ready: Tensor | None, out: Any) -> None:
@@ -106,12 +106,14 @@ class Kernels:
             to_h, to_a = out or (None, None)
             return None if h is None else written(to_h, h, offsets), written(to_a, a, offsets)
 
-    class rows:
+    class grouped_gemm:
         @staticmethod
-        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, dynamic, signal):
+        def grouped_gemm(
+            a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, dynamic, signal
+        ):
             assert (bias_LN is None) == (scale_S is None)
             assert signal is None or out_SN is None, "own experts alone signal"
-            launches.append(("rows", sm_margin, dynamic))
+            launches.append(("grouped_gemm", sm_margin, dynamic))
             y = reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
             made = written(out_SN, y, offsets)
             if signal is not None:
@@ -199,8 +201,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(f"phalanx.kernels.sm90.{ROOMS[name]}.{name}")
         vars(module).update({k: getattr(part, k) for k in vars(part) if k[0] != "_"})
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    module = ModuleType("phalanx.kernels.sm90.experts.every_bias_triton")
-    vars(module)["every_bias"] = lambda dy, b2: dy.float() @ b2.float().T
+    module = ModuleType("phalanx.kernels.sm90.experts.bias_products_triton")
+    vars(module)["bias_products"] = lambda dy, b2: dy.float() @ b2.float().T
     monkeypatch.setitem(sys.modules, module.__name__, module)
     launches.clear()
 
@@ -253,10 +255,10 @@ def test_each_pass_has_its_margin() -> None:
     p = make(ACT, torch.float32)
     leaves = leaves_of(p)
     out = forward(p, leaves, "fused", margins=Margins(8, 16, 24), dynamic=False)
-    assert launches == [("fc1_act", 8, False), ("rows", 8, False)]
+    assert launches == [("fc1_act", 8, False), ("grouped_gemm", 8, False)]
     launches.clear()
     gradients(out, p.dout, leaves)
-    expected = [("fc2_dgrad_dact", 16), ("rows", 16), ("wgrad", 24), ("wgrad", 24)]
+    expected = [("fc2_dgrad_dact", 16), ("grouped_gemm", 16), ("wgrad", 24), ("wgrad", 24)]
     assert launches == [(name, margin, False) for name, margin in expected]
 
 
@@ -327,7 +329,7 @@ def test_guests_are_a_second_launch(bias: bool, act: Activation) -> None:
     margins = Margins(8, 16, 24)
     spec = MLPSpec(act, "fused", margins, accumulate=True)
     compare(guests_problem(act, bias=bias), 4, spec, order=ORDER)
-    names = ["fc1_act", "rows", "fc2_dgrad_dact", "rows", "wgrad", "wgrad"]
+    names = ["fc1_act", "grouped_gemm", "fc2_dgrad_dact", "grouped_gemm", "wgrad", "wgrad"]
     alone = [(name, margin) for name, margin, _ in launches[12:]]
     assert alone == list(zip(names, (8, 8, 16, 16, 24, 24), strict=True))
     twice = [(name, margin) for name, margin, _ in launches[:12]]
@@ -372,17 +374,18 @@ class Recorded:
 
 
 FORWARD = """send_weights_fc1 fc1_act wait_fc1 wait_rows fc1_act
-    start_sums rows finish_sums wait_fc2 rows"""
+    start_sums grouped_gemm finish_sums wait_fc2 grouped_gemm"""
 BACKWARD = """{} send_gradient grad_buffer {} wgrad send_grads_fc1 wgrad send_grads_fc2
     wgrad reduce_grads_fc1 wgrad reduce_grads_fc2"""
 AGAIN = {
     False: BACKWARD.format(
-        "send_weights_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
+        "send_weights_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact "
+        "grouped_gemm wait_fc1 grouped_gemm",
         "tokens",
     ),
     True: BACKWARD.format(
         """send_weights_fc1 tokens_first fc1_act wait_fc1 fc1_act
-        fc2_dgrad_dact wait_fc2 fc2_dgrad_dact rows rows""",
+        fc2_dgrad_dact wait_fc2 fc2_dgrad_dact grouped_gemm grouped_gemm""",
         "",
     ),
 }
@@ -391,9 +394,10 @@ WAITING = (
     ("wait_fc1 wait_rows fc1_act", "wait_rows fc1_act ready"),
     ("wait_fc2 wait_rows fc2_dgrad_dact", "wait_rows fc2_dgrad_dact ready wait_fc2"),
     ("wait_fc1 fc1_act", "fc1_act ready"),
-    ("rows rows", "rows wait_fc1 rows"),
+    ("grouped_gemm grouped_gemm", "grouped_gemm wait_fc1 grouped_gemm"),
 )
-"""Where kernels wait for weights themselves. Who reads biases, or fc1 again, waits for them all."""
+"""Kernels wait for weights themselves. Readers of biases, or of fc1 in recompute, wait for them
+all."""
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -16,16 +16,24 @@ from phalanx.kernels.sm90.gemm.mainloop import THREADS
 from tests.kernels.sm90.sass import Sass
 
 ALL = [
-    *(WgradConfig(columns, wide=wide) for columns in (128, 192, 256) for wide in (False, True)),
+    *(
+        WgradConfig(columns, fp32_out=fp32_out)
+        for columns in (128, 192, 256)
+        for fp32_out in (False, True)
+    ),
     *(WgradConfig(columns, True, True, ordered=True) for columns in (128, 192, 256)),
     *(WgradConfig(columns, gathered=which) for columns in (128, 192, 256) for which in (D, V)),
     *(WgradConfig(256, True, True, gathered=which) for which in (D, V)),
     *(WgradConfig(columns, False, True, gathered=V) for columns in (192, 256)),
-    WgradConfig(256, wide=True, zeros=False),
+    WgradConfig(256, fp32_out=True, zeros=False),
     WgradConfig(256, dynamic=False),
 ]
 OFTEN = [
-    *[WgradConfig(128), WgradConfig(192, wide=True), WgradConfig(256, True, True, ordered=True)],
+    *[
+        WgradConfig(128),
+        WgradConfig(192, fp32_out=True),
+        WgradConfig(256, True, True, ordered=True),
+    ],
     *[WgradConfig(256, gathered=D), WgradConfig(192, False, True, gathered=V)],
     *ALL[-2:],
 ]

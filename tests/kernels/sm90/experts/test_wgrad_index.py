@@ -1,4 +1,4 @@
-"""Where weight gradients read and write, by running their own functions as plain Python.
+"""Addresses of weight gradients, by running their own functions as plain Python.
 
 A function runs for one thread, or for a warp whose lanes are an array, with the few parts of CuTe
 DSL that it uses replaced.
@@ -20,7 +20,7 @@ from phalanx.kernels.sm90.experts.bias_grad import CHUNK, BiasGradConfig, BiasGr
 from phalanx.kernels.sm90.experts.contraction import BOX, Contraction, D, V
 from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather
 from phalanx.kernels.sm90.gemm import expert_tiles
-from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 
 
 def _plain(method, module):
@@ -28,7 +28,7 @@ def _plain(method, module):
     return FunctionType(method.__wrapped__.__code__, vars(module))
 
 
-WINDOW, LOCATE = _plain(Tiles.window, expert_tiles), _plain(Tiles.locate, expert_tiles)
+WINDOW, LOCATE = _plain(ExpertTiles.window, expert_tiles), _plain(ExpertTiles.locate, expert_tiles)
 WRITE = _plain(Store._write, accumulate)
 GATHER = _plain(Gather._copy, contraction_loads)
 CLEAR = _plain(Clear.__call__, contraction_loads)
@@ -198,7 +198,7 @@ def test_rows_after_the_last_are_cleared(rows, columns, monkeypatch):
     cute.autovec_copy = lambda zero, pointer: cleared.add(int(pointer))
     for name, value in dict(cute=cute, cutlass=cutlass, Int32=int).items():
         monkeypatch.setattr(contraction_loads, name, value)
-    ring = SimpleNamespace(full=100, raw=200)
+    ring = SimpleNamespace(full=100, tma_done=200)
     bases = (Pointer(0), Pointer(1 << 20))
     for lane in range(32):
         cute.arch.lane_idx = lambda lane=lane: lane

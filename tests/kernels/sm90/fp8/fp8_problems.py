@@ -22,7 +22,7 @@ from phalanx.kernels.quantize.blocks import (
 )
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
-from phalanx.kernels.sm90.fp8.rows import fp8_rows
+from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 from tests.kernels.problems import formula
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,
@@ -45,7 +45,7 @@ class Fp8Problem(Problem):
     """Operands in FP8; outputs in FP8 are given as bytes."""
 
     formats: ClassVar[dict[str, torch.dtype]] = {"a": torch.float8_e4m3fn}
-    """Of outputs in FP8."""
+    """Formats of outputs in FP8."""
 
     def spread_blocks(self, x: Tensor, parts: int = 1, rows: int = 1) -> Tensor:
         """Integers times another power of two, 1 to 8, for every `rows` x 128 of each part."""
@@ -60,7 +60,7 @@ class Fp8Problem(Problem):
     def rows_in_fp8(
         self, columns: int, parts: int = 1, dtype: torch.dtype = torch.float8_e4m3fn
     ) -> tuple[Quantized, Tensor]:
-        """What a kernel reads by rows, and in fp32 the rows of the experts."""
+        """Rows that a kernel reads, and in fp32 the rows of the experts."""
         count = self.S if self.index is None else self.S // 2 + 3
         x = self.spread_blocks(self.draw(count, columns), parts)
         q = quantize_rows(x, parts, dtype)
@@ -144,7 +144,7 @@ class Fp8RowsProblem(Fp8Problem):
     def ours(self, **options) -> Outputs:
         given = dict(bias_LN=self.bias, scale_S=self.scale, parts=self.parts)
         with prefilled():
-            return {"y": fp8_rows(self.a, self.w, self.offsets, **{**given, **options})}
+            return {"y": fp8_grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
 
     def exact(self) -> Outputs:
         y = self.product(self.dense, self.w_LNK, FP64)
@@ -190,7 +190,7 @@ class Fp8Fc1Problem(Fp8Problem):
         return made if h is None else {"h": h, **made}
 
     def in_bf16(self, loop: Any) -> Outputs:
-        """What the kernel in bf16 makes of the same numbers, its a quantised by the oracle."""
+        """Result of the kernel in bf16 for the same numbers, with its a quantised by the oracle."""
         same = Fc1Problem.__new__(Fc1Problem)
         vars(same).update(vars(self))
         same.x, same.index = self.dense.to(BF16), None
@@ -205,7 +205,7 @@ class Fp8Fc1Problem(Fp8Problem):
         return {"h": made["h"], "a": a.data.view(torch.uint8), "a_scale": a.scale}
 
     def check_like_bf16(self, ours: Outputs, loop: Any) -> None:
-        """Of integers, every bit."""
+        """Compare integers bit for bit."""
         assert self.integers
         for name, want in self.in_bf16(loop).items() if self.used else ():
             if name in ours:
@@ -274,12 +274,13 @@ class Fp8DgradProblem(Fp8Problem):
         return same
 
     def check_like_bf16(self, ours: Outputs, loop: Any) -> None:
-        """Of integers, every bit of dh and a; dprob but for the rounding of its terms and sum."""
+        """Compare integers bit for bit in dh and a, and dprob but for the rounding of its terms and
+        sum."""
         assert self.integers
         if self.used:
-            same, halves = self._same(), self.h.shape[1] // self.w_LDF.shape[2]
+            same, num_gate_parts = self._same(), self.h.shape[1] // self.w_LDF.shape[2]
             made = same.ours(loop=loop)
-            dh, a = quantize_rows(made["dh"], halves, self.dtype), quantize_rows(made["a"])
+            dh, a = quantize_rows(made["dh"], num_gate_parts, self.dtype), quantize_rows(made["a"])
             for name, want in (("dh", dh), ("a", a)):
                 assert torch.equal(ours[name][: self.used], want.data.view(torch.uint8)), name
                 assert torch.equal(ours[f"{name}_scale"][: self.used], want.scale), name
@@ -297,9 +298,9 @@ class Fp8DgradProblem(Fp8Problem):
             same = self._same()
             exact = same._gradients(FP64, same.product(self.dense, self.w_LDF.mT, FP64))
             self.check_a(ours, exact["a"])
-            halves = self.h.shape[1] // self.w_LDF.shape[2]
+            num_gate_parts = self.h.shape[1] // self.w_LDF.shape[2]
             data = ours["dh"][: self.used].view(self.dtype)
-            dh = dequantize_rows(Quantized(data, ours["dh_scale"][: self.used]), halves)
+            dh = dequantize_rows(Quantized(data, ours["dh_scale"][: self.used]), num_gate_parts)
             assert dh.isfinite().all()
             assert (dh.double() - exact["dh"]).norm() <= error * exact["dh"].norm()
             if "parts" in ours:

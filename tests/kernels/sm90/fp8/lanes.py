@@ -48,7 +48,7 @@ def _unpack(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _max_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of a number and NaN, the number."""
+    """Maximum; of a number and NaN, the number."""
     low, high = (np.fmax(x, y) for x, y in zip(_unpack(a), _unpack(b), strict=True))
     return (low.view(np.uint32) >> np.uint32(16)) | (high.view(np.uint32) & np.uint32(0xFFFF0000))
 

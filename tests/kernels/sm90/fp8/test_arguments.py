@@ -11,9 +11,9 @@ from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
 from phalanx.kernels.sm90.fp8 import operands
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
+from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.fp8.operands import row_pitch, rows_tile
-from phalanx.kernels.sm90.fp8.rows import fp8_rows
 from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
 OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
@@ -57,7 +57,7 @@ def test_impossible_tiles_are_refused(options, message):
 )
 def test_arguments_of_rows(change, message):
     with pytest.raises(ValueError, match=message):
-        fp8_rows(**{**ROWS, **change}, offsets=OFFSETS)
+        fp8_grouped_gemm(**{**ROWS, **change}, offsets=OFFSETS)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def fp8_fc1_act(
     return written(to_h, h, offsets) if keep_h else None, a
 
 
-def fp8_rows(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, sm_margin, dynamic):
+def fp8_grouped_gemm(
+    a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, sm_margin, dynamic
+):
     plan = ExpertPlan(None, scale_S, offsets, None)
     values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
     given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
@@ -93,7 +95,7 @@ def fp8_wgrad(
 
 STAND_INS = {
     "fc1_act": fp8_fc1_act,
-    "rows": fp8_rows,
+    "grouped_gemm": fp8_grouped_gemm,
     "fc2_dgrad_dact": fp8_fc2_dgrad_dact,
     "wgrad": fp8_wgrad,
 }
@@ -112,8 +114,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
         vars(module)[name] = getattr(part, name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    every_bias = {"every_bias": lambda dy, b2: dy.float() @ b2.float().T}
-    for name, functions in (("dprob", {"dprob": dprob}), ("every_bias_triton", every_bias)):
+    bias_products = {"bias_products": lambda dy, b2: dy.float() @ b2.float().T}
+    for name, functions in (("dprob", {"dprob": dprob}), ("bias_products_triton", bias_products)):
         module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)

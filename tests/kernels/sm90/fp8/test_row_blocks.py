@@ -42,7 +42,7 @@ def _matrix() -> torch.Tensor:
 
 
 def _values(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the lanes of a warp hold, put as an epilogue puts it."""
+    """Values of the lanes of a warp, stored as an epilogue puts it."""
     made = SimpleNamespace(words=[None] * 32, amax=[np.zeros(32, np.uint32)] * 2)
     bind(made, Values, row_blocks, "put", "set", "count", "row_amax")
     bits = x.view(torch.int16).numpy().astype(np.uint32) & 0xFFFF

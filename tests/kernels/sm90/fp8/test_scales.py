@@ -1,4 +1,5 @@
-"""Where a thread of a GEMM in FP8 looks for scales, and a loading warp for blocks of channels."""
+"""Addresses of the scales of a thread of a GEMM in FP8, and of a loading warp's blocks of
+channels."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,16 +9,16 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.fp8 import mainloop, promotion, wgrad_math
-from phalanx.kernels.sm90.fp8.mainloop import Fp8Loads, Fp8Mainloop
-from phalanx.kernels.sm90.fp8.promotion import Math, Scales
-from phalanx.kernels.sm90.fp8.wgrad_math import VectorMath, WgradMath
+from phalanx.kernels.sm90.fp8 import mainloop, promotion, wgrad_mma
+from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop, Fp8Producer
+from phalanx.kernels.sm90.fp8.promotion import Fp8MmaConsumer, Scales
+from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, VectorWgradMma
 from tests.kernels.sm90.fp8.lanes import LANES, Warp, bind
 
 ROWS_AT, WEIGHTS_AT = 1 << 40, 1 << 42
 ROW_STRIDES = [(23, 1), (1, 4096)]
 WEIGHT_STRIDES = [(10_000, 23, 1), (10_000, 1, 45)]
-"""Of experts, blocks of N and blocks of K: as stored, and transposed."""
+"""Strides of experts, blocks of N and blocks of K: as stored, and transposed."""
 
 
 def _math(loop: Any, strides: tuple[int, int], of_weights: tuple[int, ...], **given: Any) -> Any:
@@ -28,7 +29,7 @@ def _math(loop: Any, strides: tuple[int, int], of_weights: tuple[int, ...], **gi
         iterator=SimpleNamespace(toint=lambda: WEIGHTS_AT), stride=(n, k, expert), shape=(blocks,)
     )
     made = SimpleNamespace(loop=loop, of_rows=rows, of_weights=weights, zero=0, **given)
-    bind(made, Math, promotion, "_scales")
+    bind(made, Fp8MmaConsumer, promotion, "_scales")
     return made
 
 
@@ -64,7 +65,8 @@ def test_scales_of_rows_are_those_of_the_expert(strides, gather, warp):
 @pytest.mark.parametrize("strides", WEIGHT_STRIDES)
 @pytest.mark.parametrize("columns", [128, 192, 256])
 def test_scales_of_columns_are_those_of_their_blocks(columns, strides, warp):
-    """Of every 64 columns of a tile: the first block's, or by `aligned` the first's or second's."""
+    """Scale of every 64 columns of a tile: the first block's, or by `aligned` the first's or
+    second's."""
     N, L = 2880, 3
     blocks = -(-N // 128)
     loop = SimpleNamespace(columns=columns, gather=False)
@@ -101,9 +103,9 @@ def test_a_tile_with_a_gate_has_a_block_of_each_half(warp):
 @pytest.mark.parametrize("columns", [128, 192, 256])
 @pytest.mark.parametrize(("each", "parts"), [(2880, 2), (192, 2), (64, 2), (256, 2), (2880, 1)])
 def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, warp, monkeypatch):
-    """Of either operand, also where a tile has channels of both parts."""
-    warp.install(monkeypatch, wgrad_math)
-    monkeypatch.setattr(wgrad_math, "Int64", lambda x: x)
+    """Scales of either operand, also where a tile has channels of both parts."""
+    warp.install(monkeypatch, wgrad_mma)
+    monkeypatch.setattr(wgrad_mma, "Int64", lambda x: x)
     I, blocks = 960, 8  # noqa: E741
     of_d = SimpleNamespace(iterator=SimpleNamespace(toint=lambda: ROWS_AT), stride=(50, 1))
     of_v = SimpleNamespace(
@@ -111,7 +113,7 @@ def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, war
     )
     loop = SimpleNamespace(columns=columns)
     made = SimpleNamespace(loop=loop, of_d=of_d, of_v=of_v, each=each, zero=0)
-    bind(made, WgradMath, wgrad_math, "_scales")
+    bind(made, Fp8WgradMma, wgrad_mma, "_scales")
     for channel in range(0, each * parts, 64):
         for across in range(-(-I // columns)):
             found = made._scales(9, channel, across)
@@ -131,18 +133,18 @@ def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, war
 @pytest.mark.parametrize("across", [0, 1, 2])
 def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypatch):
     """In `vector` blocks, of a last tile that is half there too: what is read lies in the row."""
-    warp.install(monkeypatch, wgrad_math)
-    monkeypatch.setattr(wgrad_math, "Int64", lambda x: x)
+    warp.install(monkeypatch, wgrad_mma)
+    monkeypatch.setattr(wgrad_mma, "Int64", lambda x: x)
     I, stride, block, number = 320, 50, 9, 3  # noqa: E741
     arch = SimpleNamespace(make_warp_uniform=lambda x: x, thread_idx=lambda: (128 + 2 * 32,))
-    monkeypatch.setattr(wgrad_math, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr(wgrad_mma, "cute", SimpleNamespace(arch=arch))
     prefetched: list[Any] = []
     pair = lambda at: (at, at + 4)  # noqa: E731
     ptx = SimpleNamespace(
-        lane=wgrad_math.ptx.lane, prefetch=prefetched.append, load_constant_pair=pair
+        lane=wgrad_mma.ptx.lane, prefetch=prefetched.append, load_constant_pair=pair
     )
-    monkeypatch.setattr(wgrad_math, "ptx", ptx)
-    monkeypatch.setattr(wgrad_math, "Float32", lambda x: x)
+    monkeypatch.setattr(wgrad_mma, "ptx", ptx)
+    monkeypatch.setattr(wgrad_mma, "Float32", lambda x: x)
     of_d = SimpleNamespace(iterator=SimpleNamespace(toint=lambda: ROWS_AT), stride=(stride, 7))
     of_v = SimpleNamespace(
         iterator=SimpleNamespace(toint=lambda: WEIGHTS_AT), stride=(I, 1), shape=(1, I)
@@ -150,7 +152,8 @@ def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypa
     read: dict[int, Any] = {}
 
     class Scale:
-        """Of a row, which half; times that of a column, of an accumulator: noted for `read`."""
+        """Scale of a row, which half; times that of a column, of an accumulator: noted for
+        `read`."""
 
         def __init__(self, half: int, column: Any = None) -> None:
             self.half, self.column = half, column
@@ -163,7 +166,7 @@ def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypa
 
     made = SimpleNamespace(loop=Fp8Mainloop(128), of_d=of_d, of_v=of_v, each=64, zero=0)
     made.acc, made.temporary = [0] * 64, list(range(64))
-    bind(made, VectorMath, wgrad_math, "_scales", "_load_columns", "_add")
+    bind(made, VectorWgradMma, wgrad_mma, "_scales", "_load_columns", "_add")
     found = made._scales(block, 64, across)
     for half in range(2):
         channels = 64 + 2 * 16 + LANES // 4 + 8 * half
@@ -186,7 +189,7 @@ def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypa
 def test_blocks_start_anew_in_each_part(each, parts, monkeypatch):
     Warp(0).install(monkeypatch, mainloop)
     made = SimpleNamespace(mA=SimpleNamespace(shape=(10, each, parts)))
-    bind(made, Fp8Loads, mainloop, "place")
+    bind(made, Fp8Producer, mainloop, "place")
     blocks = Fp8Mainloop.blocks(None, made.mA)
     found = [tuple(int(i) for i in made.place(k)) for k in range(blocks)]
     assert found == [(b, part) for part in range(parts) for b in range(-(-each // 128))]
@@ -201,7 +204,7 @@ def test_gathered_rows_end_with_zeros(channels, monkeypatch):
     monkeypatch.setattr(mainloop, "ptx", SimpleNamespace(cp_async_or_zero=copy))
     for thread in range(16):
         made = SimpleNamespace(mA=SimpleNamespace(shape=(10, channels, 1)), thread=thread)
-        bind(made, Fp8Loads, mainloop, "copy")
+        bind(made, Fp8Producer, mainloop, "copy")
         for k in range(-(-channels // 128)):
             made.copy(thread, 5 * channels + 16 * (thread % 8), k)
     for _, source, size in copied:

@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -86,7 +86,7 @@ class Problem:
         return factor
 
     def operand(self, columns: int) -> tuple[Tensor, Tensor]:
-        """What a kernel reads by rows, and the rows of the experts; others are NaN."""
+        """Rows that a kernel reads, and the rows of the experts; others are NaN."""
         if self.index is None:
             given = self.draw(self.S, columns)
             given[self.used :] = float("nan")
@@ -142,7 +142,7 @@ class Problem:
                 assert (ours[name][self.used :] == UNTOUCHED).all(), name
 
     def check_exact(self, ours: Outputs, *names: str) -> None:
-        """Of integers, every bit of the outputs called `names`."""
+        """Compare integers bit for bit in the outputs called `names`."""
         exact = self.exact()
         for name in names:
             rounded = exact[name].to(FP32).to(ours[name].dtype)
@@ -185,7 +185,7 @@ class RowsProblem(Problem):
     def ours(self, **options) -> Outputs:
         given = dict(bias_LN=self.bias, scale_S=self.scale)
         with prefilled():
-            return {"y": rows(self.a, self.w, self.offsets, **{**given, **options})}
+            return {"y": grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
 
     def exact(self) -> Outputs:
         return {"y": self._y(FP64)}

@@ -109,7 +109,7 @@ class Notes:
 
 
 class Tensor(SimpleNamespace):
-    """Of a name and a shape."""
+    """Stand-in with a name and a shape."""
 
 
 def _warp(loop: Mainloop, number: int, memory: Memory) -> SimpleNamespace:
@@ -125,7 +125,7 @@ def _warp(loop: Mainloop, number: int, memory: Memory) -> SimpleNamespace:
 
 def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F: int) -> Memory:
     """Store tiles that end at `ends` with one warp; its memory."""
-    memory, halves = Memory(), getattr(config, "halves", 1)
+    memory, num_gate_parts = Memory(), getattr(config, "num_gate_parts", 1)
     made = SimpleNamespace(
         config=config,
         loop=loop,
@@ -140,22 +140,22 @@ def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F
         tma_a=None,
         tma_d=None,
         mY=Tensor(name="y", shape=(0, F)),
-        mH=Tensor(name="h", shape=(0, halves * F)),
-        mD=Tensor(name="h", shape=(0, halves * F)),
+        mH=Tensor(name="h", shape=(0, num_gate_parts * F)),
+        mD=Tensor(name="h", shape=(0, num_gate_parts * F)),
         mA=Tensor(name="a", shape=(0, F)),
         loaded=Barrier(memory),
         width=loop.columns // 32,
     )
     made.steps = made.width * made.warp.blocks_m
-    for name in ("_store", "_words", "_load", "before", "__call__"):
+    for name in ("_store", "_words", "_load", "prefetch", "__call__"):
         if hasattr(kind, name):
             call = _plain(getattr(kind, name), epilogues)
             setattr(made, name, lambda *args, call=call: call(made, *args))
     made._sum = lambda *args: None
-    turn, wide = 0, loop.columns // (halves if kind is _Act else 1)
+    turn, wide = 0, loop.columns // (num_gate_parts if kind is _Act else 1)
     for end in ends:
         for column in range(-(-F // wide)):
-            made.before(ROW, end, column)
+            made.prefetch(ROW, end, column)
             turn = made.__call__("acc", turn, ROW, end, column, 0)
             assert not memory.arriving
     return memory
@@ -176,7 +176,7 @@ def _wanted(loop: Mainloop, number: int, ends: list[int], columns: dict[str, int
 
 @pytest.fixture
 def seen(monkeypatch) -> list[tuple[Any, Any]]:
-    """What gradients have been taken of; words are values, which say where they come from."""
+    """Inputs of the gradients; words are values, which say where they come from."""
     integers = SimpleNamespace(const_expr=bool, range_constexpr=range, min=min)
     monkeypatch.setattr(epilogues, "cutlass", integers)
     pairs = SimpleNamespace(unpack=lambda word: (word, word), pack=lambda low, high: low)
@@ -253,7 +253,8 @@ def lanes(monkeypatch):
 
 
 def _swizzled(strips: Strips, row: int, chunk: int) -> int:
-    """Where TMA has 16 bytes of a strip: address bits 7 and up flip those of the chunk."""
+    """Address at which TMA has 16 bytes of a strip: address bits 7 and up flip those of the
+    chunk."""
     at = row * strips.pitch + chunk * 16
     return at ^ (at >> 3 & (strips.pitch - 16))
 

@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 
@@ -41,10 +41,10 @@ def test_impossible_tiles_are_refused(options, message):
         ({}, "a must be on a CUDA device, not on cpu"),
     ],
 )
-def test_arguments_of_rows(change, message):
+def test_arguments_of_grouped_gemm(change, message):
     given = {"a": torch.zeros(8, 64), "w_LNK": torch.zeros(2, 128, 64), **change}
     with pytest.raises(ValueError, match=message):
-        rows(**given, offsets=OFFSETS)
+        grouped_gemm(**given, offsets=OFFSETS)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,18 @@ def test_arguments_of_fc2_dgrad_dact(change, message):
 
 
 def test_the_fastest_tile_is_chosen(tmp_path, monkeypatch):
-    measured = {"rows": {"pp192": 1.0, "co256": 1.05}, "fc1_act gathered": {"pp128": 1.0}}
+    measured = {"grouped_gemm": {"pp192": 1.0, "co256": 1.05}, "fc1_act gathered": {"pp128": 1.0}}
     measured["fc1_act gathered, deep"] = {"co256": 1.0, "pp128": 1.18}
     monkeypatch.setattr(tiles, "PATH", tmp_path / "tiles.json")
     tiles.PATH.write_text(json.dumps(measured))
     tiles.table.cache_clear(), tiles.choose.cache_clear()
     plain, deep = dict(gather=False, transposed=True), dict(gather=True, transposed=False)
     try:
-        assert tiles.choose("rows", 1152, 64, **plain) == tiles.configured("pp192", **plain)
-        assert tiles.choose("rows", 256, 64, **plain) == tiles.configured("co256", **plain)
+        assert tiles.choose("grouped_gemm", 1152, 64, **plain) == tiles.configured("pp192", **plain)
+        assert tiles.choose("grouped_gemm", 256, 64, **plain) == tiles.configured("co256", **plain)
         # 96 columns of each half a tile, or 128
-        assert tiles.choose("rows", 96, 64, **plain, halves=2).columns == 192
-        assert tiles.choose("rows", 128, 64, **plain, halves=2).columns == 256
+        assert tiles.choose("grouped_gemm", 96, 64, **plain, num_gate_parts=2).columns == 192
+        assert tiles.choose("grouped_gemm", 128, 64, **plain, num_gate_parts=2).columns == 256
         assert tiles.choose("fc1_act", 256, 2880, **deep) == Mainloop(128, True, gather=True)
         assert tiles.choose("fc1_act", 256, 4096, **deep) == Mainloop(256, gather=True)
     finally:
@@ -98,7 +98,7 @@ def test_the_fastest_tile_is_chosen(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "gather"),
     [
-        ("rows", False),
+        ("grouped_gemm", False),
         *((name, gather) for name in ("fc1_act", "fc2_dgrad_dact") for gather in (False, True)),
     ],
 )

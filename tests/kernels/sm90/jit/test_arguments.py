@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Device:
-    """What `counter_of` asks the device, and the memory that it takes."""
+    """Stand-in for the device that `counter_of` queries, and the memory that it takes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capture = 1, 0
@@ -36,11 +36,11 @@ class Device:
         monkeypatch.setattr(arguments, "_capture_on", lambda stream: self.capture, raising=False)
 
     def addresses(self, launches: int) -> list[int]:
-        """Of the counters of launches, which keep none of them."""
+        """Addresses of the counters of launches, which hold no reference to them."""
         return [arguments.counter_of(CPU).data_ptr() for _ in range(launches)]
 
     def blocks(self) -> list[torch.Tensor]:
-        """What has been zeroed and is still held."""
+        """Tensors that were zeroed and are still referenced."""
         return [block for made in self.zeroed if (block := made()) is not None]
 
 

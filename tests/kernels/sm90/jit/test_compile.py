@@ -1,7 +1,7 @@
 """Shipped kernels and clusters compile for sm_90a without a GPU, to the machine code that is meant.
 
 Worker processes compile the kernels; their CUDA runtime is that of `recording`, so that they also
-tell how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
+report how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.experts.rows import RowsKernel
+from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
 from phalanx.kernels.sm90.fp8.act import Fp8Act
 from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
@@ -35,14 +35,14 @@ from tests.kernels.sm90.sass import disassembled, tool
 
 REGISTERS = 65536
 SMEM_BYTES = 228 * 1024
-"""Of an SM, with what the system takes for itself of a thread block that uses any."""
+"""Shared memory of an SM, including the part that the system reserves for each thread block."""
 CLUSTERS = [Mainloop(256, cluster=2), Mainloop(128, True, 2, b_transposed=True, gather=True)]
-KERNELS = [*SHIPPED, *((RowsKernel, GemmConfig(Linear(), loop)) for loop in CLUSTERS)]
+KERNELS = [*SHIPPED, *((GroupedGemmKernel, GemmConfig(Linear(), loop)) for loop in CLUSTERS)]
 LABELS = [f"{kernel.__name__} {config}" for kernel, config in KERNELS]
 
 
 def facets(kernel: type, config: Any, at: str = "") -> Iterator[tuple[Any, ...]]:
-    """What distinguishes a kernel, but for the numbers of its configuration."""
+    """Properties that distinguish a kernel, but for the numbers of its configuration."""
     yield (kernel,)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -73,11 +73,11 @@ def cases() -> list[Any]:
 
 @dataclass
 class Code:
-    """What became of a kernel class and a configuration: one kernel or a few, launched in turn."""
+    """Compiled kernel class and configuration: one kernel or a few, launched in turn."""
 
     sass: str
     usage: dict[str, dict[str, int]]
-    """Of each kernel: REG, STACK, SHARED and so on."""
+    """Usage of each kernel: REG, STACK, SHARED and so on."""
     launches: list[dict[str, Any]]
     """How they would be launched with sizes of 512; empty without a C compiler."""
 
@@ -279,12 +279,15 @@ def test_grouped_gemms_load_and_store_what_is_meant(grouped, config):
     loop, epilogue = config.mainloop, config.epilogue
     boxes = loop.columns // loop.box // loop.cluster + (0 if loop.gather else 1)
     copies = 8 if loop.gather else 0
-    halves, steps = getattr(epilogue, "halves", 1), loop.group_rows // 64 * loop.columns
+    num_gate_parts, steps = (
+        getattr(epilogue, "num_gate_parts", 1),
+        loop.group_rows // 64 * loop.columns,
+    )
     loaded, stored = 0, steps // 64
     if isinstance(epilogue, Act):
-        stored = steps // (32 * halves) * (1 + halves)
+        stored = steps // (32 * num_gate_parts) * (1 + num_gate_parts)
     if isinstance(epilogue, ActGrad):
-        loaded, stored = steps // 32 * halves, steps // 32 * (1 + halves)
+        loaded, stored = steps // 32 * num_gate_parts, steps // 32 * (1 + num_gate_parts)
     # The loads of a tile are there twice: up to the claim's answer, and after it. Of a kernel that
     # waits, the compiler copies the first ones.
     loads = grouped.sass.count("UTMALDG") - (3 if config.waits else 2) * boxes
@@ -320,7 +323,7 @@ def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
     boxes = 2 if loop.gather else 3
     of_h = 0  # the first two steps', and others in the way of a warp with rows and of one without
     if isinstance(epilogue, ActGrad):
-        of_h = (2 + 2 * (loop.columns // 32 - 2)) * epilogue.halves
+        of_h = (2 + 2 * (loop.columns // 32 - 2)) * epilogue.num_gate_parts
     # Of a kernel that waits, the compiler may copy the first loads of a tile.
     of_weights = fp8_grouped.sass.count("UTMALDG.4D")  # two boxes, with parts and experts
     assert of_weights in ((4, 6) if config.waits else (4,))
@@ -336,16 +339,16 @@ def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
     assert "MEMBAR" not in product and "FENCE.VIEW" not in product
     stored = loop.columns // 64
     if isinstance(epilogue, Fp8Act):
-        blocks = loop.columns // (128 * epilogue.halves)
-        stored = blocks * (4 * epilogue.kept + 1)
+        blocks = loop.columns // (128 * epilogue.num_gate_parts)
+        stored = blocks * (4 * epilogue.h_strips + 1)
         assert fp8_grouped.sass.count("STS.U16") == 32 * blocks
         assert _count(r"F2FP\.SATFINITE\.E4M3", fp8_grouped.sass) == 32 * blocks
     if isinstance(epilogue, Fp8ActGrad):
         blocks = loop.columns // 128
-        stored = (epilogue.halves + 1) * blocks
+        stored = (epilogue.num_gate_parts + 1) * blocks
         assert fp8_grouped.sass.count("STS.U16") == 32 * stored
         grads = rf"F2FP\.SATFINITE\.{epilogue.grad_format.upper()}"
-        assert _count(grads, fp8_grouped.sass) >= 32 * epilogue.halves * blocks
+        assert _count(grads, fp8_grouped.sass) >= 32 * epilogue.num_gate_parts * blocks
         assert _count(r"F2FP\.SATFINITE\.E[45]M[23]", fp8_grouped.sass) == 32 * stored
     assert fp8_grouped.sass.count("UTMASTG") == stored
 

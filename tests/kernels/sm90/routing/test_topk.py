@@ -105,7 +105,7 @@ def test_a_bias_decides_but_does_not_weigh(forward, bf16):
 
 
 def scores(logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-    """What the choice compares, with the exponential of the stand-in, to the last bit."""
+    """Compared scores, with the exponential of the stand-in, to the last bit."""
     one = np.float32(1)
     with np.errstate(over="ignore"):
         score_TE = torch.from_numpy(one / (one + np.exp(-logits_TE.float().numpy())))
@@ -150,7 +150,7 @@ def test_experts_come_from_the_best_groups(forward, bf16, E, K, groups, kind):
 
 @pytest.mark.parametrize("left", [0, 3, 40], ids=lambda n: f"{n} left")
 def test_experts_that_are_masked(forward, left):
-    """Of groups without enough others, and of those not chosen: the lower come first."""
+    """With too few unmasked experts, masked ones and those of other groups follow, lowest first."""
     x, bias = draw("different", 2, 256), torch.full((256,), float("-inf"))
     bias[torch.randperm(256, generator=torch.Generator().manual_seed(left))[:left]] = 0
     check_groups(forward, x, 8, (8, 4), bias)

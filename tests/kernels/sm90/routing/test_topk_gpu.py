@@ -151,7 +151,7 @@ def test_ties_of_groups_go_to_the_lower(E, K, groups):
 
 @pytest.mark.parametrize("left", [0, 3, 40, 200])
 def test_masked_experts_of_groups(left):
-    """Of groups without enough others, and of those not chosen: the lower come first."""
+    """With too few unmasked experts, masked ones and those of other groups follow, lowest first."""
     x, bias = draw(2000, 256), torch.full((256,), float("-inf"), device="cuda")
     g = torch.Generator("cuda").manual_seed(left)
     bias[torch.randperm(256, generator=g, device="cuda")[:left]] = 0

@@ -1,4 +1,4 @@
-"""Kernel `rows`: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]) for all experts' rows s.
+"""Kernel `grouped_gemm`: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]) for all experts' rows s.
 
 fc2 forward and the data gradient of fc1, whose weights are read transposed.
 
@@ -22,7 +22,7 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
-class RowsKernel(Gemm):
+class GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (
@@ -49,14 +49,14 @@ class RowsKernel(Gemm):
         """Sizes: S, rows of a (S too), N, K, L, clusters, `TileSignal.sizes`; `index` is null."""
         S, A, N, K, L, clusters, waves, yielding, first_late, slice_bits = sizes
         loop = self.config.mainloop
-        given = self.config.epilogue.host(
+        epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
             *(progress, L, waves, slice_bits),
         )
         self.run(
             matrix(a, A, K),
             weights(w, N, K, L, loop.b_transposed),
-            given,
+            epilogue_args,
             vector(index, S),
             offsets,
             counter,
@@ -69,7 +69,7 @@ class RowsKernel(Gemm):
         )
 
 
-def rows(
+def grouped_gemm(
     a: Tensor,
     w_LNK: Tensor,
     offsets: Tensor,
@@ -94,7 +94,7 @@ def rows(
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
-            one. Default: one that nobody else uses.
+            one. Default: that of the stream, or of the captured graph (`counter_of`).
         sm_margin: SMs to leave free, rounded up to whole clusters.
         dynamic: claim tiles on the device; otherwise cluster i takes tiles i, i + clusters, ...
         loop: tile to use; default `tiles.choose`.
@@ -124,14 +124,14 @@ def rows(
         scale=(scale_S, torch.float32, (S,)),
         counter=(counter, torch.int32, (1,)),
     )
-    loop = loop or tiles.choose("rows", N, K, transposed=transposed)
+    loop = loop or tiles.choose("grouped_gemm", N, K, transposed=transposed)
     config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
     waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
     if S:
         counter = counter_of(a.device) if counter is None else counter
         clusters = persistent_clusters(sms(a.device), sm_margin, loop.cluster)
         launch(
-            RowsKernel,
+            GroupedGemmKernel,
             config,
             (
                 *(a, w_LNK, out, bias_LN, scale_S, None, offsets, counter),

@@ -21,21 +21,21 @@ def drawn(rows: int, experts: int, channels: int, device: str) -> tuple[Tensor, 
 
 def check(rows: int, experts: int, channels: int, device: str) -> None:
     """Near the sum; on a GPU an expert's bits do not depend on how many there are beside it."""
-    from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
+    from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
 
     dy, b2 = drawn(rows, experts, channels, device)
-    found = every_bias(dy, b2)
+    found = bias_products(dy, b2)
     want, size = (a.double() @ b.double().T for a, b in ((dy, b2), (dy.abs(), b2.abs())))
     assert found.dtype == torch.float32
     assert bool(((found.double() - want).abs() <= channels * 2.0**-24 * size).all())
     beside = () if device == "cpu" else (slice(0, 1), slice(experts // 2, experts))
     for some in beside:
-        assert torch.equal(every_bias(dy, b2[some].contiguous()), found[:, some])
+        assert torch.equal(bias_products(dy, b2[some].contiguous()), found[:, some])
 
 
 def refused() -> None:
     """The kernel would read other numbers."""
-    from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
+    from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
 
     dy, b2 = drawn(8, 3, 32, "cpu")
     for given, name in (
@@ -46,7 +46,7 @@ def refused() -> None:
         ((dy, b2[:, :16].contiguous()), "b2"),
     ):
         with pytest.raises(ValueError, match=f"{name} must be contiguous bf16 with 32 channels"):
-            every_bias(*given)
+            bias_products(*given)
 
 
 def interpreted() -> None:
@@ -62,7 +62,7 @@ def test_in_an_interpreter() -> None:
 @pytest.mark.parametrize("shape", [(130, 5, 96), (4096, 34, 2880)])
 def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from phalanx.kernels.sm90.experts import every_bias_triton
+    from phalanx.kernels.sm90.experts import bias_products_triton
     from tests.kernels.triton_code import launched
 
     rows, experts, channels = shape
@@ -71,7 +71,7 @@ def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: P
     )
 
     def call() -> None:
-        every_bias_triton.every_bias(dy, b2)
+        bias_products_triton.bias_products(dy, b2)
 
-    code = launched(every_bias_triton, "every_bias_dot", call, tmp_path)
+    code = launched(bias_products_triton, "bias_products_kernel", call, tmp_path)
     assert code.stack == 0 and code.count("HGMMA")

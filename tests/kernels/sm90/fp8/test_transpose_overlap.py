@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.fp8.beside import MULTIPLIED, TRANSPOSED, share
+from phalanx.kernels.sm90.fp8.transpose_overlap import MULTIPLIED, TRANSPOSED, share
 
 
 @pytest.mark.parametrize(

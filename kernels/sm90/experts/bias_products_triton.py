@@ -1,8 +1,8 @@
-"""What the bias of fc2 adds to the gradient of the routing probabilities, for all rows and experts.
+"""Products of rows and the biases of fc2: their share of the gradient of the routing probabilities.
 
-A narrow GEMM that gathers nothing, by a kernel of its own since a library's choice of algorithm
-depends on the number of experts, and with it the order of sums: bits of a row and an expert must be
-the same where an expert is a guest beside others (parallel.clones). Here they depend on D alone.
+A narrow GEMM that gathers nothing. A library chooses its algorithm, and with it the order of sums,
+by the number of experts; the bits of a row and an expert must be the same where an expert is a
+replica (expert replication). Here they depend on D alone.
 
 Legend: N rows, L experts, D channels.
 """
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _EXPERTS, _CHANNELS = 64, 64, 64
-"""Of a tile. All shapes have the same, as tiles decide the order of sums."""
+"""Sizes of a tile: the same for all shapes, as they determine the order of sums."""
 
 
 @triton.jit
-def every_bias_dot(  # type: ignore[no-untyped-def]
+def bias_products_kernel(  # type: ignore[no-untyped-def]
     dy, b2, out, N, L, D, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHANNELS: tl.constexpr
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,7 +36,7 @@ def every_bias_dot(  # type: ignore[no-untyped-def]
     tl.store(at, total, mask=(row < N)[:, None] & (expert < L)[None, :])
 
 
-def every_bias(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
+def bias_products(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
     """<dy[n], b2[l]> of all rows and all experts.
 
     Args:
@@ -58,7 +58,7 @@ def every_bias(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
             )
     out_NL = dy_ND.new_empty((N, L), dtype=torch.float32)
     if out_NL.numel():
-        every_bias_dot[(triton.cdiv(N, _ROWS), triton.cdiv(L, _EXPERTS))](
+        bias_products_kernel[(triton.cdiv(N, _ROWS), triton.cdiv(L, _EXPERTS))](
             *(dy_ND, b2_LD, out_NL, N, L, D),
             ROWS=_ROWS,
             EXPERTS=_EXPERTS,

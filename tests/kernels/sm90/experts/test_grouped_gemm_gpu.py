@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.tiles import TILES, configured
 from phalanx.kernels.sm90.jit import arguments
@@ -110,7 +110,7 @@ def test_counter_is_left_at_zero():
 def test_writes_where_it_is_told():
     p = RowsProblem(COUNTS["ragged"], 448, 320)
     whole = torch.full((p.S + 2, 448), 3.0, dtype=BF16, device="cuda")
-    y = rows(p.a, p.w, p.offsets, out_SN=whole[1:-1])
+    y = grouped_gemm(p.a, p.w, p.offsets, out_SN=whole[1:-1])
     assert y.data_ptr() == whole[1:].data_ptr()
     assert torch.equal(y[: p.used], p.ours()["y"][: p.used])
     assert (whole[0] == 3).all() and (whole[p.used + 1 :] == 3).all()
@@ -187,4 +187,4 @@ def test_errors_name_the_argument(change, message):
     offsets = torch.tensor([0, 100, 120, 128], dtype=torch.int32, device="cuda")
     given = {"a": _zeros(128, 128), "w_LNK": _zeros(3, 64, 128), "offsets": offsets, **change}
     with pytest.raises(ValueError, match=message):
-        rows(**given)
+        grouped_gemm(**given)

@@ -1,10 +1,10 @@
-"""The product of a weight gradient in FP8: where a thread finds its scales, and what it adds up.
+"""The product of a weight gradient in FP8: a thread's scales, and its sums.
 
 A block of 128 tokens has a scale for 128 channels of an operand (`square`), and the product of two
 of them is that of many accumulators, as in `promotion`; or it has one for each channel (`vector`),
-and every accumulator has a product of scales of its own. Then a thread reads the scales of its
-columns, two of every eight, when it needs them: all warps of the CTA read the same ones, which a
-prefetch has brought to the L1 cache.
+and every accumulator has its own product of scales. Then a thread reads the scales of its columns,
+two of every eight, when it needs them: all warps of the CTA read the same ones, which a prefetch
+has brought to the L1 cache.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
 from phalanx.kernels.sm90.fp8.promotion import Promotion, Scales, address
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS, TILE_ROWS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
 from phalanx.kernels.sm90.jit import ptx
 
-_ROWS = TILE_ROWS // MATH_GROUPS
-"""Rows of a warp group, and columns that are there or not."""
+_ROWS = TILE_ROWS // MMA_GROUPS
+"""Rows of a warp group; O and I are multiples of them."""
 _COLUMNS = 8
-"""Of which a thread has two neighbours."""
+"""Columns of which a thread has two neighbours."""
 
 
-class WgradMath(Promotion):
-    """A multiplying warp group's side."""
+class Fp8WgradMma(Promotion):
+    """Side of a multiplying warp group, with scales of 128 x 128 (`square`)."""
 
     def __init__(
         self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32, scales: Any
     ) -> None:
-        """`scales`: those of d and v [blocks of T, blocks of C], channels of a part of d, and 0."""
+        """`scales`: of d and of v [blocks of T, blocks of C], channels of a part of d, and 0."""
         super().__init__(loop, storage, tiled_mma, group)
         self.of_d, self.of_v, self.each, self.zero = scales
         shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
@@ -43,7 +43,7 @@ class WgradMath(Promotion):
     def __call__(
         self, first: Int32, block: Int32, blocks: Int32, down: Int32, across: Int32, rows: Int32
     ) -> None:
-        """Multiply `blocks` stages, from number `first` on, which are token blocks `block` and on.
+        """Multiply `blocks` stages from number `first` on: the token blocks from `block` on.
 
         Args:
             down, across: the tile's row and column. rows: of dw, O.
@@ -55,17 +55,18 @@ class WgradMath(Promotion):
             self.skip(first, blocks)
 
     def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
-        """A warp group's 64 channels of d are of one block, as are each 64 of v."""
+        """Scales of the tile: 64 channels of a warp group are within one block of d, as each 64 of
+        v."""
         second = cutlass.select_(channel >= self.each, Int32(1), Int32(0))
         behind = channel - second * self.each
         of_part = (self.each + (BLOCK - 1)) // BLOCK
         n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
         low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
-        # Not uniform to the compiler, as in `promotion.Math`.
-        apart = ptx.lane() * self.zero
-        d = address(self.of_d, block, second * of_part + behind // BLOCK + apart)
+        # Not uniform to the compiler, as in `promotion.Fp8MmaConsumer`.
+        lane_zero = ptx.lane() * self.zero
+        d = address(self.of_d, block, second * of_part + behind // BLOCK + lane_zero)
         blocks = (low,) if self.loop.columns == BLOCK else (low, high)
-        v = [address(self.of_v, block, at + apart) for at in blocks]
+        v = [address(self.of_v, block, at + lane_zero) for at in blocks]
         return Scales(
             (d,),
             4 * Int64(self.of_d.stride[0]),
@@ -77,15 +78,17 @@ class WgradMath(Promotion):
 
 @dataclass(frozen=True)
 class VectorScales(Scales):
-    """`columns`: of the thread's first column of the tensor, and what it prefetches."""
+    """`columns`: scale of the thread's first column of the tensor, and the address to prefetch."""
 
     first: Int32
     """Column of the tile."""
 
 
-class VectorMath(WgradMath):
-    """With a scale for each channel of 128 tokens, of both operands; those of v [.., I] side by
-    side, from a multiple of 8 bytes on."""
+class VectorWgradMma(Fp8WgradMma):
+    """With a scale for each channel of 128 tokens, for both operands.
+
+    Scales of v [.., I] are contiguous and start at a multiple of 8 bytes.
+    """
 
     def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % GROUP_THREADS // 32)
@@ -102,9 +105,9 @@ class VectorMath(WgradMath):
             n,
         )
 
-    def _load_columns(self, places: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
-        own, ahead = places
-        ptx.prefetch(cutlass.select_(wanted, ahead, own))
+    def _load_columns(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+        first, ahead = addresses
+        ptx.prefetch(cutlass.select_(wanted, ahead, first))
         return (Float32(0.0),)  # read in `_add`
 
     def _add(self, p: int, k: Int32, rows: Any, columns: Any, scales: Any) -> None:
@@ -122,10 +125,11 @@ class VectorMath(WgradMath):
 
 
 def layout_mma(columns: int) -> cute.TiledMma:
-    """Its accumulators lie as those of a tile do; the type of its operands is of no matter."""
+    """MMA whose accumulators have the layout of a tile's; the type of its operands does not
+    matter."""
     major = OperandMajorMode.K
     return hopper.make_trivial_tiled_mma(
         *(BFloat16, BFloat16, major, major, Float32),
-        (MATH_GROUPS, 1, 1),
+        (MMA_GROUPS, 1, 1),
         tiler_mn=(_ROWS, columns),
     )

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.kernels.sm90.experts.test_every_bias import SHAPES, check
+from tests.kernels.sm90.experts.test_bias_products import SHAPES, check
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 34, 2880), (4096, 200, 960)])
-def test_every_bias(shape: tuple[int, int, int]) -> None:
+def test_bias_products(shape: tuple[int, int, int]) -> None:
     check(*shape, "cuda")

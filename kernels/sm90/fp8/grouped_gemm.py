@@ -1,4 +1,4 @@
-"""Kernel `rows` in FP8: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]), y in bf16.
+"""Kernel `grouped_gemm` in FP8: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]), y in bf16.
 
 fc2 forward, and the data gradient of fc1, whose contraction has the channels of the gate and of the
 linear half as two parts.
@@ -34,7 +34,7 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
-class Fp8RowsKernel(Gemm):
+class Fp8GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (
@@ -64,14 +64,14 @@ class Fp8RowsKernel(Gemm):
         of a's scales, `weight_sizes` of w's, and 0."""
         S, N, each, parts, L, clusters, waves, yielding, first_late, slice_bits, *strides = sizes
         loop = self.config.mainloop
-        given = self.config.epilogue.host(
+        epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
             *(progress, L, waves, slice_bits),
         )
         self.run(
             activations(cute.recast_ptr(a, dtype=loop.types[0]), S, each, parts),
             weights(w, N, each, parts, L),
-            given,
+            epilogue_args,
             vector(offsets, S),
             offsets,
             counter,
@@ -85,7 +85,7 @@ class Fp8RowsKernel(Gemm):
         )
 
 
-def fp8_rows(
+def fp8_grouped_gemm(
     a: Quantized,
     w_LNK: Quantized,
     offsets: Tensor,
@@ -110,11 +110,11 @@ def fp8_rows(
             `QuantizedWeights.data_LIO` and `scale.mT`.
         offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
             offsets[e + 1]. Nothing is read or written from offsets[L] on.
-        parts: of K, 1 or 2, in each of which blocks start anew.
+        parts: of K, 1 or 2, in each of which blocks restart.
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
-        counter, sm_margin, dynamic, signal: as in `experts.rows`.
-        loop: an `Fp8Mainloop` for a's format; default by `operands.rows_tile`.
+        counter, sm_margin, dynamic, signal: as in `experts.grouped_gemm`.
+        loop: an `Fp8Mainloop` for a's format; default `operands.rows_tile`.
 
     Returns:
         y_SN in bf16.
@@ -151,7 +151,7 @@ def fp8_rows(
         counter = counter_of(device) if counter is None else counter
         clusters = persistent_clusters(sms(device), sm_margin)
         launch(
-            Fp8RowsKernel,
+            Fp8GroupedGemmKernel,
             config,
             (
                 *(a.data, a.scale, w_LNK.data, w_LNK.scale),
