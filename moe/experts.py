@@ -134,7 +134,7 @@ class Experts(MegatronModule):
                 arrived=received.arrived,
                 addends=addends,
                 made_h=partial(memory.move, "expert_h") if memory.moves("expert_h") else None,
-                guests=received.guests,
+                replicas=received.replicas,
             )
 
     def sharded_state_dict(

@@ -28,10 +28,17 @@ from phalanx.kernels.expert_mlp.backend import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import LAYERS, Guests, Layer, Lent, lent, shared_grads
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.expert_mlp.replicas import (
+    LAYERS,
+    BorrowedWeights,
+    Layer,
+    ReplicaExchange,
+    borrow_weights,
+    shared_grads,
+)
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
@@ -58,12 +65,12 @@ class Overlap(Protocol):
 
     def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next: of own
-        experts alone where there are guests."""
+        experts alone where there are replicas."""
         ...
 
     def finish_sums(self) -> Tensor:
         """Send what fc2 has made of own experts, and at the end of this overlap what it makes of
-        guests after that. Returns [N, D] that only that end may read."""
+        replicas after that. Returns [N, D] that only that end may read."""
         ...
 
     def send_gradient(
@@ -113,13 +120,13 @@ class ExpertMLP(torch.autograd.Function):
         how: "How",
         *addends: Tensor,
     ) -> Tensor:
-        weights, overlap, guests = MLPWeights(w1, w2, b1, b2), how.overlap, None
-        ctx.how, ctx.kept_guests = how, None
-        if how.guests is not None:
+        weights, overlap, replicas = MLPWeights(w1, w2, b1, b2), how.overlap, None
+        ctx.how, ctx.saved_replicas = how, None
+        if how.replicas is not None:
             rows = None if overlap is None else overlap.wait_rows
-            guests = lent(how.guests, weights, None, rows, "fc1")
-            ctx.kept_guests = guests.weights if how.guests.keep else None
-        out, h, x_rows = run_forward(x, weights, plan, how, addends, guests)
+            replicas = borrow_weights(how.replicas, weights, None, rows, "fc1")
+            ctx.saved_replicas = replicas.weights if how.replicas.keep else None
+        out, h, x_rows = run_forward(x, weights, plan, how, addends, replicas)
         if how.spec.recompute_h:
             h = x.new_empty(0)
         elif how.made_h is not None:
@@ -151,13 +158,13 @@ class ExpertMLP(torch.autograd.Function):
         x = rows_of(after[:of_x]) if of_x else None
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        how, weights, guests = ctx.how, MLPWeights(w1, w2, b1, b2), None
-        if how.guests is not None:
+        how, weights, replicas = ctx.how, MLPWeights(w1, w2, b1, b2), None
+        if how.replicas is not None:
             arriving = how.overlap is not None and not how.spec.recompute_h
             first: Layer = "fc1" if how.spec.recompute_h else "fc2"
             rows = how.overlap.wait_rows if arriving else None
-            guests = lent(how.guests, weights, ctx.kept_guests, rows, first)
-        given = Saved(x, weights, h, plan, how, guests)
+            replicas = borrow_weights(how.replicas, weights, ctx.saved_replicas, rows, first)
+        given = Saved(x, weights, h, plan, how, replicas)
         out_grad = dout.contiguous() if how.arrived is None else how.arrived.gradient
         dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
@@ -177,7 +184,7 @@ class How(NamedTuple):
     """What to read in place of x and of the gradient of out; None: these."""
     made_h: Callable[..., None] | None = None
     """Is called with what is saved of h."""
-    guests: Guests | None = None
+    replicas: ReplicaExchange | None = None
     """Whose experts have places behind the own ones in the plan; None: there are no such places."""
 
 
@@ -191,7 +198,7 @@ class Saved(NamedTuple):
     """Empty with `how.spec.recompute_h`."""
     plan: ExpertPlan
     how: How
-    guests: Lent | None = None
+    replicas: BorrowedWeights | None = None
     """Of this pass."""
 
 
@@ -201,12 +208,12 @@ def run_forward(
     plan: ExpertPlan,
     how: How,
     addends: Sequence[Tensor] = (),
-    guests: Lent | None = None,
+    replicas: BorrowedWeights | None = None,
 ) -> tuple[Tensor, Rows, Rows]:
     """(out, h, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights, spec, guests)
+    fc1, fc2 = _layers(weights, spec, replicas)
     ready = None if overlap is None else overlap.ready
     given: Rows = x if how.arrived is None else how.arrived.tokens
     x_rows = ops.quantize(given)
@@ -216,7 +223,7 @@ def run_forward(
     x_rows = for_wgrad(given, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
-        sums = functools.cache(overlap.finish_sums)  # of own experts, before it is guests' turn
+        sums = functools.cache(overlap.finish_sums)  # of own experts, before it is replicas' turn
         ops.rows(a_SF, fc2.after(sums), plan, signal=signal)
         return sums(), h_SH, x_rows
     y_SD = ops.rows(a_SF, fc2, plan)
@@ -240,10 +247,10 @@ def run_backward(
 
     The data gradient comes first, so that it can be sent under the others.
     """
-    x_ND, weights, h_SH, plan, how, guests = saved
+    x_ND, weights, h_SH, plan, how, replicas = saved
     spec, act, overlap = how.spec, how.spec.activation, how.overlap
     ops = backend_of(spec, "dgrad")
-    fc1, fc2 = _layers(weights, spec, guests)
+    fc1, fc2 = _layers(weights, spec, replicas)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
         x_ND, h_SH = _hidden(saved, fc1)
@@ -284,10 +291,10 @@ def run_backward(
         tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
     del dout, dy, operands  # the largest buffers of the backward after dh: `work` lets go of them
-    if how.guests is None or not any(needs[1:]):
+    if how.replicas is None or not any(needs[1:]):
         grads = work.all(buffers)
     else:
-        grads = shared_grads(work, how.guests, weights, buffers)
+        grads = shared_grads(work, how.replicas, weights, buffers)
     dtype = weights.w1.dtype
     own = [_like(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
     return dx, *own, dprob_S
@@ -305,16 +312,18 @@ def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
     return x_ND, h_SH
 
 
-def _layers(own: MLPWeights, spec: MLPSpec, guests: Lent | None) -> tuple[Linear, Linear]:
+def _layers(
+    own: MLPWeights, spec: MLPSpec, replicas: BorrowedWeights | None
+) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
     w1, w2, b1, b2 = own
     parts = spec.activation.facts.halves
     fc1, fc2 = Linear(w1, b1, parts, source=w1), Linear(w2, b2, source=w2)
-    if guests is None:
+    if replicas is None:
         return fc1, fc2
-    w1, w2, b1, b2 = guests.weights
+    w1, w2, b1, b2 = replicas.weights
     of_fc1, of_fc2 = Linear(w1, b1, parts), Linear(w2, b2)
-    first, second = (functools.partial(guests.arrive, layer) for layer in LAYERS)
+    first, second = (functools.partial(replicas.arrive, layer) for layer in LAYERS)
     return fc1.before(of_fc1, first), fc2.before(of_fc2, second)
 
 

@@ -9,9 +9,9 @@ any sum.
 A recipe (`kernels.quantize.recipe`) is a matter of the backend: what `quantize` and `columns` make,
 fc1_act, rows and wgrad take. Without one they return what they are given.
 
-Where experts of other ranks are guests, a plan has places for both, and a `Linear` leads to theirs:
-fc1_act, rows and fc2_dgrad_dact make rows of own experts first and then, into the same tensors,
-those of guests. wgrad and bias_grad are called for either with its part of the plan.
+Where experts of other ranks are replicas, a plan has places for both, and a `Linear` leads to
+theirs: fc1_act, rows and fc2_dgrad_dact make rows of own experts first and then, into the same
+tensors, those of replicas. wgrad and bias_grad are called for either with its part of the plan.
 
 Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert
 width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
@@ -61,12 +61,12 @@ class Linear(NamedTuple):
     alpha_L: Tensor | None = None
     """fp32: what sums are multiplied by before the bias is added; None: 1. Of `reference` and
     `torch` alone, for operands whose tensors have scales."""
-    guests: "Callable[[bool], Linear] | None" = None
-    """That of the guests, at the places behind these experts'; called when the work of these has
+    replicas: "Callable[[bool], Linear] | None" = None
+    """That of the replicas, at the places behind these experts'; called when the work of these has
     been launched, as they may be on their way until then, with whether the caller's kernel waits
     for `ready`. None: there are none."""
     ready: Tensor | None = None
-    """Of guests: what has to be waited for before their weights are read
+    """Of replicas: what has to be waited for before their weights are read
     (`kernels.sm90.exchange.ready`). None: nothing."""
 
     @classmethod
@@ -86,63 +86,63 @@ class Linear(NamedTuple):
         return self.mapped(one)
 
     def mapped(self, fn: "Callable[[Linear], Linear]") -> "Linear":
-        """`fn` of these experts, and of the guests when it is their turn."""
-        guests, made = self.guests, fn(self)
-        return made if guests is None else made._replace(guests=lambda _: fn(guests(False)))
+        """`fn` of these experts, and of the replicas when it is their turn."""
+        replicas, made = self.replicas, fn(self)
+        return made if replicas is None else made._replace(replicas=lambda _: fn(replicas(False)))
 
-    def before(self, guests: "Linear", arrive: Callable[[bool], Tensor | None]) -> "Linear":
-        """With guests behind these experts. `arrive` is called before it is their turn, with
+    def before(self, replicas: "Linear", arrive: Callable[[bool], Tensor | None]) -> "Linear":
+        """With replicas behind these experts. `arrive` is called before it is their turn, with
         whether the kernel waits for what it returns."""
-        return self._replace(guests=lambda waits: guests._replace(ready=arrive(waits)))
+        return self._replace(replicas=lambda waits: replicas._replace(ready=arrive(waits)))
 
     def after(self, fn: Callable[[], Any]) -> "Linear":
-        """The same, where `fn` is called before it is the guests' turn."""
-        guests = self.guests
-        if guests is None:
+        """The same, where `fn` is called before it is the replicas' turn."""
+        replicas = self.replicas
+        if replicas is None:
             return self
 
         def then(waits: bool) -> Linear:
             fn()
-            return guests(waits)
+            return replicas(waits)
 
-        return self._replace(guests=then)
+        return self._replace(replicas=then)
 
     def runs(
         self, plan: ExpertPlan, *, waits: bool = False
     ) -> "Iterator[tuple[Linear, ExpertPlan]]":
-        """Layer and part of the plan of own experts, and then of guests if there are any; `waits`:
-        kernels wait for these by `ready`."""
-        if self.guests is None:
+        """Layer and part of the plan of own experts, and then of replicas if there are any;
+        `waits`: kernels wait for these by `ready`."""
+        if self.replicas is None:
             yield self, plan
             return
-        own, of_guests = plan.split(len(self.weight_LOI))
+        own, of_replicas = plan.split(len(self.weight_LOI))
         yield self, own
-        guests = self.guests(waits)
-        if len(guests.weight_LOI):
-            yield guests, of_guests
+        replicas = self.replicas(waits)
+        if len(replicas.weight_LOI):
+            yield replicas, of_replicas
 
     @property
     def whole(self) -> "Linear":
-        """Own experts and guests in one layer, which copies all weights: for a backend that has
+        """Own experts and replicas in one layer, which copies all weights: for a backend that has
         one call for all experts of a plan."""
-        if self.guests is None:
+        if self.replicas is None:
             return self
-        both = self, self.guests(False)
+        both = self, self.replicas(False)
         stored = torch.cat([x.weight_LOI.mT if x.flipped else x.weight_LOI for x in both])
         return self._replace(
             weight_LOI=stored.mT if self.flipped else stored,
             bias_LO=_together([x.bias_LO for x in both]),
             source=None,
             alpha_L=_together([x.alpha_L for x in both]),
-            guests=None,
+            replicas=None,
         )
 
     @property
     def biases_PO(self) -> Tensor | None:
-        """Of own experts and guests."""
-        if self.guests is None or self.bias_LO is None:
+        """Of own experts and replicas."""
+        if self.replicas is None or self.bias_LO is None:
             return self.bias_LO
-        return _together([self.bias_LO, self.guests(False).bias_LO])
+        return _together([self.bias_LO, self.replicas(False).bias_LO])
 
 
 class Operand(NamedTuple):

@@ -123,7 +123,7 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         form, parts_in = self._format, linear.parts_in
         random = gradient and self._recipe.stochastic
         x = emulate.rows(x_SI, plan.offsets, form, parts_in, stochastic=random)
-        amax_P, guests = x.amax_L, linear.guests
+        amax_P, replicas = x.amax_L, linear.replicas
 
         def through(layer: Linear, first: int) -> Linear:
             """Of the experts whose places begin at `first`."""
@@ -134,8 +134,8 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
             return layer._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
 
         own = through(linear, 0)
-        if guests is not None:
-            own = own._replace(guests=lambda _: through(guests(False), len(own.weight_LOI)))
+        if replicas is not None:
+            own = own._replace(replicas=lambda _: through(replicas(False), len(own.weight_LOI)))
         return x.matrix, own
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:

@@ -1,11 +1,11 @@
 """The routing plan of one rank as a value: which rows its experts read, and who reads theirs back.
 
 Made by `kernels.routing.plan`, read by every backend of the expert MLP. Where experts of other
-ranks are guests, it has places for them behind those of a rank's own, and is split in two for
+ranks are replicas, it has places for them behind those of a rank's own, and is split in two for
 operations that take the weights of either.
 
 Legend: N rows of x, K slots for experts of a row, L local experts, S expert rows kept (static), P
-places, of own experts and guests.
+places, of own experts and replicas.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ class ExpertPlan(NamedTuple):
     """int32: local experts in the order in which the fused scheduler takes them; None leaves it
     to it."""
     places_P: Tensor | None = None
-    """int32 [P + 1], of guests alone: offsets of all places, whose last ones are theirs; expert
+    """int32 [P + 1], of replicas alone: offsets of all places, whose last ones are theirs; expert
     rows before offsets[0] are others'. None: there are none."""
 
     def split(self, own: int) -> "tuple[ExpertPlan, ExpertPlan]":
-        """The first `own` experts with their rows, and the guests behind them, neither in an
+        """The first `own` experts with their rows, and the replicas behind them, neither in an
         order."""
         first, behind = self.offsets[: own + 1], self.offsets[own:]
         return (

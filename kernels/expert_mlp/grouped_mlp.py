@@ -18,8 +18,8 @@ from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import Arrived, ExpertMLP, How, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import Guests
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 
@@ -33,7 +33,7 @@ def grouped_mlp(
     arrived: Arrived | None = None,
     addends: Sequence[Tensor] = (),
     made_h: Callable[..., None] | None = None,
-    guests: Guests | None = None,
+    replicas: ReplicaExchange | None = None,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
 
@@ -55,7 +55,8 @@ def grouped_mlp(
         addends: up to two tensors as out, which have its gradient. `fused` adds them to the sums
             before these are rounded, other backends one after the other in x's dtype.
         made_h: is called with the tensors that are saved of h, unless h is computed again.
-        guests: experts of other ranks, whose places in the plan are behind those of the local ones.
+        replicas: experts of other ranks, whose places in the plan are behind those of the local
+            ones.
 
     Returns:
         out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts
@@ -67,11 +68,13 @@ def grouped_mlp(
         ValueError: unknown backend, or shapes and dtypes that do not fit together; with
             PHALANX_DEBUG=1 also indices of rows that are not there (`kernels.debug`).
     """
-    check(x_ND, weights, plan, spec.activation, guests=guests is not None)
+    check(x_ND, weights, plan, spec.activation, replicas=replicas is not None)
     if overlap is not None and spec.backend != "fused":
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
-    if guests is not None and spec.backend == "cudnn":
-        raise ValueError("guests: kernels=cudnn has none: set parallel.clones=0 or kernels=torch")
+    if replicas is not None and spec.backend == "cudnn":
+        raise ValueError(
+            "replicas: kernels=cudnn has none: set parallel.expert_replication=0 or kernels=torch"
+        )
     if addends and (overlap is not None or plan.inverse_NK is None):
         raise ValueError("addends: only the sums of tokens have some, not what is sent or rows")
     if len(addends) > MOST_ADDENDS:
@@ -81,7 +84,7 @@ def grouped_mlp(
         raise ValueError("overlap: rows that are still to be quantized must have come before")
     if arrived is not None and spec.recipe is None:
         raise ValueError("arrived: only a recipe takes rows in FP8")
-    how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived, made_h, guests)
+    how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived, made_h, replicas)
     x_ND = x_ND.contiguous() if arrived is None else x_ND
     more = [addend.contiguous() for addend in addends]
     return ExpertMLP.apply(x_ND, *weights, prob_S, plan, how, *more)
@@ -94,10 +97,10 @@ def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
 
 
 def check(
-    x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation, *, guests: bool = False
+    x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation, *, replicas: bool = False
 ) -> None:
-    """ValueError for shapes and dtypes that do not fit together; with guests a plan has places for
-    more experts than there are weights."""
+    """ValueError for shapes and dtypes that do not fit together; with replicas a plan has places
+    for more experts than there are weights."""
     w1, w2, b1, b2 = weights
     if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
         raise ValueError(f"expected x [N, D] and weights [L, ., .], got {_shapes(x, w1, w2)}")
@@ -114,7 +117,7 @@ def check(
         ("b2", b2, (L, D), x.dtype),
         ("row_index", plan.row_index_S, (S,), torch.int32),
         ("row_prob", plan.row_prob_S, (S,), torch.float32),
-        ("offsets", plan.offsets, plan.offsets.shape if guests else (L + 1,), torch.int32),
+        ("offsets", plan.offsets, plan.offsets.shape if replicas else (L + 1,), torch.int32),
         ("inverse", plan.inverse_NK, (N, K), torch.int32),
         ("order", plan.order_L, (plan.offsets.numel() - 1,), torch.int32),
     ]

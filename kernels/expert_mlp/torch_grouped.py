@@ -35,7 +35,7 @@ class Grouped(AsTheyAre):
     """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
     CPU.
 
-    On a CPU every GEMM is one in fp32, whose result is rounded. Weights of guests are put behind
+    On a CPU every GEMM is one in fp32, whose result is rounded. Weights of replicas are put behind
     own ones for each use.
     """
 
@@ -121,7 +121,7 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
 
     A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
     for which CUDA takes groups that end anywhere; others need multiples of 8 rows. The first group
-    begins at row 0, so that of guests it is one of the rows before theirs, which is dropped.
+    begins at row 0, so that of replicas it is one of the rows before theirs, which is dropped.
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(

@@ -1,7 +1,7 @@
 """Gradients of the weights and biases of an expert MLP, after the data gradient.
 
-Where experts of other ranks are guests they are made twice of the same rows, for guests and for own
-experts. Whatever has been read for the last time is let go of at once: these are the largest
+Where experts of other ranks are replicas they are made twice of the same rows, for replicas and for
+own experts. Whatever has been read for the last time is let go of at once: these are the largest
 tensors of the backward pass.
 
 Shape legend as in `kernels.backend`.

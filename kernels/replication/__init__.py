@@ -1,1 +1,1 @@
-"""What moves between ranks for clones of hot experts: rows by themselves, weights, gradients."""
+"""What moves between ranks for expert replication: rows by themselves, weights, gradients."""

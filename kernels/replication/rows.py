@@ -1,13 +1,13 @@
 """Expert rows that travel to their tokens one by one, where clones part a token's rows.
 
-Without clones a rank adds up the rows that a token has there and sends one sum. With them these
-rows, which have one home rank, may be computed on several: then each goes by itself to the token's
-rank, which adds them in the order of slots, rounds the sum once, and has the row that the home rank
-would have sent. All other rows go as sums, as without clones.
+Without replication a rank adds up the rows that a token has there and sends one sum. With them
+these rows, which have one home rank, may be computed on several: then each goes by itself to the
+token's rank, which adds them in the order of slots, rounds the sum once, and has the row that the
+home rank would have sent. All other rows go as sums, as without replication.
 
-`part_rows` says which are which, on the rank that computes them; `sum_singles` adds those of this
-rank's tokens up. Both by one kernel on a GPU (`kernels.replication.rows_triton`), elsewhere by the
-definition here. `send_singles` is the definition of what is sent, by
+`split_returns` says which are which, on the rank that computes them; `sum_unreduced_rows` adds
+those of this rank's tokens up. Both by one kernel on a GPU (`kernels.replication.rows_triton`),
+elsewhere by the definition here. `send_unreduced_rows` is the definition of what is sent, by
 `kernels.sm90.exchange.combine_push` on GPUs.
 
 Legend: T tokens of a rank, K slots of a token, R ranks, N = R * T received rows, S expert rows, D
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-class Home(NamedTuple):
+class ExpertOwner(NamedTuple):
     """Where experts and places are."""
 
     rank: int
@@ -32,7 +32,7 @@ class Home(NamedTuple):
     """P; place p is on rank p // P."""
 
 
-class Parting(NamedTuple):
+class ReturnPlan(NamedTuple):
     """How the rows that a rank computes travel back."""
 
     sums_NK: Tensor
@@ -45,14 +45,14 @@ class Parting(NamedTuple):
     """int32: expert rows of all."""
 
 
-def part_rows(
-    idx_NK: Tensor, place_NK: Tensor, inverse_NK: Tensor, rows: int, home: Home
-) -> Parting:
+def split_returns(
+    idx_NK: Tensor, slot_NK: Tensor, inverse_NK: Tensor, rows: int, home: ExpertOwner
+) -> ReturnPlan:
     """Which rows go as sums, and which by themselves.
 
     Args:
         idx_NK: int32 experts of all ranks' tokens, -1 for none.
-        place_NK: int32, where these are computed.
+        slot_NK: int32, where these are computed.
         inverse_NK: int32, expert rows of those that this rank computes, -1 of others.
         rows: S.
         home: of this rank.
@@ -60,19 +60,21 @@ def part_rows(
     if idx_NK.is_cuda:
         from phalanx.kernels.replication import rows_triton
 
-        return rows_triton.part_rows(idx_NK, place_NK, inverse_NK, rows, home)
+        return rows_triton.split_returns(idx_NK, slot_NK, inverse_NK, rows, home)
     mine_NK = (idx_NK >= 0) & (idx_NK // home.local == home.rank)
-    away_NK = mine_NK & (place_NK // home.places != home.rank)
+    away_NK = mine_NK & (slot_NK // home.places != home.rank)
     single_NK = (inverse_NK >= 0) & (~mine_NK | away_NK.any(1, keepdim=True))
     pairs_S = idx_NK.new_zeros(rows)
     pair_P = torch.arange(idx_NK.numel(), dtype=torch.int32, device=idx_NK.device)
     to_P = torch.where(single_NK.flatten(), single_NK.flatten().cumsum(0) - 1, rows)
     pairs_S = torch.cat((pairs_S, pairs_S.new_zeros(1))).scatter_(0, to_P, pair_P)[:rows]
     count = single_NK.sum(dtype=torch.int32).view(1)
-    return Parting(inverse_NK.masked_fill(single_NK, -1), pairs_S, count, inverse_NK)
+    return ReturnPlan(inverse_NK.masked_fill(single_NK, -1), pairs_S, count, inverse_NK)
 
 
-def send_singles(y_SD: Tensor, parting: Parting, singles_RKTD: Sequence[Tensor]) -> None:
+def send_unreduced_rows(
+    y_SD: Tensor, return_plan: ReturnPlan, singles_RKTD: Sequence[Tensor]
+) -> None:
     """Definition: rows that go by themselves, to slot k and token t of the token's rank.
 
     Args:
@@ -81,8 +83,8 @@ def send_singles(y_SD: Tensor, parting: Parting, singles_RKTD: Sequence[Tensor])
         singles_RKTD: memory [K, T, D] of each rank.
     """
     (K, T), D = singles_RKTD[0].shape[:2], y_SD.shape[1]
-    row_RTK = parting.inverse_NK.view(-1, T, K)
-    single_RTK = (parting.inverse_NK >= 0) & (parting.sums_NK < 0)
+    row_RTK = return_plan.inverse_NK.view(-1, T, K)
+    single_RTK = (return_plan.inverse_NK >= 0) & (return_plan.sums_NK < 0)
     for row_TK, single_TK, to_KTD in zip(
         row_RTK, single_RTK.view(-1, T, K), singles_RKTD, strict=True
     ):
@@ -90,8 +92,8 @@ def send_singles(y_SD: Tensor, parting: Parting, singles_RKTD: Sequence[Tensor])
         to_KTD.copy_(torch.where(single_TK.T[..., None], sent_KTD, to_KTD))
 
 
-def sum_singles(
-    singles_KTD: Tensor, idx_TK: Tensor, place_TK: Tensor, sums_ND: Tensor, home: Home
+def sum_unreduced_rows(
+    singles_KTD: Tensor, idx_TK: Tensor, slot_TK: Tensor, sums_ND: Tensor, home: ExpertOwner
 ) -> None:
     """Sums of this rank's tokens that no home rank has sent, to where they would have come.
 
@@ -100,17 +102,17 @@ def sum_singles(
     Args:
         singles_KTD: rows that have come by themselves; those of other pairs are not read.
         idx_TK: int32 experts of this rank's tokens, -1 for none.
-        place_TK: int32, where these are computed.
+        slot_TK: int32, where these are computed.
         sums_ND: sums that have come, row h * T + t of home rank h; is added to.
         home: of this rank.
     """
     if singles_KTD.is_cuda:
         from phalanx.kernels.replication import rows_triton
 
-        return rows_triton.sum_singles(singles_KTD, idx_TK, place_TK, sums_ND, home)
+        return rows_triton.sum_unreduced_rows(singles_KTD, idx_TK, slot_TK, sums_ND, home)
     sums_RTD = sums_ND.view(-1, *singles_KTD.shape[1:])
     home_TK = torch.where(idx_TK >= 0, idx_TK // home.local, -1)
-    away_TK = (idx_TK >= 0) & (place_TK // home.places != home_TK)
+    away_TK = (idx_TK >= 0) & (slot_TK // home.places != home_TK)
     for rank, sum_TD in enumerate(sums_RTD):
         of_TK = home_TK == rank
         parted_T = (of_TK & away_TK).any(1)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.replication.rows import Home, Parting
+from phalanx.kernels.replication.rows import ExpertOwner, ReturnPlan
 
 _ROWS = 64
 _TOKENS = 8
@@ -19,7 +19,7 @@ _COLUMNS = 1024
 
 
 @triton.jit
-def part_rows_kernel(  # type: ignore[no-untyped-def]
+def split_returns_kernel(  # type: ignore[no-untyped-def]
     idx,
     places,
     inverse,
@@ -56,8 +56,8 @@ def part_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_singles_kernel(  # type: ignore[no-untyped-def]
-    singles,
+def sum_unreduced_rows_kernel(  # type: ignore[no-untyped-def]
+    unreduced_rows,
     idx,
     places,
     sums,
@@ -79,12 +79,12 @@ def sum_singles_kernel(  # type: ignore[no-untyped-def]
     some = tl.max(tl.max(((experts >= 0) & (ranks != experts // L)).to(tl.int32), 1), 0)
     if some > 0:
         for t in range(begin, tl.minimum(begin + TOKENS, T)):
-            _sum_singles(singles, idx, places, sums, t, T, D, L, P, K, SLOTS, COLUMNS)
+            _sum_singles(unreduced_rows, idx, places, sums, t, T, D, L, P, K, SLOTS, COLUMNS)
 
 
 @triton.jit
 def _sum_singles(  # type: ignore[no-untyped-def]
-    singles,
+    unreduced_rows,
     idx,
     places,
     sums,
@@ -115,39 +115,39 @@ def _sum_singles(  # type: ignore[no-untyped-def]
                     total = tl.zeros([COLUMNS], tl.float32)
                     for i in range(j, K):
                         wanted = tl.max((of & (k == i)).to(tl.int32), 0) > 0
-                        row = singles + (i * T + t).to(tl.int64) * D
+                        row = unreduced_rows + (i * T + t).to(tl.int64) * D
                         x = tl.load(row + column, mask=inside & wanted, other=0.0)
                         total += x.to(tl.float32)
                     to = sums + (rank * T + t).to(tl.int64) * D
                     tl.store(to + column, total.to(sums.dtype.element_ty), mask=inside)
 
 
-def part_rows(
-    idx_NK: Tensor, place_NK: Tensor, inverse_NK: Tensor, rows: int, home: Home
-) -> Parting:
-    """`kernels.replication.rows.part_rows`."""
+def split_returns(
+    idx_NK: Tensor, slot_NK: Tensor, inverse_NK: Tensor, rows: int, home: ExpertOwner
+) -> ReturnPlan:
+    """`kernels.replication.rows.split_returns`."""
     N, K = idx_NK.shape
     sums_NK, pairs_S = torch.empty_like(inverse_NK), inverse_NK.new_empty(rows)
     count = inverse_NK.new_zeros(1)
     if N:
-        part_rows_kernel[(triton.cdiv(N, _ROWS),)](
-            *(idx_NK, place_NK, inverse_NK, sums_NK, pairs_S, count),
+        split_returns_kernel[(triton.cdiv(N, _ROWS),)](
+            *(idx_NK, slot_NK, inverse_NK, sums_NK, pairs_S, count),
             *(N, *home),
             K=K,
             SLOTS=triton.next_power_of_2(K),
             ROWS=_ROWS,
         )
-    return Parting(sums_NK, pairs_S, count, inverse_NK)
+    return ReturnPlan(sums_NK, pairs_S, count, inverse_NK)
 
 
-def sum_singles(
-    singles_KTD: Tensor, idx_TK: Tensor, place_TK: Tensor, sums_ND: Tensor, home: Home
+def sum_unreduced_rows(
+    singles_KTD: Tensor, idx_TK: Tensor, slot_TK: Tensor, sums_ND: Tensor, home: ExpertOwner
 ) -> None:
-    """`kernels.replication.rows.sum_singles`."""
+    """`kernels.replication.rows.sum_unreduced_rows`."""
     K, T, D = singles_KTD.shape
     if T:
-        sum_singles_kernel[(triton.cdiv(T, _TOKENS),)](
-            *(singles_KTD, idx_TK, place_TK, sums_ND),
+        sum_unreduced_rows_kernel[(triton.cdiv(T, _TOKENS),)](
+            *(singles_KTD, idx_TK, slot_TK, sums_ND),
             *(T, D, home.local, home.places),
             K=K,
             SLOTS=triton.next_power_of_2(K),

@@ -3,7 +3,7 @@
 Grids are fixed, whatever the plan: every program looks at all slots, takes its part of those that
 concern this rank, and leaves at once where there are none.
 
-Legend: R ranks, L own experts of a rank, G guest slots of a rank.
+Legend: R ranks, L own experts of a rank, G replica slots of a rank.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 )
 
 _WARPS = 16
-_LENT = 8192
+_SENT = 8192
 """int32 of a piece that a program copies."""
 _ADDED = 4096
 """Gradients of a piece that a program adds."""
@@ -34,7 +34,7 @@ wait for each (docs/kernels/log.md)."""
 
 
 @triton.jit
-def lend_kernel(  # type: ignore[no-untyped-def]
+def send_weights_kernel(  # type: ignore[no-untyped-def]
     w,
     b,
     w_memory_R,
@@ -71,21 +71,21 @@ def lend_kernel(  # type: ignore[no-untyped-def]
         _raise(flags_R + rank, RUNNING * RANKS + rank, 1, epoch)
     for wave in range(waves):
         first, end = tl.load(begins + wave), tl.load(begins + wave + 1)
-        _lend(w, w_memory_R, w_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
+        _send(w, w_memory_R, w_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
         if BIAS:
-            _lend(b, b_memory_R, b_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
+            _send(b, b_memory_R, b_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
         if _last(state + COUNTS_AT + wave):
             _raise(flags_R, wave * RANKS + rank, ranks, epoch)
-    _lend(next_w, next_w_memory_R, next_w_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
+    _send(next_w, next_w_memory_R, next_w_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
     if NEXT_BIAS:
-        _lend(next_b, next_b_memory_R, next_b_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
+        _send(next_b, next_b_memory_R, next_b_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
     if _last(state + COUNTS_AT + SECOND):
         tl.store(state + EPOCH_AT, epoch)
         _raise(flags_R, SECOND * RANKS + rank, ranks, epoch)
 
 
 @triton.jit
-def _lend(  # type: ignore[no-untyped-def]
+def _send(  # type: ignore[no-untyped-def]
     own,
     memory_R,
     words,
@@ -101,11 +101,11 @@ def _lend(  # type: ignore[no-untyped-def]
 ):
     piece = tl.arange(0, WORDS)
     for number in range(first_slot * ranks, end_slot * ranks):
-        guest = number % ranks * G + number // ranks
-        expert = tl.load(held + guest)
+        replica = number % ranks * G + number // ranks
+        expert = tl.load(held + replica)
         if (expert >= 0) & (expert // L == rank):
             source = own + (expert - rank * L).to(tl.int64) * words
-            to = _slot(memory_R, guest, G, words, tl.int32)
+            to = _slot(memory_R, replica, G, words, tl.int32)
             first, step = tl.program_id(0) * WORDS, tl.num_programs(0) * WORDS
             for begin in tl.range(first, words, step, num_stages=AHEAD):
                 at = begin + piece
@@ -113,9 +113,9 @@ def _lend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot(memory_R, guest, G, size, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a rank has the guest, of `size` numbers of 4 bytes."""
-    address = tl.load(memory_R + guest // G) + (guest % G).to(tl.int64) * size * 4
+def _slot(memory_R, replica, G, size, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a rank has the replica, of `size` numbers of 4 bytes."""
+    address = tl.load(memory_R + replica // G) + (replica % G).to(tl.int64) * size * 4
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
@@ -169,7 +169,7 @@ def _stop():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def give_back_kernel(  # type: ignore[no-untyped-def]
+def signal_grads_kernel(  # type: ignore[no-untyped-def]
     flags_R,
     state,
     part,
@@ -188,7 +188,7 @@ def give_back_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def take_back_kernel(  # type: ignore[no-untyped-def]
+def reduce_grads_kernel(  # type: ignore[no-untyped-def]
     own,
     held,
     memory_R,
@@ -213,15 +213,15 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
         _raise(flags_R + rank, RUNNING * RANKS + rank, 1, epoch)
     _await(flags_R, part, rank, ranks, epoch, limit, report, RANKS)
     piece = tl.arange(0, SIZE)
-    for guest in range(ranks * G):
-        expert = tl.load(held + guest)
+    for replica in range(ranks * G):
+        expert = tl.load(held + replica)
         if (expert >= 0) & (expert // L == rank):
             to = own + (expert - rank * L).to(tl.int64) * size
-            room = _slot(memory_R, guest, G, size, tl.float32)
+            grads = _slot(memory_R, replica, G, size, tl.float32)
             first, step = tl.program_id(0) * SIZE, tl.num_programs(0) * SIZE
             for begin in tl.range(first, size, step, num_stages=AHEAD):
                 at = begin + piece
-                grad = tl.load(room + at, mask=at < size, other=0.0)
+                grad = tl.load(grads + at, mask=at < size, other=0.0)
                 total = tl.load(to + at, mask=at < size, other=0.0).to(tl.float32) + grad
                 tl.store(to + at, total.to(own.dtype.element_ty), mask=at < size)
             # Another slot may have the same expert, whose pieces other threads may have read.
@@ -234,29 +234,29 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
 #
 #     parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is lent first
 #     SECOND                     all slots have those of the other one
-#     RUNNING                    of this rank alone: `lend` has its SMs
+#     RUNNING                    of this rank alone: `send_weights` has its SMs
 #
 # and in one of giving back
 #
 #     0 and 1    gradients of fc1, and of fc2, are complete
-#     RUNNING    of this rank alone: `take_back` has its SMs
+#     RUNNING    of this rank alone: `reduce_grads` has its SMs
 SECOND, RUNNING = MAX_WAVES, MAX_WAVES + 1
 
-Lending = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""A layer's weights, and biases or None, as in `lend`; and int64 addresses of each rank's slots for
-either."""
+SentLayer = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""A layer's weights, and biases or None, as in `send_weights`; and int64 addresses of each rank's
+slots for either."""
 
 
-def lend(
-    layers: Sequence[Lending],
+def send_weights(
+    layers: Sequence[SentLayer],
     expert_RG: Tensor,
     begins_W: Tensor,
     buffers: PeerBuffers,
     *,
     sms: int,
 ) -> None:
-    """`kernels.replication.weights.lend` of two layers, in one launch: kernels that follow would wait
-    for SMs.
+    """`kernels.replication.weights.send_weights` of two layers, in one launch: kernels that follow
+    would wait for SMs.
 
     Args:
         layers: the first and the second one. Weights are contiguous, an expert's in a multiple of
@@ -278,7 +278,7 @@ def lend(
         words = [own_L[0].numel() * own_L.element_size() // 4 for own_L in both]
         given += [own_L.view(len(own_L), -1).view(torch.int32) for own_L in both]
         given += [w_memory_R, b_memory_R, *words]
-    lend_kernel[(sms,)](
+    send_weights_kernel[(sms,)](
         *(*given, expert_RG, begins_W, buffers.flags_R, buffers.state),
         *(len(begins_W) - 1, buffers.rank, R, len(layers[0][0]), G),
         BIAS=layers[0][1] is not None,
@@ -288,16 +288,16 @@ def lend(
         RANKS=MAX_RANKS,
         SECOND=SECOND,
         RUNNING=RUNNING,
-        WORDS=_LENT,
+        WORDS=_SENT,
         AHEAD=_AHEAD,
         num_warps=_WARPS,
     )
 
 
-def give_back(buffers: PeerBuffers, layer: int) -> None:
+def send_grads(buffers: PeerBuffers, layer: int) -> None:
     """Say to all ranks that gradients of a layer, 0 for fc1 and then 1 for fc2, which kernels
     before this one have made in this rank's slots, are complete."""
-    give_back_kernel[(1,)](
+    signal_grads_kernel[(1,)](
         *(buffers.flags_R, buffers.state, layer, buffers.rank, len(buffers.flags_R)),
         LAST=layer == 1,
         EPOCH_AT=EPOCH,
@@ -307,7 +307,7 @@ def give_back(buffers: PeerBuffers, layer: int) -> None:
     )
 
 
-def take_back(
+def reduce_grads(
     own_L: Tensor,
     expert_RG: Tensor,
     memory_R: Tensor,
@@ -316,22 +316,22 @@ def take_back(
     layer: int,
     sms: int,
 ) -> None:
-    """`kernels.replication.weights.take_back`, once all ranks have given a layer's gradients back for
-    the last time that this one has.
+    """`kernels.replication.weights.reduce_grads`, once all ranks have given a layer's gradients
+    back for the last time that this one has.
 
     It waits in the SMs that it is going to need: GEMMs of other streams would take those that are
     free when the flags come.
 
     Args:
-        own_L, expert_RG: as of `lend`.
+        own_L, expert_RG: as of `send_weights`.
         memory_R: int64, addresses of [G, ...] of each rank.
         buffers: of giving back.
-        layer: as of `give_back`.
-        sms: as of `lend`.
+        layer: as of `send_grads`.
+        sms: as of `send_weights`.
     """
     R, G = expert_RG.shape
     _check(own_L)
-    take_back_kernel[(sms,)](
+    reduce_grads_kernel[(sms,)](
         *(own_L, expert_RG, memory_R, buffers.flags_R, buffers.state, buffers.report),
         *(layer, 1_000_000 * buffers.limit_ms, own_L[0].numel()),
         *(buffers.rank, R, len(own_L), G),

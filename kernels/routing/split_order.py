@@ -1,6 +1,6 @@
-"""The order in which the fused scheduler takes experts, of own experts and of guests apart.
+"""The order in which the fused scheduler takes experts, of own experts and of replicas apart.
 
-Legend: P places of a rank, of which L are own experts' and the ones behind them guests'.
+Legend: P places of a rank, of which L are own experts' and the ones behind them replicas'.
 """
 
 import torch

@@ -21,8 +21,15 @@ from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
-from phalanx.parallel.dispatcher.costs import Costs, Reach
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    plus,
+    run_overlap_fn,
+)
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 
@@ -68,24 +75,26 @@ class DeepEP(Dispatcher):
         return cls.refuse_dtype(dtype)
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
         """A row once to each node that wants it, and from there to its ranks."""
         rows = reach.once_a_node
-        return Costs(rows, rows, kept=int(reach.tokens * reach.wanted_ranks), pipelined=True)
+        return TransportCosts(
+            rows, rows, saved=int(reach.tokens * reach.wanted_ranks), pipelined=True
+        )
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._check(x_TD, topk_idx_TK, topk_prob_TK)
         routing = topk_idx_TK.long(), topk_prob_TK
         rows_ND, idx_NK, prob_NK, counts, handle = self._through.fused_dispatch(
             x_TD, *routing, self._experts, self._group
         )
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         N = len(rows_ND)
         if not N:  # experts need a row, if only one that none of them reads
             rows_ND, prob_NK = _one_more(rows_ND, 0), _one_more(prob_NK, 0)
@@ -106,7 +115,7 @@ class DeepEP(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        beside: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         handle, N = received.route

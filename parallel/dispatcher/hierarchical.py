@@ -15,11 +15,11 @@ What the transport inside receives lies in the order of (place in the node, node
 ranks. The plan is made of routing in the order of ranks, so that expert rows are those of every
 other transport, and then names rows where they lie.
 
-Hot experts are cloned by the transport inside, in each node by itself: its ranks have all rows of
-their experts then. Neither weights nor plans pass the network.
+Hot experts are replicated by the transport inside, in each node by itself: its ranks have all rows
+of their experts then. Neither weights nor plans pass the network.
 
 Legend: T tokens per rank, D hidden, K slots for experts of a token, M nodes, G ranks of each,
-R = M * G, A = M * T tokens of a rail, N = R * T received rows, C guest slots of a rank.
+R = M * G, A = M * T tokens of a rail, N = R * T received rows, C replica slots of a rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,19 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.alltoall import AllToAll, collect, spread
-from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Links, Reach
+from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FirstLeg, SecondLeg
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, addends
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    addends,
+)
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
@@ -68,7 +74,7 @@ class Hier(Dispatcher):
         nodes: of the expert-parallel group.
         plan: makes plans of received routing.
         local: experts of a rank.
-        guests: C.
+        replicas: C.
         inside: builds the transport inside a node, the same on all nodes, from its plans.
         recipe: of rows that travel in FP8, inside nodes too.
     """
@@ -79,7 +85,7 @@ class Hier(Dispatcher):
         plan: Planner,
         *,
         local: int,
-        guests: int = 0,
+        replicas: int = 0,
         inside: Callable[[Planner], Inside],
         recipe: Fp8Block | None = None,
     ) -> None:
@@ -87,7 +93,7 @@ class Hier(Dispatcher):
         self._here = nodes.size * local
         """Experts of a node."""
         self._first = nodes.index * self._here
-        first_place = nodes.index * nodes.size * (local + guests)
+        first_place = nodes.index * nodes.size * (local + replicas)
         self._inside = inside(_InNodes(plan, nodes, first_place))
 
     @classmethod
@@ -100,8 +106,8 @@ class Hier(Dispatcher):
             there = c._replace(transport=taken, group=nodes.inside, plan=plan, experts=experts)
             return _INSIDE[taken.name].build(there)
 
-        guests = 0 if taken.clones is None else taken.clones.slots
-        return cls(nodes, c.plan, local=c.local, guests=guests, inside=inside, recipe=c.recipe)
+        replicas = 0 if taken.replication is None else taken.replication.slots
+        return cls(nodes, c.plan, local=c.local, replicas=replicas, inside=inside, recipe=c.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -122,7 +128,7 @@ class Hier(Dispatcher):
         return Transport("symm", "auto")
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
         """Rows of the rail once to each other node, and from there by the transport inside."""
         size, rail = reach.node_ranks, reach.nodes * reach.tokens
         wanted = reach.wanted_ranks if reach.pushes else reach.ranks
@@ -131,15 +137,15 @@ class Hier(Dispatcher):
         """To other nodes and received from them."""
         if not reach.pushes:
             back = Links(reach.rows_back * rows.near, rows.far)
-            return Costs(rows, back, kept=reach.received, backward=reach.received + sent)
+            return TransportCosts(rows, back, saved=reach.received, backward=reach.received + sent)
         single = reach.rows_back * rail * (reach.rows_back > 1)
         """Those of clones, for which there is room as with `symm`."""
-        return Costs(
+        return TransportCosts(
             there=rows,
             back=rows,
             # What came over the network is kept.
-            again=NOTHING if reach.keep else Links(rows.near, 0),
-            kept=rail + (reach.received if reach.keep else 0),
+            resent=NOTHING if reach.keep else Links(rows.near, 0),
+            saved=rail + (reach.received if reach.keep else 0),
             backward=sent,
             buffers=SLOTS * reach.received + single,
             exposed=EXPOSED,
@@ -150,7 +156,7 @@ class Hier(Dispatcher):
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         over_rail, onward = None, None
@@ -162,14 +168,14 @@ class Hier(Dispatcher):
         idx_AK = idx_AK - self._first
         in_node = (idx_AK >= 0) & (idx_AK < self._here)
         idx_AK = torch.where(in_node, idx_AK, -1)
-        received = self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile, onward)
+        received = self._inside.dispatch(x_AD, idx_AK, prob_AK, overlap_fn, onward)
         return received._replace(route=_Route(received.route, over_rail))
 
     def combine(
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        beside: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         route: _Route = received.route
@@ -186,8 +192,8 @@ class _InNodes:
     """Plans of routing in the order of (place, node, token), with the experts of a node numbered
     from 0, by a planner that takes the order of ranks and the numbers of the whole group.
 
-    With clones, `first` and the numbers that are planned are those of the ranks' L + C places for
-    experts.
+    With replication, `first` and the numbers that are planned are those of the ranks' L + C places
+    for experts.
     """
 
     def __init__(self, plan: Planner, nodes: Nodes, first: int) -> None:
@@ -208,14 +214,14 @@ class _InNodes:
             inverse_NK=_swapped(plan.inverse_NK, self._by_node),
         )
 
-    def clone_routing(
-        self, idx_NK: Tensor, experts: int, size: CloneSize
-    ) -> tuple[ClonePlan, Tensor]:
-        """An expert's rows are parted in the order in which it has them without clones, so that
-        parts keep its blocks of FP8."""
+    def route_to_replicas(
+        self, idx_NK: Tensor, experts: int, size: ReplicationSize
+    ) -> tuple[ReplicationPlan, Tensor]:
+        """An expert's rows are parted in the order in which it has them without replication, so
+        that parts keep its blocks of FP8."""
         idx_NK = _swapped(idx_NK, self._by_place)
-        clones, place_NK = self._plan.clone_routing(idx_NK, experts, size)
-        return clones, _swapped(place_NK, self._by_node)
+        plan, slot_NK = self._plan.route_to_replicas(idx_NK, experts, size)
+        return plan, _swapped(slot_NK, self._by_node)
 
 
 def _swapped(rows: Tensor, blocks: tuple[int, int]) -> Tensor:

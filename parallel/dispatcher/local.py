@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from phalanx.kernels.refusal import Refusal
-from phalanx.parallel.dispatcher.costs import Costs, Reach
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    plus,
+    run_overlap_fn,
+)
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
 
@@ -31,25 +38,25 @@ class Local(Dispatcher):
         return None  # of several ranks the table says it
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        return Costs()
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        return TransportCosts()
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
 
     def combine(
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        beside: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         return plus(out_ND, beside, residual_TD)

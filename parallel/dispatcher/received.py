@@ -12,12 +12,12 @@ from torch import Tensor
 from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.autograd import Arrived, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import Guests
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
+from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 
-Beside = Callable[[], Tensor] | None
+SharedExpertFn = Callable[[], Tensor] | None
 """What to do while rows are on their way back, and to add to them."""
-Meanwhile = Callable[[], None] | None
+OverlapFn = Callable[[], None] | None
 """What to do while rows are on their way to experts."""
 
 
@@ -36,11 +36,11 @@ class Received(NamedTuple):
     """The transport's own: what the way back needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context for what saves rows for the backward pass: rows may be in a buffer that is reused."""
-    guests: Guests | None = None
+    replicas: ReplicaExchange | None = None
     """Experts of other ranks, whose places in `plan` are behind those of this rank's own."""
-    clones: ClonePlan | None = None
+    replication_plan: ReplicationPlan | None = None
     """Which these are, on all ranks that share experts: with `hier` those of a node, by its own
-    numbers. None: nothing is cloned."""
+    numbers. None: nothing is replicated."""
 
 
 class Planner(Protocol):
@@ -54,25 +54,25 @@ class Planner(Protocol):
         """The plan of the routing of all received rows."""
         ...
 
-    def clone_routing(
-        self, idx_NK: Tensor, experts: int, size: CloneSize
-    ) -> tuple[ClonePlan, Tensor]:
-        """`kernels.routing.clone_routing` of the experts of all received rows."""
+    def route_to_replicas(
+        self, idx_NK: Tensor, experts: int, size: ReplicationSize
+    ) -> tuple[ReplicationPlan, Tensor]:
+        """`kernels.routing.replica_routing` of the experts of all received rows."""
         ...
 
 
-def during(meanwhile: Meanwhile) -> None:
+def run_overlap_fn(overlap_fn: OverlapFn) -> None:
     """What a transport does that has nothing on its way."""
-    if meanwhile is not None:
-        meanwhile()
+    if overlap_fn is not None:
+        overlap_fn()
 
 
-def plus(out_TD: Tensor, beside: Beside, residual_TD: Tensor | None) -> Tensor:
+def plus(out_TD: Tensor, beside: SharedExpertFn, residual_TD: Tensor | None) -> Tensor:
     """What a transport adds that cannot do anything meanwhile."""
     return block_sum.plus(out_TD, addends(beside, residual_TD))
 
 
-def addends(beside: Beside, residual_TD: Tensor | None) -> tuple[Tensor, ...]:
+def addends(beside: SharedExpertFn, residual_TD: Tensor | None) -> tuple[Tensor, ...]:
     """What is added to the sums of tokens, in this order."""
     made = None if beside is None else beside()
     return tuple(addend for addend in (made, residual_TD) if addend is not None)

@@ -26,10 +26,16 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import CUTLASS_DSL
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
-from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Reach
+from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, addends
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    addends,
+)
 from phalanx.parallel.dispatcher.transfers import (
     Collect,
     Dispatch,
@@ -79,10 +85,10 @@ class Symm(Dispatcher):
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
         how: dict[str, Any] = dict(local=c.local, options=c.options, waits=c.waits, recipe=c.recipe)
-        if (clones := c.transport.clones) is not None:
-            from phalanx.parallel.dispatcher.cloned_symm import ClonedSymm
+        if (replication := c.transport.replication) is not None:
+            from phalanx.parallel.dispatcher.replication.symm import ReplicatedSymm
 
-            return ClonedSymm(c.group, c.plan, clones, **how)
+            return ReplicatedSymm(c.group, c.plan, replication, **how)
         return cls(c.group, c.plan, **how)
 
     @classmethod
@@ -112,16 +118,16 @@ class Symm(Dispatcher):
         return super().refuse(ranks) or against
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        """A token and a sum once for each rank that wants the token; with clones room for all rows
-        of a rank's tokens, though few come by themselves."""
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        """A token and a sum once for each rank that wants the token; with replication room for all
+        rows of a rank's tokens, though few come by themselves."""
         rows, single = reach.once_a_rank, reach.rows_back * reach.tokens
         several = reach.ranks > 1
-        return Costs(
+        return TransportCosts(
             there=rows,
             back=rows,
-            again=NOTHING if reach.keep else rows,
-            kept=reach.received if reach.keep else 0,
+            resent=NOTHING if reach.keep else rows,
+            saved=reach.received if reach.keep else 0,
             buffers=SLOTS * reach.received + single * (reach.rows_back > 1) if several else 0,
             exposed=EXPOSED,
         )
@@ -131,12 +137,12 @@ class Symm(Dispatcher):
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
         """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
         given = x_TD, topk_idx_TK, topk_prob_TK
-        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
+        call, rows_ND, plan = self._bring(given, overlap_fn, fp8, self._transfers)
         arrived = None if call.fp8 is None else call.fp8.arrived
         if call.overlaps:
             return Received(rows_ND, plan, call, arrived, route=call)
@@ -154,7 +160,7 @@ class Symm(Dispatcher):
     def _bring[C: MoETransfers](
         self,
         given: tuple[Tensor, Tensor, Tensor],
-        meanwhile: Meanwhile,
+        overlap_fn: OverlapFn,
         fp8: FP8Rows | None,
         transfers: Callable[..., C],
     ) -> tuple[C, Tensor, ExpertPlan]:
@@ -175,8 +181,8 @@ class Symm(Dispatcher):
         how = dict(overlaps=overlaps, keep=keep, fp8=fp8)
         call = transfers(exchange, x_TD, idx_TK.contiguous(), **how)
         pushed_ND = Dispatch.apply(x_TD, prob_TK, call)
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
         return call, rows_ND, self._plan(idx_NK, prob_NK)
 
@@ -184,7 +190,7 @@ class Symm(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        beside: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         call: MoETransfers = received.route

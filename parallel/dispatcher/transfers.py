@@ -33,7 +33,7 @@ from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatcher.in_flight import InFlight
 
 if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.combine_push import Singles
+    from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
     from phalanx.kernels.sm90.exchange.tile_progress import TileSignal
 
@@ -117,7 +117,7 @@ class MoETransfers:
         """Blocks of `size` int32 from all ranks: [R, size]."""
         return unpadded(self.exchange.side(transfer), self.exchange.ranks, size)
 
-    # --- what changes where experts are cloned (`parallel.dispatcher.cloned_transfers`) -------------
+    # --- overridden with expert replication (`parallel.dispatcher.replication.transfers`) ---------
 
     def route(self, prob_TK: Tensor) -> Tensor | None:
         """Before tokens leave: routing that goes with them, if any does."""
@@ -163,7 +163,7 @@ class MoETransfers:
         return plan.row_index_S, plan.inverse_NK, plan.offsets
 
     @property
-    def singles(self) -> "Singles | None":
+    def unreduced_rows(self) -> "UnreducedRows | None":
         """Expert rows that go by themselves, not as part of a sum."""
         return None
 
@@ -192,7 +192,9 @@ class MoETransfers:
         """After the launch of fc2: its sums begin to leave."""
         signal, plan, before = self._fc2
         sums = *self.sums(plan), before
-        transfer, self._send_rest = self.exchange.send_sums(signal, *sums, singles=self.singles)
+        transfer, self._send_rest = self.exchange.send_sums(
+            signal, *sums, unreduced_rows=self.unreduced_rows
+        )
         del self._fc2
         return self.rows(self.sums_back.put(transfer))
 
@@ -214,7 +216,7 @@ class MoETransfers:
             return None
         side = self._side_of(dprob_NK)
         sums = *self.sums(plan), side
-        transfer = self.exchange.send_gradient(dx_SD, *sums, singles=self.singles)
+        transfer = self.exchange.send_gradient(dx_SD, *sums, unreduced_rows=self.unreduced_rows)
         self.exchange.wait_running(self.token_grads_back.put(transfer))
         return self.rows(transfer)
 

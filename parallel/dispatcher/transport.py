@@ -12,11 +12,16 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.transports import AUTO_SMS, CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
+from phalanx.configs.transports import (
+    AUTO_SMS,
+    MAX_REPLICATED_EXPERTS,
+    MAX_REPLICATION_RANKS,
+    TRANSPORTS,
+)
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
-from phalanx.parallel.dispatcher.clones import Clones, Costs
+from phalanx.parallel.dispatcher.replication.options import CopyCosts, ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import (
     Dispatcher,
     Rank,
@@ -163,19 +168,19 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
     return AUTO_SMS if pushes and waits_for_tokens(backend, quantizes) else 0
 
 
-def with_clones(
-    wanted: int | str, transport: Transport, *, ranks: int, local: int, costs: Costs, keep: bool
+def with_replication(
+    wanted: int | str, transport: Transport, *, ranks: int, local: int, costs: CopyCosts, keep: bool
 ) -> Transport:
-    """What `parallel.clones` makes of the transport of a group.
+    """What `parallel.expert_replication` makes of the transport of a group.
 
     Args:
         wanted: a number of slots, or `auto`.
         transport: that was chosen.
-        ranks: among which experts are cloned: of the group, or of each node where another
+        ranks: among which experts are replicated: of the group, or of each node where another
             transport is taken inside.
         local: experts of each.
         costs: of copies.
-        keep: weights of guests are kept for the backward pass.
+        keep: weights of replicas are kept for the backward pass.
 
     Raises:
         ValueError: slots are asked for that the transport cannot fill, or too large a group.
@@ -183,43 +188,51 @@ def with_clones(
     known = TRANSPORTS.get(transport.name)
     if wanted in (0, "auto") or ranks == 1:
         return transport
-    if known is None or not known.clones:
+    if known is None or not known.replicates_experts:
         raise ValueError(
-            f"parallel.clones={wanted} cannot run: {transport.name} cannot clone experts; "
-            "set parallel.dispatch=auto or parallel.clones=0"
+            f"parallel.expert_replication={wanted} cannot run: {transport.name} cannot replicate "
+            "experts; set parallel.dispatch=auto or parallel.expert_replication=0"
         )
-    if ranks > CLONED_RANKS or ranks * local > CLONED_EXPERTS:
+    if ranks > MAX_REPLICATION_RANKS or ranks * local > MAX_REPLICATED_EXPERTS:
         raise ValueError(
-            f"parallel.clones={wanted} serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, "
-            f"not {ranks * local} on {ranks}: set parallel.clones=0"
+            f"parallel.expert_replication={wanted} serves {MAX_REPLICATED_EXPERTS} experts on "
+            f"{MAX_REPLICATION_RANKS} ranks, "
+            f"not {ranks * local} on {ranks}: set parallel.expert_replication=0"
         )
-    clones = Clones(int(wanted), costs.copy, keep, costs.any)
+    replication = ReplicationOptions(int(wanted), costs.copy, keep, costs.any)
     if transport.inside is not None:
-        return replace(transport, inside=replace(transport.inside, clones=clones))
-    return replace(transport, clones=clones)
+        return replace(transport, inside=replace(transport.inside, replication=replication))
+    return replace(transport, replication=replication)
 
 
-def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
-    """A line of `kernels.registry.table` on clones, where `parallel.clones` asks for some."""
+def replication_choices(wanted: int | str, transport: Transport) -> list[Choice]:
+    """A line of `kernels.registry.table` on clones, where `parallel.expert_replication` asks for
+    some."""
     if wanted == 0:
         return []
     within = transport.inside or transport
-    if (of := within.clones) is not None:
+    if (of := within.replication) is not None:
         kept = "kept for" if of.keep else "sent again in"
         where = "; in each node by itself" if transport.inside else ""
-        reason = f"parallel.clones={wanted}{where}; {of.weighed}; weights are {kept}"
+        reason = f"parallel.expert_replication={wanted}{where}; {of.weighed}; weights are {kept}"
         slots = f"{of.slots} slot{'s' * (of.slots > 1)}"
-        return [Choice("clones", slots, f"{reason} the backward pass")]
+        return [Choice("replication", slots, f"{reason} the backward pass")]
     if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
-        return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
+        return [
+            Choice(
+                "replication",
+                "off",
+                f"all experts are on one rank; parallel.expert_replication={wanted}",
+            )
+        ]
     facts = TRANSPORTS.get(transport.name)
-    if facts is None or not facts.clones:
-        reason = f"{transport.name} cannot clone experts"
+    if facts is None or not facts.replicates_experts:
+        reason = f"{transport.name} cannot replicate experts"
     elif class_of(within.name).no_overlap is not None:
-        reason = f"{within.name} does not hide what clones send"
+        reason = f"{within.name} does not hide what replicas send"
     else:
-        reason = "clones cost a step more than they save where ranks are nearly even"
-    return [Choice("clones", "off", f"auto; {reason}")]
+        reason = "replicas cost a step more than they save where ranks are nearly even"
+    return [Choice("replication", "off", f"auto; {reason}")]
 
 
 def choices(

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
-from phalanx.parallel.dispatcher.clones import Clones
-from phalanx.parallel.dispatcher.costs import Costs, Reach
+from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received
+from phalanx.parallel.dispatcher.received import OverlapFn, Planner, Received, SharedExpertFn
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Transport:
     """The transport inside nodes, of one that goes over nodes itself."""
     nodes: Nodes | None = None
     """Process groups of one that has a transport inside, which `planned` does not make."""
-    clones: Clones | None = None
+    replication: ReplicationOptions | None = None
     """Of hot experts; None: there are none."""
 
 
@@ -131,7 +131,7 @@ class Dispatcher(ABC):
 
     @classmethod
     @abstractmethod
-    def costs(cls, reach: Reach) -> Costs:
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
         """What it sends and holds, for estimates."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Dispatcher(ABC):
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
 
@@ -154,7 +154,7 @@ class Dispatcher(ABC):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        beside: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         """Bring what a rank's experts made of received rows back, and add ranks up in fp32.

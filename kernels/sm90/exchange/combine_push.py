@@ -9,7 +9,7 @@ one of a token's expert rows sends their sum, straight from registers.
 In the forward pass it is launched twice: on the few SMs that `rows` yields half-way, while that
 runs; and after it on its stream with all SMs, for what is left. In the backward pass it is launched
 once, under the weight gradients, and also sends side data, before the rows. Where experts are
-cloned the last launch also sends rows that go by themselves (`Singles`), after the sums.
+replicated the last launch also sends rows that go by themselves (`UnreducedRows`), after the sums.
 
     stream of rows     [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
                           signals  v        v       yields SMs v
@@ -92,7 +92,7 @@ def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) 
     return cutlass.select_(begin >= count, begin - count, begin)
 
 
-class Singles(NamedTuple):
+class UnreducedRows(NamedTuple):
     """Expert rows that go by themselves, each to slot k and token t of its token's rank
     (`kernels.replication.rows`)."""
 
@@ -115,7 +115,7 @@ class CombinePushConfig:
     ranks: int
     side: bool = False
     """Side data go with the sums."""
-    singles: bool = False
+    unreduced_rows: bool = False
     """Rows go by themselves too."""
 
     def __post_init__(self) -> None:
@@ -206,7 +206,7 @@ class CombinePushKernel:
         state: cute.Tensor,
         report: cute.Pointer,
         progress: cute.Pointer,
-        singles: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+        unreduced_rows: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
@@ -261,8 +261,8 @@ class CombinePushKernel:
                 self._send(y, cute.arch.shuffle_sync(to, source), of, width)
             cute.arch.sync_warp()
             claimed = cute.arch.shuffle_sync(following, 0)
-        if cutlass.const_expr(self.config.singles):
-            self._send_singles(y, *singles, T, width, rank, here)
+        if cutlass.const_expr(self.config.unreduced_rows):
+            self._send_singles(y, *unreduced_rows, T, width, rank, here)
         cute.arch.sync_warp()
         if lane == 0:
             if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, ctas) == 1:
@@ -432,7 +432,7 @@ def combine_push(
     ctas: int,
     total_ctas: int,
     side: Tensor | None = None,
-    singles: Singles | None = None,
+    unreduced_rows: UnreducedRows | None = None,
 ) -> None:
     """A launch of a way back, after that of `rows` which makes what it sends.
 
@@ -451,7 +451,8 @@ def combine_push(
         ctas: of this launch.
         total_ctas: of all launches.
         side: contiguous, one of R equal blocks to each rank, in multiples of 16 bytes.
-        singles: rows that go by themselves, in the last launch, behind all that `rows` makes.
+        unreduced_rows: rows that go by themselves, in the last launch, behind all that `rows`
+            makes.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -468,21 +469,23 @@ def combine_push(
         offsets=(offsets, torch.int32, None),
         progress=(ready.progress, torch.int32, (PROGRESS,)),
     )
-    if singles is not None:
+    if unreduced_rows is not None:
         require(
             where,
-            pairs=(singles.pairs_S, torch.int32, y_SD.shape[:1]),
-            count=(singles.count, torch.int32, (1,)),
-            inverse_of_all=(singles.inverse_NK, torch.int32, inverse_NK.shape),
-            memory=(singles.memory_R, torch.int64, (ranks,)),
+            pairs=(unreduced_rows.pairs_S, torch.int32, y_SD.shape[:1]),
+            count=(unreduced_rows.count, torch.int32, (1,)),
+            inverse_of_all=(unreduced_rows.inverse_NK, torch.int32, inverse_NK.shape),
+            memory=(unreduced_rows.memory_R, torch.int64, (ranks,)),
         )
     block = 0 if side is None else side_block(side, ranks)
     launch(
         CombinePushKernel,
-        CombinePushConfig(K, ranks, side=side is not None, singles=singles is not None),
+        CombinePushConfig(
+            K, ranks, side=side is not None, unreduced_rows=unreduced_rows is not None
+        ),
         (
             *(y_SD, index_S, inverse_NK, offsets, side, *buffers[:5], ready.progress),
-            *(singles or (None,) * len(Singles._fields)),
+            *(unreduced_rows or (None,) * len(UnreducedRows._fields)),
         ),
         (
             *(tokens, D // _COLUMNS, offsets.numel() - 1, buffers.rank, buffers.limit_ms),

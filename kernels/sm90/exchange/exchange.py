@@ -31,7 +31,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.backend import Rows
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.sm90.exchange.combine_push import Singles, combine_push
+from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows, combine_push
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     SEEN_BYTES,
@@ -184,7 +184,7 @@ class Exchange:
         offsets: Tensor,
         after: torch.cuda.Event,
         *,
-        singles: Singles | None = None,
+        unreduced_rows: UnreducedRows | None = None,
     ) -> tuple[Transfer, Callable[[], None]]:
         """Send sums back as experts finish; only if pushes run beside other kernels.
 
@@ -193,7 +193,7 @@ class Exchange:
                 it.
             index_S, inverse_NK, offsets: as `combine_push` takes them.
             after: recorded before that launch.
-            singles: rows of fc2 that go by themselves, with what is left.
+            unreduced_rows: rows of fc2 that go by themselves, with what is left.
 
         Returns:
             The transfer, and what to call before it is waited for, to send what is left.
@@ -202,12 +202,16 @@ class Exchange:
         how = dict(tokens=self.tokens, total_ctas=self._comm_sms + everywhere)
 
         def send(
-            buffers: PeerBuffers, ctas: int = self._comm_sms, last: Singles | None = None
+            buffers: PeerBuffers, ctas: int = self._comm_sms, last: UnreducedRows | None = None
         ) -> None:
-            combine_push(signal.ready_rows, *sources, buffers, ctas=ctas, **how, singles=last)
+            combine_push(
+                signal.ready_rows, *sources, buffers, ctas=ctas, **how, unreduced_rows=last
+            )
 
         transfer = self._begin(send, 1, (signal.out_SN, *sources), after)
-        return transfer, functools.partial(send, self._buffers[transfer.slot], everywhere, singles)
+        return transfer, functools.partial(
+            send, self._buffers[transfer.slot], everywhere, unreduced_rows
+        )
 
     def send_gradient(
         self,
@@ -218,7 +222,7 @@ class Exchange:
         side: Tensor,
         *,
         all_sms: bool = False,
-        singles: Singles | None = None,
+        unreduced_rows: UnreducedRows | None = None,
     ) -> Transfer:
         """Send sums of expert rows, which are all there, and side data back.
 
@@ -226,18 +230,18 @@ class Exchange:
             dx_SD: expert rows.
             index_S, inverse_NK, offsets, side: as `combine_push` takes them.
             all_sms: nothing is to run beside it.
-            singles: expert rows that go by themselves.
+            unreduced_rows: expert rows that go by themselves.
         """
         sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
         ctas = self._ctas(all_sms)
         how = dict(tokens=self.tokens, ctas=ctas, total_ctas=ctas)
 
         def send(buffers: PeerBuffers) -> None:
-            combine_push(ready, *sources, buffers, **how, side=side, singles=singles)
+            combine_push(ready, *sources, buffers, **how, side=side, unreduced_rows=unreduced_rows)
 
-        return self._begin(send, 1, (dx_SD, *sources, side, *(singles or ())))
+        return self._begin(send, 1, (dx_SD, *sources, side, *(unreduced_rows or ())))
 
-    def aside(self, send: Callable[[], None]) -> Callable[[], None]:
+    def run_on_comm_stream(self, send: Callable[[], None]) -> Callable[[], None]:
         """Call `send`: what it launches runs after all that the current stream has been given so
         far, and before the next exchange.
 

@@ -1,9 +1,11 @@
-"""How a GEMM waits for what other GPUs are still writing, wave by wave: rows, or weights of guests.
+"""How a GEMM waits for what other GPUs are still writing, wave by wave: rows, or weights of
+replicas.
 
 Rows come in waves of local experts (`push`): a row is in the wave of the first expert that reads
 it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
-multiplied. Weights of guests come in waves too (`kernels.replication.weights_triton.lend`).
+multiplied. Weights of replicas come in waves too
+(`kernels.replication.weights_triton.send_weights`).
 
 Legend: R ranks.
 """

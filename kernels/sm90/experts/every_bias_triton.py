@@ -2,7 +2,8 @@
 
 A narrow GEMM that gathers nothing, by a kernel of its own since a library's choice of algorithm
 depends on the number of experts, and with it the order of sums: bits of a row and an expert must be
-the same where an expert is a guest beside others (parallel.clones). Here they depend on D alone.
+the same where an expert is a replica beside others (parallel.expert_replication). Here they depend
+on D alone.
 
 Legend: N rows, L experts, D channels.
 """

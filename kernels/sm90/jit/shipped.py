@@ -94,7 +94,7 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
                 config = Fp8WgradConfig(columns, wide, add, ordered, rows_format=rows_format)
                 yield Fp8WgradKernel, config
         config = Fp8WgradConfig(columns, True, False, True, rows_format=rows_format, zeros=False)
-        yield Fp8WgradKernel, config  # of guests
+        yield Fp8WgradKernel, config  # of replicas
     for rows_format, (add, zeros) in product(
         ("e4m3", "e5m2"), ((True, True), (False, True), (False, False))
     ):
@@ -112,7 +112,7 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
     for columns, operands in product((192, 256), (D, V)):
-        # A step's first, which replaces; guests'; and what is added to gradients in bf16.
+        # A step's first, which replaces; replicas'; and what is added to gradients in bf16.
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True, zeros=False)
         yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
@@ -121,7 +121,7 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
-    for scaled in EITHER:  # of guests
+    for scaled in EITHER:  # of replicas
         config = BiasGradConfig(True, False, scaled=scaled, indexed=scaled, behind=True)
         yield BiasGradKernel, config
     for table, gather in ((False, False), (True, False), (True, True)):
@@ -181,9 +181,12 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
     for slots, widths in sizes.items():
         for hidden, back in product(widths, EITHER):
             yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
-    yield PushKernel, PushConfig(16, 8, 1, False)  # of side data alone, where experts are cloned
-    for slots, side, singles in product(sizes, EITHER, EITHER):
-        yield CombinePushKernel, CombinePushConfig(slots, 8, side, singles)
+    yield (
+        PushKernel,
+        PushConfig(16, 8, 1, False),
+    )  # of side data alone, where experts are replicated
+    for slots, side, unreduced_rows in product(sizes, EITHER, EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side, unreduced_rows)
     yield WaitPeersKernel, WaitPeersConfig(8)
 
 

@@ -1,4 +1,4 @@
-"""Weights to guest slots and gradients back: the kernels against the definitions."""
+"""Weights to replica slots and gradients back: the kernels against the definitions."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.replication.weights import lend, take_back
+from phalanx.kernels.replication.weights import reduce_grads, send_weights
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     EPOCH,
     FINISHED_CTAS,
@@ -32,12 +32,12 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_guests_are_their_owners_experts(dtype: torch.dtype) -> None:
+def test_replicas_are_their_owners_experts(dtype: torch.dtype) -> None:
     own = [drawn(L, *SHAPE, seed=rank, dtype=dtype) for rank in range(R)]
-    guests = [torch.full((G, *SHAPE), -1.0, dtype=dtype) for _ in range(R)]
+    replicas = [torch.full((G, *SHAPE), -1.0, dtype=dtype) for _ in range(R)]
     for rank in range(R):
-        lend(own[rank], HELD, guests, rank)
-    for held_G, got_G in zip(HELD.tolist(), guests, strict=True):
+        send_weights(own[rank], HELD, replicas, rank)
+    for held_G, got_G in zip(HELD.tolist(), replicas, strict=True):
         for expert, got in zip(held_G, got_G, strict=True):
             want = torch.full(SHAPE, -1.0) if expert < 0 else own[expert // L][expert % L]
             assert torch.equal(got, want.to(dtype))
@@ -53,7 +53,7 @@ def test_gradients_are_added_in_the_order_of_ranks(dtype: torch.dtype) -> None:
             for expert, grad in zip(held_G, grads_G, strict=True):
                 if expert >= 0 and expert // L == rank:
                     want[expert % L] = (want[expert % L].float() + grad).to(dtype)
-        take_back(got, HELD, room, rank)
+        reduce_grads(got, HELD, room, rank)
         assert torch.equal(got, want)
 
 
@@ -61,12 +61,12 @@ def compared(device: str) -> None:
     """The kernels, and the definitions on the CPU; two programs for more pieces than these."""
     from phalanx.kernels.replication import weights_triton
 
-    weights_triton._LENT, weights_triton._ADDED = 256, 256
+    weights_triton._SENT, weights_triton._ADDED = 256, 256
     held = HELD.to(device)
     for dtype in (torch.bfloat16, torch.float32):
         give_and_take_all(held, dtype)
         for biases in (False, True):
-            lend_all(held, dtype, biases)
+            send_all(held, dtype, biases)
 
 
 def addresses(memory: Sequence[Tensor]) -> Tensor:
@@ -96,12 +96,12 @@ def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
         where = addresses(rooms).to(device)
         for layer in (0, 1):
             for rank in range(R):
-                weights_triton.give_back(flags[rank], layer)
+                weights_triton.send_grads(flags[rank], layer)
         for rank, layer in product(range(R), (0, 1)):
             own = drawn(L, *SHAPE, seed=rank, dtype=dtype)
             added = own.to(device, copy=True)
-            weights_triton.take_back(added, held, where, flags[rank], layer=layer, sms=2)
-            take_back(own, HELD, room, rank)
+            weights_triton.reduce_grads(added, held, where, flags[rank], layer=layer, sms=2)
+            reduce_grads(own, HELD, room, rank)
             assert torch.equal(added.cpu(), own)
         given = parts.cpu()
         assert (given[:, :2, :R] == call).all() and not given[..., R:].any()
@@ -112,7 +112,7 @@ def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
     assert not flags[0].report.any()
 
 
-def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
+def send_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
     """Two layers of all ranks, twice: weights of both shapes, and flags."""
     from phalanx.kernels.replication import weights_triton
 
@@ -130,9 +130,9 @@ def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
             layers = [(w1, b1, *where[:2]), (w2, b2, *where[2:])]
             if not biases:
                 layers = [(w, None, *at) for w, _, *at in layers]
-            weights_triton.lend(layers, held, begins, flags[rank], sms=2)
-            for w, guests in list(zip(own, given, strict=True))[:: 1 if biases else 2]:
-                lend(w, HELD, guests, rank)
+            weights_triton.send_weights(layers, held, begins, flags[rank], sms=2)
+            for w, replicas in list(zip(own, given, strict=True))[:: 1 if biases else 2]:
+                send_weights(w, HELD, replicas, rank)
         for got, want in zip(there, given, strict=True):
             assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
         raised = parts.cpu()

@@ -1,4 +1,4 @@
-"""The order of own experts and of guests out of that of all places; its kernel, bit for bit."""
+"""The order of own experts and of replicas out of that of all places; its kernel, bit for bit."""
 
 from pathlib import Path
 

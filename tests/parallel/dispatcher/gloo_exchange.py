@@ -26,7 +26,7 @@ from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from tests.parallel.dispatcher.gloo_clones import cloning
+from tests.parallel.dispatcher.replication.gloo_replicas import replicating
 
 NAN = 0xFF
 
@@ -62,12 +62,12 @@ class GlooExchange:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, singles: Any
+        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, unreduced_rows: Any
     ) -> tuple[Any, Any]:
         sums_ND = provider("torch").combine(signal.out_SN, inverse_NK)
         none = inverse_NK.new_empty(0)
         sent = self._back(sums_ND, (inverse_NK >= 0).any(1), none)
-        return sent, lambda: singles and singles(signal.out_SN)
+        return sent, lambda: unreduced_rows and unreduced_rows(signal.out_SN)
 
     def send_gradient(
         self,
@@ -78,14 +78,14 @@ class GlooExchange:
         side: Tensor,
         *,
         all_sms: bool = False,
-        singles: Any = None,
+        unreduced_rows: Any = None,
     ) -> Any:
-        if singles is not None:
-            singles(dx_SD)
+        if unreduced_rows is not None:
+            unreduced_rows(dx_SD)
         sums_ND = provider("torch").combine(dx_SD, inverse_NK)
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
 
-    def aside(self, send: Callable[[], None]) -> Callable[[], None]:
+    def run_on_comm_stream(self, send: Callable[[], None]) -> Callable[[], None]:
         send()
         return lambda: None
 
@@ -164,7 +164,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         return made[-1]
 
     def signalled(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Writes to where sums leave, those of own experts before it is the guests' turn."""
+        """Writes to where sums leave, those of own experts before it is the replicas' turn."""
 
         def call(
             backend: Any, a_SF: Any, linear: Any, plan: Any, *, signal: Any = None, **how: Any
@@ -173,7 +173,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
                 return rows(backend, a_SF, linear, plan, **how)
             for layer, part in linear.runs(plan):
                 here = slice(int(part.offsets[0]), int(part.offsets[-1]))
-                y_SD = rows(backend, a_SF, layer._replace(guests=None), part, **how)
+                y_SD = rows(backend, a_SF, layer._replace(replicas=None), part, **how)
                 signal.out_SN[here] = y_SD[here]
             return signal.out_SN
 
@@ -186,7 +186,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         for patch in (
             _standing_for("phalanx.kernels.sm90.experts.combine", combine),
             mock.patch.object(symm, "exchange_of", exchange_of),
-            *cloning(exchange_of),
+            *replicating(exchange_of),
             mock.patch.object(torch.cuda, "current_stream", lambda: on),
             mock.patch.object(transport_class, "waits_for_tokens", lambda *of: True),
             *(mock.patch.object(b, "rows", signalled(b.rows)) for b in backends),

@@ -107,7 +107,8 @@ class Program:
 
 
 def forward(program: Program, *, overlaps: bool, keep: bool) -> None:
-    """One layer, as `parallel.dispatcher.symm` runs it; `overlaps`: pushes run beside the experts."""
+    """One layer, as `parallel.dispatcher.symm` runs it; `overlaps`: pushes run beside the
+    experts."""
     x = program.start()
     if overlaps:
         program.wait(x, side_only=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.dispatcher import nodes
-from phalanx.parallel.dispatcher.base import Dispatcher, Slots
+from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from tests.parallel.dispatcher.budgets import overflowed
@@ -53,7 +53,7 @@ def pretended(size: int) -> Iterator[None]:
 
 
 def made(
-    name: str, slots: Slots = SLOTS, budget: Budget | None = None, size: int = SIZE
+    name: str, slots: TokenChoices = SLOTS, budget: Budget | None = None, size: int = SIZE
 ) -> Dispatcher:
     given: dict[str, Any] = dict(experts=EXPERTS, slots=slots, budget=budget or Budget(8.0, CPU))
     with pretended(size):
@@ -107,7 +107,7 @@ def plans(case: Case, size: int) -> list[Planned]:
     tokens, found = TOKENS // dist.get_world_size(), []
     own = slice(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens)
     for name in ("alltoall", "hier"):
-        received = made(name, Slots(3, 4, 2), size=size).dispatch(
+        received = made(name, TokenChoices(3, 4, 2), size=size).dispatch(
             case.x_TD[own], case.idx_TK[own], case.prob_TK[own]
         )
         p = received.plan
@@ -142,7 +142,7 @@ def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int, size: int)
 
 def rank_sums(values: Tensor) -> Tensor:
     """Each rank adds a row of its own to every token, from its one expert of four."""
-    dispatcher = made("hier", Slots(RANKS, RANKS))
+    dispatcher = made("hier", TokenChoices(RANKS, RANKS))
     idx = 2 * torch.arange(RANKS, dtype=torch.int32).expand(5, -1)
     x = torch.zeros(5, 2, dtype=torch.bfloat16)
     received = dispatcher.dispatch(x, idx, torch.ones(5, RANKS))

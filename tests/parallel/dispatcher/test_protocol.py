@@ -168,12 +168,12 @@ class Recorder:
         offsets: Tensor,
         side: Tensor,
         *,
-        singles: None,
+        unreduced_rows: None,
     ) -> Any:
         return self.start(dx_SD, inverse_NK, side, E // R, back=True)
 
     def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, singles: None
+        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, unreduced_rows: None
     ) -> Any:
         sent = self.start(signal.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
         self.made = weakref.ref(signal.out_SN)

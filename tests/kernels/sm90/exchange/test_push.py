@@ -192,28 +192,28 @@ class Sums:
                 self.progress[SUMS.COUNTS + waves[-1]] += self.counts
         return waves
 
-    def launch(self, ctas: int, singles: Sequence[Any] = ()) -> None:
+    def launch(self, ctas: int, unreduced_rows: Sequence[Any] = ()) -> None:
         made = (self.waves, self.tile_rows, self.counts, self.bits)
-        self._launch(made, [], (self.begin + self.rest, 0, ctas), singles)
+        self._launch(made, [], (self.begin + self.rest, 0, ctas), unreduced_rows)
 
-    def launch_once(self, side: list[int], singles: Sequence[Any] = ()) -> None:
+    def launch_once(self, side: list[int], unreduced_rows: Sequence[Any] = ()) -> None:
         """All is there, and side data go along."""
-        self._launch((1, 1, 0, 0), side, (self.begin, 1, self.begin), singles)
+        self._launch((1, 1, 0, 0), side, (self.begin, 1, self.begin), unreduced_rows)
 
     def _launch(
         self,
         made: tuple[int, ...],
         side: list[int],
         how: tuple[int, ...],
-        singles: Sequence[Any],
+        unreduced_rows: Sequence[Any],
     ) -> None:
         plan = (self.plan.row_index_S, self.plan.inverse_NK, self.plan.offsets)
         memory = [words(self.y), *(t.flatten().tolist() for t in plan), side]
         shared = self.ranks.buffers(1, self.ranks.rows, self.ranks.side, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
-        sent = dict(side=bool(side), singles=bool(singles))
+        sent = dict(side=bool(side), unreduced_rows=bool(unreduced_rows))
         kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2, **sent))
-        pointers += singles or [None] * 4
+        pointers += unreduced_rows or [None] * 4
         kernel(*pointers, (self.T, self.D // 8, self.local, 1, LIMIT, *made, *how), None)
 
     def wanted(self, target: int, before: int) -> dict[int, list[int]]:
@@ -226,7 +226,7 @@ class Sums:
 
 
 class SumsOfOwn(Sums):
-    """The last two places are guests', whose rows, like others, go by themselves and not here."""
+    """The last two places are replicas', whose rows, like others, go by themselves and not here."""
 
     def planned(self, plan: ExpertPlan) -> ExpertPlan:
         self.local -= 2
@@ -268,13 +268,13 @@ def test_rows_that_are_in_no_sum_go_by_themselves(once: bool) -> None:
     memory = [way.ranks.canary * (K * T) for _ in range(2)]
     given = [*pairs, *[-1] * 5], [len(pairs)], every_NK.flatten().tolist()
     where = [simt.Pointer(m).toint() for m in memory]
-    singles = [*map(simt.Pointer, given), simt.Pointer(where)]
+    unreduced_rows = [*map(simt.Pointer, given), simt.Pointer(where)]
     if once:
         way.progress = [0] * SUMS.PROGRESS
-        way.launch_once(list(range(8)), singles)
+        way.launch_once(list(range(8)), unreduced_rows)
     else:
         way.launch(way.begin)
-        way.launch(way.rest, singles)
+        way.launch(way.rest, unreduced_rows)
     wanted: list[dict[int, list[int]]] = [{}, {}]
     for pair in pairs:
         row = int(every_NK.flatten()[pair])

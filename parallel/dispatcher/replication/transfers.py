@@ -1,15 +1,16 @@
-"""The transfers of a call of an MoE layer over `symm` whose hot experts are cloned.
+"""The transfers of a call of an MoE layer over `symm` whose hot experts are replicated.
 
 Those of `parallel.dispatcher.transfers`, and beside them (`Peers`):
 
     control     exchanges of side data alone: routing, before anything else is sent
-    singles     rows that travel by themselves (`kernels.replication.rows`), to memory of their token's
+    singles     rows that travel by themselves (`kernels.replication.rows`), to memory of their
+    token's
                 rank; the kernel that sends sums writes them before it raises its flags
-    guests      weights that owners write to slots of other ranks; gradients that owners read
+    replicas      weights that owners write to slots of other ranks; gradients that owners read
                 there. Kernels of memory of their own raise flags when either is there
 
-Tokens and gradients of sums travel in FP8 if those without clones do; rows that come back, singles
-too, are bf16 in any case.
+Tokens and gradients of sums travel in FP8 if those without replication do; rows that come back,
+singles too, are bf16 in any case.
 
 Control has buffers and flags of its own, since places of the main exchanges are taken in turn by an
 order that has tokens, sums and their gradients alone (`kernels.sm90.exchange.peer_buffers.SLOTS`).
@@ -21,7 +22,7 @@ Kernels of one stream follow each other, and a push makes a fence of system scop
 its flags (`kernels.sm90.exchange.push.last_of_all`), which therefore show all that kernels before
 it have written, of whatever kind their stores were. Who waits for flags mostly does so in a kernel
 of its own (`wait_peers`), so that TMA loads of a later kernel need no fence of proxies. Two kernels
-wait by themselves: guests' first GEMM, which has that fence (`kernels.sm90.exchange.ready`), and
+wait by themselves: replicas' first GEMM, which has that fence (`kernels.sm90.exchange.ready`), and
 the one that adds gradients, which loads no memory by TMA.
 
 Why each of these memories can be one for all layers, though no flag says that it has been read:
@@ -35,10 +36,10 @@ has read for the calls before this one:
     gradients   B adds those in A's room to its own before its experts' backward pass returns; A
                 writes to its room again in the next backward pass
 
-A model of this is tests/parallel/dispatcher/clone_protocol.py.
+A model of this is tests/parallel/dispatcher/replication/protocol.py.
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
-rows, L own experts, G guest slots, P = L + G places of a rank.
+rows, L own experts, G replica slots, P = L + G places of a rank.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -49,27 +50,32 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.replication.rows import Home, Parting, part_rows, sum_singles
-from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.replication.rows import (
+    ExpertOwner,
+    ReturnPlan,
+    split_returns,
+    sum_unreduced_rows,
+)
+from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
-from phalanx.parallel.dispatcher.clones import Clones
-from phalanx.parallel.dispatcher.control import Control
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatcher.received import Planner
+from phalanx.parallel.dispatcher.replication.control import Control
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transfers import MoETransfers
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
 
 
-class Singles(Protocol):
+class UnreducedRows(Protocol):
     """Memory of every rank for rows that travel by themselves."""
 
     rows_KTD: Tensor
     """Those of this rank's tokens."""
 
-    def sent(self, parting: Parting) -> Any:
+    def sent(self, return_plan: ReturnPlan) -> Any:
         """What the exchange is told of this rank's expert rows, to write them to the ranks of
         their tokens."""
 
@@ -78,11 +84,11 @@ class Peers(NamedTuple):
     """What a call needs beside the main exchange."""
 
     control: Control
-    singles: Singles
+    unreduced_rows: UnreducedRows
     group: dist.ProcessGroup
 
 
-class ClonedTransfers(MoETransfers):
+class ReplicatedTransfers(MoETransfers):
     """The transfers of one call.
 
     Args:
@@ -101,25 +107,25 @@ class ClonedTransfers(MoETransfers):
         peers: Peers,
         idx_TK: Tensor,
         local: int,
-        clones: Clones,
+        options: ReplicationOptions,
         planner: Planner,
         *,
         overlaps: bool,
         keep: bool,
         fp8: FP8Rows | None = None,
     ) -> None:
-        places = local + clones.slots
+        places = local + options.slots
         super().__init__(exchange, idx_TK, places, overlaps=overlaps, keep=keep, fp8=fp8)
-        self.home = Home(peers.group.rank(), local, self.local)
+        self.home = ExpertOwner(peers.group.rank(), local, self.local)
         self.control = peers.control
-        self.clones: ClonePlan
+        self.replication: ReplicationPlan
         """Of the micro-batch."""
-        self._singles, self._planner = peers.singles, planner
-        self._size = clones.size(exchange.ranks)
+        self._singles, self._planner = peers.unreduced_rows, planner
+        self._size = options.size(exchange.ranks)
         self._routing: tuple[Tensor, Tensor]
         self._packed: Tensor
         """Received tokens in FP8, before their order is known."""
-        self._parting: Parting
+        self._parting: ReturnPlan
         self._rows: tuple[Tensor, Tensor]
         """Received rows of expert rows, and offsets. Not the plan, which leads back to this."""
         self._dx_SD: Tensor
@@ -134,8 +140,8 @@ class ClonedTransfers(MoETransfers):
         self.control.wait(transfer)
         blocks = self.control.side(transfer, routing_size(T, K))
         experts_NK, prob_NK = unpack_routing(blocks, T, K)
-        placed = self._planner.clone_routing(experts_NK, ranks * local, self._size)
-        self.clones, self.idx_NK = placed
+        placed = self._planner.route_to_replicas(experts_NK, ranks * local, self._size)
+        self.replication, self.idx_NK = placed
         self._routing = experts_NK, prob_NK
         self.table_TK = self.idx_NK.narrow(0, self.home.rank * T, T)
         return None
@@ -149,7 +155,7 @@ class ClonedTransfers(MoETransfers):
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         self._rows = plan.row_index_S, plan.offsets
         given = self._routing[0], self.idx_NK, plan.inverse_NK
-        self._parting = part_rows(*given, len(plan.row_index_S), self.home)
+        self._parting = split_returns(*given, len(plan.row_index_S), self.home)
         del self._routing
 
     def packed_tokens(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
@@ -178,12 +184,14 @@ class ClonedTransfers(MoETransfers):
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
         """Push expert rows [S, D]: some by themselves, then sums, which are made on the way."""
         given = rows_ND.contiguous(), *self._sums, side
-        return self.exchange.send_gradient(*given, all_sms=all_sms, singles=self.singles)
+        return self.exchange.send_gradient(
+            *given, all_sms=all_sms, unreduced_rows=self.unreduced_rows
+        )
 
     def collect(self, transfer: "Transfer", addends: Any = ()) -> Tensor:
-        """As without clones, once rows that came by themselves are sums like the others."""
+        """As without replication, once rows that came by themselves are sums like the others."""
         of = self._singles.rows_KTD, self.idx_TK, self.table_TK
-        sum_singles(*of, self.rows(transfer), self.home)
+        sum_unreduced_rows(*of, self.rows(transfer), self.home)
         return super().collect(transfer, addends)
 
     def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
@@ -214,7 +222,7 @@ class ClonedTransfers(MoETransfers):
         return index_S, self._parting.sums_NK, offsets[: self.summed + 1]
 
     @property
-    def singles(self) -> Any:
+    def unreduced_rows(self) -> Any:
         return self._singles.sent(self._parting)
 
 
@@ -223,12 +231,12 @@ class InOrder(torch.autograd.Function):
     of probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, call: ClonedTransfers) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, call: ReplicatedTransfers) -> Tensor:
         ctx.call = call
         return call.in_order(rows_ND)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
-        call: ClonedTransfers = ctx.call
+        call: ReplicatedTransfers = ctx.call
         return call.put_gradient(grad_SD), None

@@ -4,9 +4,9 @@ allow.
 As in `protocol`, every rank runs the same program on streams, those of compute, of pushes and of
 control, and which is next is drawn at random. Exchanges are no more than their flags here, which
 are raised at once when a push begins: no real push raises them earlier. Memory is what
-`parallel.dispatcher.cloned_transfers` says that no flag protects: rows that travel by themselves and
-weights, which ranks write to each other, and gradients, which a rank writes to memory of its own
-and all others read; weights and gradients of fc1 and of fc2 each. Checked is that
+`parallel.dispatcher.replication.transfers` says that no flag protects: rows that travel by
+themselves and weights, which ranks write to each other, and gradients, which a rank writes to
+memory of its own and all others read; weights and gradients of fc1 and of fc2 each. Checked is that
 
     nothing is written while what was there before is, or will be, read, and
     nothing is read that has not come.
@@ -78,24 +78,24 @@ class Program:
         self._signals[u] = "wait"
         return self._raise(u, self.streams[-1])
 
-    def lend(self, *layers: str) -> list[int]:
+    def send_weights(self, *layers: str) -> list[int]:
         """Weights of layers in turn, by a kernel in the stream of control that raises flags as they
         are there."""
-        self.calls.append("lend")
+        self.calls.append("send weights")
         raised = []
         for layer in layers:
             u = self._begin(self.streams[-1])
             self._put(layer, self.streams[-1], self.ranks)
-            self._signals[u] = "wait for guests"
+            self._signals[u] = "wait for replicas"
             raised.append(self._raise(u, self.streams[-1]))
         return raised
 
-    def give_back(self) -> int:
+    def send_grads(self) -> int:
         """Flags that a kernel of the compute stream raises."""
         self._started += 1
         return self._raise(self._started, self.compute)
 
-    def aside(self) -> None:
+    def run_on_comm_stream(self) -> None:
         """What comes next in the stream of control does so after what compute was given."""
         self._begin(self.streams[-1])
 
@@ -143,7 +143,7 @@ def forward(p: Program, *, overlaps: bool) -> None:
     """One layer."""
     p.wait(p.signal())  # routing
     tokens = p.start()
-    first, second = p.lend(FC1, FC2)
+    first, second = p.send_weights(FC1, FC2)
     p.wait(first)
     p.wait(tokens)
     p.get(FC1)
@@ -183,7 +183,7 @@ def backward(
     Args:
         fp8: rows travel in FP8: what has come of tokens is kept where nothing overlaps.
         meets: gradients of sums are waited for.
-        signal: owners wait until guests' gradients are complete.
+        signal: owners wait until replicas' gradients are complete.
     """
     grads, back = p.start(), 0
     if meets:
@@ -191,7 +191,7 @@ def backward(
     if not keep:
         if overlaps or not fp8:
             p.start()  # tokens once more
-        first, second = p.lend(FC2, FC1)
+        first, second = p.send_weights(FC2, FC1)
         p.wait(first)
         p.get(FC2)
         p.wait(second)
@@ -201,8 +201,8 @@ def backward(
     complete = []
     for what in OWN:
         p.put(what)
-        complete.append(p.give_back())
-    p.aside()
+        complete.append(p.send_grads())
+    p.run_on_comm_stream()
     if signal:
         p.wait(complete[0], beside=True)
     p.get(OWN_FC1, beside=True)

@@ -1,5 +1,5 @@
 """Exchanges of side data alone between the GPUs of a node: what `symm` sends before it knows where
-tokens go (`parallel.dispatcher.clones`).
+tokens go (`parallel.dispatcher.replication.options`).
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks.
 """
@@ -38,10 +38,10 @@ class Control:
         """After what the current stream has been given, with all SMs."""
         return self._exchange.start(self._row, self._nobody, side, 1, all_sms=True)
 
-    def aside(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def run_on_comm_stream(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Call `launch` on the stream of this exchange, after what the current one has been given.
         Returns what lets the current one wait for that."""
-        return self._exchange.aside(launch)
+        return self._exchange.run_on_comm_stream(launch)
 
     def wait(self, transfer: "Transfer") -> None:
         """Side data of all ranks have come."""

@@ -1,8 +1,9 @@
-"""Memory of the ranks of a group that clones of hot experts need: of rows that travel by
-themselves, and of guests. What is written there when is `parallel.dispatcher.cloned_transfers`.
+"""Memory of the ranks of a group that expert replication need: of rows that travel by
+themselves, and of replicas. What is written there when is
+`parallel.dispatcher.replication.transfers`.
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, S expert rows, L own experts, G
-guest slots.
+replica slots.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.replication.rows import Parting
+from phalanx.kernels.expert_mlp.replicas import LAYERS, Layer, of_layer
+from phalanx.kernels.replication.rows import ReturnPlan
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     MAX_WAVES,
@@ -27,7 +28,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 from phalanx.parallel.dispatcher.exchange import PeerMemory, SymmOptions, connected
 
 if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.combine_push import Singles
+    from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
 
 _ALIGN = 256
 FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)
@@ -56,8 +57,8 @@ class _Kept:
         return (bases + at).to(self._peers.memory.device)
 
 
-class SingleRows(_Kept):
-    """`parallel.dispatcher.cloned_transfers.Singles` over NVLink.
+class UnreducedMemory(_Kept):
+    """`parallel.dispatcher.replication.transfers.UnreducedRows` over NVLink.
 
     Args:
         group: expert-parallel.
@@ -70,18 +71,21 @@ class SingleRows(_Kept):
         self.rows_KTD = rows.view(slots, tokens, hidden)
         self._memory_R = self._addresses(0)
 
-    def sent(self, parting: Parting) -> "Singles":
-        from phalanx.kernels.sm90.exchange.combine_push import Singles
+    def sent(self, return_plan: ReturnPlan) -> "UnreducedRows":
+        from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
 
-        return Singles(parting.pairs_S, parting.count, parting.inverse_NK, self._memory_R)
+        return UnreducedRows(
+            return_plan.pairs_S, return_plan.count, return_plan.inverse_NK, self._memory_R
+        )
 
     def release(self) -> None:
         del self.rows_KTD
         super().release()
 
 
-class GuestLayout(NamedTuple):
-    """Where a rank's memory has guests and their gradients, by w1, w2, b1 and b2, behind flags."""
+class ReplicaLayout(NamedTuple):
+    """Where a rank's memory has replicas and their gradients, by w1, w2, b1 and b2, behind
+    flags."""
 
     weights: tuple[int, ...]
     """Bytes at which those of G slots begin; 0 bytes long if there is no such weight."""
@@ -90,7 +94,7 @@ class GuestLayout(NamedTuple):
     total: int
 
     @classmethod
-    def of(cls, sizes: Sequence[int], width: int) -> "GuestLayout":
+    def of(cls, sizes: Sequence[int], width: int) -> "ReplicaLayout":
         """Of numbers in all slots of each weight, and bytes of a number."""
         ends = [2 * FLAG_BYTES]
         for size in (*(width * n for n in sizes), *(4 * n for n in sizes)):
@@ -99,8 +103,8 @@ class GuestLayout(NamedTuple):
         return cls(tuple(ends[:some]), tuple(ends[some:-1]), ends[-1])
 
 
-class GuestMemory(_Kept):
-    """Slots of every rank for weights of guests, and for their gradients.
+class ReplicaMemory(_Kept):
+    """Slots of every rank for weights of replicas, and for their gradients.
 
     Args:
         group: expert-parallel.
@@ -113,7 +117,7 @@ class GuestMemory(_Kept):
         self, group: dist.ProcessGroup, slots: int, own: MLPWeights, options: SymmOptions
     ) -> None:
         sizes = [0 if w is None else slots * w[0].numel() for w in own]
-        layout = GuestLayout.of(sizes, own.w1.element_size())
+        layout = ReplicaLayout.of(sizes, own.w1.element_size())
         super().__init__(group, layout.total)
         self._group, self._rank, self._comm_sms = group, group.rank(), options.comm_sms
 
@@ -125,13 +129,13 @@ class GuestMemory(_Kept):
             return MLPWeights(*made)  # type: ignore[arg-type]
 
         self.weights = views(layout.weights, own.w1.dtype)
-        """[G, ...] of this rank's guests."""
+        """[G, ...] of this rank's replicas."""
         self.grads = views(layout.grads, torch.float32)
-        """fp32 [G, ...] of this rank's guests."""
+        """fp32 [G, ...] of this rank's replicas."""
         self._weights_R = [self._addresses(begin) for begin in layout.weights]
         self._grads_R = [self._addresses(begin) for begin in layout.grads]
         self._limit_ms = int(1000 * options.timeout)
-        self._lent, self._given_back = self._flags(0), self._flags(FLAG_BYTES)
+        self._weight_flags, self._grad_flags = self._flags(0), self._flags(FLAG_BYTES)
         waves = min(WAVES, slots)
         begins_W = torch.tensor(wave_begins(slots, waves), dtype=torch.int32)
         self._begins_W, self._last_wave = begins_W.to(self._peers.memory.device), waves - 1
@@ -157,8 +161,8 @@ class GuestMemory(_Kept):
 
         return ready_words(
             self._peers.memory.data_ptr(),
-            self._lent.state.data_ptr() + SEEN_BYTES,
-            self._lent.report.data_ptr(),
+            self._weight_flags.state.data_ptr() + SEEN_BYTES,
+            self._weight_flags.report.data_ptr(),
             limit_ms=self._limit_ms,
             ranks=self._group.size(),
             wave_stride=MAX_RANKS,
@@ -166,9 +170,9 @@ class GuestMemory(_Kept):
             waves=waves,
         ).to(self._peers.memory.device)
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+    def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
         """Write own experts to the slots that hold them, layer `first` before the other one."""
-        from phalanx.kernels.replication.weights_triton import lend
+        from phalanx.kernels.replication.weights_triton import send_weights
 
         detached = [None if w is None else w.detach() for w in own]
         layers = [
@@ -176,15 +180,15 @@ class GuestMemory(_Kept):
             for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
         ]
         sms = self._comm_sms or _sms(own.w1)
-        lend(layers, expert_RG, self._begins_W, self._lent, sms=sms)
+        send_weights(layers, expert_RG, self._begins_W, self._weight_flags, sms=sms)
 
-    def wait_lending(self) -> None:
-        """Let the current stream wait until `lend` has its SMs, which other kernels would take.
-        From here on `wait` and `ready` are about this call."""
+    def wait_sending(self) -> None:
+        """Let the current stream wait until `send_weights` has its SMs, which other kernels would
+        take. From here on `wait` and `ready` are about this call."""
         from phalanx.kernels.replication.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
 
-        wait_peers(self._lent, part=RUNNING, own_only=True, counts=True)
+        wait_peers(self._weight_flags, part=RUNNING, own_only=True, counts=True)
 
     def wait(self, *, second: bool) -> None:
         """Let the current stream wait until all ranks have lent the layer that they lend first, or
@@ -192,41 +196,41 @@ class GuestMemory(_Kept):
         from phalanx.kernels.replication.weights_triton import SECOND
         from phalanx.kernels.sm90.exchange.push import wait_peers
 
-        wait_peers(self._lent, part=SECOND if second else self._last_wave, epochs_ahead=0)
+        wait_peers(self._weight_flags, part=SECOND if second else self._last_wave, epochs_ahead=0)
 
-    def give_back(self, layer: Layer) -> None:
+    def send_grads(self, layer: Layer) -> None:
         """Tell all ranks that what kernels before this have made in `grads` for a layer is
         complete: fc1, then fc2."""
-        from phalanx.kernels.replication.weights_triton import give_back
+        from phalanx.kernels.replication.weights_triton import send_grads
 
-        give_back(self._given_back, LAYERS.index(layer))
+        send_grads(self._grad_flags, LAYERS.index(layer))
 
-    def take_back(
+    def reduce_grads(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None:
-        """Add gradients of guests everywhere to those of a layer's weight and bias of own experts,
-        in place, when all ranks have given them back; `beside` other kernels, to which it leaves
-        most SMs."""
-        from phalanx.kernels.replication.weights_triton import take_back
+        """Add gradients of replicas everywhere to those of a layer's weight and bias of own
+        experts, in place, when all ranks have given them back; `beside` other kernels, to which it
+        leaves most SMs."""
+        from phalanx.kernels.replication.weights_triton import reduce_grads
 
         sms = self._comm_sms if beside else 0
         for grad, memory_R in zip(own, of_layer(self._grads_R, layer), strict=True):
             if grad is not None:
                 how = dict(layer=LAYERS.index(layer), sms=sms or _sms(grad))
-                take_back(grad, expert_RG, memory_R, self._given_back, **how)
+                reduce_grads(grad, expert_RG, memory_R, self._grad_flags, **how)
 
-    def wait_taking(self) -> None:
-        """Let the current stream wait until `take_back` has its SMs."""
+    def wait_reducing(self) -> None:
+        """Let the current stream wait until `reduce_grads` has its SMs."""
         from phalanx.kernels.replication.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
 
         if self._comm_sms:
-            wait_peers(self._given_back, part=RUNNING, epochs_ahead=0, own_only=True)
+            wait_peers(self._grad_flags, part=RUNNING, epochs_ahead=0, own_only=True)
 
     def missing(self) -> str:
         for what, flags in (
-            ("lent its experts", self._lent),
-            ("given gradients of guests back", self._given_back),
+            ("lent its experts", self._weight_flags),
+            ("given gradients of replicas back", self._grad_flags),
         ):
             who, epoch, reached, _ = flags.report.tolist()
             if who:
@@ -239,19 +243,21 @@ class GuestMemory(_Kept):
         super().release()
 
 
-def single_rows_of(group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> SingleRows:
+def unreduced_memory_of(
+    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int
+) -> UnreducedMemory:
     """Those of a group and a shape, shared by all layers."""
     key = ("single rows", group, tokens, hidden, slots)
-    return connected(key, lambda: SingleRows(*key[1:]))
+    return connected(key, lambda: UnreducedMemory(*key[1:]))
 
 
-def guest_memory_of(
+def replica_memory_of(
     group: dist.ProcessGroup, slots: int, own: MLPWeights, options: SymmOptions
-) -> GuestMemory:
+) -> ReplicaMemory:
     """That of a group, shared by all layers whose experts have a shape."""
     shapes = tuple(None if w is None else tuple(w.shape[1:]) for w in own)
-    key = ("guests", group, slots, options, own.w1.dtype, *shapes)
-    return connected(key, lambda: GuestMemory(group, slots, own, options))
+    key = ("replicas", group, slots, options, own.w1.dtype, *shapes)
+    return connected(key, lambda: ReplicaMemory(group, slots, own, options))
 
 
 def _sms(where: Tensor) -> int:

@@ -1,13 +1,13 @@
-"""`kernels.routing.clone_plan` in one launch of one program, in Triton.
+"""`kernels.routing.replication_plan` in one launch of one program, in Triton.
 
-Legend: E experts, R ranks, L experts of a rank, N guest slots of a rank.
+Legend: E experts, R ranks, L experts of a rank, N replica slots of a rank.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 
 _CHUNKS = 16
 """That are added up at once."""
@@ -24,7 +24,7 @@ def _at(x, here):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def clone_plan_kernel(  # type: ignore[no-untyped-def]
+def replication_plan_kernel(  # type: ignore[no-untyped-def]
     counts,
     slots,
     kept,
@@ -39,7 +39,7 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
-    ROOM: tl.constexpr,
+    N_OR_1: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -53,7 +53,7 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
         inside = (first + c < C)[:, None] & (e < E)[None, :]
         rows += tl.sum(tl.load(counts + at, mask=inside, other=0), 0)
     home = e // L
-    # Of ranks that are not there -1: they are never the largest, and no guests.
+    # Of ranks that are not there -1: they are never the largest, and no replicas.
     before = tl.sum(tl.where(home[None, :] == r[:, None], rows[None, :], 0), 1)
     loads = tl.where(r < R, before, -1)
     used = tl.where(r < R, 0, N)
@@ -70,12 +70,12 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
         at_home = tl.where((home == owner) & (e < E), rows, -1)
         held = tl.max(at_home, 0)
         expert = _first(at_home == held, e, EXPERTS)
-        copies = (expert_s == expert)[None, :] & ((s // ROOM)[None, :] == r[:, None])
+        copies = (expert_s == expert)[None, :] & ((s // N_OR_1)[None, :] == r[:, None])
         open_r = (used < N) & (r != owner) & (tl.max(copies.to(tl.int32), 1) == 0)
-        room = tl.where(open_r, loads, most_load + 1)
-        guest = _first(room == tl.min(room, 0), r, RANKS)
+        open_load = tl.where(open_r, loads, most_load + 1)
+        borrower = _first(open_load == tl.min(open_load, 0), r, RANKS)
         high = most_load + cost
-        low = _at(loads, r == guest) + cost
+        low = _at(loads, r == borrower) + cost
         total = tl.sum(tl.where(r < R, loads, 0), 0)
         mean = (total + 2 * cost + R - 1) // R
         # Rows are ranks, columns the open ranks that are not behind them in the order of loads.
@@ -95,14 +95,14 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
         can = tl.max(open_r.to(tl.int32), 0) > 0
         going = tl.where(can & (moved > 0) & gains, 1, 0)
         if going > 0:
-            here = s == guest * N + _at(used, r == guest)
+            here = s == borrower * N + _at(used, r == borrower)
             expert_s = tl.where(here, expert, expert_s)
             begin_s = tl.where(here, begin, begin_s)
             end_s = tl.where(here, held, end_s)
             rows = tl.where(e == expert, begin, rows)
             loads = tl.where(r == owner, high - moved, loads)
-            loads = tl.where(r == guest, low + moved, loads)
-            used = tl.where(r == guest, used + 1, used)
+            loads = tl.where(r == borrower, low + moved, loads)
+            used = tl.where(r == borrower, used + 1, used)
             better = tl.max(loads, 0) < best_most
             best_most = tl.minimum(tl.max(loads, 0), best_most)
             best_expert = tl.where(better, expert_s, best_expert)
@@ -125,12 +125,12 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(load + R + r, best_loads, mask=r < R)
 
 
-def clone_plan_in_triton(counts_CE: Tensor, size: CloneSize) -> ClonePlan:
-    """`kernels.routing.clone_plan.make_clone_plan`, of sizes that were checked."""
+def replication_plan_in_triton(counts_CE: Tensor, size: ReplicationSize) -> ReplicationPlan:
+    """`kernels.routing.replication_plan.make_replication_plan`, of sizes that were checked."""
     (R, N, cost, tile, least), (C, E) = size, counts_CE.shape
     slot_3RN = counts_CE.new_empty(3, R, N)
     kept_E, load_2R = counts_CE.new_empty(E), counts_CE.new_empty(2, R)
-    clone_plan_kernel[(1,)](
+    replication_plan_kernel[(1,)](
         counts_CE.contiguous(),
         slot_3RN,
         kept_E,
@@ -141,10 +141,10 @@ def clone_plan_in_triton(counts_CE: Tensor, size: CloneSize) -> ClonePlan:
         N=N,
         EXPERTS=triton.next_power_of_2(E),
         RANKS=triton.next_power_of_2(R),
-        ROOM=max(N, 1),
+        N_OR_1=max(N, 1),
         SLOTS=triton.next_power_of_2(R * max(N, 1)),
         CHUNKS=min(_CHUNKS, triton.next_power_of_2(C)),
         num_warps=1 if E <= 128 else 4,
     )
     expert_RN, begin_RN, end_RN = slot_3RN
-    return ClonePlan(expert_RN, begin_RN, end_RN, kept_E, load_2R)
+    return ReplicationPlan(expert_RN, begin_RN, end_RN, kept_E, load_2R)

@@ -1,7 +1,8 @@
-"""Guests over `symm`: owners write weights to the slots of other ranks, beside whatever runs there,
-and read gradients from there. See `parallel.dispatcher.cloned_transfers` for what orders this.
+"""Replicas over `symm`: owners write weights to the slots of other ranks, beside whatever runs
+there, and read gradients from there. See `parallel.dispatcher.replication.transfers` for what
+orders this.
 
-Legend: R ranks, L own experts, G guest slots.
+Legend: R ranks, L own experts, G replica slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,36 +12,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.parallel.dispatcher.cloned_transfers import ClonedTransfers
+from phalanx.kernels.expert_mlp.replicas import Layer, of_layer
+from phalanx.parallel.dispatcher.replication.transfers import ReplicatedTransfers
 
 
 class Memory(Protocol):
-    """Slots of every rank; see `parallel.dispatcher.clone_memory.GuestMemory`."""
+    """Slots of every rank; see `parallel.dispatcher.replication.memory.ReplicaMemory`."""
 
     weights: MLPWeights
     grads: MLPWeights
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
+    def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
 
     ready: Tensor | None
 
-    def wait_lending(self) -> None: ...
+    def wait_sending(self) -> None: ...
 
     def wait(self, *, second: bool) -> None: ...
 
-    def give_back(self, layer: Layer) -> None: ...
+    def send_grads(self, layer: Layer) -> None: ...
 
-    def take_back(
+    def reduce_grads(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None: ...
 
-    def wait_taking(self) -> None: ...
+    def wait_reducing(self) -> None: ...
 
 
-class PushedGuests:
-    """`kernels.expert_mlp.guests.Guests` of one call.
+class PushedReplicas:
+    """`kernels.expert_mlp.replicas.ReplicaExchange` of one call.
 
     Args:
         call: of the layer, whose clones are known.
@@ -49,10 +50,10 @@ class PushedGuests:
     """
 
     def __init__(
-        self, call: ClonedTransfers, memory: Callable[[MLPWeights], Memory], *, keep: bool
+        self, call: ReplicatedTransfers, memory: Callable[[MLPWeights], Memory], *, keep: bool
     ) -> None:
         self._control, self._memory_of = call.control, memory
-        self._expert_RG, self.keep = call.clones.expert_RN, keep
+        self._expert_RG, self.keep = call.replication.expert_RN, keep
         self._memory: Memory
         self._first: Layer
         """That was lent first."""
@@ -60,12 +61,14 @@ class PushedGuests:
         """Lets the current stream wait for what has last been started beside it."""
         self._kept: MLPWeights | None = None
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
         self._first = first
-        self._meet = self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
-        memory.wait_lending()
+        self._meet = self._control.run_on_comm_stream(
+            lambda: memory.send_weights(own, self._expert_RG, first)
+        )
+        memory.wait_sending()
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.
@@ -87,18 +90,18 @@ class PushedGuests:
                 if kept is not None and came is not None:
                     kept.copy_(came)
 
-    def room(self, own: MLPWeights) -> MLPWeights:
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         self._memory = self._memory_of(own)
         return self._memory.grads
 
-    def give_back(self, layer: Layer) -> None:
-        self._memory.give_back(layer)
+    def send_grads(self, layer: Layer) -> None:
+        self._memory.send_grads(layer)
 
-    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        add = partial(self._memory.take_back, layer, own, self._expert_RG)
+    def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        add = partial(self._memory.reduce_grads, layer, own, self._expert_RG)
         if layer == "fc1":
-            self._meet = self._control.aside(partial(add, beside=True))
-            self._memory.wait_taking()
+            self._meet = self._control.run_on_comm_stream(partial(add, beside=True))
+            self._memory.wait_reducing()
         else:
             self._meet()
             add(beside=False)

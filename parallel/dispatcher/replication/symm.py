@@ -1,11 +1,11 @@
-"""Clones of hot experts over `symm`, as `parallel.dispatcher.clones` asks for them.
+"""Expert replication over `symm`, as `parallel.dispatcher.replication.options` asks for them.
 
-Routing travels first, then tokens to the ranks of their places, and weights to guest slots under
-the work of own experts. Sums come back as without clones; rows of a token that clones have parted
-from each other come back by themselves and are added up where they arrive.
+Routing travels first, then tokens to the ranks of their places, and weights to replica slots under
+the work of own experts. Sums come back as without replication; rows of a token that clones have
+parted from each other come back by themselves and are added up where they arrive.
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, L own
-experts, G guest slots.
+experts, G replica slots.
 """
 
 import functools
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatcher import clone_memory
-from phalanx.parallel.dispatcher.cloned_transfers import ClonedTransfers, InOrder, Peers
-from phalanx.parallel.dispatcher.clones import Clones
-from phalanx.parallel.dispatcher.control import control_of
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.pushed_guests import Memory, PushedGuests
-from phalanx.parallel.dispatcher.received import Meanwhile, Planner, Received
+from phalanx.parallel.dispatcher.received import OverlapFn, Planner, Received
+from phalanx.parallel.dispatcher.replication import memory
+from phalanx.parallel.dispatcher.replication.control import control_of
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
+from phalanx.parallel.dispatcher.replication.pushed_replicas import Memory, PushedReplicas
+from phalanx.parallel.dispatcher.replication.transfers import InOrder, Peers, ReplicatedTransfers
 from phalanx.parallel.dispatcher.symm import Symm
 from phalanx.parallel.dispatcher.transfers import saving
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange
 
 
-class ClonedSymm(Symm):
-    """The transport `symm` with clones.
+class ReplicatedSymm(Symm):
+    """The transport `symm` with replication.
 
     Args:
         group: expert-parallel, all on one node.
@@ -47,7 +47,7 @@ class ClonedSymm(Symm):
         self,
         group: dist.ProcessGroup,
         plan: Planner,
-        clones: Clones,
+        replication: ReplicationOptions,
         *,
         local: int,
         options: SymmOptions,
@@ -55,23 +55,25 @@ class ClonedSymm(Symm):
         recipe: Fp8Block | None = None,
     ) -> None:
         super().__init__(group, plan, local=local, options=options, waits=waits, recipe=recipe)
-        self._clones = clones
+        self._replication = replication
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
         given = x_TD, topk_idx_TK, topk_prob_TK
-        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
+        call, rows_ND, plan = self._bring(given, overlap_fn, fp8, self._transfers)
         call.planned(plan)
-        keep = self._clones.keep and torch.is_grad_enabled()
-        guests = PushedGuests(call, self._memory, keep=keep)
+        keep = self._replication.keep and torch.is_grad_enabled()
+        replicas = PushedReplicas(call, self._memory, keep=keep)
         arrived = None if call.fp8 is None else call.fp8.arrived
-        received = Received(rows_ND, plan, None, arrived, call, guests=guests, clones=call.clones)
+        received = Received(
+            rows_ND, plan, None, arrived, call, replicas=replicas, replication_plan=call.replication
+        )
         if call.overlaps:
             return received._replace(overlap=call)
         rows_SD = InOrder.apply(rows_ND, call)
@@ -84,15 +86,15 @@ class ClonedSymm(Symm):
 
     def _transfers(
         self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
-    ) -> ClonedTransfers:
+    ) -> ReplicatedTransfers:
         (T, D), K = x_TD.shape, idx_TK.shape[1]
         control = control_of(self._group, T, D, K, self._options)
-        singles = clone_memory.single_rows_of(self._group, T, D, K)
-        peers = Peers(control, singles, self._group)
-        return ClonedTransfers(
-            exchange, peers, idx_TK, self._local, self._clones, self._plan, **how
+        unreduced_rows = memory.unreduced_memory_of(self._group, T, D, K)
+        peers = Peers(control, unreduced_rows, self._group)
+        return ReplicatedTransfers(
+            exchange, peers, idx_TK, self._local, self._replication, self._plan, **how
         )
 
     def _memory(self, own: MLPWeights) -> Memory:
-        """Of guests of such weights."""
-        return clone_memory.guest_memory_of(self._group, self._clones.slots, own, self._options)
+        """Of replicas of such weights."""
+        return memory.replica_memory_of(self._group, self._replication.slots, own, self._options)

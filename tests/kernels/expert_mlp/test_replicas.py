@@ -9,24 +9,24 @@ import torch
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
-from phalanx.kernels.expert_mlp.guests import in_turn
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.replicas import in_turn
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
-from tests.kernels.guests import Copied, compare, experts_of, same, with_guests, without
 from tests.kernels.problems import Problem, make, random_choice
+from tests.kernels.replicas import Copied, compare, experts_of, same, with_replicas, without
 
 BF16 = torch.bfloat16
 SWIGLU, UNGATED = Activation("swiglu"), Activation("squared_relu")
 OWN, PLACES = 4, 6
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
-LENT = ["lend fc2", "wait fc2", "wait fc1"]
-BACK = ["room", "give_back fc1", "give_back fc2", "take_back fc1", "take_back fc2"]
-PASSES = [["lend fc1", "wait fc1", "wait fc2"], [*LENT, *BACK]]
+RESENT = ["send_weights fc2", "wait fc2", "wait fc1"]
+BACK = ["grad_buffer", "send_grads fc1", "send_grads fc2", "reduce_grads fc1", "reduce_grads fc2"]
+PASSES = [["send_weights fc1", "wait fc1", "wait fc2"], [*RESENT, *BACK]]
 ROUTINGS = {
     "an empty slot": [0, 1, 3, 5],
     "all places": list(range(PLACES)),
-    "no rows for guests": [0, 1, 3],
-    "all rows for guests": [4, 5],
+    "no rows for replicas": [0, 1, 3],
+    "all rows for replicas": [4, 5],
     "no rows": [],
 }
 
@@ -79,7 +79,7 @@ def test_no_slots_and_no_own_experts(backend: str) -> None:
 
 
 @BACKENDS
-def test_weights_that_are_kept_are_lent_once(backend: str) -> None:
+def test_weights_that_are_saved_are_sent_once(backend: str) -> None:
     _, log = compare(problem(), OWN, spec(backend), keep=True)
     assert log == [*PASSES[0], *BACK]
 
@@ -93,14 +93,14 @@ def test_some_weights_are_frozen(frozen: tuple[str, ...], backend: str) -> None:
 @BACKENDS
 def test_frozen_experts_give_nothing_back(backend: str) -> None:
     _, log = compare(problem(), OWN, spec(backend), frozen=("w1", "w2", "b1", "b2"))
-    assert log == [*PASSES[0], *LENT]
+    assert log == [*PASSES[0], *RESENT]
 
 
 @BACKENDS
 def test_buffers_in_bf16(backend: str) -> None:
     """Of own experts: what comes back is added in place, and rounded once more."""
     p, how, made = problem(), spec(backend), dict(main_grad=BF16)
-    got = with_guests(p, OWN, how, guests=Copied(experts_of(p, slice(OWN, None))), **made)
+    got = with_replicas(p, OWN, how, replicas=Copied(experts_of(p, slice(OWN, None))), **made)
     want = without(p, OWN, how, **made)
     for name in ("w1", "w2", "b1", "b2"):
         assert got[name].dtype == BF16 and torch.equal(got[name], want[name]), name
@@ -109,7 +109,7 @@ def test_buffers_in_bf16(backend: str) -> None:
 @BACKENDS
 def test_gradients_are_returned_in_the_dtype_of_weights(backend: str) -> None:
     p, how = problem(dtype=torch.float32), replace(spec(backend), accumulate=False)
-    got = with_guests(p, OWN, how, guests=Copied(experts_of(p, slice(OWN, None))))
+    got = with_replicas(p, OWN, how, replicas=Copied(experts_of(p, slice(OWN, None))))
     same(got, without(p, OWN, how), before=0.0)
 
 
@@ -117,25 +117,25 @@ def test_gradients_are_returned_in_the_dtype_of_weights(backend: str) -> None:
 def test_evaluation_borrows_and_gives_nothing_back(backend: str) -> None:
     p = problem()
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
-    guests, how = Copied(experts_of(p, slice(OWN, None))), spec(backend)
+    replicas, how = Copied(experts_of(p, slice(OWN, None))), spec(backend)
     with torch.no_grad():
-        out = grouped_mlp(p.x, experts_of(p, slice(OWN)), plan, how, guests=guests)
+        out = grouped_mlp(p.x, experts_of(p, slice(OWN)), plan, how, replicas=replicas)
         want = grouped_mlp(p.x, MLPWeights(p.w1, p.w2, p.b1, p.b2), plan, how)
-    assert torch.equal(out, want) and guests.log == PASSES[0]
+    assert torch.equal(out, want) and replicas.log == PASSES[0]
 
 
 def test_parts_keep_the_order_of_the_whole() -> None:
     order = torch.tensor([4, 1, 5, 0, 3, 2], dtype=torch.int32)
     offsets = torch.arange(0, 70, 10, dtype=torch.int32)
-    own, guests = in_turn(ExpertPlan(None, None, offsets, None, None, order), OWN)
-    assert own.order_L.tolist() == [1, 0, 3, 2] and guests.order_L.tolist() == [0, 1]
-    assert own.order_L.dtype == guests.order_L.dtype == torch.int32
-    assert own.offsets.tolist() == [0, 10, 20, 30, 40] and guests.offsets.tolist() == [40, 50, 60]
+    own, replicas = in_turn(ExpertPlan(None, None, offsets, None, None, order), OWN)
+    assert own.order_L.tolist() == [1, 0, 3, 2] and replicas.order_L.tolist() == [0, 1]
+    assert own.order_L.dtype == replicas.order_L.dtype == torch.int32
+    assert own.offsets.tolist() == [0, 10, 20, 30, 40] and replicas.offsets.tolist() == [40, 50, 60]
 
 
-def test_cudnn_takes_no_guests() -> None:
+def test_cudnn_takes_no_replicas() -> None:
     p = problem()
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
-    own, guests = experts_of(p, slice(OWN)), Copied(experts_of(p, slice(OWN, None)))
-    with pytest.raises(ValueError, match="guests: kernels=cudnn has none"):
-        grouped_mlp(p.x, own, plan, spec("cudnn"), guests=guests)
+    own, replicas = experts_of(p, slice(OWN)), Copied(experts_of(p, slice(OWN, None)))
+    with pytest.raises(ValueError, match="replicas: kernels=cudnn has none"):
+        grouped_mlp(p.x, own, plan, spec("cudnn"), replicas=replicas)

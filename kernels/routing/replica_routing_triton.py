@@ -1,11 +1,11 @@
-"""`kernels.routing.clone_routing` on an NVIDIA GPU, in Triton.
+"""`kernels.routing.replica_routing` on an NVIDIA GPU, in Triton.
 
 Pairs are taken in chunks. The first launch counts the rows of each expert in every chunk, of which
 the plan is made; the second one numbers the pairs of cloned experts, which begin in a chunk where
 the chunks before it end. Counts are integers, so that no order shows.
 
 Legend: N received rows, K slots of a token, P = N * K pairs, C chunks, E experts, R ranks, L
-experts and G guest slots of a rank.
+experts and G replica slots of a rank.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.routing.replication_plan import ReplicationPlan
 
 _CHUNK = 2048
 
@@ -73,10 +73,10 @@ def count_chunks(idx_NK: Tensor, experts: int) -> Tensor:
     return counts_CE
 
 
-def place(idx_NK: Tensor, counts_CE: Tensor, plan: ClonePlan) -> Tensor:
-    """`kernels.routing.clone_routing.place_pairs`, from the counts of chunks."""
+def place(idx_NK: Tensor, counts_CE: Tensor, plan: ReplicationPlan) -> Tensor:
+    """`kernels.routing.replica_routing.assign_pairs`, from the counts of chunks."""
     (R, G), (C, E), pairs = plan.expert_RN.shape, counts_CE.shape, idx_NK.numel()
-    place_NK = torch.empty_like(idx_NK, memory_format=torch.contiguous_format)
+    slot_NK = torch.empty_like(idx_NK, memory_format=torch.contiguous_format)
     if pairs:
         place_kernel[(C,)](
             idx_NK.contiguous(),
@@ -84,10 +84,10 @@ def place(idx_NK: Tensor, counts_CE: Tensor, plan: ClonePlan) -> Tensor:
             plan.expert_RN,
             plan.begin_RN,
             plan.end_RN,
-            place_NK,
+            slot_NK,
             *(pairs, E, R * G, E // R, G),
             CHUNKS=triton.next_power_of_2(C),
             CHUNK=_CHUNK,
             num_warps=8,
         )
-    return place_NK
+    return slot_NK

@@ -1,9 +1,9 @@
-"""What `symm` needs where experts are cloned, by collectives of gloo, on ranks of a CPU.
+"""What `symm` needs where experts are replicated, by collectives of gloo, on ranks of a CPU.
 
 Rows and weights are there when they have been sent. Memory that no rank has written since is NaN,
-so that nothing may depend on it; slots without a guest are numbers, as they are on GPUs.
+so that nothing may depend on it; slots without a replica are numbers, as they are on GPUs.
 
-Legend: R ranks, T tokens of a rank, K slots of a token, D hidden, S expert rows, G guest slots.
+Legend: R ranks, T tokens of a rank, K slots of a token, D hidden, S expert rows, G replica slots.
 """
 
 import functools
@@ -15,31 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.replicas import Layer, of_layer
 from phalanx.kernels.replication import rows, weights
-from phalanx.parallel.dispatcher import clone_memory, cloned_symm
-from phalanx.parallel.dispatcher.control import HIDDEN, Control
+from phalanx.parallel.dispatcher.replication import memory, symm
+from phalanx.parallel.dispatcher.replication.control import HIDDEN, Control
 
 EMPTY = 7.0
-"""In a slot without a guest."""
+"""In a slot without a replica."""
 
 
-class GlooSingles:
-    """`parallel.dispatcher.clone_memory.SingleRows`."""
+class GlooUnreducedMemory:
+    """`parallel.dispatcher.replication.memory.UnreducedMemory`."""
 
     def __init__(self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> None:
         self._group = group
         self.rows_KTD = torch.full((slots, tokens, hidden), float("nan"), dtype=torch.bfloat16)
 
-    def sent(self, parting: rows.Parting) -> Callable[[Tensor], None]:
-        return lambda y_SD: self.send(y_SD, parting)
+    def sent(self, return_plan: rows.ReturnPlan) -> Callable[[Tensor], None]:
+        return lambda y_SD: self.send(y_SD, return_plan)
 
-    def send(self, y_SD: Tensor, parting: rows.Parting) -> None:
+    def send(self, y_SD: Tensor, return_plan: rows.ReturnPlan) -> None:
         sent = torch.full((self._group.size(), *self.rows_KTD.shape), float("nan"))
         sent_RKTD, named_RKT1 = sent.to(y_SD.dtype), torch.zeros(*sent.shape[:3], 1)
-        rows.send_singles(y_SD, parting, sent_RKTD.unbind())
-        rows.send_singles(torch.ones(len(y_SD), 1), parting, named_RKT1.unbind())
+        rows.send_unreduced_rows(y_SD, return_plan, sent_RKTD.unbind())
+        rows.send_unreduced_rows(torch.ones(len(y_SD), 1), return_plan, named_RKT1.unbind())
         came_RKTD, here_RKT1 = (_exchanged(x, self._group) for x in (sent_RKTD, named_RKT1))
         assert here_RKT1.sum(0).max() <= 1, "two ranks have written to a place"
         self.rows_KTD.fill_(float("nan"))
@@ -47,8 +47,8 @@ class GlooSingles:
             self.rows_KTD.copy_(torch.where(here_KT1 > 0, came_KTD, self.rows_KTD))
 
 
-class GlooGuestMemory:
-    """`parallel.dispatcher.clone_memory.GuestMemory`."""
+class GlooReplicaMemory:
+    """`parallel.dispatcher.replication.memory.ReplicaMemory`."""
 
     def __init__(self, group: dist.ProcessGroup, slots: int, own: MLPWeights) -> None:
         self._group = group
@@ -60,30 +60,30 @@ class GlooGuestMemory:
 
         self.weights, self.grads = made(own.w1.dtype), made(torch.float32)
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+    def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
         self._waits = [False, True]
         rank, local = self._group.rank(), len(own.w1)
         for w, slots_G in zip(own, self.weights, strict=True):
             if w is None:
                 continue
             sent_RG = w.new_full((self._group.size(), *slots_G.shape), float("nan"))
-            weights.lend(w.detach(), expert_RG, sent_RG.unbind(), rank)
+            weights.send_weights(w.detach(), expert_RG, sent_RG.unbind(), rank)
             came_RG = _exchanged(sent_RG, self._group)
             for slot, expert in enumerate(expert_RG[rank].tolist()):
                 slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
 
     ready = None
 
-    def wait_lending(self) -> None:
+    def wait_sending(self) -> None:
         """They have been lent."""
 
     def wait(self, *, second: bool) -> None:
         assert second == self._waits.pop(0), "the first layer is waited for first"
 
-    def give_back(self, layer: Layer) -> None:
+    def send_grads(self, layer: Layer) -> None:
         """They are there."""
 
-    def take_back(
+    def reduce_grads(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None:
         rooms = of_layer(self.grads, layer)
@@ -91,34 +91,34 @@ class GlooGuestMemory:
             if grad is not None:
                 room_RG = room_G.new_empty(self._group.size(), *room_G.shape)
                 dist.all_gather_into_tensor(room_RG.flatten(0, 1), room_G, group=self._group)
-                weights.take_back(grad, expert_RG, room_RG.unbind(), self._group.rank())
+                weights.reduce_grads(grad, expert_RG, room_RG.unbind(), self._group.rank())
         for room_G in rooms:
             if room_G is not None:
                 room_G.fill_(float("nan"))
 
-    def wait_taking(self) -> None:
+    def wait_reducing(self) -> None:
         """They have been taken back."""
 
 
-def cloning(exchange_of: Callable[..., Any]) -> list[Any]:
+def replicating(exchange_of: Callable[..., Any]) -> list[Any]:
     """Patches with which `symm` clones over them, and over the exchanges of a cache."""
 
     def control_of(group: Any, tokens: int, hidden: int, slots: int, options: Any) -> Any:
         exchange = exchange_of(group, 1, HIDDEN, tokens * slots, options)
         return Control(exchange, torch.device("cpu"))
 
-    memories: dict[Any, GlooGuestMemory] = {}
+    memories: dict[Any, GlooReplicaMemory] = {}
 
-    def guest_memory_of(group: Any, slots: int, own: MLPWeights, _: Any) -> GlooGuestMemory:
+    def replica_memory_of(group: Any, slots: int, own: MLPWeights, _: Any) -> GlooReplicaMemory:
         key = (slots, *(None if w is None else w.shape for w in own))
         if key not in memories:
-            memories[key] = GlooGuestMemory(group, slots, own)
+            memories[key] = GlooReplicaMemory(group, slots, own)
         return memories[key]
 
     return [
-        mock.patch.object(cloned_symm, "control_of", control_of),
-        mock.patch.object(clone_memory, "single_rows_of", functools.cache(GlooSingles)),
-        mock.patch.object(clone_memory, "guest_memory_of", guest_memory_of),
+        mock.patch.object(symm, "control_of", control_of),
+        mock.patch.object(memory, "unreduced_memory_of", functools.cache(GlooUnreducedMemory)),
+        mock.patch.object(memory, "replica_memory_of", replica_memory_of),
     ]
 
 

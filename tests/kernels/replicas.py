@@ -1,6 +1,6 @@
-"""Guests without a transport: whose weights are here, and what becomes of a layer with them.
+"""Replicas without a transport: whose weights are here, and what becomes of a layer with them.
 
-`compare` runs a layer whose last experts are guests, and the same layer with all experts its own:
+`compare` runs a layer whose last experts are replicas, and the same layer with all experts its own:
 rows, their gradients and every expert's gradients must have the same bits.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
-from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.replicas import LAYERS, Layer, of_layer
 from tests.kernels.problems import Problem, Result, leaves_of
 
 NAMES = ("w1", "w2", "b1", "b2")
@@ -22,7 +22,8 @@ BEFORE = 0.125
 
 
 class Copied:
-    """`kernels.expert_mlp.guests.Guests`. Whatever is read or kept too early or too long is NaN."""
+    """`kernels.expert_mlp.replicas.ReplicaExchange`. Whatever is read or kept too early or too long
+    is NaN."""
 
     def __init__(
         self,
@@ -38,8 +39,8 @@ class Copied:
         self.given: list[Tensor | None] = []
         """Gradients as they were when they left."""
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
-        self.log.append(f"lend {first}")
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        self.log.append(f"send_weights {first}")
         self._first = first
         self._here = _each(self._theirs, lambda w: torch.full_like(w, torch.nan))
         return self._here
@@ -59,20 +60,20 @@ class Copied:
             if w is not None:
                 to.copy_(w)
 
-    def room(self, own: MLPWeights) -> MLPWeights:
-        self.log.append("room")
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
+        self.log.append("grad_buffer")
         like = dict(dtype=torch.float32)
-        self._room = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
+        self._grads = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
         self.given = [None] * len(NAMES)
-        return self._room
+        return self._grads
 
-    def give_back(self, layer: Layer) -> None:
-        self.log.append(f"give_back {layer}")
-        made = [None if g is None else g.clone() for g in of_layer(self._room, layer)]
+    def send_grads(self, layer: Layer) -> None:
+        self.log.append(f"send_grads {layer}")
+        made = [None if g is None else g.clone() for g in of_layer(self._grads, layer)]
         self.given[LAYERS.index(layer) :: 2] = made
 
-    def take_back(self, layer: Layer, own: list[Tensor | None]) -> None:
-        self.log.append(f"take_back {layer}")
+    def reduce_grads(self, layer: Layer, own: list[Tensor | None]) -> None:
+        self.log.append(f"reduce_grads {layer}")
         for grad in own:
             if grad is not None:
                 grad.add_(1)
@@ -88,26 +89,26 @@ def experts_of(p: Problem, experts: slice) -> MLPWeights:
     return MLPWeights(*(None if w is None else w[experts].clone() for w in given))
 
 
-def with_guests(
+def with_replicas(
     p: Problem,
     own: int,
     spec: MLPSpec,
     *,
-    guests: Copied,
+    replicas: Copied,
     order: Tensor | None = None,
     main_grad: torch.dtype = torch.float32,
     frozen: tuple[str, ...] = (),
     overlap: Any = None,
 ) -> Result:
-    """Out and gradients, those of own weights by name and those of guests' as `theirs`."""
+    """Out and gradients, those of own weights by name and those of replicas' as `theirs`."""
     mine = replace(p, **experts_of(p, slice(own))._asdict())
     leaves, weights = _leaves(mine, spec, main_grad, frozen)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order)
-    out = grouped_mlp(leaves["x"], weights, plan, spec, guests=guests, overlap=overlap)
+    out = grouped_mlp(leaves["x"], weights, plan, spec, replicas=replicas, overlap=overlap)
     out.backward(p.dout)
     made = _found(out, leaves, spec)
     empty = p.offsets.diff()[own:] == 0  # nobody reads what is there
-    given = dict(zip(NAMES, guests.given, strict=True)) if guests.given else {}
+    given = dict(zip(NAMES, replicas.given, strict=True)) if replicas.given else {}
     for name, grad in given.items():
         if grad is not None and name not in frozen:
             grad[empty] = 0
@@ -141,15 +142,18 @@ def without(
 def compare(
     p: Problem, own: int, spec: MLPSpec, *, keep: bool = False, **given: Any
 ) -> tuple[Result, list]:
-    """Both, in fp32 buffers: they must be equal. Returns the first, and the log of its guests."""
-    guests = Copied(experts_of(p, slice(own, None)), keep=keep)
-    got, want = with_guests(p, own, spec, guests=guests, **given), without(p, own, spec, **given)
+    """Both, in fp32 buffers: they must be equal. Returns the first, and the log of its replicas."""
+    replicas = Copied(experts_of(p, slice(own, None)), keep=keep)
+    got, want = (
+        with_replicas(p, own, spec, replicas=replicas, **given),
+        without(p, own, spec, **given),
+    )
     same(got, want)
-    return got, guests.log
+    return got, replicas.log
 
 
 def same(got: Result, want: Result, before: float = BEFORE) -> None:
-    """Every bit; what was in buffers `before` was not where guests' gradients are."""
+    """Every bit; what was in buffers `before` was not where replicas' gradients are."""
     assert got.keys() == want.keys()
     for name in want:
         a = got[name] + before if name.startswith("theirs") else got[name]

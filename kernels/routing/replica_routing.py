@@ -1,22 +1,28 @@
-"""Routing with clones: every pair of a token and an expert gets the copy that computes it.
+"""Routing with replication: every pair of a token and an expert gets the copy that computes it.
 
-A rank with clones has L + G places for experts: its own, and its guest slots. A pair's place is
-rank * (L + G) + own expert or L + slot. In ids of places everything behind goes on as without
+A rank with replication has L + G places for experts: its own, and its replica slots. A pair's place
+is rank * (L + G) + own expert or L + slot. In ids of places everything behind goes on as without
 clones: `kernels.routing.plan` orders a rank's rows by place, and sends of tokens look at the ranks
-of places. `count_rows` and `place_pairs` are the definition in tensor code, without a host read;
-`kernels.routing.clone_routing_triton` has the same in three launches, bit for bit.
+of places. `count_rows` and `assign_pairs` are the definition in tensor code, without a host read;
+`kernels.routing.replica_routing_triton` has the same in three launches, bit for bit.
 
 Legend: N received rows (those of all ranks, rank-major), K slots of a token, E experts, R ranks, L
-experts and G guest slots of a rank, P = N * K pairs.
+experts and G replica slots of a rank, P = N * K pairs.
 """
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, make_clone_plan
+from phalanx.kernels.routing.replication_plan import (
+    ReplicationPlan,
+    ReplicationSize,
+    make_replication_plan,
+)
 
 
-def clone_routing(idx_NK: Tensor, experts: int, size: CloneSize) -> tuple[ClonePlan, Tensor]:
+def route_to_replicas(
+    idx_NK: Tensor, experts: int, size: ReplicationSize
+) -> tuple[ReplicationPlan, Tensor]:
     """The plan of a micro-batch and the place of every pair: by kernels on a GPU, elsewhere by the
     definition.
 
@@ -26,15 +32,15 @@ def clone_routing(idx_NK: Tensor, experts: int, size: CloneSize) -> tuple[CloneP
         size: of the plan.
 
     Raises:
-        ValueError: as `make_clone_plan` does.
+        ValueError: as `make_replication_plan` does.
     """
     if not idx_NK.is_cuda:
-        plan = make_clone_plan(count_rows(idx_NK, experts), size)
-        return plan, place_pairs(idx_NK, plan)
-    from phalanx.kernels.routing import clone_routing_triton as kernels
+        plan = make_replication_plan(count_rows(idx_NK, experts), size)
+        return plan, assign_pairs(idx_NK, plan)
+    from phalanx.kernels.routing import replica_routing_triton as kernels
 
     counts_CE = kernels.count_chunks(idx_NK, experts)
-    plan = make_clone_plan(counts_CE, size)
+    plan = make_replication_plan(counts_CE, size)
     return plan, kernels.place(idx_NK, counts_CE, plan)
 
 
@@ -47,7 +53,7 @@ def count_rows(idx_NK: Tensor, experts: int) -> Tensor:
     return counts[:experts].int()
 
 
-def place_pairs(idx_NK: Tensor, plan: ClonePlan) -> Tensor:
+def assign_pairs(idx_NK: Tensor, plan: ReplicationPlan) -> Tensor:
     """int32 [N, K]: the place of the copy that computes each pair, -1 without an expert.
 
     Args:

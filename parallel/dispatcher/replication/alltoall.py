@@ -1,11 +1,12 @@
-"""Clones of hot experts over dense collectives, as `parallel.dispatcher.clones` asks for them.
+"""Expert replication over dense collectives, as `parallel.dispatcher.replication.options` asks for
+them.
 
 It runs everywhere and shows what is computed; it is not fast. Every rank has all tokens as without
 clones, and picks its rows from them. On the way back every row travels by itself, one collective
 for each slot of a token, where a rank otherwise sends one sum a token.
 
 Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T received
-rows, S expert rows, L own experts, G guest slots, P = L + G places of a rank.
+rows, S expert rows, L own experts, G replica slots, P = L + G places of a rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,68 +19,76 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.expert_mlp.replicas import Layer, of_layer
+from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner
-from phalanx.parallel.dispatcher.clones import Clones
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Received, addends, during
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Received,
+    SharedExpertFn,
+    addends,
+    run_overlap_fn,
+)
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import DispatchContext
 
 
-class ClonedAllToAll(AllToAll):
-    """The transport `alltoall` with clones.
+class ReplicatedAllToAll(AllToAll):
+    """The transport `alltoall` with replication.
 
     Args:
         context: whose planner takes ids of places.
         clones: how many, and what they cost.
     """
 
-    def __init__(self, context: DispatchContext, clones: Clones) -> None:
+    def __init__(self, context: DispatchContext, options: ReplicationOptions) -> None:
         super().__init__(context.group, context.plan, context.recipe)
-        self._local, self._experts, self._clones = context.local, context.experts, clones
-        self._size = clones.size(dist.get_world_size(context.group))
+        self._local, self._experts, self._options = context.local, context.experts, options
+        self._size = options.size(dist.get_world_size(context.group))
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
         idx_NK, prob_NK = _Routing.apply(topk_idx_TK, topk_prob_TK, self._group)
-        clones, place_NK = self._plan.clone_routing(idx_NK, self._experts, self._size)
-        plan = self._plan(place_NK, prob_NK)
+        replication, slot_NK = self._plan.route_to_replicas(idx_NK, self._experts, self._size)
+        plan = self._plan(slot_NK, prob_NK)
         assert plan.row_index_S is not None and plan.inverse_NK is not None
-        places = self._local + self._clones.slots
-        place_TK = place_NK.chunk(self._size.ranks)[dist.get_rank(self._group)]
+        places = self._local + self._options.slots
+        slot_TK = slot_NK.chunk(self._size.ranks)[dist.get_rank(self._group)]
         route = _Route(
             self._group,
             plan.row_index_S,
             plan.inverse_NK,
             plan.offsets,
-            (place_TK // places).clamp(min=0),
+            (slot_TK // places).clamp(min=0),
             topk_idx_TK // self._local,
             fp8,
         )
         x_SD = _Fetch.apply(x_TD, route)
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
-        guests = _Guests(self._group, clones, self._local, self._clones.keep)
+        replicas = _Replicas(self._group, replication, self._local, self._options.keep)
         arrived = None if fp8 is None else fp8.arrived
-        return Received(x_SD, in_order, None, arrived, route, guests=guests, clones=clones)
+        return Received(
+            x_SD, in_order, None, arrived, route, replicas=replicas, replication_plan=replication
+        )
 
     def combine(
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        beside: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         return _Return.apply(out_ND, received.route, *addends(beside, residual_TD))
@@ -96,7 +105,7 @@ class _Route(NamedTuple):
     offsets: Tensor
     holder_TK: Tensor
     """Rank that computes each pair of this rank's tokens; any without an expert."""
-    home_TK: Tensor
+    owner_TK: Tensor
     """Rank of its expert; negative without one."""
     fp8: FP8Rows | None
     """In which tokens and gradients of sums travel; None: as they are."""
@@ -110,7 +119,7 @@ def _send(x_TD: Tensor, route: _Route) -> Tensor:
 
 def _bring_back(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> Tensor:
     """Sums of each token's rows by their home ranks, rounded, and of these and addends: [T, D]."""
-    R, (T, K) = dist.get_world_size(route.group), route.home_TK.shape
+    R, (T, K) = dist.get_world_size(route.group), route.owner_TK.shape
     ranks_R1 = torch.arange(R, device=y_SD.device)[:, None]
     sums_RTD = y_SD.new_zeros(R, T, y_SD.shape[1], dtype=torch.float32)
     token_T = torch.arange(T, device=y_SD.device)
@@ -121,8 +130,8 @@ def _bring_back(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> T
         came_ND = torch.empty_like(sent_ND)
         dist.all_to_all_single(came_ND, sent_ND, group=route.group)
         row_TD = came_ND.index_select(0, route.holder_TK[:, k] * T + token_T)
-        of_home_RT = route.home_TK[:, k] == ranks_R1
-        sums_RTD += torch.where(of_home_RT[..., None], row_TD.float(), 0.0)
+        of_owner_RT = route.owner_TK[:, k] == ranks_R1
+        sums_RTD += torch.where(of_owner_RT[..., None], row_TD.float(), 0.0)
     return block_sum(sums_RTD.to(y_SD.dtype), more)
 
 
@@ -177,23 +186,26 @@ class _Return(torch.autograd.Function):
         return grad, None, *[grad_TD] * ctx.addends
 
 
-class _Guests:
-    """`kernels.expert_mlp.guests.Guests` by all-to-alls of as many weights as there are slots."""
+class _Replicas:
+    """`kernels.expert_mlp.replicas.ReplicaExchange` by all-to-alls of as many weights as there are
+    slots."""
 
-    def __init__(self, group: dist.ProcessGroup, clones: ClonePlan, local: int, keep: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, replication: ReplicationPlan, local: int, keep: bool
+    ) -> None:
         self._group, self.keep = group, keep
-        rank, held_RG = dist.get_rank(group), clones.expert_RN.long()
-        self._home_G = torch.where(held_RG[rank] >= 0, held_RG[rank] // local, -1)
-        """Owners of this rank's guests, -1 of none."""
-        lent_RG = (held_RG >= 0) & (held_RG // local == rank)
-        self._lent_RG = lent_RG
-        self._own_RG = torch.where(lent_RG, held_RG - rank * local, 0)
+        rank, held_RG = dist.get_rank(group), replication.expert_RN.long()
+        self._owner_G = torch.where(held_RG[rank] >= 0, held_RG[rank] // local, -1)
+        """Owners of this rank's replicas, -1 of none."""
+        sent_RG = (held_RG >= 0) & (held_RG // local == rank)
+        self._sent_RG = sent_RG
+        self._own_RG = torch.where(sent_RG, held_RG - rank * local, 0)
         """Own expert in each rank's slots."""
 
-        self._room: MLPWeights
+        self._grads: MLPWeights
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
-        return _each(own, self._lend)
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        return _each(own, self._send)
 
     def ready(self, layer: Layer) -> None:
         """They came with the collective."""
@@ -201,40 +213,40 @@ class _Guests:
     def wait(self, layer: Layer) -> None:
         """Likewise."""
 
-    def room(self, own: MLPWeights) -> MLPWeights:
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         slots = self._own_RG.shape[1]
-        self._room = _each(own, lambda w: w.new_empty(slots, *w.shape[1:], dtype=torch.float32))
-        return self._room
+        self._grads = _each(own, lambda w: w.new_empty(slots, *w.shape[1:], dtype=torch.float32))
+        return self._grads
 
-    def give_back(self, layer: Layer) -> None:
-        """`take_back` sends them."""
+    def send_grads(self, layer: Layer) -> None:
+        """`reduce_grads` sends them."""
 
-    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        for grad_G, own_L in zip(of_layer(self._room, layer), own, strict=True):
+    def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        for grad_G, own_L in zip(of_layer(self._grads, layer), own, strict=True):
             if grad_G is not None and own_L is not None:
                 self._take_back(grad_G, own_L)
 
-    def _lend(self, own_L: Tensor) -> Tensor:
+    def _send(self, own_L: Tensor) -> Tensor:
         ranks, slots = self._own_RG.shape
-        lent_RG = own_L.index_select(0, self._own_RG.flatten()).unflatten(0, (ranks, slots))
-        came_RG = torch.empty_like(lent_RG)
-        dist.all_to_all_single(came_RG, lent_RG, group=self._group)
-        at_G = self._home_G.clamp(min=0) * slots + torch.arange(slots, device=own_L.device)
+        sent_RG = own_L.index_select(0, self._own_RG.flatten()).unflatten(0, (ranks, slots))
+        came_RG = torch.empty_like(sent_RG)
+        dist.all_to_all_single(came_RG, sent_RG, group=self._group)
+        at_G = self._owner_G.clamp(min=0) * slots + torch.arange(slots, device=own_L.device)
         return came_RG.flatten(0, 1).index_select(0, at_G)
 
     def _take_back(self, grad_G: Tensor, own_L: Tensor) -> None:
         ranks, slots = self._own_RG.shape
         rank_R1 = torch.arange(ranks, device=grad_G.device)[:, None]
         shape = (ranks, slots, *[1] * (grad_G.ndim - 1))
-        # A slot without a guest may hold anything, so that it is masked and not multiplied.
-        sent_RG = torch.where((self._home_G == rank_R1).view(shape), grad_G, 0.0)
+        # A slot without a borrower may hold anything, so that it is masked and not multiplied.
+        sent_RG = torch.where((self._owner_G == rank_R1).view(shape), grad_G, 0.0)
         came_RG = torch.empty_like(sent_RG)
         dist.all_to_all_single(came_RG, sent_RG, group=self._group)
-        came_RG = torch.where(self._lent_RG.view(shape), came_RG, 0.0)
-        for guest in range(ranks):
+        came_RG = torch.where(self._sent_RG.view(shape), came_RG, 0.0)
+        for borrower in range(ranks):
             for slot in range(slots):
-                at_1 = self._own_RG[guest, slot].view(1)
-                sum_1 = own_L.index_select(0, at_1).float() + came_RG[guest, slot]
+                at_1 = self._own_RG[borrower, slot].view(1)
+                sum_1 = own_L.index_select(0, at_1).float() + came_RG[borrower, slot]
                 own_L.index_copy_(0, at_1, sum_1.to(own_L.dtype))
 
 

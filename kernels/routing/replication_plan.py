@@ -1,9 +1,10 @@
-"""Which experts are cloned for a micro-batch, where, and which of their rows each copy takes.
+"""Which experts are replicated for a micro-batch, where, and which of their rows each copy takes.
 
 Every rank of an expert-parallel group has the routing of all tokens of a micro-batch before these
 travel. From the rows of every expert it computes this plan, the same on all ranks: integers alone,
-static shapes, no host read, ties to the lower number. `clone_plan` is the definition, in torch on
-any device, and `kernels.routing.clone_plan_triton` the same in one launch, bit for bit.
+static shapes, no host read, ties to the lower number. `reference_replication_plan` is the
+definition, in torch on any device, and `kernels.routing.replication_plan_triton` the same in one
+launch, bit for bit.
 
 The load of a rank is the rows that it computes, and `cost` for every copy that it lends or borrows:
 rows that it could compute while an expert's weights pass its link. Until nothing is gained any more
@@ -17,7 +18,7 @@ greedy list scheduling (Graham, 1969) of experts that can be divided; its larges
 1.25 of the best one on all small cases of the tests, and within 1.015 on average. Clones that last
 for a micro-batch are those of ECHO (Megatron-LM, issue 2368).
 
-Legend: E experts, R ranks, L = E / R experts of a rank, N guest slots of a rank.
+Legend: E experts, R ranks, L = E / R experts of a rank, N replica slots of a rank.
 """
 
 import math
@@ -26,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS
+from phalanx.configs.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS
 
 
-class CloneSize(NamedTuple):
+class ReplicationSize(NamedTuple):
     """What a plan is made for, beside the rows of experts."""
 
     ranks: int
@@ -37,7 +38,8 @@ class CloneSize(NamedTuple):
     slots: int
     """N."""
     cost: int
-    """Rows that a copy costs the rank that lends it, and the one that borrows it (`clone_cost`)."""
+    """Rows that a copy costs the rank that lends it, and the one that borrows it
+    (`replica_cost`)."""
     tile: int = 128
     """A part of an expert's rows begins at a multiple of it: no tile of a GEMM and no block of FP8
     is divided, and those of all parts are those of the whole."""
@@ -45,11 +47,11 @@ class CloneSize(NamedTuple):
     """Rows by which the largest load has to fall, or there are no copies."""
 
 
-class ClonePlan(NamedTuple):
+class ReplicationPlan(NamedTuple):
     """int32 tensors on the device. Rows of an expert count in the order of received rows."""
 
     expert_RN: Tensor
-    """Expert in each guest slot, -1 for none."""
+    """Expert in each replica slot, -1 for none."""
     begin_RN: Tensor
     """First of its rows that the slot takes; 0 in an empty slot."""
     end_RN: Tensor
@@ -57,13 +59,13 @@ class ClonePlan(NamedTuple):
     kept_E: Tensor
     """Rows from the first that stay at home."""
     load_2R: Tensor
-    """Load of each rank without clones, and with them."""
+    """Load of each rank without replication, and with it."""
 
 
-def clone_cost(
+def replica_cost(
     weight_bytes: int, *, bytes_per_second: float, seconds_per_row: float, exposed: float = 1.0
 ) -> int:
-    """`CloneSize.cost` from rates that were measured.
+    """`ReplicationSize.cost` from rates that were measured.
 
     Args:
         weight_bytes: that pass a link for a copy, in all passes that count.
@@ -76,13 +78,13 @@ def clone_cost(
     """
     if not (bytes_per_second > 0 and seconds_per_row > 0 and 0 <= exposed <= 1):
         raise ValueError(
-            f"a clone cannot be weighed by {bytes_per_second} bytes/s, {seconds_per_row} s a row "
+            f"a replica cannot be weighed by {bytes_per_second} bytes/s, {seconds_per_row} s a row "
             f"and an exposed part of {exposed}: rates are above 0, the part is from 0 to 1"
         )
     return math.ceil(exposed * weight_bytes / bytes_per_second / seconds_per_row)
 
 
-def make_clone_plan(count: Tensor, size: CloneSize) -> ClonePlan:
+def make_replication_plan(count: Tensor, size: ReplicationSize) -> ReplicationPlan:
     """The plan of a micro-batch: by the kernel on a GPU, elsewhere by the definition.
 
     Args:
@@ -96,13 +98,13 @@ def make_clone_plan(count: Tensor, size: CloneSize) -> ClonePlan:
     check_size(count, size)
     counts_CE = torch.atleast_2d(count)
     if not counts_CE.is_cuda:
-        return clone_plan(counts_CE.sum(0, dtype=torch.int32), size)
-    from phalanx.kernels.routing.clone_plan_triton import clone_plan_in_triton
+        return reference_replication_plan(counts_CE.sum(0, dtype=torch.int32), size)
+    from phalanx.kernels.routing.replication_plan_triton import replication_plan_in_triton
 
-    return clone_plan_in_triton(counts_CE, size)
+    return replication_plan_in_triton(counts_CE, size)
 
 
-def check_size(count: Tensor, size: CloneSize) -> None:
+def check_size(count: Tensor, size: ReplicationSize) -> None:
     """Raise ValueError for sizes that no plan can be made of."""
     if count.ndim not in (1, 2) or count.dtype != torch.int32:
         raise ValueError(
@@ -112,16 +114,17 @@ def check_size(count: Tensor, size: CloneSize) -> None:
     E, R = count.shape[-1], size.ranks
     if R < 1 or E < R or E % R:
         raise ValueError(f"{E} experts do not divide over {R} ranks")
-    if E > CLONED_EXPERTS or R > CLONED_RANKS:  # the kernel's one program has all in registers
+    # The kernel's one program has all of them in registers.
+    if E > MAX_REPLICATED_EXPERTS or R > MAX_REPLICATION_RANKS:
         raise ValueError(
-            f"clones are planned for at most {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not "
-            f"{E} on {R}: set parallel.clones=0"
+            f"replicas are planned for at most {MAX_REPLICATED_EXPERTS} experts on "
+            f"{MAX_REPLICATION_RANKS} ranks, not {E} on {R}: set parallel.expert_replication=0"
         )
     if min(size.slots, size.cost, size.least) < 0 or size.tile < 1:
         raise ValueError(f"slots, cost, least and tile of {size} must be at least 0, 0, 0 and 1")
 
 
-def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
+def reference_replication_plan(count_E: Tensor, size: ReplicationSize) -> ReplicationPlan:
     """The definition, in tensor code without a host read."""
     (R, N, cost, tile, least), device = size, count_E.device
     E, L = count_E.numel(), count_E.numel() // R
@@ -141,10 +144,10 @@ def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
         at_home_E = torch.where(expert_E // L == owner, rows_E, -1)
         expert = _first(at_home_E == at_home_E.max())
         open_R = (used_R < N) & (rank_R != owner) & (slot_3RN[0] != expert).all(1)
-        room_R = torch.where(open_R, load_R, load_R.max() + 1)
-        guest = _first(room_R == room_R.min())
+        open_load_R = torch.where(open_R, load_R, load_R.max() + 1)
+        borrower = _first(open_load_R == open_load_R.min())
         # With the copy's cost on both sides; means are rounded up.
-        high, low = _at(load_R, owner) + cost, _at(load_R, guest) + cost
+        high, low = _at(load_R, owner) + cost, _at(load_R, borrower) + cost
         mean = (load_R.sum() + 2 * cost + R - 1) // R
         level = torch.maximum(mean, _level(load_R, open_R, high - cost, cost))
         held = _at(rows_E, expert)
@@ -153,14 +156,14 @@ def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
         moved = held - begin
         gains = torch.maximum(high - moved, low + moved) < high - cost
         going = going & open_R.any() & (moved > 0) & gains
-        slot = _at(used_R, guest)
-        here = going & (rank_R == guest)[:, None] & (torch.arange(N, device=device) == slot)
+        slot = _at(used_R, borrower)
+        here = going & (rank_R == borrower)[:, None] & (torch.arange(N, device=device) == slot)
         taken = torch.stack((expert, begin, held))
         slot_3RN = torch.where(here, taken[:, None, None], slot_3RN)
         rows_E = torch.where(going & (expert_E == expert), begin, rows_E)
         load_R = torch.where(going & (rank_R == owner), high - moved, load_R)
-        load_R = torch.where(going & (rank_R == guest), low + moved, load_R)
-        used_R = used_R + (going & (rank_R == guest))
+        load_R = torch.where(going & (rank_R == borrower), low + moved, load_R)
+        used_R = used_R + (going & (rank_R == borrower))
         better = load_R.max() < best[2].max()
         now = (slot_3RN, rows_E, load_R)
         best = [torch.where(better, a, b) for a, b in zip(now, best, strict=True)]
@@ -169,7 +172,7 @@ def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
     slots, kept_E, after_R = (t.int() for t in best)
     expert_RN, begin_RN, end_RN = slots
     load_2R = torch.stack((before_R.int(), after_R))
-    return ClonePlan(expert_RN, begin_RN, end_RN, kept_E, load_2R)
+    return ReplicationPlan(expert_RN, begin_RN, end_RN, kept_E, load_2R)
 
 
 def _level(load_R: Tensor, open_R: Tensor, most: Tensor, cost: int) -> Tensor:
