@@ -142,7 +142,7 @@ def heading(facts: Facts, args: argparse.Namespace) -> str:
     return (
         f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
         f"{pluralize(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts; "
-        f"{args.tokens:,} tokens a rank and micro-batch; {options.weighed}"
+        f"{args.tokens:,} tokens a rank and micro-batch; {options.cost_text}"
     )
 
 

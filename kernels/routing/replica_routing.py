@@ -1,13 +1,14 @@
-"""Routing with replication: every pair of a token and an expert gets the copy that computes it.
+"""Routing with expert replication: the slot of every pair of a token and an expert.
 
-A rank with replication has L + G places for experts: its own, and its replica slots. A pair's place
-is rank * (L + G) + own expert or L + slot. In ids of places everything behind goes on as without
-clones: `kernels.routing.plan` orders a rank's rows by place, and sends of tokens look at the ranks
-of places. `count_rows` and `assign_pairs` are the definition in tensor code, without a host read;
-`kernels.routing.replica_routing_triton` has the same in three launches, bit for bit.
+A rank has L + G expert slots: its own experts, and its replica slots. The slot of a pair is
+rank * (L + G) + local expert, or rank * (L + G) + L + replica slot. With slots in place of expert
+ids all later steps are as without replication: `kernels.routing.plan` orders a rank's rows by slot,
+and tokens are sent to the ranks of their slots. `count_rows` and `assign_pairs` are the definition
+in tensor code, without a host read; `kernels.routing.replica_routing_triton` computes the same in
+three launches, bit for bit.
 
-Legend: N received rows (those of all ranks, rank-major), K slots of a token, E experts, R ranks, L
-experts and G replica slots of a rank, P = N * K pairs.
+Legend: N received rows (those of all ranks, rank-major), K expert ids of a token, E experts, R
+ranks, L experts and G replica slots of a rank, P = N * K pairs.
 """
 
 import torch
@@ -23,13 +24,12 @@ from phalanx.kernels.routing.replication_plan import (
 def route_to_replicas(
     idx_NK: Tensor, experts: int, size: ReplicationSize
 ) -> tuple[ReplicationPlan, Tensor]:
-    """The plan of a micro-batch and the place of every pair: by kernels on a GPU, elsewhere by the
-    definition.
+    """The plan of a micro-batch and the slot of every pair, by kernels on a GPU.
 
     Args:
-        idx_NK: int32 ids of experts, -1 for none, of all ranks' tokens.
+        idx_NK: int32 expert ids of all ranks' tokens, -1 for none.
         experts: E.
-        size: of the plan.
+        size: size of the plan.
 
     Raises:
         ValueError: as `make_replication_plan` does.
@@ -41,11 +41,11 @@ def route_to_replicas(
 
     counts_CE = kernels.count_chunks(idx_NK, experts)
     plan = make_replication_plan(counts_CE, size)
-    return plan, kernels.place(idx_NK, counts_CE, plan)
+    return plan, kernels.assign_pairs(idx_NK, counts_CE, plan)
 
 
 def count_rows(idx_NK: Tensor, experts: int) -> Tensor:
-    """int32 [E]: rows of each expert; -1 is no expert."""
+    """Number of rows of each expert, int32 [E]; the id -1 is no expert."""
     flat = idx_NK.flatten().long()
     counts = flat.new_zeros(experts + 1).scatter_add_(
         0, flat % (experts + 1), torch.ones_like(flat)
@@ -54,27 +54,27 @@ def count_rows(idx_NK: Tensor, experts: int) -> Tensor:
 
 
 def assign_pairs(idx_NK: Tensor, plan: ReplicationPlan) -> Tensor:
-    """int32 [N, K]: the place of the copy that computes each pair, -1 without an expert.
+    """Slot of the copy that computes each pair, int32 [N, K], -1 without an expert.
 
     Args:
-        idx_NK: int32 ids of experts, -1 for none, of all ranks' tokens.
-        plan: of their counts.
+        idx_NK: int32 expert ids of all ranks' tokens, -1 for none.
+        plan: plan of their counts.
     """
-    (R, G), E = plan.expert_RN.shape, plan.kept_E.numel()
+    (R, G), E = plan.expert_RN.shape, plan.owner_rows_E.numel()
     L = E // R
     expert_P = idx_NK.flatten()
-    place_P = torch.where(expert_P >= 0, expert_P // L * (L + G) + expert_P % L, -1)
+    slot_P = torch.where(expert_P >= 0, expert_P // L * (L + G) + expert_P % L, -1)
     if G:
-        number_P = numbers(expert_P, E)
+        number_P = pair_numbers(expert_P, E)
         slots = (t.flatten() for t in (plan.expert_RN, plan.begin_RN, plan.end_RN))
-        for at, (expert, begin, end) in enumerate(zip(*map(Tensor.unbind, slots), strict=True)):
-            mine_P = (expert_P == expert) & (number_P >= begin) & (number_P < end)
-            place_P = place_P.masked_fill(mine_P, at // G * (L + G) + L + at % G)
-    return place_P.view_as(idx_NK)
+        for slot, (expert, begin, end) in enumerate(zip(*map(Tensor.unbind, slots), strict=True)):
+            taken_P = (expert_P == expert) & (number_P >= begin) & (number_P < end)
+            slot_P = slot_P.masked_fill(taken_P, slot // G * (L + G) + L + slot % G)
+    return slot_P.view_as(idx_NK)
 
 
-def numbers(expert_P: Tensor, experts: int) -> Tensor:
-    """int32 [P]: how many pairs of the same expert are before each; of -1 any number."""
+def pair_numbers(expert_P: Tensor, experts: int) -> Tensor:
+    """Number of earlier pairs of the same expert, int32 [P]; undefined for the id -1."""
     key_P = torch.where(expert_P >= 0, expert_P, experts)
     key_P, order_P = torch.sort(key_P, stable=True)
     starts = torch.searchsorted(key_P, torch.arange(experts + 1, device=key_P.device))

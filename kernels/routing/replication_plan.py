@@ -1,22 +1,22 @@
-"""Which experts are replicated for a micro-batch, where, and which of their rows each copy takes.
+"""Plan of expert replication for a micro-batch: experts, slots, and the rows of each copy.
 
 Every rank of an expert-parallel group has the routing of all tokens of a micro-batch before these
-travel. From the rows of every expert it computes this plan, the same on all ranks: integers alone,
-static shapes, no host read, ties to the lower number. `reference_replication_plan` is the
-definition, in torch on any device, and `kernels.routing.replication_plan_triton` the same in one
-launch, bit for bit.
+are sent. From the number of rows of every expert it computes this plan, the same on all ranks: in
+integers, with static shapes, no host read, ties to the lower number. `reference_replication_plan`
+is the definition, in torch on any device; `kernels.routing.replication_plan_triton` computes the
+same in one launch, bit for bit.
 
-The load of a rank is the rows that it computes, and `cost` for every copy that it lends or borrows:
-rows that it could compute while an expert's weights pass its link. Until nothing is gained any more
-the rank of the largest load lends its expert with most rows to the rank of the smallest load that
-has a free slot and no copy of it, with as many rows as bring one of the two to a level: that which
-the owner would reach with the 1, 2, ... such ranks of smallest loads, where that is lowest, or the
-mean load if that is higher, as other ranks want their share of them. The steps after which the
-largest load is smallest are the plan; it is empty where they lower the largest load by less than
-`least`, as there is something that copies cost a layer however many they are. This is
-greedy list scheduling (Graham, 1969) of experts that can be divided; its largest load is within
-1.25 of the best one on all small cases of the tests, and within 1.015 on average. Clones that last
-for a micro-batch are those of ECHO (Megatron-LM, issue 2368).
+The load of a rank is the number of rows that it computes, plus `cost` for every copy that it lends
+or borrows: the rows that it could compute while an expert's weights pass its link. Until there is
+no gain, the rank of the largest load lends its expert with most rows to the rank of the smallest
+load that has a free slot and no copy of it, with as many rows as bring one of the two to a level:
+the one that the owner would reach with the 1, 2, ... such ranks of smallest loads, where that is
+lowest, or the mean load if that is higher, as other ranks need their share of them. The plan is the
+prefix of steps with the smallest largest load; it is empty where the largest load falls by less
+than `least`, which covers the fixed cost of copies in a layer. This is greedy list scheduling
+(Graham, 1969) of divisible experts; its largest load is within 1.25 of the optimum on all small
+cases of the tests, and within 1.015 on average. Replicas that last for a micro-batch are from ECHO
+(Megatron-LM, issue 2368).
 
 Legend: E experts, R ranks, L = E / R experts of a rank, N replica slots of a rank.
 """
@@ -31,20 +31,18 @@ from phalanx.configs.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_R
 
 
 class ReplicationSize(NamedTuple):
-    """What a plan is made for, beside the rows of experts."""
+    """Parameters of a plan other than the rows of experts."""
 
     ranks: int
-    """R; expert e is at home on rank e // L."""
+    """R; the owner of expert e is rank e // L."""
     slots: int
     """N."""
     cost: int
-    """Rows that a copy costs the rank that lends it, and the one that borrows it
-    (`replica_cost`)."""
+    """Rows that a copy costs its owner, and its borrower (`replica_cost`)."""
     tile: int = 128
-    """A part of an expert's rows begins at a multiple of it: no tile of a GEMM and no block of FP8
-    is divided, and those of all parts are those of the whole."""
+    """Alignment of a part of an expert's rows, so that GEMM tiles and FP8 blocks stay whole."""
     least: int = 0
-    """Rows by which the largest load has to fall, or there are no copies."""
+    """Rows by which the largest load has to fall; otherwise there are no copies."""
 
 
 class ReplicationPlan(NamedTuple):
@@ -55,9 +53,9 @@ class ReplicationPlan(NamedTuple):
     begin_RN: Tensor
     """First of its rows that the slot takes; 0 in an empty slot."""
     end_RN: Tensor
-    """Behind the last one; 0 in an empty slot."""
-    kept_E: Tensor
-    """Rows from the first that stay at home."""
+    """End of its rows; 0 in an empty slot."""
+    owner_rows_E: Tensor
+    """Number of first rows that the owner computes."""
     load_2R: Tensor
     """Load of each rank without replication, and with it."""
 
@@ -68,10 +66,10 @@ def replica_cost(
     """`ReplicationSize.cost` from rates that were measured.
 
     Args:
-        weight_bytes: that pass a link for a copy, in all passes that count.
-        bytes_per_second: of the link of a rank, in one direction.
-        seconds_per_row: of an expert, in the same passes.
-        exposed: part of the time on the link that nothing hides.
+        weight_bytes: bytes that pass a link for a copy, in all passes.
+        bytes_per_second: rate of the link of a rank, in one direction.
+        seconds_per_row: time per row of an expert, in the same passes.
+        exposed: part of the time on the link that is not hidden.
 
     Raises:
         ValueError: a rate that is not above 0, or a part that is not from 0 to 1.
@@ -88,9 +86,8 @@ def make_replication_plan(count: Tensor, size: ReplicationSize) -> ReplicationPl
     """The plan of a micro-batch: by the kernel on a GPU, elsewhere by the definition.
 
     Args:
-        count: int32 [E], rows of each expert, of the tokens of all ranks; or [C, E], which C chunks
-            of tokens add up to.
-        size: the rest.
+        count: number of rows of each expert of all ranks, int32 [E], or [C, E] per chunk of tokens.
+        size: other parameters.
 
     Raises:
         ValueError: sizes that do not fit together, or too large for the kernel.
@@ -105,7 +102,7 @@ def make_replication_plan(count: Tensor, size: ReplicationSize) -> ReplicationPl
 
 
 def check_size(count: Tensor, size: ReplicationSize) -> None:
-    """Raise ValueError for sizes that no plan can be made of."""
+    """Raise ValueError for sizes that the plan does not support."""
     if count.ndim not in (1, 2) or count.dtype != torch.int32:
         raise ValueError(
             "rows of experts must be int32 [experts] or [chunks, experts], not "
@@ -139,10 +136,10 @@ def reference_replication_plan(count_E: Tensor, size: ReplicationSize) -> Replic
     none = best = [slot_3RN, rows_E, load_R]
     going = torch.ones((), dtype=torch.bool, device=device)
     for _ in range(R * N):
-        # torch.argmax may return any of several: the first of them is looked for.
+        # torch.argmax may return any of several maxima: `_first` finds the first.
         owner = _first(load_R == load_R.max())
-        at_home_E = torch.where(expert_E // L == owner, rows_E, -1)
-        expert = _first(at_home_E == at_home_E.max())
+        owned_rows_E = torch.where(expert_E // L == owner, rows_E, -1)
+        expert = _first(owned_rows_E == owned_rows_E.max())
         open_R = (used_R < N) & (rank_R != owner) & (slot_3RN[0] != expert).all(1)
         open_load_R = torch.where(open_R, load_R, load_R.max() + 1)
         borrower = _first(open_load_R == open_load_R.min())
@@ -150,34 +147,36 @@ def reference_replication_plan(count_E: Tensor, size: ReplicationSize) -> Replic
         high, low = _at(load_R, owner) + cost, _at(load_R, borrower) + cost
         mean = (load_R.sum() + 2 * cost + R - 1) // R
         level = torch.maximum(mean, _level(load_R, open_R, high - cost, cost))
-        held = _at(rows_E, expert)
-        most = torch.minimum(held, torch.minimum(high - level, level - low))
-        begin = (held - most + tile - 1) // tile * tile
-        moved = held - begin
+        expert_rows = _at(rows_E, expert)
+        moved_max = torch.minimum(expert_rows, torch.minimum(high - level, level - low))
+        begin = (expert_rows - moved_max + tile - 1) // tile * tile
+        moved = expert_rows - begin
         gains = torch.maximum(high - moved, low + moved) < high - cost
         going = going & open_R.any() & (moved > 0) & gains
         slot = _at(used_R, borrower)
-        here = going & (rank_R == borrower)[:, None] & (torch.arange(N, device=device) == slot)
-        taken = torch.stack((expert, begin, held))
-        slot_3RN = torch.where(here, taken[:, None, None], slot_3RN)
+        slot_mask = going & (rank_R == borrower)[:, None] & (torch.arange(N, device=device) == slot)
+        taken = torch.stack((expert, begin, expert_rows))
+        slot_3RN = torch.where(slot_mask, taken[:, None, None], slot_3RN)
         rows_E = torch.where(going & (expert_E == expert), begin, rows_E)
         load_R = torch.where(going & (rank_R == owner), high - moved, load_R)
         load_R = torch.where(going & (rank_R == borrower), low + moved, load_R)
         used_R = used_R + (going & (rank_R == borrower))
         better = load_R.max() < best[2].max()
-        now = (slot_3RN, rows_E, load_R)
-        best = [torch.where(better, a, b) for a, b in zip(now, best, strict=True)]
+        current = (slot_3RN, rows_E, load_R)
+        best = [torch.where(better, a, b) for a, b in zip(current, best, strict=True)]
     worth = before_R.max() - best[2].max() >= least
     best = [torch.where(worth, a, b) for a, b in zip(best, none, strict=True)]
-    slots, kept_E, after_R = (t.int() for t in best)
+    slots, owner_rows_E, after_R = (t.int() for t in best)
     expert_RN, begin_RN, end_RN = slots
     load_2R = torch.stack((before_R.int(), after_R))
-    return ReplicationPlan(expert_RN, begin_RN, end_RN, kept_E, load_2R)
+    return ReplicationPlan(expert_RN, begin_RN, end_RN, owner_rows_E, load_2R)
 
 
 def _level(load_R: Tensor, open_R: Tensor, most: Tensor, cost: int) -> Tensor:
-    """The lowest mean of the load `most` with those of the 1, 2, ... least open ranks, with the
-    costs of as many copies, of which the owner bears half."""
+    """Lowest mean of the load `most` and those of the 1, 2, ... least open ranks.
+
+    It includes the costs of as many copies, half of which the owner has.
+    """
     rank_R = torch.arange(load_R.numel(), device=load_R.device)
     before_RR = load_R[None] < load_R[:, None]
     before_RR |= (load_R[None] == load_R[:, None]) & (rank_R[None] <= rank_R[:, None])
@@ -188,12 +187,12 @@ def _level(load_R: Tensor, open_R: Tensor, most: Tensor, cost: int) -> Tensor:
     return torch.where(open_R, level_R, most).min()
 
 
-def _first(where: Tensor) -> Tensor:
-    """Place of the first True of a vector that has one."""
-    place = torch.arange(where.numel(), device=where.device)
-    return torch.where(where, place, where.numel()).min()
+def _first(mask: Tensor) -> Tensor:
+    """Index of the first True of a vector that has one."""
+    index = torch.arange(mask.numel(), device=mask.device)
+    return torch.where(mask, index, mask.numel()).min()
 
 
-def _at(x: Tensor, place: Tensor) -> Tensor:
-    """x[place] of a place on the device."""
-    return x.gather(0, place[None])[0]
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] with an index on the device."""
+    return x.gather(0, index[None])[0]

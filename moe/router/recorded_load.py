@@ -136,7 +136,7 @@ def layer_load(count_ME: Tensor, ranks: int, replication: ReplicationOptions) ->
 
 def rows_of_ranks(plan: ReplicationPlan) -> Tensor:
     """Expert rows that each rank computes, replicas' among them: int64 [R]."""
-    kept_R = plan.kept_E.unflatten(0, (len(plan.expert_RN), -1)).sum(1)
+    kept_R = plan.owner_rows_E.unflatten(0, (len(plan.expert_RN), -1)).sum(1)
     return kept_R + (plan.end_RN - plan.begin_RN).sum(1)
 
 

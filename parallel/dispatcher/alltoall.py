@@ -94,10 +94,10 @@ class AllToAll(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: SharedExpertFn = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return collect(out_ND, self._group, addends(beside, residual_TD), received.route)
+        return collect(out_ND, self._group, addends(shared_expert_fn, residual_TD), received.route)
 
 
 def spread(

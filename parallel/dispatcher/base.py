@@ -1,9 +1,9 @@
 """Dispatch and combine: tokens to the ranks of their experts, experts' sums back to their tokens.
 
-The two ends of an MoE layer around the experts. Every transport delivers rows at fixed positions: token t of
-rank r of the expert-parallel group is received row r * T + t on every rank (`hier` has another
-order), so no host ever needs a count and all shapes are static. T must be the same on all ranks
-of the group. Expert rows are the same on all transports, bit for bit. Both directions are
+The two ends of an MoE layer around the experts. Every transport delivers rows at fixed positions:
+token t of rank r of the expert-parallel group is received row r * T + t on every rank (`hier` has
+another order), so no host ever needs a count and all shapes are static. T must be the same on all
+ranks of the group. Expert rows are the same on all transports, bit for bit. Both directions are
 differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
 on shapes alone. `deepep`, an external package, promises less.
 
@@ -42,7 +42,7 @@ class TokenChoices:
     """Number of rows by which a rank's choices of one expert may exceed top-k routing."""
 
     def max_rows(self, tokens: int, ranks: int, local: int) -> int:
-        """Largest number of expert rows that `local` experts can need for the tokens of all ranks."""
+        """Most expert rows that `local` experts can need for the tokens of all ranks."""
         chosen = tokens * min(self.top_k, local) + self.surplus * local
         return ranks * min(tokens * min(self.width, local), chosen)
 

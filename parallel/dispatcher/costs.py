@@ -47,10 +47,10 @@ class GroupTopology:
     pushes: bool
     """True if ranks of a node can write to each other's memory."""
     keep: bool
-    """True with `parallel.save_x=keep`: received tokens are saved for the backward pass, not resent."""
+    """True with `parallel.save_x=keep`: received tokens are saved for backward, not resent."""
 
     rows_back: int = 1
-    """Rows of a token that a rank sends back: 1, their sum, or with expert replication one per id."""
+    """Rows of a token that a rank sends back: 1, their sum; with replication one per expert id."""
 
     @property
     def node_ranks(self) -> float:
@@ -90,8 +90,8 @@ class TransportCosts:
     backward: int = 0
     """Rows that its backward pass holds beyond the saved ones."""
     buffers: int = 0
-    """Rows, with their routing, of receive buffers outside torch's allocator, shared by all layers."""
+    """Rows, with routing, of receive buffers outside torch's allocator, shared by all layers."""
     exposed: float = 1.0
-    """Exposed part of the time on the links inside a node with `parallel.comm_sms`; 1: no overlap."""
+    """Exposed part of the time on links inside a node with `parallel.comm_sms`; 1: no overlap."""
     pipelined: bool = False
     """True if rows are forwarded inside a node as they arrive: the slower link counts alone."""

@@ -1,6 +1,6 @@
 """Transport `local`: all experts are on one rank.
 
-Legend: T tokens of the rank, D hidden, K slots for experts of a token, N = T received rows.
+Legend: T tokens of the rank, D hidden, K expert ids of a token, N = T received rows.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatc
 
 
 class Local(Dispatcher):
-    """All experts on this rank: nothing is copied."""
+    """The transport `local`: all experts are on this rank, nothing is copied."""
 
     no_overlap = "nothing is exchanged"
     sends_back = False
@@ -35,7 +35,7 @@ class Local(Dispatcher):
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
-        return None  # of several ranks the table says it
+        return None  # configs.transports states that it serves one rank
 
     @classmethod
     def costs(cls, reach: GroupTopology) -> TransportCosts:
@@ -56,7 +56,7 @@ class Local(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: SharedExpertFn = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return plus(out_ND, beside, residual_TD)
+        return plus(out_ND, shared_expert_fn, residual_TD)

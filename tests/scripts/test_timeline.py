@@ -37,7 +37,7 @@ TRITON = {
     "routing.gate_triton.router_gradient_split": "plan, sums",
     "routing.replication_plan_triton.replication_plan_kernel": "plan, sums",
     "routing.replica_routing_triton.count_chunks_kernel": "plan, sums",
-    "routing.replica_routing_triton.place_kernel": "plan, sums",
+    "routing.replica_routing_triton.assign_pairs_kernel": "plan, sums",
     "routing.split_order_triton.split_order_kernel": "plan, sums",
     "replication.rows_triton.split_returns_kernel": "plan, sums",
     "replication.weights_triton.signal_grads_kernel": "exchange",

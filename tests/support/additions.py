@@ -83,10 +83,10 @@ class Broadcasts(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: SharedExpertFn = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return plus(_Collect.apply(out_ND, self._group), beside, residual_TD)
+        return plus(_Collect.apply(out_ND, self._group), shared_expert_fn, residual_TD)
 
 
 def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,12 +1,12 @@
-"""Expert replication over dense collectives, as `parallel.dispatcher.replication.options` asks for
-them.
+"""Expert replication over dense collectives.
 
-It runs everywhere and shows what is computed; it is not fast. Every rank has all tokens as without
-clones, and picks its rows from them. On the way back every row travels by itself, one collective
-for each slot of a token, where a rank otherwise sends one sum a token.
+The contract is in `parallel.dispatcher.replication.options`. It runs everywhere and shows the
+computation; it is not fast. Every rank has all tokens, as without replication, and gathers its rows
+from them. On the way back every row is sent one by one, with one collective per expert id of a
+token, where a rank otherwise sends one sum a token.
 
-Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T received
-rows, S expert rows, L own experts, G replica slots, P = L + G places of a rank.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows, S
+expert rows, L own experts, G replica slots, P = L + G expert slots of a rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,11 +37,11 @@ from phalanx.parallel.dispatcher.transport_class import DispatchContext
 
 
 class ReplicatedAllToAll(AllToAll):
-    """The transport `alltoall` with replication.
+    """The transport `alltoall` with expert replication.
 
     Args:
-        context: whose planner takes ids of places.
-        clones: how many, and what they cost.
+        context: arguments of the transport, with a planner of expert slots.
+        options: options of replication.
     """
 
     def __init__(self, context: DispatchContext, options: ReplicationOptions) -> None:
@@ -64,18 +64,18 @@ class ReplicatedAllToAll(AllToAll):
         replication, slot_NK = self._plan.route_to_replicas(idx_NK, self._experts, self._size)
         plan = self._plan(slot_NK, prob_NK)
         assert plan.row_index_S is not None and plan.inverse_NK is not None
-        places = self._local + self._options.slots
+        local_slots = self._local + self._options.slots
         slot_TK = slot_NK.chunk(self._size.ranks)[dist.get_rank(self._group)]
         route = _Route(
             self._group,
             plan.row_index_S,
             plan.inverse_NK,
             plan.offsets,
-            (slot_TK // places).clamp(min=0),
+            (slot_TK // local_slots).clamp(min=0),
             topk_idx_TK // self._local,
             fp8,
         )
-        x_SD = _Fetch.apply(x_TD, route)
+        x_SD = _Dispatch.apply(x_TD, route)
         run_overlap_fn(overlap_fn)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
         replicas = _Replicas(self._group, replication, self._local, self._options.keep)
@@ -88,37 +88,36 @@ class ReplicatedAllToAll(AllToAll):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: SharedExpertFn = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return _Return.apply(out_ND, received.route, *addends(beside, residual_TD))
+        return _Combine.apply(out_ND, received.route, *addends(shared_expert_fn, residual_TD))
 
 
 class _Route(NamedTuple):
-    """Where rows of a micro-batch are computed."""
+    """Ranks and rows of the pairs of a micro-batch."""
 
     group: dist.ProcessGroup
     row_index_S: Tensor
     """Received row of each expert row."""
     inverse_NK: Tensor
-    """Expert row of each pair of all ranks that is computed here, -1 of others."""
+    """Expert row of each pair of all ranks on this rank, -1 for pairs of other ranks."""
     offsets: Tensor
     holder_TK: Tensor
-    """Rank that computes each pair of this rank's tokens; any without an expert."""
+    """Rank that computes each pair of this rank's tokens; any for the id -1."""
     owner_TK: Tensor
-    """Rank of its expert; negative without one."""
+    """Rank of the pair's expert; negative for the id -1."""
     fp8: FP8Rows | None
-    """In which tokens and gradients of sums travel; None: as they are."""
+    """Format of sent tokens and gradients of sums; None: they are not quantised."""
 
 
 def _send(x_TD: Tensor, route: _Route) -> Tensor:
-    """Tokens of all ranks that this one computes with, packed or not: [S, ...] in the order of its
-    rows."""
+    """Gather the tokens of this rank's expert rows, packed or not: [S, ...]."""
     return gather_rows(all_rows(x_TD, route.group), route.row_index_S, route.offsets)
 
 
-def _bring_back(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> Tensor:
-    """Sums of each token's rows by their home ranks, rounded, and of these and addends: [T, D]."""
+def _combine_rows(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> Tensor:
+    """Sums of each token's rows per owner, rounded, then their sum with addends: [T, D]."""
     R, (T, K) = dist.get_world_size(route.group), route.owner_TK.shape
     ranks_R1 = torch.arange(R, device=y_SD.device)[:, None]
     sums_RTD = y_SD.new_zeros(R, T, y_SD.shape[1], dtype=torch.float32)
@@ -127,16 +126,16 @@ def _bring_back(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> T
         row_N = route.inverse_NK[:, k]
         sent_ND = y_SD.index_select(0, row_N.clamp(min=0))
         sent_ND = torch.where(row_N[:, None] >= 0, sent_ND, 0.0)
-        came_ND = torch.empty_like(sent_ND)
-        dist.all_to_all_single(came_ND, sent_ND, group=route.group)
-        row_TD = came_ND.index_select(0, route.holder_TK[:, k] * T + token_T)
+        received_ND = torch.empty_like(sent_ND)
+        dist.all_to_all_single(received_ND, sent_ND, group=route.group)
+        row_TD = received_ND.index_select(0, route.holder_TK[:, k] * T + token_T)
         of_owner_RT = route.owner_TK[:, k] == ranks_R1
         sums_RTD += torch.where(of_owner_RT[..., None], row_TD.float(), 0.0)
     return block_sum(sums_RTD.to(y_SD.dtype), more)
 
 
 class _Routing(torch.autograd.Function):
-    """Experts and probabilities of all ranks; the gradient of a pair comes from its row's rank."""
+    """All-gather of routing; backward, the gradient of a pair comes from the rank of its row."""
 
     @staticmethod
     def forward(
@@ -155,8 +154,8 @@ class _Routing(torch.autograd.Function):
         return None, sum_to_owner(grad_NK, ctx.group) if need else None, None
 
 
-class _Fetch(torch.autograd.Function):
-    """Tokens to the rows that are computed of them; backward is `_bring_back`."""
+class _Dispatch(torch.autograd.Function):
+    """Tokens to their expert rows; backward is `_combine_rows`."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, route: _Route) -> Tensor:
@@ -166,16 +165,16 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, None]:
-        return _bring_back(grad_SD, ctx.route) if ctx.needs_input_grad[0] else None, None
+        return _combine_rows(grad_SD, ctx.route) if ctx.needs_input_grad[0] else None, None
 
 
-class _Return(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Rows to their tokens, summed, with addends; backward is `_send`."""
 
     @staticmethod
     def forward(ctx: Any, y_SD: Tensor, route: _Route, *more: Tensor) -> Tensor:
         ctx.route, ctx.addends = route, len(more)
-        return _bring_back(y_SD, route, more)
+        return _combine_rows(y_SD, route, more)
 
     @staticmethod
     @once_differentiable
@@ -187,8 +186,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Replicas:
-    """`kernels.expert_mlp.replicas.ReplicaExchange` by all-to-alls of as many weights as there are
-    slots."""
+    """Exchange of replicas by all-to-alls of as many weights as there are slots."""
 
     def __init__(
         self, group: dist.ProcessGroup, replication: ReplicationPlan, local: int, keep: bool
@@ -196,7 +194,7 @@ class _Replicas:
         self._group, self.keep = group, keep
         rank, held_RG = dist.get_rank(group), replication.expert_RN.long()
         self._owner_G = torch.where(held_RG[rank] >= 0, held_RG[rank] // local, -1)
-        """Owners of this rank's replicas, -1 of none."""
+        """Owners of this rank's replicas, -1 for an empty slot."""
         sent_RG = (held_RG >= 0) & (held_RG // local == rank)
         self._sent_RG = sent_RG
         self._own_RG = torch.where(sent_RG, held_RG - rank * local, 0)
@@ -208,10 +206,10 @@ class _Replicas:
         return _each(own, self._send)
 
     def ready(self, layer: Layer) -> None:
-        """They came with the collective."""
+        """None: they arrived with the collective."""
 
     def wait(self, layer: Layer) -> None:
-        """Likewise."""
+        """Return at once: they arrived with the collective."""
 
     def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         slots = self._own_RG.shape[1]
@@ -219,39 +217,39 @@ class _Replicas:
         return self._grads
 
     def send_grads(self, layer: Layer) -> None:
-        """`reduce_grads` sends them."""
+        """Do nothing: `reduce_grads` sends them."""
 
     def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
         for grad_G, own_L in zip(of_layer(self._grads, layer), own, strict=True):
             if grad_G is not None and own_L is not None:
-                self._take_back(grad_G, own_L)
+                self._reduce(grad_G, own_L)
 
     def _send(self, own_L: Tensor) -> Tensor:
         ranks, slots = self._own_RG.shape
         sent_RG = own_L.index_select(0, self._own_RG.flatten()).unflatten(0, (ranks, slots))
-        came_RG = torch.empty_like(sent_RG)
-        dist.all_to_all_single(came_RG, sent_RG, group=self._group)
-        at_G = self._owner_G.clamp(min=0) * slots + torch.arange(slots, device=own_L.device)
-        return came_RG.flatten(0, 1).index_select(0, at_G)
+        received_RG = torch.empty_like(sent_RG)
+        dist.all_to_all_single(received_RG, sent_RG, group=self._group)
+        index_G = self._owner_G.clamp(min=0) * slots + torch.arange(slots, device=own_L.device)
+        return received_RG.flatten(0, 1).index_select(0, index_G)
 
-    def _take_back(self, grad_G: Tensor, own_L: Tensor) -> None:
+    def _reduce(self, grad_G: Tensor, own_L: Tensor) -> None:
         ranks, slots = self._own_RG.shape
         rank_R1 = torch.arange(ranks, device=grad_G.device)[:, None]
         shape = (ranks, slots, *[1] * (grad_G.ndim - 1))
         # A slot without a borrower may hold anything, so that it is masked and not multiplied.
         sent_RG = torch.where((self._owner_G == rank_R1).view(shape), grad_G, 0.0)
-        came_RG = torch.empty_like(sent_RG)
-        dist.all_to_all_single(came_RG, sent_RG, group=self._group)
-        came_RG = torch.where(self._sent_RG.view(shape), came_RG, 0.0)
+        received_RG = torch.empty_like(sent_RG)
+        dist.all_to_all_single(received_RG, sent_RG, group=self._group)
+        received_RG = torch.where(self._sent_RG.view(shape), received_RG, 0.0)
         for borrower in range(ranks):
             for slot in range(slots):
-                at_1 = self._own_RG[borrower, slot].view(1)
-                sum_1 = own_L.index_select(0, at_1).float() + came_RG[borrower, slot]
-                own_L.index_copy_(0, at_1, sum_1.to(own_L.dtype))
+                index_1 = self._own_RG[borrower, slot].view(1)
+                sum_1 = own_L.index_select(0, index_1).float() + received_RG[borrower, slot]
+                own_L.index_copy_(0, index_1, sum_1.to(own_L.dtype))
 
 
 def _each(weights: MLPWeights, fn: Callable[[Tensor], Tensor]) -> MLPWeights:
-    """`fn` of all that are there."""
+    """`fn` of each weight that is not None."""
     w1, w2, b1, b2 = weights
     return MLPWeights(
         fn(w1), fn(w2), None if b1 is None else fn(b1), None if b2 is None else fn(b2)

@@ -1,6 +1,6 @@
-"""Replicas over `symm`: owners write weights to the slots of other ranks, beside whatever runs
-there, and read gradients from there. See `parallel.dispatcher.replication.transfers` for what
-orders this.
+"""Replicas over `symm`: owners write weights to other ranks' slots and read gradients from there.
+
+Both overlap other kernels; `parallel.dispatcher.replication.transfers` states what orders them.
 
 Legend: R ranks, L own experts, G replica slots.
 """
@@ -18,7 +18,7 @@ from phalanx.parallel.dispatcher.replication.transfers import ReplicatedTransfer
 
 
 class Memory(Protocol):
-    """Slots of every rank; see `parallel.dispatcher.replication.memory.ReplicaMemory`."""
+    """Replica slots of every rank, as `parallel.dispatcher.replication.memory.ReplicaMemory`."""
 
     weights: MLPWeights
     grads: MLPWeights
@@ -34,7 +34,7 @@ class Memory(Protocol):
     def send_grads(self, layer: Layer) -> None: ...
 
     def reduce_grads(
-        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, overlapped: bool
     ) -> None: ...
 
     def wait_reducing(self) -> None: ...
@@ -44,9 +44,10 @@ class PushedReplicas:
     """`kernels.expert_mlp.replicas.ReplicaExchange` of one call.
 
     Args:
-        call: of the layer, whose clones are known.
-        memory: of weights like those that are lent, the same on all ranks.
-        keep: weights stay for the backward pass.
+        call: transfers of the layer, whose replication plan is known.
+        memory: function of weights that returns the memory of slots for them, the same on all
+            ranks.
+        keep: True if weights are saved for the backward pass.
     """
 
     def __init__(
@@ -56,39 +57,39 @@ class PushedReplicas:
         self._expert_RG, self.keep = call.replication.expert_RN, keep
         self._memory: Memory
         self._first: Layer
-        """That was lent first."""
-        self._meet: Callable[[], None]
-        """Lets the current stream wait for what has last been started beside it."""
-        self._kept: MLPWeights | None = None
+        """Layer whose weights were sent first."""
+        self._join: Callable[[], None]
+        """Function that lets the current stream wait for the communication stream."""
+        self._saved: MLPWeights | None = None
 
     def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
-        """They leave beside tokens and what own experts do."""
+        """Start to send own weights, which overlaps tokens and own experts."""
         memory = self._memory = self._memory_of(own)
         self._first = first
-        self._meet = self._control.run_on_comm_stream(
+        self._join = self._control.run_on_comm_stream(
             lambda: memory.send_weights(own, self._expert_RG, first)
         )
         memory.wait_sending()
         if not self.keep:
             return memory.weights
-        # Slots are for the next layer when this one has gone forward.
+        # The next layer takes the slots after this one's forward pass.
         copies = (None if w is None else torch.empty_like(w) for w in memory.weights)
-        self._kept = MLPWeights(*copies)  # type: ignore[arg-type]
-        return self._kept
+        self._saved = MLPWeights(*copies)  # type: ignore[arg-type]
+        return self._saved
 
     def ready(self, layer: Layer) -> Tensor | None:
-        # Kept weights are copied when all have come.
-        return self._memory.ready if layer == self._first and self._kept is None else None
+        # Saved weights are copied once all have arrived.
+        return self._memory.ready if layer == self._first and self._saved is None else None
 
     def wait(self, layer: Layer) -> None:
         self._memory.wait(second=layer != self._first)
         if layer != self._first:
-            self._meet()
-        if self._kept is not None:
-            pairs = (of_layer(w, layer) for w in (self._kept, self._memory.weights))
-            for kept, came in zip(*pairs, strict=True):
-                if kept is not None and came is not None:
-                    kept.copy_(came)
+            self._join()
+        if self._saved is not None:
+            pairs = (of_layer(w, layer) for w in (self._saved, self._memory.weights))
+            for saved, received in zip(*pairs, strict=True):
+                if saved is not None and received is not None:
+                    saved.copy_(received)
 
     def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         self._memory = self._memory_of(own)
@@ -100,8 +101,8 @@ class PushedReplicas:
     def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
         add = partial(self._memory.reduce_grads, layer, own, self._expert_RG)
         if layer == "fc1":
-            self._meet = self._control.run_on_comm_stream(partial(add, beside=True))
+            self._join = self._control.run_on_comm_stream(partial(add, overlapped=True))
             self._memory.wait_reducing()
         else:
-            self._meet()
-            add(beside=False)
+            self._join()
+            add(overlapped=False)

@@ -1,11 +1,11 @@
-"""Expert replication over `symm`, as `parallel.dispatcher.replication.options` asks for them.
+"""Expert replication over `symm`; `parallel.dispatcher.replication.options` has the contract.
 
-Routing travels first, then tokens to the ranks of their places, and weights to replica slots under
-the work of own experts. Sums come back as without replication; rows of a token that clones have
-parted from each other come back by themselves and are added up where they arrive.
+Routing is sent first, then tokens to the ranks of their slots, and weights to replica slots under
+the work of own experts. Sums come back as without replication; rows of a token that replicas
+compute on several ranks come back one by one, and are added on arrival.
 
-Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, L own
-experts, G replica slots.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows, L
+own experts, G replica slots.
 """
 
 import functools
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class ReplicatedSymm(Symm):
-    """The transport `symm` with replication.
+    """The transport `symm` with expert replication.
 
     Args:
-        group: expert-parallel, all on one node.
-        plan: makes plans of received routing, of ids of places.
-        clones: how many, and what they cost.
+        group: the expert-parallel group, all on one node.
+        plan: planner of the received routing, with ids of expert slots.
+        replication: options of replication.
         local: L.
-        options, waits, recipe: as of `Symm`.
+        options, waits, recipe: as in `Symm`.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ReplicatedSymm(Symm):
         overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
-        given = x_TD, topk_idx_TK, topk_prob_TK
-        call, rows_ND, plan = self._bring(given, overlap_fn, fp8, self._transfers)
+        tokens = x_TD, topk_idx_TK, topk_prob_TK
+        call, rows_ND, plan = self._bring(tokens, overlap_fn, fp8, self._transfers)
         call.planned(plan)
         keep = self._replication.keep and torch.is_grad_enabled()
         replicas = PushedReplicas(call, self._memory, keep=keep)
@@ -85,16 +85,16 @@ class ReplicatedSymm(Symm):
         return received._replace(saving=hooks)
 
     def _transfers(
-        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
+        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **kwargs: Any
     ) -> ReplicatedTransfers:
         (T, D), K = x_TD.shape, idx_TK.shape[1]
         control = control_of(self._group, T, D, K, self._options)
         unreduced_rows = memory.unreduced_memory_of(self._group, T, D, K)
         peers = Peers(control, unreduced_rows, self._group)
         return ReplicatedTransfers(
-            exchange, peers, idx_TK, self._local, self._replication, self._plan, **how
+            exchange, peers, idx_TK, self._local, self._replication, self._plan, **kwargs
         )
 
     def _memory(self, own: MLPWeights) -> Memory:
-        """Of replicas of such weights."""
+        """Memory of replicas of such weights."""
         return memory.replica_memory_of(self._group, self._replication.slots, own, self._options)

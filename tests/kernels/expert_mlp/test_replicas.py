@@ -10,7 +10,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.replicas import in_turn
+from phalanx.kernels.expert_mlp.replicas import split_plan
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from tests.kernels.problems import Problem, make, random_choice
 from tests.kernels.replicas import Copied, compare, experts_of, same, with_replicas, without
@@ -127,7 +127,7 @@ def test_evaluation_borrows_and_gives_nothing_back(backend: str) -> None:
 def test_parts_keep_the_order_of_the_whole() -> None:
     order = torch.tensor([4, 1, 5, 0, 3, 2], dtype=torch.int32)
     offsets = torch.arange(0, 70, 10, dtype=torch.int32)
-    own, replicas = in_turn(ExpertPlan(None, None, offsets, None, None, order), OWN)
+    own, replicas = split_plan(ExpertPlan(None, None, offsets, None, None, order), OWN)
     assert own.order_L.tolist() == [1, 0, 3, 2] and replicas.order_L.tolist() == [0, 1]
     assert own.order_L.dtype == replicas.order_L.dtype == torch.int32
     assert own.offsets.tolist() == [0, 10, 20, 30, 40] and replicas.offsets.tolist() == [40, 50, 60]

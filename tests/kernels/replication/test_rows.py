@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
     y_RSD: list[Tensor]
     """Expert rows of each rank."""
     partings: list[ReturnPlan]
-    homes: list[ExpertOwner]
+    owners: list[ExpertOwner]
     y_NKD: Tensor
     """The same rows by pair, 0 of none."""
 
@@ -51,25 +51,25 @@ class Ranks(NamedTuple):
 def made(kind: str, ranks: int, device: str = "cpu") -> Ranks:
     """With two replica slots a rank."""
     slots, local = 2, E // ranks
-    places, S = local + slots, ranks * T * K
+    local_slots, S = local + slots, ranks * T * K
     idx_NK = routed(kind, ranks).to(device)
     plan, slot_NK = route_to_replicas(idx_NK, E, ReplicationSize(ranks, slots, 1, 16))
     assert bool((plan.expert_RN >= 0).any()) == (kind not in ("even", "nothing"))
     g = torch.Generator().manual_seed(1)
     y_NKD = torch.randn(ranks * T, K, D, generator=g).bfloat16().to(device)
     y_NKD[idx_NK < 0] = 0
-    y_RSD, partings, homes = [], [], []
+    y_RSD, partings, owners = [], [], []
     for rank in range(ranks):
         prob = torch.ones(slot_NK.shape, device=device)
-        how = dict(first_expert=rank * places, local_experts=places, rows=S)
+        how = dict(first_expert=rank * local_slots, local_experts=local_slots, rows=S)
         inverse = make_plan(slot_NK, prob, **how).inverse_NK
         assert inverse is not None
         y_SD = torch.full((S + 1, D), float("nan"), dtype=torch.bfloat16, device=device)
         y_SD[torch.where(inverse >= 0, inverse, S).flatten().long()] = y_NKD.flatten(0, 1)
-        homes.append(ExpertOwner(rank, local, places))
-        partings.append(split_returns(idx_NK, slot_NK, inverse, S, homes[-1]))
+        owners.append(ExpertOwner(rank, local, local_slots))
+        partings.append(split_returns(idx_NK, slot_NK, inverse, S, owners[-1]))
         y_RSD.append(y_SD[:S].contiguous())
-    return Ranks(idx_NK, slot_NK, y_RSD, partings, homes, y_NKD)
+    return Ranks(idx_NK, slot_NK, y_RSD, partings, owners, y_NKD)
 
 
 def summed(y_NKD: Tensor, of_NK: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_every_token_gets_the_sums_of_home_ranks(kind: str, ranks: int) -> None:
         for n in (return_plan.sums_NK >= 0).any(1).nonzero().flatten().tolist():
             arrived[n // T][rank * T + n % T] = sums_ND[n]
     home_NK = torch.where(m.idx_NK >= 0, m.idx_NK // (E // ranks), -1)
-    for rank, (got, home) in enumerate(zip(arrived, m.homes, strict=True)):
+    for rank, (got, home) in enumerate(zip(arrived, m.owners, strict=True)):
         here = slice(rank * T, (rank + 1) * T)
         sum_unreduced_rows(memory[rank], m.idx_NK[here], m.slot_NK[here], got, home)
         for h in range(ranks):
@@ -120,7 +120,7 @@ def compared(device: str) -> None:
         want, got = made(kind, ranks), made(kind, ranks, device)
         assert torch.equal(got.slot_NK.cpu(), want.slot_NK)
         memory = [torch.zeros(K, T, D, dtype=torch.bfloat16) for _ in range(ranks)]
-        for rank, home in enumerate(got.homes):
+        for rank, home in enumerate(got.owners):
             given = got.idx_NK, got.slot_NK, got.partings[rank].inverse_NK
             return_plan = rows_triton.split_returns(*given, len(got.y_RSD[rank]), home)
             assert torch.equal(return_plan.sums_NK.cpu(), want.partings[rank].sums_NK)
@@ -131,10 +131,10 @@ def compared(device: str) -> None:
         rank, here = ranks - 1, slice((ranks - 1) * T, None)
         given = got.idx_NK[here].contiguous(), got.slot_NK[here].contiguous()
         rows_triton.sum_unreduced_rows(
-            memory[rank].to(device), *given, summed_there, got.homes[rank]
+            memory[rank].to(device), *given, summed_there, got.owners[rank]
         )
         of_rank = want.idx_NK[here], want.slot_NK[here]
-        sum_unreduced_rows(memory[rank], *of_rank, sums, want.homes[rank])
+        sum_unreduced_rows(memory[rank], *of_rank, sums, want.owners[rank])
         assert torch.equal(summed_there.cpu(), sums)
 
 

@@ -40,11 +40,11 @@ CASES = [
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_plan_and_the_places(case: int, device: str) -> None:
     idx, experts, size = CASES[case]
-    plan, place = route_to_replicas(idx.to(device), experts, size)
+    plan, slots = route_to_replicas(idx.to(device), experts, size)
     want = reference_replication_plan(count_rows(idx, experts), size)
     for name, a, b in zip(ReplicationPlan._fields, plan, want, strict=True):
         assert torch.equal(a.cpu(), b), name
-    assert torch.equal(place.cpu(), assign_pairs(idx, want))
+    assert torch.equal(slots.cpu(), assign_pairs(idx, want))
 
 
 def interpreted() -> None:
@@ -55,8 +55,8 @@ def interpreted() -> None:
         count = counts.sum(0, dtype=torch.int32)
         assert torch.equal(count, count_rows(idx, experts))
         plan = reference_replication_plan(count, size)
-        place = replica_routing_triton.place(idx, counts, plan)
-        assert torch.equal(place, assign_pairs(idx, plan))
+        slots = replica_routing_triton.assign_pairs(idx, counts, plan)
+        assert torch.equal(slots, assign_pairs(idx, plan))
 
 
 def test_the_kernels_by_an_interpreter() -> None:
@@ -81,7 +81,7 @@ def test_the_kernels_compile_for_hopper(
     chunks = -(-idx.numel() // kernels._CHUNK)
     for name, call in (
         ("count_chunks_kernel", lambda: kernels.count_chunks(idx, experts)),
-        ("place_kernel", lambda: kernels.place(idx, empty(chunks, experts), plan)),
+        ("assign_pairs_kernel", lambda: kernels.assign_pairs(idx, empty(chunks, experts), plan)),
     ):
         assert launched(kernels, name, call, tmp_path).stack == 0, f"{name} spills"
 
@@ -93,7 +93,7 @@ def test_the_kernels_in_a_graph() -> None:
     idx, other = routing(3000, 4, 16, 1).cuda(), routing(3000, 4, 16, 2).cuda()
 
     def call() -> list[Tensor]:
-        plan, place = route_to_replicas(idx, 16, ReplicationSize(4, 2, 10))
-        return [*plan, place]
+        plan, slots = route_to_replicas(idx, 16, ReplicationSize(4, 2, 10))
+        return [*plan, slots]
 
     check_replay(call, idx, other)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.machines import MACHINES
-from phalanx.kernels.routing.replica_routing import assign_pairs, count_rows, numbers
+from phalanx.kernels.routing.replica_routing import assign_pairs, count_rows, pair_numbers
 from phalanx.kernels.routing.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
@@ -115,7 +115,7 @@ def filled(plan: ReplicationPlan) -> list[list[tuple[int, int, int]]]:
 def check(rows: list[int], size: ReplicationSize, plan: ReplicationPlan) -> None:
     """What holds of every plan."""
     R, N, cost, tile, _ = size
-    local, slots, kept = len(rows) // R, filled(plan), plan.kept_E.tolist()
+    local, slots, kept = len(rows) // R, filled(plan), plan.owner_rows_E.tolist()
     assert plan.expert_RN.shape == (R, N)
     assert all(t.dtype == torch.int32 for t in plan)
     parts: list[list[tuple[int, int]]] = [[(0, kept[e])] for e in range(len(rows))]
@@ -167,7 +167,7 @@ def test_random_zipf(ranks: int, slots: int) -> None:
 def test_what_needs_no_replica_has_none(name: str) -> None:
     rows, size = CASES[name]
     plan = reference_replication_plan(counts(rows), size)
-    assert (plan.expert_RN == -1).all() and plan.kept_E.tolist() == rows
+    assert (plan.expert_RN == -1).all() and plan.owner_rows_E.tolist() == rows
     assert plan.load_2R[0].tolist() == plan.load_2R[1].tolist()
 
 
@@ -273,19 +273,19 @@ def test_every_pair_goes_to_the_copy_that_has_its_row(
     with sync_free():
         rows = count_rows(idx.to(device), experts)
         plan = make_replication_plan(rows, ReplicationSize(ranks, slots, 4, tile))
-        places = assign_pairs(idx.to(device), plan)
-    places, plan = places.cpu(), ReplicationPlan(*(t.cpu() for t in plan))
+        pair_slots = assign_pairs(idx.to(device), plan)
+    pair_slots, plan = pair_slots.cpu(), ReplicationPlan(*(t.cpu() for t in plan))
     assert rows.tolist() == [int((idx == e).sum()) for e in range(experts)]
     replicas, local = filled(plan), experts // ranks
     assert any(replicas) == (slots > 0)
     seen = [0] * experts
-    for expert, place in zip(idx.flatten().tolist(), places.flatten().tolist(), strict=True):
+    for expert, slot in zip(idx.flatten().tolist(), pair_slots.flatten().tolist(), strict=True):
         if expert < 0:
-            assert place == -1
+            assert slot == -1
             continue
         number, seen[expert] = seen[expert], seen[expert] + 1
-        rank, at = divmod(place, local + slots)
-        if number < plan.kept_E[expert]:
+        rank, at = divmod(slot, local + slots)
+        if number < plan.owner_rows_E[expert]:
             assert (rank, at) == (expert // local, expert % local)
         else:
             held, begin, end = replicas[rank][at - local]
@@ -294,7 +294,7 @@ def test_every_pair_goes_to_the_copy_that_has_its_row(
 
 def test_numbers_count_pairs_of_an_expert_in_order() -> None:
     expert = torch.tensor([3, 0, 3, -1, 0, 3, 1], dtype=torch.int32)
-    assert numbers(expert, 4)[expert >= 0].tolist() == [0, 0, 1, 1, 2, 0]
+    assert pair_numbers(expert, 4)[expert >= 0].tolist() == [0, 0, 1, 1, 2, 0]
 
 
 def test_the_kernel_in_the_interpreter() -> None:

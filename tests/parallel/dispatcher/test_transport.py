@@ -230,12 +230,12 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         (
             dict(transport=SYMM, sms="auto", quantizes=True),
             "off",
-            "experts make FP8 of tokens once all are there (precision.dispatch=bf16)",
+            "experts quantise tokens once all have arrived (precision.dispatch=bf16)",
         ),
         (
             dict(transport=HIER, sms="auto"),
             "16 SMs",
-            "auto; inside nodes alone: what goes between them is waited for",
+            "auto; inside nodes only: the exchange between nodes is exposed",
         ),
         (
             dict(transport=SYMM, backend="torch", sms="auto", shared=True),
@@ -276,13 +276,13 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         (
             dict(transport=SYMM, backend="torch", shared=True),
             "16 SMs",
-            "parallel.comm_sms=16; beside the shared experts alone: "
+            "parallel.comm_sms=16; with the shared experts only: "
             "torch experts cannot wait for tokens",
         ),
         (
             dict(transport=HIER),
             "16 SMs",
-            "parallel.comm_sms=16; inside nodes alone: what goes between them is waited for",
+            "parallel.comm_sms=16; inside nodes only: the exchange between nodes is exposed",
         ),
         (
             dict(transport=Transport("alltoall", "auto")),
@@ -294,7 +294,7 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
             dict(transport=Transport("deepep", "")),
             "off",
             "deepep cannot overlap: its counts are waited for; "
-            "parallel.comm_sms=16 are those of its kernels",
+            "parallel.comm_sms=16 sets the SMs of its kernels",
         ),
         (
             dict(transport=of_megatron("auto"), backend="megatron"),
@@ -337,7 +337,7 @@ def test_replication_where_the_transport_has_them() -> None:
     (line,) = replication_choices("auto", pushed)
     assert (line.backend, line.reason) == ("off", f"auto; {NO_GAIN}")
     (line,) = replication_choices("auto", dense)
-    assert line.reason == "auto; alltoall does not hide what replicas send"
+    assert line.reason == "auto; alltoall does not hide the exchange of replicas"
     (line,) = replication_choices("auto", Transport("deepep", "wanted"))
     assert line.reason == "auto; deepep cannot replicate experts"
     (line,) = replication_choices(2, LOCAL)
@@ -361,7 +361,7 @@ def test_over_nodes_the_transport_inside_replicates() -> None:
     reasons = [replication_choices("auto", of)[0].reason for of in (pushed, dense)]
     assert reasons == [
         f"auto; {NO_GAIN}",
-        "auto; alltoall does not hide what replicas send",
+        "auto; alltoall does not hide the exchange of replicas",
     ]
 
 

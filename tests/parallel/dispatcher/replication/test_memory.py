@@ -15,6 +15,7 @@ from phalanx.kernels.expert_mlp.replicas import LAYERS
 from phalanx.kernels.replication.rows import ReturnPlan
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, MAX_WAVES, SEEN
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.replication import memory as replica_memory
 from phalanx.parallel.dispatcher.replication.memory import (
     ReplicaLayout,
     ReplicaMemory,
@@ -129,7 +130,7 @@ def replicas_and_grads() -> None:
         told = "rank 11 has not sent its experts for the 5th time, only the 4th"
         assert memories[0].missing() == told
         memories[1]._grad_flags.report.copy_(late)
-        told = "rank 11 has not given gradients of replicas back for the 5th time, only the 4th"
+        told = "rank 11 has not sent the gradients of its replicas for the 5th time, only the 4th"
         assert memories[1].missing() == told
     for memory in memories:
         memory.release()

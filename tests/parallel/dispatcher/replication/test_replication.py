@@ -17,7 +17,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.routing.replica_routing import assign_pairs, count_rows, numbers
+from phalanx.kernels.routing.replica_routing import assign_pairs, count_rows, pair_numbers
 from phalanx.kernels.routing.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
@@ -258,10 +258,10 @@ def test_gradients_are_those_that_the_plan_predicts(kind: str, ranks: int) -> No
 
 def as_planned(p: Problem, plan: ReplicationPlan, grads: list[list[Tensor]]) -> None:
     """0.125, then the owner's part, then those of its copies in the order of ranks."""
-    number = numbers(p.idx.flatten(), EXPERTS).view_as(p.idx)
+    number = pair_numbers(p.idx.flatten(), EXPERTS).view_as(p.idx)
     got = [torch.cat(of) for of in zip(*grads, strict=True)]
     for expert in range(EXPERTS):
-        spans = [(0, int(plan.kept_E[expert]))]
+        spans = [(0, int(plan.owner_rows_E[expert]))]
         for borrower in range(len(plan.expert_RN)):
             for slot in (plan.expert_RN[borrower] == expert).nonzero().flatten().tolist():
                 spans.append((int(plan.begin_RN[borrower, slot]), int(plan.end_RN[borrower, slot])))
