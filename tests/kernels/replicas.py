@@ -22,8 +22,7 @@ BEFORE = 0.125
 
 
 class Copied:
-    """`kernels.expert_mlp.replicas.ReplicaExchange`. Whatever is read or kept too early or too long
-    is NaN."""
+    """Exchange of replicas within a process; early or late accesses give NaN."""
 
     def __init__(
         self,
@@ -125,8 +124,7 @@ def without(
     main_grad: torch.dtype = torch.float32,
     frozen: tuple[str, ...] = (),
 ) -> Result:
-    """The same with all experts a rank's own; gradients are taken apart, and added to as `Copied`
-    does."""
+    """The same with all experts own ones; gradients are split, and reduced as in `Copied`."""
     leaves, weights = _leaves(p, spec, main_grad, frozen)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order)
     out = grouped_mlp(leaves["x"], weights, plan, spec)

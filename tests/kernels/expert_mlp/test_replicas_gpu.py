@@ -1,6 +1,6 @@
-"""Experts of other ranks beside a rank's own on an NVIDIA GPU: the bits of the same experts as own
-ones, in two launches for one. Replicas' rows begin at any row, also inside a tile or a block of
-FP8.
+"""Replicas on an NVIDIA GPU: the bits of the same experts as own ones, in two launches.
+
+Replicas' rows start at any row, also inside a tile or a block of FP8.
 """
 
 from dataclasses import fields, replace

@@ -113,7 +113,7 @@ def filled(plan: ReplicationPlan) -> list[list[tuple[int, int, int]]]:
 
 
 def check(rows: list[int], size: ReplicationSize, plan: ReplicationPlan) -> None:
-    """What holds of every plan."""
+    """Check the invariants of a plan."""
     R, N, cost, tile, _ = size
     local, slots, kept = len(rows) // R, filled(plan), plan.owner_rows_E.tolist()
     assert plan.expert_RN.shape == (R, N)
@@ -360,7 +360,7 @@ def test_the_kernel_compiles_for_hopper(
 
 
 def test_loads_in_the_documentation() -> None:
-    """Of docs/dispatch.md; a copy costs a quarter of what it would unhidden."""
+    """Table of docs/dispatch.md; a copy costs a quarter of its exposed cost."""
     machine, expert = MACHINES["h200"], 3 * 2048 * 768
     unhidden = dict(
         bytes_per_second=machine.node_gbs * 1e9,

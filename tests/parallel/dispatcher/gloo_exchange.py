@@ -154,8 +154,7 @@ def _standing_for(name: str, module: Any) -> Iterator[None]:
 
 @contextmanager
 def gloo_exchanges() -> Iterator[list[GlooExchange]]:
-    """Inside, `symm` works over them, and experts of any backend beside them; yields those that it
-    has asked for."""
+    """Context in which `symm` uses gloo exchanges, with any backend; yields the used exchanges."""
     made = list[GlooExchange]()
 
     @functools.cache

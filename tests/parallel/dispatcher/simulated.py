@@ -21,7 +21,7 @@ from phalanx.parallel.dispatcher.received import Received
 
 
 class Route(NamedTuple):
-    """What a rank was sent: the `route` of its `Received`."""
+    """Rows sent to a rank: the `route` of its `Received`."""
 
     wanted_N: Tensor
     """bool: rows that hold a token, and whose sums go back."""

@@ -64,7 +64,7 @@ class Way(NamedTuple):
 
 
 def ways(hier: bool) -> tuple[Way, Way]:
-    """What is tested, and what it is compared with."""
+    """A tested layer, and its reference."""
     ours, flat = (
         choose_transport(name, dist.group.WORLD, torch.bfloat16)
         for name in ("hier" if hier else "symm", "alltoall")
@@ -148,8 +148,10 @@ class Layer:
 
 
 def chosen(only: set[str], shape: str, precision: str, known: Iterable[str] = SPECS) -> bool:
-    """Whether names on the command line, if there are any of its kind, have both; `known` are the
-    precisions."""
+    """True if the command line selects both labels, or none of their kinds.
+
+    `known` are the labels of each kind.
+    """
     precisions = only & {*known}
     shapes = only - precisions
     return shape in (shapes or {shape}) and precision in (precisions or {precision})

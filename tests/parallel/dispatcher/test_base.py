@@ -150,7 +150,7 @@ def dispatcher_of(
     dtype: torch.dtype = torch.bfloat16,
     **given: Any,
 ) -> Dispatcher:
-    """As a run makes it; all ranks call it together."""
+    """A dispatcher as a run builds it; collective over the job."""
     return make_dispatcher(choose_transport(name, group, dtype), group=group, **given)
 
 

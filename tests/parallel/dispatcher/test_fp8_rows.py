@@ -177,7 +177,7 @@ def joined(ranks: list[Given]) -> Given:
 @NODES
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_same_bits_over_nodes(recipe: Fp8Block, ranks: int, size: int) -> None:
-    """As with collectives, and as where nothing travels."""
+    """Results are those with collectives, and those on one rank."""
     by_rank = run_distributed(_same_over_nodes, ranks, recipe, size)
     alone = dispatcher_of(choose_transport("local", None, torch.bfloat16), recipe)
     here = layer(alone, joined([drawn(rank, ranks) for rank in range(ranks)]), recipe)

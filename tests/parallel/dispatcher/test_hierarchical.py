@@ -94,7 +94,7 @@ def test_exact_on_integers(dtype: torch.dtype, ranks: int, size: int) -> None:
 
 class Planned(NamedTuple):
     rows_SD: Tensor
-    """What the experts read."""
+    """Rows that the experts read."""
     row_prob_S: Tensor
     offsets: Tensor
     needed: Tensor
@@ -103,7 +103,7 @@ class Planned(NamedTuple):
 
 
 def plans(case: Case, size: int) -> list[Planned]:
-    """Of `alltoall` and `hier` on this rank."""
+    """Rows of `alltoall` and `hier` on this rank."""
     tokens, found = TOKENS // dist.get_world_size(), []
     own = slice(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens)
     for name in ("alltoall", "hier"):
@@ -241,7 +241,7 @@ def test_a_token_crosses_the_network_once_to_each_node() -> None:
 
 
 def taken(size: int) -> tuple[str, str]:
-    """What `auto` takes, and what `hier` says."""
+    """Choice of `auto`, and the reason of `hier`."""
     with pretended(size):
         given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
         auto = type(dispatcher_of("auto", dist.group.WORLD, **given)).__name__

@@ -28,7 +28,7 @@ def _two_nodes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """By collectives, what pushes inside a node are compared with."""
+    """Results by collectives, the reference of pushes inside a node."""
     return train(tmp_path_factory.mktemp("fused"), "alltoall", *COMMON, FUSED, REFERENCE, ranks=4)
 
 
@@ -47,7 +47,7 @@ def test_hier_trains_like_collectives_with_experts_of_torch(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_graph_trains_bit_for_bit_like_eager_steps(slots: int, tmp_path: Path) -> None:
-    """What is logged of clones is the same too, for which the nodes meet once a step."""
+    """Logged loads are the same too, which the nodes reduce once a step."""
     options = [
         *COMMON,
         FUSED,
@@ -67,7 +67,7 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(slots: int, tmp_path: Path)
 
 
 def test_fp32_goes_by_collectives_inside_a_node(tmp_path: Path) -> None:
-    """Where nothing can be pushed; what differs is the order of sums."""
+    """Without pushes; only the order of sums differs."""
     options = [*COMMON, "kernels=reference", "precision=fp32"]
     theirs = train(tmp_path, "alltoall", *options, REFERENCE, ranks=4)
     ours = train(tmp_path, "hier", *options, "parallel.dispatch=hier", ranks=4)

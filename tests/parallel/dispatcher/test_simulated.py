@@ -70,7 +70,7 @@ def wanted(case: Case) -> Result:
 
 
 def layer(case: Case, counts: list[int], canary: float = 0.0) -> Result:
-    """Of all ranks; `canary` is in every row that is not a rank's, on both ways."""
+    """Rows of all ranks; `canary` fills rows that no rank reads, on both ways."""
     ranks = len(counts)
     simulated = made(ranks, case.idx_TK.shape[1], canary=canary)
     x, prob, w = (t.clone().requires_grad_() for t in (case.x_TD, case.prob_TK, case.w_EDD))

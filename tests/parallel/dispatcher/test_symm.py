@@ -16,7 +16,7 @@ from tests.support.distributed import run_distributed
 
 
 def _connection(report: list[int]) -> Any:
-    """Of an exchange whose kernels have left a report."""
+    """Connection of an exchange whose kernels have left a report."""
     pytest.importorskip("cutlass")
     from phalanx.kernels.sm90.exchange.exchange import Exchange
 

@@ -1,5 +1,4 @@
-"""Layers over `symm`, with and without replication, on all GPUs of this host that it serves, or
-with several ranks on one; see `symm_layer` and `cloned_layer`."""
+"""Layers over `symm`, with and without replication, on all GPUs of this host or on one."""
 
 import os
 import subprocess
@@ -32,7 +31,7 @@ def compare(
 
 
 def gpus() -> int:
-    """That are Hopper's, 8 at most."""
+    """Number of Hopper GPUs, at most 8."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return min(torch.cuda.device_count(), 8) if hopper else 0
 

@@ -357,7 +357,7 @@ def test_over_nodes_the_transport_inside_replicates() -> None:
     assert line.reason.startswith(
         "parallel.expert_replication=2; in each node by itself; a copy costs 300 rows"
     )
-    assert "rows and a layer with copies 40; weights are kept" in line.reason
+    assert "rows and a layer with copies 40; weights are saved" in line.reason
     reasons = [replication_choices("auto", of)[0].reason for of in (pushed, dense)]
     assert reasons == [
         f"auto; {NO_GAIN}",

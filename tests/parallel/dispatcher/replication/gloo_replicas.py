@@ -1,10 +1,4 @@
-"""What `symm` needs where experts are replicated, by collectives of gloo, on ranks of a CPU.
-
-Rows and weights are there when they have been sent. Memory that no rank has written since is NaN,
-so that nothing may depend on it; slots without a replica are numbers, as they are on GPUs.
-
-Legend: R ranks, T tokens of a rank, K slots of a token, D hidden, S expert rows, G replica slots.
-"""
+"""Exchanges of replicas for `symm` by collectives of gloo, on CPU ranks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -40,11 +34,11 @@ class GlooUnreducedMemory:
         sent_RKTD, named_RKT1 = sent.to(y_SD.dtype), torch.zeros(*sent.shape[:3], 1)
         rows.send_unreduced_rows(y_SD, return_plan, sent_RKTD.unbind())
         rows.send_unreduced_rows(torch.ones(len(y_SD), 1), return_plan, named_RKT1.unbind())
-        came_RKTD, here_RKT1 = (_exchanged(x, self._group) for x in (sent_RKTD, named_RKT1))
-        assert here_RKT1.sum(0).max() <= 1, "two ranks have written to a place"
+        received_RKTD, written_RKT1 = (_exchanged(x, self._group) for x in (sent_RKTD, named_RKT1))
+        assert written_RKT1.sum(0).max() <= 1, "two ranks have written to a row"
         self.rows_KTD.fill_(float("nan"))
-        for came_KTD, here_KT1 in zip(came_RKTD, here_RKT1, strict=True):
-            self.rows_KTD.copy_(torch.where(here_KT1 > 0, came_KTD, self.rows_KTD))
+        for received_KTD, written_KT1 in zip(received_RKTD, written_RKT1, strict=True):
+            self.rows_KTD.copy_(torch.where(written_KT1 > 0, received_KTD, self.rows_KTD))
 
 
 class GlooReplicaMemory:
@@ -68,40 +62,40 @@ class GlooReplicaMemory:
                 continue
             sent_RG = w.new_full((self._group.size(), *slots_G.shape), float("nan"))
             weights.send_weights(w.detach(), expert_RG, sent_RG.unbind(), rank)
-            came_RG = _exchanged(sent_RG, self._group)
+            received_RG = _exchanged(sent_RG, self._group)
             for slot, expert in enumerate(expert_RG[rank].tolist()):
-                slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
+                slots_G[slot] = EMPTY if expert < 0 else received_RG[expert // local, slot]
 
     ready = None
 
     def wait_sending(self) -> None:
-        """They have been lent."""
+        """Return at once: weights were sent by a collective."""
 
     def wait(self, *, second: bool) -> None:
         assert second == self._waits.pop(0), "the first layer is waited for first"
 
     def send_grads(self, layer: Layer) -> None:
-        """They are there."""
+        """Do nothing: `reduce_grads` gathers them."""
 
     def reduce_grads(
-        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, overlapped: bool
     ) -> None:
-        rooms = of_layer(self.grads, layer)
-        for grad, room_G in zip(own, rooms, strict=True):
+        grads = of_layer(self.grads, layer)
+        for grad, grad_G in zip(own, grads, strict=True):
             if grad is not None:
-                room_RG = room_G.new_empty(self._group.size(), *room_G.shape)
-                dist.all_gather_into_tensor(room_RG.flatten(0, 1), room_G, group=self._group)
-                weights.reduce_grads(grad, expert_RG, room_RG.unbind(), self._group.rank())
-        for room_G in rooms:
-            if room_G is not None:
-                room_G.fill_(float("nan"))
+                grad_RG = grad_G.new_empty(self._group.size(), *grad_G.shape)
+                dist.all_gather_into_tensor(grad_RG.flatten(0, 1), grad_G, group=self._group)
+                weights.reduce_grads(grad, expert_RG, grad_RG.unbind(), self._group.rank())
+        for grad_G in grads:
+            if grad_G is not None:
+                grad_G.fill_(float("nan"))
 
     def wait_reducing(self) -> None:
-        """They have been taken back."""
+        """Return at once: gradients were reduced by a collective."""
 
 
 def replicating(exchange_of: Callable[..., Any]) -> list[Any]:
-    """Patches with which `symm` clones over them, and over the exchanges of a cache."""
+    """Patches with which `symm` replicates over them, and over the exchanges of a cache."""
 
     def control_of(group: Any, tokens: int, hidden: int, slots: int, options: Any) -> Any:
         exchange = exchange_of(group, 1, HIDDEN, tokens * slots, options)

@@ -5,7 +5,7 @@
     small8 PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4
     tests/parallel/dispatcher/replication/layer.py hier
 
-The last one has `symm` inside the nodes of `hier`, each of which clones by itself.
+The last one has `symm` inside the nodes of `hier`, each of which replicates by itself.
 Results and gradients of tokens, probabilities and residual have the same bits; gradients of weights
 and biases, in fp32, are sums of the same products in another order. With and without pushes beside
 the experts, tokens and weights of replicas kept or sent again, in bf16, in FP8, and in FP8 with
@@ -49,7 +49,7 @@ SHAPES = {
 }
 """Tokens of a rank, hidden, width, experts, top-k; `wide` has biases."""
 KINDS = {"random": False, "one rank": True, "one expert": True, "none here": False}
-"""Routings, and whether there must be clones."""
+"""Routings, and whether there must be replicas."""
 PRECISIONS = {
     **{name: (spec, False) for name, spec in SPECS.items()},
     "fp8rows": (SPECS["fp8"], True),
@@ -57,7 +57,7 @@ PRECISIONS = {
 """How experts compute, and whether rows travel in FP8."""
 SLOTS, COST = 2, 8
 NEAR = 1e-5
-"""Of an expert's gradient, in its norm: fp32 sums of the same products in another order."""
+"""Tolerance of an expert's gradient in its norm: fp32 sums of equal products in another order."""
 
 
 def routing(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
@@ -138,7 +138,7 @@ def check(
         del graph
         torch.cuda.synchronize()
         if dist.get_rank() == 0:
-            print(f"equal: {what}, {found} clones", flush=True)
+            print(f"equal: {what}, {found} replicas", flush=True)
 
 
 def main() -> None:

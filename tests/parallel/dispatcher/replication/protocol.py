@@ -1,5 +1,4 @@
-"""Model of what orders the memory of clones over `symm`: events on streams, in any order they
-allow.
+"""Model of the order of replica memory over `symm`: events on streams, in a random order.
 
 As in `protocol`, every rank runs the same program on streams, those of compute, of pushes and of
 control, and which is next is drawn at random. Exchanges are no more than their flags here, which
@@ -34,7 +33,7 @@ class Event(NamedTuple):
 
 
 class Program:
-    """What the host of each rank gives to its streams.
+    """Commands of each rank's host to its streams.
 
     Args:
         ranks: R.
@@ -47,15 +46,14 @@ class Program:
         self.streams = [self.compute, [], []] if overlaps else [self.compute]
         self._pushes = self.streams[:2][-1]
         self.calls: list[str] = []
-        """What the host does, in its order."""
+        """Calls of the host, in its order."""
         self._started, self._contents = 0, Counter[str]()
         self._signals: dict[int, str] = {}
-        """What `wait` for one is called."""
+        """Name of the call that waits for an exchange."""
         self._met = 0
 
     def start(self, put: str = "") -> int:
-        """An exchange, after what its stream and that of compute were given, whose kernel also
-        puts new contents for all ranks."""
+        """Exchange after the work of its stream and of compute; its kernel also writes `put`."""
         u = self.begin()
         if put:
             self.calls.append(f"put {put}")
@@ -63,8 +61,7 @@ class Program:
         return self._raise(u, self._pushes)
 
     def begin(self) -> int:
-        """One whose flags are raised later by a kernel of the compute stream (`end`), as those of
-        sums that leave under fc2 are."""
+        """Exchange whose flags the compute stream raises later (`end`), as for sums under fc2."""
         self.calls.append("start")
         return self._begin(self._pushes)
 
@@ -79,8 +76,7 @@ class Program:
         return self._raise(u, self.streams[-1])
 
     def send_weights(self, *layers: str) -> list[int]:
-        """Weights of layers in turn, by a kernel in the stream of control that raises flags as they
-        are there."""
+        """Send weights of layers in the control stream, with flags for each."""
         self.calls.append("send weights")
         raised = []
         for layer in layers:
@@ -96,7 +92,7 @@ class Program:
         return self._raise(self._started, self.compute)
 
     def run_on_comm_stream(self) -> None:
-        """What comes next in the stream of control does so after what compute was given."""
+        """Order the next work of the control stream after the compute stream's."""
         self._begin(self.streams[-1])
 
     def wait(self, u: int, *, beside: bool = False) -> None:

@@ -48,7 +48,7 @@ KINDS = {
     "one rank of each node": True,
     "several hot experts": True,
 }
-"""Routings, and whether there must be clones."""
+"""Routings, and whether there must be replicas."""
 
 
 def over_nodes(size: int = SIZE) -> Transport:
@@ -78,8 +78,7 @@ def dispatcher_of(
 
 
 def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int) -> list[Made]:
-    """Without replication and with them by collectives inside, and with them by pushes in all
-    ways."""
+    """Results without replication, with collectives inside, and with pushes in all ways."""
     p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
     how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
     fp8_rows = options.pop("fp8_rows", False)
@@ -108,7 +107,7 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int
 
 
 def on_any_node(made: Made) -> Made:
-    """With the clones of all ranks' nodes, as one node may have none."""
+    """With the replicas of all ranks' nodes, as one node may have none."""
     replicas = torch.tensor(made.replicas)
     dist.all_reduce(replicas)
     return made._replace(replicas=int(replicas))
@@ -156,7 +155,7 @@ def of_node(kind: str, node: int) -> ReplicationPlan:
 
 
 def planned(kind: str) -> ReplicationPlan:
-    """Of both nodes, in the numbers of the group."""
+    """Plans of both nodes, with the expert ids of the group."""
     plans = [of_node(kind, node) for node in range(2)]
     second = plans[1].expert_RN
     plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + EXPERTS // 2, -1))
@@ -208,8 +207,7 @@ def both_over_the_rail(inside: str) -> list[list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("inside", ["alltoall", "symm"])
 def test_replicas_say_nothing_between_nodes(inside: str) -> None:
-    """In the calls of a layer; what is logged of them is told once a step
-    (`moe.router.balance`)."""
+    """Calls of a layer send nothing about replicas; loads are reduced once a step."""
     for without, replicas in run_distributed(both_over_the_rail, RANKS, inside):
         # Routing, tokens and sums; gradients of sums, tokens and probabilities.
         assert len(without) == 2 * 6
@@ -222,7 +220,9 @@ def gradients(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["one expert with all", "several hot experts"])
 def test_rows_of_an_expert_are_parted_in_the_order_of_ranks(kind: str) -> None:
-    """As they lie without replication, so that blocks of FP8 are the same, though they have arrived
-    in another order: gradients are the sums that this predicts, bit for bit."""
+    """FP8 blocks are those without replication, though rows arrive in another order.
+
+    Gradients are the predicted sums, bit for bit.
+    """
     grads = run_distributed(gradients, RANKS, kind)
     flat.as_planned(flat.problem(kind, torch.bfloat16), planned(kind), grads)

@@ -1,5 +1,4 @@
-"""Memory of clones: where it lies, and what ranks of one process write to each other's by address,
-with the kernels in the interpreter."""
+"""Replica memory: its layout, and accesses by address between ranks in one process."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +46,7 @@ def weights(rank: int) -> MLPWeights:
 
 
 def on_one_process(make: Any) -> list[Any]:
-    """What `make` makes for a group, of every rank, whose memory is all in this process."""
+    """Objects of every rank of a group from `make`, with all memory in this process."""
     memory: list[Tensor] = []
 
     def peers(group: Any, size: int) -> Any:
@@ -86,7 +85,7 @@ def test_kernels_know_which_waves_they_wait_for(slots: int) -> None:
     assert memory._begins_W[0] == 0 and memory._begins_W[-1] == slots
 
 
-def test_exchanges_are_told_where_rows_go_by_themselves() -> None:
+def test_exchanges_get_the_addresses_of_unreduced_rows() -> None:
     pytest.importorskip("cutlass")
     memories = on_one_process(lambda group: UnreducedMemory(group, 4, 8, 2))
     return_plan = ReturnPlan(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
@@ -115,23 +114,25 @@ def replicas_and_grads() -> None:
     with mock.patch.object(replica_memory, "_sms", lambda where: 2):
         grads = [torch.ones(w.shape) for w in own[0][:3]]
         # Slots 0 and 1 of rank 1: experts 2 and 0.
-        memories[0].reduce_grads("fc1", grads[::2], HELD, beside=True)
-        memories[0].reduce_grads("fc2", [grads[1], None], HELD, beside=False)
+        memories[0].reduce_grads("fc1", grads[::2], HELD, overlapped=True)
+        memories[0].reduce_grads("fc2", [grads[1], None], HELD, overlapped=False)
         for grad in grads:
             assert torch.equal(grad.flatten(1)[:, 0], torch.tensor([13.0, 1.0, 12.0]))
         grads = [torch.ones(w.shape) for w in own[1][:3]]
-        memories[1].reduce_grads("fc1", grads[::2], HELD, beside=True)
-        memories[1].reduce_grads("fc2", [None, None], HELD, beside=False)
+        memories[1].reduce_grads("fc1", grads[::2], HELD, overlapped=True)
+        memories[1].reduce_grads("fc2", [None, None], HELD, overlapped=False)
         assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
     assert memories[0].missing() == ""
     late = torch.tensor([2, 5, 4, 0])  # as a kernel that gives up reports
     with mock.patch.object(dist, "get_global_rank", lambda group, rank: 10 + rank):
         memories[0]._weight_flags.report.copy_(late)
-        told = "rank 11 has not sent its experts for the 5th time, only the 4th"
-        assert memories[0].missing() == told
+        message = "rank 11 has not sent the weights of its experts for the 5th time, only the 4th"
+        assert memories[0].missing() == message
         memories[1]._grad_flags.report.copy_(late)
-        told = "rank 11 has not sent the gradients of its replicas for the 5th time, only the 4th"
-        assert memories[1].missing() == told
+        message = (
+            "rank 11 has not sent the gradients of its replicas for the 5th time, only the 4th"
+        )
+        assert memories[1].missing() == message
     for memory in memories:
         memory.release()
 

@@ -1,5 +1,4 @@
-"""Memory of clones over `symm` needs no flags of its own; the model of this is what `symm` does,
-and can fail."""
+"""Replica memory over `symm` needs no flags: `symm` makes the model's calls, which can fail."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -90,7 +89,7 @@ def test_what_orders_it_is_needed(broken: Callable[[Program], None], message: st
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """What the host does, as the model writes it down."""
+    """Calls of the host, in the words of the model."""
     calls: list[str] = []
 
     def note(owner: Any, name: str, what: str, control: str = "") -> Any:
@@ -122,7 +121,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def _calls(sms: int, keep: bool, fp8: bool) -> list[str]:
-    """Of two micro-batches of a layer."""
+    """Calls in two micro-batches of a layer."""
     recipe = Fp8Block() if fp8 else None
     spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True, recipe=recipe)
     with gloo_exchanges(), noted() as calls:

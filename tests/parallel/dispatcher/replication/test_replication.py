@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 
 
 class Made(NamedTuple):
-    """By one rank."""
+    """Results of one rank."""
 
     out: Tensor
     dx: Tensor
@@ -99,7 +99,7 @@ def problem(kind: str, dtype: torch.dtype, bias: bool = False) -> Problem:
 
 
 def parts(p: Problem, rank: int, ranks: int) -> Problem:
-    """Of one rank: its tokens and its experts."""
+    """Tokens and experts of one rank."""
     own = [None if w is None else w.chunk(ranks)[rank].clone() for w in p.weights]
     x, idx, prob, dout = (t.chunk(ranks)[rank].clone() for t in (p.x, p.idx, p.prob, p.dout))
     return Problem(x, idx, prob, MLPWeights(*own), dout)  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ def once(kind: str, slots: int) -> list[Tensor]:
 
 
 def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
-    """Those of own experts, of one micro-batch, in buffers that held 0.125."""
+    """Gradients of own experts of one micro-batch, in buffers that held 0.125."""
     own = parts(p, dist.get_rank(), dist.get_world_size())
     spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True)
     weights = MLPWeights(*(w.requires_grad_() for w in own.weights[:2]))

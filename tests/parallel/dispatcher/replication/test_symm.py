@@ -79,8 +79,10 @@ def layer(
     crossed: bool = False,
     shared: bool = False,
 ) -> Made:
-    """Two micro-batches of the same tokens, the second in the opposite order; `crossed` goes
-    forward with both before it goes backward with the first."""
+    """Results of two micro-batches of the same tokens, the second in the opposite order.
+
+    With `crossed` both go forward before the first goes backward.
+    """
     own = flat.parts(p, dist.get_rank(), dist.get_world_size())
     weights = MLPWeights(*(None if w is None else w.requires_grad_() for w in own.weights))
     for w in weights:
@@ -139,7 +141,7 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any]) -> list[M
 
 
 def sent_in_fp8(sent: list[int], again: bool) -> None:
-    """Of the two micro-batches: tokens and gradients of sums, and tokens again."""
+    """FP8 rows of two micro-batches: tokens and gradients of sums, and resent tokens."""
     small, whole = row_bytes(HIDDEN), 2 * HIDDEN
     assert sorted(sent) == sorted(2 * [small, whole, small, *again * [small], whole])
 
