@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How uneven a recorded routing is over expert-parallel ranks, and the effect of expert replication.
+"""Imbalance of a recorded routing over expert-parallel ranks, and the effect of replication.
 
     python scripts/routing_load.py FILE [--expert 2 4 8] [--replica-slots 0 1 2 4] [--tokens 4096]
         [--micro-batches M] [--cost ROWS] [--least ROWS] [--json OUT]
@@ -42,7 +42,7 @@ from phalanx.scripts.reader import may_leave
 _COST = copy_cost(rates_of("", "h200"), width=2, keep=False)
 _HEADS = (
     "ranks",
-    "replica_slots",
+    "slots",
     "micro-batches",
     "busiest expert, worst layer",
     "busiest expert, mean",
@@ -121,7 +121,7 @@ def check(args: argparse.Namespace, experts: int) -> None:
     parts = args.micro_batches
     for option, least, values in (
         ("expert", 1, args.expert),
-        ("replica_slots", 0, args.replica_slots),
+        ("replica-slots", 0, args.replica_slots),
         ("tokens", 1, [args.tokens]),
         ("micro-batches", 1, [] if parts is None else [parts]),
         ("cost", 0, [args.cost]),

@@ -1,10 +1,10 @@
-"""Suites `replication` and `rows`: uneven routing with and without expert replication, and FP8 rows.
+"""Suites `replication` and `rows`: uneven routing with and without replication, and FP8 rows.
 
-`replication` runs the layers of `layer`, without a shared expert and with gradients of weights added to
-fp32 buffers, over `symm`. Every time is compared with balanced routing without replication. A rank
-has two replica slots; if all tokens go to one rank's experts, as many as spread these over all
-ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at the cost of
-their rows alone (`<slots> slots, any`).
+`replication` runs the layers of `layer`, without a shared expert and with gradients of weights
+added to fp32 buffers, over `symm`. Every time is compared with balanced routing without
+replication. A rank has two replica slots; if all tokens go to one rank's experts, as many as spread
+these over all ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at
+the cost of their rows alone (`<slots> slots, any`).
 """
 
 import functools

@@ -72,7 +72,7 @@ def test_copies_that_a_run_would_not_make(recorded: Path, capsys) -> None:
         ("--expert 2 0", "--expert 0: must be at least 1"),
         (
             "--expert 16 --replica-slots 1",
-            "at most 512 experts on 8 ranks, not 16 on 16: set parallel.cl",
+            "at most 512 experts on 8 ranks, not 16 on 16: set parallel.ex",
         ),
         ("--cost -1", "--cost -1: must be at least 0"),
         ("--least -1", "--least -1: must be at least 0"),

@@ -63,7 +63,7 @@ class Broadcasts(Dispatcher):
     def costs(cls, reach: GroupTopology) -> TransportCosts:
         rows = Links(reach.ranks - 1, 0)
         return TransportCosts(
-            rows, 3 * rows, kept=reach.received, backward=5, buffers=2 * reach.received
+            rows, 3 * rows, saved=reach.received, backward=5, buffers=2 * reach.received
         )
 
     def dispatch(
