@@ -58,7 +58,7 @@ class _SharedMemory:
 
 
 class UnreducedMemory(_SharedMemory):
-    """Memory of `parallel.dispatcher.replication.transfers.UnreducedRows` over NVLink.
+    """Memory of `parallel.dispatcher.replication.transfers.UnreducedRowsMemory` over NVLink.
 
     Args:
         group: the expert-parallel group.
