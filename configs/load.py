@@ -37,10 +37,10 @@ from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
     RENAMED,
-    pluralize,
     did_you_mean,
     knobs,
     overrides,
+    pluralize,
     sections,
     suggest,
     visible,

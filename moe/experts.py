@@ -133,7 +133,9 @@ class Experts(MegatronModule):
                 overlap=received.overlap,
                 fp8_inputs=received.fp8_inputs,
                 addends=addends,
-                on_saved_h=partial(memory.offload, "expert_h") if memory.offloads("expert_h") else None,
+                on_saved_h=partial(memory.offload, "expert_h")
+                if memory.offloads("expert_h")
+                else None,
                 replicas=received.replicas,
             )
 

@@ -158,8 +158,8 @@ class MoE(MoELayer):
         first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
         with record_function("moe/dispatch"):
             received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
-        if received.clones is not None and self.training and torch.is_grad_enabled():
-            self.router.statistics.add_clones(received.clones)
+        if received.replication_plan is not None and self.training and torch.is_grad_enabled():
+            self.router.statistics.add_replication_plan(received.replication_plan)
         if self._adds:
             more = addends(second, residual_TD)
             with record_function("moe/experts"):

@@ -33,7 +33,7 @@ KINDS = (
     (
         "exchange",
         r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"
-        r"|lend_kernel|give_back_kernel|take_back_kernel",
+        r"|send_weights_kernel|signal_grads_kernel|reduce_grads_kernel",
     ),
     (
         "experts",
@@ -44,7 +44,7 @@ KINDS = (
         "plan, sums",
         r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"
         r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect"
-        r"|router_|part_rows|sum_singles|add_parts|count_chunks|place_kernel|split_order",
+        r"|router_|split_returns|sum_unreduced_rows|add_parts|count_chunks|assign_pairs_kernel|split_order",
     ),
     ("loss", r"cross_entropy|CrossEntropy"),
     ("norm", r"(?i)rms_?norm|layer_?norm|norm_weight_gradient"),

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
-from phalanx.configs.layout import clone_slots, expert_parallel_size
+from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
@@ -56,8 +56,8 @@ def sizes(cfg: Config, world: int) -> Sizes:
     local = tokens // p.tensor
     ranks = expert_parallel_size(cfg, world)
     held = slots(e.router, experts=e.experts, top_k=e.top_k)
-    places = e.experts // ranks + clone_slots(cfg, world)
-    worst = held.most(local, ranks, places)
+    places = e.experts // ranks + replica_slots(cfg, world)
+    worst = held.max_rows(local, ranks, places)
     if cfg.kernels.backend == "megatron":  # it takes what comes; balanced here
         rows = min(worst, local * e.top_k)
     else:
@@ -323,12 +323,12 @@ class Activations:
                 x, a = s.rows * fp8_row(m.hidden), s.rows * fp8_row(e.ffn)
             return {"moe": routing + h * (2 if m.bias else 1) + x, "expert_a": a}
         sent = costs(self._cfg, self._world)
-        received = sent.kept * 2 * m.hidden * self._wide
+        received = sent.saved * 2 * m.hidden * self._wide
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
             # A copy beside what router and transport have in bf16; under exchanges that overlap
             # experts, what is sent again is quantized again.
             resent = overlaps(self._cfg, self._world)
-            kept = sent.kept if resent else max(sent.kept, self._arriving())
+            kept = sent.saved if resent else max(sent.saved, self._arriving())
             received = kept * fp8_row(m.hidden)
         replicas = self.replicas().saved
         return {"moe": routing + 8 * s.rows + received + replicas, "expert_h": h}
@@ -339,18 +339,18 @@ class Activations:
         alone = expert_parallel_size(self._cfg, self._world) == 1
         return 0 if one_rank and not alone else self.sizes.received
 
-    def guest_slots(self) -> int:
-        """Bytes of guests' weights and of their gradients in fp32."""
-        e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
+    def replica_bytes(self) -> int:
+        """Bytes of replicas' weights and of their gradients in fp32."""
+        e, slots = self._cfg.model.moe, replica_slots(self._cfg, self._world)
         one = self._cfg.model.hidden * e.ffn
         return slots * (ACTIVATIONS[e.activation].halves + 1) * one * (2 * self._wide + 4)
 
     def replicas(self) -> Layer:
-        """Of a layer whose hot experts are cloned: guests' weights, their gradients in fp32, and
-        what is exchanged of the larger matrix, unless they are in memory of the exchanges; own
+        """Of a layer whose hot experts are replicated: replicas' weights, their gradients in fp32,
+        and what is exchanged of the larger matrix, unless they are in memory of the exchanges; own
         gradients in fp32 if they have no buffer, and, where one call takes all experts, their
         larger matrix once more."""
-        e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
+        e, slots = self._cfg.model.moe, replica_slots(self._cfg, self._world)
         if not slots:
             return Layer(0, 0)
         ranks, wide = expert_parallel_size(self._cfg, self._world), 2 * self._wide
@@ -361,7 +361,7 @@ class Activations:
         if not costs(self._cfg, self._world).buffers:
             over_nodes = TRANSPORTS[self._cfg.parallel.dispatch].over_nodes
             lenders = ranks // nodes(self._cfg, self._world) if over_nodes else ranks
-            backward = self.guest_slots() + 3 * lenders * slots * halves * one * 4
+            backward = self.replica_bytes() + 3 * lenders * slots * halves * one * 4
         if not k.gradient_accumulation_fusion:
             backward += own * expert * 4
         if k.backend != "fused":

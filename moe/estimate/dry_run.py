@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
-from phalanx.configs.knobs import pluralize, get
+from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
-    clone_slots,
     data_parallel_size,
     expert_parallel_size,
     micro_batches,
+    replica_slots,
     stage_ranks,
 )
 from phalanx.configs.machines import MACHINES, Machine
@@ -217,12 +217,12 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
             f"rows      {m.rows} ({case}): {storage(m.layer)} of activations kept a layer, "
             f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
         )
-    if slots := clone_slots(cfg, world):
+    if slots := replica_slots(cfg, world):
         held, outside = Activations(cfg, world), costs(cfg, world).buffers
         layer = held.replicas()
-        size = held.guest_slots() if outside else layer.saved + layer.backward
+        size = held.replica_bytes() if outside else layer.saved + layer.backward
         when = "of all layers" if outside else "in the backward pass of a layer"
-        yield f"clones    {slots} guest slots: {storage(size)} for weights and gradients {when}"
+        yield f"replicas  {slots} replica slots: {storage(size)} for weights and gradients {when}"
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
         f"{t.nodes:.2f} nodes on average"

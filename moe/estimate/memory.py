@@ -121,10 +121,10 @@ def _validation(cfg: Config, parts: list[Layer]) -> int:
 
 
 def exchange_bytes(cfg: Config, world: int) -> int:
-    """Receive buffers and guest slots of one-sided exchanges, outside torch's allocator, whatever
+    """Receive buffers and replica slots of one-sided exchanges, outside torch's allocator, whatever
     the load."""
     row, buffers = 2 * cfg.model.hidden + 8 * cfg.model.moe.top_k, costs(cfg, world).buffers
-    return buffers * row + (Activations(cfg, world).guest_slots() if buffers else 0)
+    return buffers * row + (Activations(cfg, world).replica_bytes() if buffers else 0)
 
 
 def needed(cfg: Config, world: int) -> int:

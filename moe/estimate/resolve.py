@@ -12,8 +12,8 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
-from phalanx.parallel.dispatcher.clones import Costs
-from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of, with_clones
+from phalanx.parallel.dispatcher.replication.options import CopyCosts
+from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of, with_replication
 
 _PACKAGES = frozenset(
     {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}
@@ -60,18 +60,18 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
             node_ranks=node_gpus,
             refusals=refusals,
         )
-        taken = with_clones(
-            cfg.parallel.clones,
+        taken = with_replication(
+            cfg.parallel.expert_replication,
             taken,
             ranks=expert if taken.inside is None else node_gpus,
             local=cfg.model.moe.experts // expert,
-            costs=Costs(0, 0),
+            costs=CopyCosts(0, 0),
             keep=False,
         )
     except ValueError as error:
         raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
     cfg.parallel.dispatch = taken.name
-    clones = (taken.inside or taken).clones
-    cfg.parallel.clones = 0 if clones is None else clones.slots
+    replication = (taken.inside or taken).replication
+    cfg.parallel.expert_replication = 0 if replication is None else replication.slots
     cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend, quantizes_on_arrival(cfg))
     return cfg

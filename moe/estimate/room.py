@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from phalanx.configs.formats import width
-from phalanx.configs.knobs import pluralize, listed, overrides
+from phalanx.configs.knobs import listed, overrides, pluralize
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,

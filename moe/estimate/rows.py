@@ -1,7 +1,7 @@
 """What the budget of expert rows costs a rank: at `parallel.capacity_factor`, and at worst.
 
 By difference: from a rank that keeps no expert rows, and from one whose tokens stay where they are
-and that has no guests.
+and that has no replicas.
 """
 
 import copy
@@ -67,13 +67,13 @@ def largest_factor(cfg: Config, world: int, room: int) -> float | None:
 
 def buffer_bytes(cfg: Config, world: int) -> int:
     """What dispatch holds at the peak of the stage where that is most, whatever the routing: of
-    tokens, and of guests.
+    tokens, and of replicas.
 
     Args:
         cfg, world: as of `row_memory`.
     """
     staying, most = copy.deepcopy(cfg), sizes(cfg, world).worst_rows
-    staying.parallel.dispatch, staying.parallel.clones = "local", 0
+    staying.parallel.dispatch, staying.parallel.expert_replication = "local", 0
     stages = zip(stage_memory(cfg, world, most), stage_memory(staying, world, most), strict=True)
     return exchange_bytes(cfg, world) + max(a.peak - b.peak for a, b in stages)
 

@@ -12,11 +12,11 @@ from math import comb
 from typing import NamedTuple
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
-from phalanx.configs.layout import clone_slots, expert_parallel_size
+from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.quantize import packed
-from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Links, Reach
+from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
@@ -44,7 +44,7 @@ def traffic(cfg: Config, world: int) -> Traffic:
     sent = _of_megatron(cfg, world) if cfg.kernels.backend == "megatron" else costs(cfg, world)
     again = _twice(cfg)
     there, back = (sent.there, sent.back) if again else (NOTHING, NOTHING)
-    return _of(cfg, world, (sent.there, sent.back), (there + sent.again, back))
+    return _of(cfg, world, (sent.there, sent.back), (there + sent.resent, back))
 
 
 def least_traffic(cfg: Config, world: int) -> Traffic:
@@ -68,7 +68,7 @@ def nodes(cfg: Config, world: int) -> int:
     return -(-expert_parallel_size(cfg, world) // MACHINES[cfg.run.machine].node_gpus)
 
 
-def costs(cfg: Config, world: int) -> Costs:
+def costs(cfg: Config, world: int) -> TransportCosts:
     """What the transport of `parallel.dispatch` sends and holds; `cfg` has no `auto` there."""
     return class_of(cfg.parallel.dispatch).costs(reach(cfg, world))
 
@@ -79,12 +79,12 @@ def overlaps(cfg: Config, world: int) -> bool:
     return waits and bool(cfg.parallel.comm_sms) and costs(cfg, world).exposed < 1
 
 
-def reach(cfg: Config, world: int) -> Reach:
+def reach(cfg: Config, world: int) -> GroupTopology:
     """The expert-parallel group, and what an average token wants of it."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
     by_node = _node_sizes(cfg, world)
     hosts = zip(_reached(e, by_node), by_node, strict=True)
-    return Reach(
+    return GroupTopology(
         ranks=expert_parallel_size(cfg, world),
         nodes=nodes(cfg, world),
         tokens=d.micro_batch * d.sequence_length // p.context // p.tensor,
@@ -92,7 +92,7 @@ def reach(cfg: Config, world: int) -> Reach:
         other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts),
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
-        rows_back=e.top_k if clone_slots(cfg, world) else 1,
+        rows_back=e.top_k if replica_slots(cfg, world) else 1,
     )
 
 
@@ -111,12 +111,12 @@ def _of(cfg: Config, world: int, once: tuple[Links, Links], again: tuple[Links, 
     return Traffic(ranks, hosts, *once, forward, forward + more)
 
 
-def _of_megatron(cfg: Config, world: int) -> Costs:
+def _of_megatron(cfg: Config, world: int) -> TransportCosts:
     """A copy for each expert, by an all-to-all of rows."""
     copies, group = cfg.model.moe.top_k, reach(cfg, world)
     near, far = (group.node_ranks - 1) / group.ranks, 1 - 1 / group.nodes
     rows = Links(copies * near, copies * far)
-    return Costs(rows, rows)
+    return TransportCosts(rows, rows)
 
 
 def _rank_sizes(cfg: Config, world: int) -> list[int]:

@@ -267,8 +267,8 @@ def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             totals[key] = statistics.fmean(values)
             totals[f"{key}_sd"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    of_ranks = ("rank_load", "rank_load_uncloned", "rank_load_cloned")
-    for key in ("load_max", *of_ranks, "cloned", "dead_experts"):
+    of_ranks = ("rank_load", "rank_load_without_replicas", "rank_load_with_replicas")
+    for key in ("load_max", *of_ranks, "replicas", "dead_experts"):
         values = [record[key] for record in records if key in record]
         if values:
             totals[key] = statistics.fmean(values)

@@ -24,7 +24,7 @@ from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.scores import choose, loss_scores, probabilities
-from phalanx.parallel.dispatcher.base import Slots
+from phalanx.parallel.dispatcher.base import TokenChoices
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
@@ -67,13 +67,15 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         )
 
 
-def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
+def slots(options: RouterConfig, *, experts: int, top_k: int) -> TokenChoices:
     """Slots in a row of the router's expert ids."""
     if options.rounding == "none":
-        return Slots(top_k, top_k)
+        return TokenChoices(top_k, top_k)
     reachable = options.group_topk * (experts // options.groups)
     width = token_rounding.candidates(options.rounding, top_k, reachable)
-    return Slots(top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile))
+    return TokenChoices(
+        top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile)
+    )
 
 
 def forced_choice(

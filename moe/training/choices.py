@@ -26,7 +26,7 @@ from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
-from phalanx.parallel.dispatcher.clones import Costs, costs_of_copies, rates_on
+from phalanx.parallel.dispatcher.replication.options import CopyCosts, copy_costs, rates_on
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron.recipe_linear import computes_by
@@ -177,14 +177,14 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
 
 
-def choose_clone_costs(cfg: Config, runtime: Runtime) -> Costs:
+def choose_copy_costs(cfg: Config, runtime: Runtime) -> CopyCosts:
     """Costs of copies of experts, by measured rates (configs/machines.py).
 
     They are the same on all ranks. Collective.
     """
     rates, keep = rates_on(runtime.device, cfg.run.machine), cfg.parallel.save_x == "keep"
     weights = mlp_weights(cfg.model, cfg.model.moe.ffn)
-    costs = costs_of_copies(rates, weights=weights, width=width(cfg), keep=keep)
+    costs = copy_costs(rates, weights=weights, width=width(cfg), keep=keep)
     return max(gather(costs))
 
 

@@ -176,7 +176,7 @@ class FusedFP8(FP8Operands, Fused):
         return fp8_wgrad(
             d.matrix,
             v.matrix,
-            plan.moved(column_offsets).offsets,
+            plan.relocated(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
@@ -187,7 +187,9 @@ class FusedFP8(FP8Operands, Fused):
 
     def _weights(self, linear: Linear) -> Quantized:
         copies = weight_copies(linear, keep=self._keep)
-        return Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
+        return (
+            Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
+        )
 
     def _in_bf16(self, x: Operand) -> Tensor:
         values: Tensor = in_dtype(x, torch.bfloat16)

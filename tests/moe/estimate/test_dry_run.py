@@ -40,13 +40,15 @@ def page(*overrides: str, world: int) -> tuple[str, int]:
     return dry_run(cfg, world)
 
 
-def test_guests_are_told() -> None:
-    cloned = ["parallel.dispatch=alltoall", "parallel.clones=2"]
-    text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", *cloned, world=8)
-    (line,) = [line for line in text.splitlines() if line.strip().startswith("clones ")]
-    assert "2 guest slots: " in line and "GiB for weights and gradients" in line
-    text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", "parallel.clones=auto", world=8)
-    assert "guest slots" not in text
+def test_replicas_are_reported() -> None:
+    replicated = ["parallel.dispatch=alltoall", "parallel.expert_replication=2"]
+    text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", *replicated, world=8)
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("replicas ")]
+    assert "2 replica slots: " in line and "GiB for weights and gradients" in line
+    text, _ = page(
+        "experiment=gpt_oss_20b_8gpu", "run=bench", "parallel.expert_replication=auto", world=8
+    )
+    assert "replica slots" not in text
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

@@ -1,12 +1,11 @@
-"""Model of what orders the memory of clones over `symm`: events on streams, in any order they
-allow.
+"""Model of the order of replica memory over `symm`: events on streams, in a random order.
 
 As in `protocol`, every rank runs the same program on streams, those of compute, of pushes and of
 control, and which is next is drawn at random. Exchanges are no more than their flags here, which
 are raised at once when a push begins: no real push raises them earlier. Memory is what
-`parallel.dispatcher.cloned_transfers` says that no flag protects: rows that travel by themselves and
-weights, which ranks write to each other, and gradients, which a rank writes to memory of its own
-and all others read; weights and gradients of fc1 and of fc2 each. Checked is that
+`parallel.dispatcher.replication.transfers` says that no flag protects: rows that travel by
+themselves and weights, which ranks write to each other, and gradients, which a rank writes to
+memory of its own and all others read; weights and gradients of fc1 and of fc2 each. Checked is that
 
     nothing is written while what was there before is, or will be, read, and
     nothing is read that has not come.
@@ -34,7 +33,7 @@ class Event(NamedTuple):
 
 
 class Program:
-    """What the host of each rank gives to its streams.
+    """Commands of each rank's host to its streams.
 
     Args:
         ranks: R.
@@ -47,15 +46,14 @@ class Program:
         self.streams = [self.compute, [], []] if overlaps else [self.compute]
         self._pushes = self.streams[:2][-1]
         self.calls: list[str] = []
-        """What the host does, in its order."""
+        """Calls of the host, in its order."""
         self._started, self._contents = 0, Counter[str]()
         self._signals: dict[int, str] = {}
-        """What `wait` for one is called."""
+        """Name of the call that waits for an exchange."""
         self._met = 0
 
     def start(self, put: str = "") -> int:
-        """An exchange, after what its stream and that of compute were given, whose kernel also
-        puts new contents for all ranks."""
+        """Exchange after the work of its stream and of compute; its kernel also writes `put`."""
         u = self.begin()
         if put:
             self.calls.append(f"put {put}")
@@ -63,8 +61,7 @@ class Program:
         return self._raise(u, self._pushes)
 
     def begin(self) -> int:
-        """One whose flags are raised later by a kernel of the compute stream (`end`), as those of
-        sums that leave under fc2 are."""
+        """Exchange whose flags the compute stream raises later (`end`), as for sums under fc2."""
         self.calls.append("start")
         return self._begin(self._pushes)
 
@@ -79,14 +76,13 @@ class Program:
         return self._raise(u, self.streams[-1])
 
     def send_weights(self, *layers: str) -> list[int]:
-        """Weights of layers in turn, by a kernel in the stream of control that raises flags as they
-        are there."""
-        self.calls.append("send_weights")
+        """Send weights of layers in the control stream, with flags for each."""
+        self.calls.append("send weights")
         raised = []
         for layer in layers:
             u = self._begin(self.streams[-1])
             self._put(layer, self.streams[-1], self.ranks)
-            self._signals[u] = "wait for guests"
+            self._signals[u] = "wait for replicas"
             raised.append(self._raise(u, self.streams[-1]))
         return raised
 
@@ -95,8 +91,8 @@ class Program:
         self._started += 1
         return self._raise(self._started, self.compute)
 
-    def aside(self) -> None:
-        """What comes next in the stream of control does so after what compute was given."""
+    def run_on_comm_stream(self) -> None:
+        """Order the next work of the control stream after the compute stream's."""
         self._begin(self.streams[-1])
 
     def wait(self, u: int, *, beside: bool = False) -> None:
@@ -183,7 +179,7 @@ def backward(
     Args:
         fp8: rows travel in FP8: what has come of tokens is kept where nothing overlaps.
         meets: gradients of sums are waited for.
-        signal: owners wait until guests' gradients are complete.
+        signal: owners wait until replicas' gradients are complete.
     """
     grads, back = p.start(), 0
     if meets:
@@ -202,7 +198,7 @@ def backward(
     for what in OWN:
         p.put(what)
         complete.append(p.send_grads())
-    p.aside()
+    p.run_on_comm_stream()
     if signal:
         p.wait(complete[0], beside=True)
     p.get(OWN_FC1, beside=True)

@@ -8,7 +8,7 @@ import torch
 from phalanx.configs.machines import CPU_RANKS
 from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
-from phalanx.parallel.dispatcher.clones import Clones, costs_of_copies
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_costs
 from tests.parallel.dispatcher.test_hierarchical import SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
@@ -53,7 +53,7 @@ def check(got: Trained, want: Trained) -> None:
     assert got.series("grad_norm") == pytest.approx(want.series("grad_norm"), rel=1e-2)
     assert got.series("load_max") == pytest.approx(want.series("load_max"), rel=0.05)
     assert got.valid_loss == pytest.approx(want.valid_loss, rel=1e-3)
-    assert got.after.keys() == want.after.keys(), "guests are no parameters"
+    assert got.after.keys() == want.after.keys(), "replicas are no parameters"
     for name, value in want.after.items():
         assert got.after[name].shape == value.shape
         change = (value - want.before[name]).norm()
@@ -62,13 +62,18 @@ def check(got: Trained, want: Trained) -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_two_ranks(name: str, uneven: str) -> None:
-    got, want = of(2, *CHANGES[name], uneven, "parallel.clones=2"), of(2, *CHANGES[name], uneven)
+    got, want = (
+        of(2, *CHANGES[name], uneven, "parallel.expert_replication=2"),
+        of(2, *CHANGES[name], uneven),
+    )
     check(got, want)
     for step in got.steps:
-        assert 0 < step["cloned"] <= 4
-        assert 1 <= step["rank_load_cloned"] < step["rank_load_uncloned"] <= 2
-        assert step["rank_load"] <= step["rank_load_uncloned"] + 1e-9
-    assert not {"cloned", "rank_load_cloned", "rank_load_uncloned"} & set(want.steps[0])
+        assert 0 < step["replicas"] <= 4
+        assert 1 <= step["rank_load_with_replicas"] < step["rank_load_without_replicas"] <= 2
+        assert step["rank_load"] <= step["rank_load_without_replicas"] + 1e-9
+    assert not {"replicas", "rank_load_with_replicas", "rank_load_without_replicas"} & set(
+        want.steps[0]
+    )
     # The step's load is that of its choices, whoever computes them.
     assert got.steps[0]["rank_load"] == pytest.approx(want.steps[0]["rank_load"], abs=1e-6)
 
@@ -76,31 +81,31 @@ def test_two_ranks(name: str, uneven: str) -> None:
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) -> None:
     """It fits into the counted rows, but not into a hundredth less."""
-    costs = costs_of_copies(CPU_RANKS, weights=3 * 128 * 256, width=2, keep=False)  # of model=tiny
+    costs = copy_costs(CPU_RANKS, weights=3 * 128 * 256, width=2, keep=False)  # of model=tiny
     facts = read_facts(path := uneven.partition("=")[2])
     want = recorded_load(
         {name: read_layer(path, name) for name in facts.layers},
         facts.experts,
         ranks=2,
         tokens=4 * 64,
-        clones=Clones(slots, costs.copy, least=costs.any),
+        replication=ReplicationOptions(slots, costs.copy, least=costs.any),
     )
     assert want.micro_batches == 1 and want.capacity_factor > 1
-    common = ["kernels=torch", "run.steps=1", uneven, f"parallel.clones={slots}"]
+    common = ["kernels=torch", "run.steps=1", uneven, f"parallel.expert_replication={slots}"]
     factors = want.capacity_factor, want.capacity_factor - 0.01
     got, tight = (of(2, *common, f"parallel.capacity_factor={f:.2f}").steps[-1] for f in factors)
     assert got["load_max"] == pytest.approx(want.load_max)
-    rank_load = got["rank_load_cloned"] if slots else got["rank_load"]
+    rank_load = got["rank_load_with_replicas"] if slots else got["rank_load"]
     assert rank_load == pytest.approx(want.busiest_rank)
-    assert got.get("cloned", 0) == want.cloned and (want.cloned > 0) == (slots > 0)
+    assert got.get("replicas", 0) == want.replicas and (want.replicas > 0) == (slots > 0)
     assert got["reruns"] == 0 and tight["reruns"] > 0
 
 
 def test_token_rounding() -> None:
     rounded = ["kernels=torch", "model.moe.router.rounding=up", "data.sequence_length=256"]
-    got, want = of(2, *rounded, "parallel.clones=2"), of(2, *rounded)
+    got, want = of(2, *rounded, "parallel.expert_replication=2"), of(2, *rounded)
     check(got, want)
-    assert max(got.series("cloned")) > 0
+    assert max(got.series("replicas")) > 0
 
 
 def over_nodes(overrides: list[str]) -> list[dict[str, float]]:
@@ -114,14 +119,15 @@ def test_over_nodes(uneven: str) -> None:
     given = [*TINY, *SHAPE, "parallel.expert=4", "kernels=torch", "parallel.dispatch=hier", uneven]
     given += ["data.global_batch=16", "run.eval_interval=0"]
     got, want = (
-        run_distributed(over_nodes, 4, [*given, f"parallel.clones={n}"])[0] for n in (1, 0)
+        run_distributed(over_nodes, 4, [*given, f"parallel.expert_replication={n}"])[0]
+        for n in (1, 0)
     )
     assert len(got) == 3 and got[0]["loss"] == want[0]["loss"]
     for a, b in zip(got, want, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
-        assert 0 < a["cloned"] <= 4
-        assert 1 <= a["rank_load_cloned"] < a["rank_load_uncloned"]
+        assert 0 < a["replicas"] <= 4
+        assert 1 <= a["rank_load_with_replicas"] < a["rank_load_without_replicas"]
         # Of the only micro-batch, whose routing is replayed.
         assert a["rank_load"] == pytest.approx(b["rank_load"], rel=1e-6)
 
@@ -129,7 +135,7 @@ def test_over_nodes(uneven: str) -> None:
 def test_four_ranks_need_fewer_rows() -> None:
     """A buffer that is too small without replication is large enough with it."""
     tight = ["kernels=torch", "parallel.capacity_factor=1.25", "data.global_batch=16"]
-    got, want = of(4, *tight, "parallel.clones=2"), of(4, *tight)
+    got, want = of(4, *tight, "parallel.expert_replication=2"), of(4, *tight)
     check(got, want)
     assert want.steps[-1]["reruns"] > got.steps[-1]["reruns"] == 0
 
@@ -138,27 +144,33 @@ def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
     """A run without replication resumes from it and evaluates to the same loss."""
     common = [*TINY, *SHAPE, "parallel.expert=2", "kernels=torch", f"run.dir={tmp_path}"]
     common += ["run.eval_interval=3", "run.eval_batches=1"]
-    main, _ = run(2, [*common, "parallel.clones=2"])
+    main, _ = run(2, [*common, "parallel.expert_replication=2"])
     assert main.code == 0
     output = " ".join(main.out.split())
-    assert "clones 2 slots parallel.clones=2 a copy costs 27 rows weights are sent again" in output
+    assert (
+        "replication 2 slots parallel.expert_replication=2 a copy costs 27 rows weights are resent"
+        in output
+    )
     evaluated = records(tmp_path / "run")[-1]["valid_loss"]
     more = ["run.steps=4", "run.resume=auto", "run.eval_interval=1"]
     main, _ = run(2, [*common, *more])
-    assert main.code == 0 and "resumed from step 3" in main.out and "clones" not in main.out
+    assert main.code == 0 and "resumed from step 3" in main.out and "replication" not in main.out
     assert records(tmp_path / "run")[2]["valid_loss"] == evaluated
 
 
 @pytest.mark.parametrize(
     ("overrides", "output"),
     [
-        (["parallel.clones=auto"], "clones off auto alltoall does not hide what clones send"),
         (
-            ["parallel.expert=1", "parallel.clones=2"],
-            "clones off all experts are on one rank",
+            ["parallel.expert_replication=auto"],
+            "replication off auto alltoall does not hide the exchange of replicas",
+        ),
+        (
+            ["parallel.expert=1", "parallel.expert_replication=2"],
+            "replication off all experts are on one rank",
         ),
     ],
 )
-def test_where_nothing_is_cloned(overrides: list[str], output: str, tmp_path: Path) -> None:
+def test_where_nothing_is_replicated(overrides: list[str], output: str, tmp_path: Path) -> None:
     main, _ = run(2, [*TINY, *SHAPE, "run.steps=1", *overrides, f"run.dir={tmp_path}"])
     assert main.code == 0 and output in " ".join(main.out.split())

@@ -1,10 +1,10 @@
-"""Suites `clones` and `rows`: uneven routing with and without expert replication, and FP8 rows.
+"""Suites `replication` and `rows`: uneven routing with and without replication, and FP8 rows.
 
-`clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
-fp32 buffers, over `symm`. Every time is compared with balanced routing without replication. A rank
-has two replica slots; if all tokens go to one rank's experts, as many as spread these over all
-ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at the cost of
-their rows alone (`<slots> slots, any`).
+`replication` runs the layers of `layer`, without a shared expert and with gradients of weights
+added to fp32 buffers, over `symm`. Every time is compared with balanced routing without
+replication. A rank has two replica slots; if all tokens go to one rank's experts, as many as spread
+these over all ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at
+the cost of their rows alone (`<slots> slots, any`).
 """
 
 import functools
@@ -17,8 +17,13 @@ from torch import Tensor
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.parallel.dispatcher.clones import Clones, Costs, costs_of_copies, rates_on
 from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.replication.options import (
+    CopyCosts,
+    ReplicationOptions,
+    copy_costs,
+    rates_on,
+)
 from phalanx.parallel.dispatcher.transport import refuse
 from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
 from phalanx.scripts.bench.models import REPLICATION_TARGETS, ROWS_TARGETS, Model
@@ -33,12 +38,12 @@ _WIDTH = 2
 """Bytes of a weight when it is sent to a replica slot."""
 
 
-def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+def replication(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     model = model._replace(shared=0)
     fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if why := _cannot(bench):
-        return [Record("clones", shape, "-", "-", bench.mode, note=why)]
-    sides, timed_sides = bench.sides("clones", shape), []
+        return [Record("replication", shape, "-", "-", bench.mode, note=why)]
+    sides, timed_sides = bench.sides("replication", shape), []
     problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True)
     local = fitted_model.experts // bench.ranks
     for kind in UNEVEN:
@@ -50,8 +55,8 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         results = [problem.forward(plain, batch).detach(), *problem.both(plain, batch)[:2]]
         slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
         costs = _costs(bench, fitted_model)
-        as_run = Clones(slots, costs.copy, least=costs.any)
-        dispatchers = {"without clones": plain}
+        as_run = ReplicationOptions(slots, costs.copy, least=costs.any)
+        dispatchers = {"without replication": plain}
         for label, replication in (("", as_run), (", any", replace(as_run, least=0))):
             dispatchers[f"{slots} slots{label}"] = _dispatcher(
                 bench, fitted_model, batch, replication
@@ -69,12 +74,12 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     for kind, side, load in timed_sides:
         for pass_name in ("forward", "both"):
             balanced = sides.time(timed_sides[0][1], pass_name)
-            cloned = pass_name == "both" and side.endswith("slots")
+            replicated = pass_name == "both" and side.endswith("slots")
             records += sides.record(
                 side,
                 pass_name,
                 other=balanced and balanced.ms,
-                bars=REPLICATION_TARGETS.get(kind) if cloned else None,
+                bars=REPLICATION_TARGETS.get(kind) if replicated else None,
                 note=f"load {load:.2f}{fewer}",
             )
     return records + sides.skipped
@@ -84,7 +89,7 @@ def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     """Time a dispatch of FP8 rows against bf16 rows, and bf16 rows quantised on arrival.
 
     A dispatch ends when all rows have arrived; it uses as many SMs as it has beside experts. Then
-    a layer of FP8 experts, as in suite `clones`, with rows sent in either format.
+    a layer of FP8 experts, as in suite `replication`, with rows sent in either format.
     """
     shape = model.shape(tokens)
     if why := _cannot(bench):
@@ -171,15 +176,15 @@ def _cannot(bench: RankBench) -> str:
     return refuse(bench.transports[0], dist.group.WORLD, BF16) or ""
 
 
-def _costs(bench: RankBench, model: Model) -> Costs:
+def _costs(bench: RankBench, model: Model) -> CopyCosts:
     """Cost of a replica, as a training run estimates it."""
     rates = rates_on(bench.clock.device, "h200")
     weights = 3 * model.hidden * model.ffn
-    return costs_of_copies(rates, weights=weights, width=_WIDTH, keep=False)
+    return copy_costs(rates, weights=weights, width=_WIDTH, keep=False)
 
 
 def _dispatcher(
-    bench: RankBench, model: Model, batch: Inputs, replication: Clones | None
+    bench: RankBench, model: Model, batch: Inputs, replication: ReplicationOptions | None
 ) -> Dispatcher:
     return dispatcher(
         bench.transports[0],

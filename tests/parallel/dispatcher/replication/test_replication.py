@@ -1,4 +1,4 @@
-"""Clones of hot experts over gloo ranks, against the same layer without clones and the plan.
+"""Expert replication over gloo ranks, against the same layer without replication and the plan.
 
 Rows of results and gradients of tokens must have the same bits. Gradients of weights are sums in
 another order, which the plan tells: they are compared with those of the parts, added up in the
@@ -17,11 +17,15 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
-from phalanx.kernels.routing.clone_routing import count_rows, numbers, place_pairs
-from phalanx.parallel.dispatcher.base import Slots, make_dispatcher
+from phalanx.kernels.routing.replica_routing import assign_pairs, count_rows, pair_numbers
+from phalanx.kernels.routing.replication_plan import (
+    ReplicationPlan,
+    ReplicationSize,
+    reference_replication_plan,
+)
+from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.clones import Clones
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.support.distributed import run_distributed
 from tests.support.sync_free import sync_free
@@ -44,14 +48,14 @@ class Problem(NamedTuple):
 
 
 class Made(NamedTuple):
-    """By one rank."""
+    """Results of one rank."""
 
     out: Tensor
     dx: Tensor
     dprob: Tensor
     grads: list[Tensor]
     """fp32, of w1, w2, b1, b2, after two micro-batches."""
-    cloned: int
+    replicas: int
 
 
 def routed(kind: str) -> Tensor:
@@ -95,20 +99,22 @@ def problem(kind: str, dtype: torch.dtype, bias: bool = False) -> Problem:
 
 
 def parts(p: Problem, rank: int, ranks: int) -> Problem:
-    """Of one rank: its tokens and its experts."""
+    """Tokens and experts of one rank."""
     own = [None if w is None else w.chunk(ranks)[rank].clone() for w in p.weights]
     x, idx, prob, dout = (t.chunk(ranks)[rank].clone() for t in (p.x, p.idx, p.prob, p.dout))
     return Problem(x, idx, prob, MLPWeights(*own), dout)  # type: ignore[arg-type]
 
 
-def layer(p: Problem, clones: Clones | None, spec: MLPSpec, main_grad: bool) -> Made:
+def layer(
+    p: Problem, replication: ReplicationOptions | None, spec: MLPSpec, main_grad: bool
+) -> Made:
     """Two micro-batches of the same tokens, the second one in the opposite order."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dispatcher = make_dispatcher(
-        Transport("alltoall", "wanted", clones=clones),
+        Transport("alltoall", "wanted", replication=replication),
         group=dist.group.WORLD,
         experts=EXPERTS,
-        slots=Slots(TOP_K, TOP_K),
+        slots=TokenChoices(TOP_K, TOP_K),
         budget=Budget(float(EXPERTS), torch.device("cpu")),
         backend=spec.backend,
     )
@@ -127,12 +133,16 @@ def layer(p: Problem, clones: Clones | None, spec: MLPSpec, main_grad: bool) -> 
         )
         out = dispatcher.combine(out, received, None, own.x[turn])
         out.backward(own.dout[turn])
-        cloned = 0 if received.clones is None else int((received.clones.expert_RN >= 0).sum())
-        found.append((out.detach(), x.grad, prob.grad, cloned))
+        replicas = (
+            0
+            if received.replication_plan is None
+            else int((received.replication_plan.expert_RN >= 0).sum())
+        )
+        found.append((out.detach(), x.grad, prob.grad, replicas))
     of = [w for w in weights if w is not None]
     grads = [w.main_grad if main_grad else w.grad for w in of]
-    out, dx, dprob, cloned = zip(*found, strict=True)
-    return Made(torch.cat(out), torch.cat(dx), torch.cat(dprob), grads, min(cloned))
+    out, dx, dprob, replicas = zip(*found, strict=True)
+    return Made(torch.cat(out), torch.cat(dx), torch.cat(dprob), grads, min(replicas))
 
 
 def both(kind: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -> tuple[Made, Made]:
@@ -140,22 +150,22 @@ def both(kind: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -
     main_grad = options.pop("main_grad", True)
     slots, keep = options.pop("slots", 2), options.pop("keep", False)
     spec = MLPSpec(Activation("swiglu"), backend, accumulate=main_grad, **options)
-    clones = Clones(slots, cost=10, keep=keep)
-    with_clones = layer(p, clones, spec, main_grad)
-    again = layer(p, clones, spec, main_grad)
-    for name, a, b in zip(Made._fields, with_clones, again, strict=True):
+    replication = ReplicationOptions(slots, cost=10, keep=keep)
+    with_replication = layer(p, replication, spec, main_grad)
+    again = layer(p, replication, spec, main_grad)
+    for name, a, b in zip(Made._fields, with_replication, again, strict=True):
         same = all(map(torch.equal, a, b)) if isinstance(a, list) else a is b or a == b
         same = torch.equal(a, b) if isinstance(a, Tensor) else same
         assert same, f"{name} is not deterministic"
-    return with_clones, layer(p, None, spec, main_grad)
+    return with_replication, layer(p, None, spec, main_grad)
 
 
 KINDS = ("one hot expert", "one expert with all", "one rank with all", "several hot experts")
 
 
-def check(made: list[tuple[Made, Made]], *, cloned: bool = True, near: float = 1e-5) -> None:
+def check(made: list[tuple[Made, Made]], *, replicas: bool = True, near: float = 1e-5) -> None:
     for got, want in made:
-        assert (got.cloned > 0) == cloned
+        assert (got.replicas > 0) == replicas
         for name in ("out", "dx", "dprob"):
             assert torch.equal(getattr(got, name), getattr(want, name)), name
         for a, b in zip(got.grads, want.grads, strict=True):
@@ -165,7 +175,7 @@ def check(made: list[tuple[Made, Made]], *, cloned: bool = True, near: float = 1
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_the_bits_of_the_layer_without_clones(backend: str, kind: str, ranks: int) -> None:
+def test_the_bits_of_the_layer_without_replication(backend: str, kind: str, ranks: int) -> None:
     made = run_distributed(both, ranks, kind, torch.bfloat16, backend, {})
     check(made, near=1e-5 if backend == "reference" else 4e-3)  # torch rounds each part to bf16
 
@@ -193,9 +203,9 @@ def test_fp32() -> None:
     check(run_distributed(both, 2, "one hot expert", torch.float32, "torch", {}))
 
 
-def test_even_routing_clones_nothing() -> None:
+def test_even_routing_replicates_nothing() -> None:
     made = run_distributed(both, 4, "even", torch.bfloat16, "torch", {})
-    check(made, cloned=False, near=0.0)
+    check(made, replicas=False, near=0.0)
 
 
 def part_gradient(p: Problem, pairs_TK: Tensor, expert: int) -> list[Tensor]:
@@ -214,10 +224,10 @@ def part_gradient(p: Problem, pairs_TK: Tensor, expert: int) -> list[Tensor]:
 
 def once(kind: str, slots: int) -> list[Tensor]:
     dispatcher = make_dispatcher(
-        Transport("alltoall", "wanted", clones=Clones(slots, cost=10)),
+        Transport("alltoall", "wanted", replication=ReplicationOptions(slots, cost=10)),
         group=dist.group.WORLD,
         experts=EXPERTS,
-        slots=Slots(TOP_K, TOP_K),
+        slots=TokenChoices(TOP_K, TOP_K),
         budget=Budget(float(EXPERTS), torch.device("cpu")),
         backend="reference",
     )
@@ -225,7 +235,7 @@ def once(kind: str, slots: int) -> list[Tensor]:
 
 
 def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
-    """Those of own experts, of one micro-batch, in buffers that held 0.125."""
+    """Gradients of own experts of one micro-batch, in buffers that held 0.125."""
     own = parts(p, dist.get_rank(), dist.get_world_size())
     spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True)
     weights = MLPWeights(*(w.requires_grad_() for w in own.weights[:2]))
@@ -241,20 +251,20 @@ def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_that_the_plan_predicts(kind: str, ranks: int) -> None:
     p, slots = problem(kind, torch.bfloat16), 2
-    plan = clone_plan(count_rows(p.idx, EXPERTS), CloneSize(ranks, slots, 10))
-    assert (place_pairs(p.idx, plan) < 0).equal(p.idx < 0)
+    plan = reference_replication_plan(count_rows(p.idx, EXPERTS), ReplicationSize(ranks, slots, 10))
+    assert (assign_pairs(p.idx, plan) < 0).equal(p.idx < 0)
     as_planned(p, plan, run_distributed(once, ranks, kind, slots))
 
 
-def as_planned(p: Problem, plan: ClonePlan, grads: list[list[Tensor]]) -> None:
+def as_planned(p: Problem, plan: ReplicationPlan, grads: list[list[Tensor]]) -> None:
     """0.125, then the owner's part, then those of its copies in the order of ranks."""
-    number = numbers(p.idx.flatten(), EXPERTS).view_as(p.idx)
+    number = pair_numbers(p.idx.flatten(), EXPERTS).view_as(p.idx)
     got = [torch.cat(of) for of in zip(*grads, strict=True)]
     for expert in range(EXPERTS):
-        spans = [(0, int(plan.kept_E[expert]))]
-        for guest in range(len(plan.expert_RN)):
-            for slot in (plan.expert_RN[guest] == expert).nonzero().flatten().tolist():
-                spans.append((int(plan.begin_RN[guest, slot]), int(plan.end_RN[guest, slot])))
+        spans = [(0, int(plan.owner_rows_E[expert]))]
+        for borrower in range(len(plan.expert_RN)):
+            for slot in (plan.expert_RN[borrower] == expert).nonzero().flatten().tolist():
+                spans.append((int(plan.begin_RN[borrower, slot]), int(plan.end_RN[borrower, slot])))
         want = [torch.full_like(w[expert], 0.125, dtype=torch.float32) for w in p.weights[:2]]
         for begin, end in spans:
             chosen = (p.idx == expert) & (number >= begin) & (number < end)
@@ -267,10 +277,10 @@ def as_planned(p: Problem, plan: ClonePlan, grads: list[list[Tensor]]) -> None:
 def forward_only() -> None:
     own = parts(problem("one hot expert", torch.bfloat16), dist.get_rank(), 2)
     dispatcher = make_dispatcher(
-        Transport("alltoall", "wanted", clones=Clones(2, cost=10)),
+        Transport("alltoall", "wanted", replication=ReplicationOptions(2, cost=10)),
         group=dist.group.WORLD,
         experts=EXPERTS,
-        slots=Slots(TOP_K, TOP_K),
+        slots=TokenChoices(TOP_K, TOP_K),
         budget=Budget(float(EXPERTS), torch.device("cpu")),
     )
     x, prob = own.x.requires_grad_(), own.prob.requires_grad_()

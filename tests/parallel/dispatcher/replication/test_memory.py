@@ -1,5 +1,4 @@
-"""Memory of clones: where it lies, and what ranks of one process write to each other's by address,
-with the kernels in the interpreter."""
+"""Replica memory: its layout, and accesses by address between ranks in one process."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,15 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.replicas import LAYERS
-from phalanx.kernels.replication.rows import Parting
+from phalanx.kernels.replication.rows import ReturnPlan
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, MAX_WAVES, SEEN
-from phalanx.parallel.dispatcher import clone_memory
-from phalanx.parallel.dispatcher.clone_memory import GuestLayout, GuestMemory, SingleRows
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.replication import memory as replica_memory
+from phalanx.parallel.dispatcher.replication.memory import (
+    ReplicaLayout,
+    ReplicaMemory,
+    UnreducedMemory,
+)
 from tests.kernels.interpreter import interpret
 
 R, L, G = 2, 3, 2
@@ -26,8 +29,8 @@ HELD = torch.tensor([[4, -1], [2, 0]], dtype=torch.int32)
 
 @pytest.mark.parametrize("sizes", [(96, 40, 0, 0), (96, 40, 12, 8), (1, 1, 1, 1)])
 @pytest.mark.parametrize("width", [2, 4])
-def test_guests_and_gradients_lie_one_after_the_other(sizes: tuple[int, ...], width: int) -> None:
-    layout = GuestLayout.of(sizes, width)
+def test_replicas_and_grads_lie_one_after_the_other(sizes: tuple[int, ...], width: int) -> None:
+    layout = ReplicaLayout.of(sizes, width)
     begins = (*layout.weights, *layout.grads)
     lengths = [*(width * n for n in sizes), *(4 * n for n in sizes)]
     ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
@@ -43,7 +46,7 @@ def weights(rank: int) -> MLPWeights:
 
 
 def on_one_process(make: Any) -> list[Any]:
-    """What `make` makes for a group, of every rank, whose memory is all in this process."""
+    """Objects of every rank of a group from `make`, with all memory in this process."""
     memory: list[Tensor] = []
 
     def peers(group: Any, size: int) -> Any:
@@ -54,9 +57,9 @@ def on_one_process(make: Any) -> list[Any]:
         )
 
     with (
-        mock.patch.object(clone_memory, "PeerMemory", peers),
+        mock.patch.object(replica_memory, "PeerMemory", peers),
         mock.patch.object(dist, "barrier", lambda group: None),
-        mock.patch.object(clone_memory, "_sms", lambda where: 2),
+        mock.patch.object(replica_memory, "_sms", lambda where: 2),
     ):
         return [make(SimpleNamespace(rank=lambda r=r: r, size=lambda: R)) for r in range(R)]
 
@@ -65,12 +68,16 @@ def on_one_process(make: Any) -> list[Any]:
 def test_kernels_know_which_waves_they_wait_for(slots: int) -> None:
     pytest.importorskip("cutlass")
     own = weights(0)
-    memory, other = on_one_process(lambda group: GuestMemory(group, slots, own, SymmOptions()))
+    memory, other = on_one_process(lambda group: ReplicaMemory(group, slots, own, SymmOptions()))
     assert memory.ready is not None
     flags, epoch, report, _, ranks, experts = memory.ready.tolist()
-    assert flags == memory._lent.flags_R[0] and other.ready[0] == memory._lent.flags_R[1]
     assert (
-        epoch == memory._lent.state[SEEN:].data_ptr() and report == memory._lent.report.data_ptr()
+        flags == memory._weight_flags.flags_R[0]
+        and other.ready[0] == memory._weight_flags.flags_R[1]
+    )
+    assert (
+        epoch == memory._weight_flags.state[SEEN:].data_ptr()
+        and report == memory._weight_flags.report.data_ptr()
     )
     assert (ranks & 0xFFFF, ranks >> 16) == (R, MAX_RANKS)
     waves = len(memory._begins_W) - 1
@@ -78,19 +85,19 @@ def test_kernels_know_which_waves_they_wait_for(slots: int) -> None:
     assert memory._begins_W[0] == 0 and memory._begins_W[-1] == slots
 
 
-def test_exchanges_are_told_where_rows_go_by_themselves() -> None:
+def test_exchanges_get_the_addresses_of_unreduced_rows() -> None:
     pytest.importorskip("cutlass")
-    memories = on_one_process(lambda group: SingleRows(group, 4, 8, 2))
-    parting = Parting(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
-    sent = memories[1].sent(parting)
+    memories = on_one_process(lambda group: UnreducedMemory(group, 4, 8, 2))
+    return_plan = ReturnPlan(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
+    sent = memories[1].sent(return_plan)
     assert sent.memory_R.tolist() == [m.rows_KTD.data_ptr() for m in memories]
-    assert sent.pairs_S is parting.pairs_S and sent.inverse_NK is parting.inverse_NK
+    assert sent.pairs_S is return_plan.pairs_S and sent.inverse_NK is return_plan.inverse_NK
 
 
-def guests_and_gradients() -> None:
+def replicas_and_grads() -> None:
     own = [weights(rank) for rank in range(R)]
     memories = on_one_process(
-        lambda group: GuestMemory(group, G, own[group.rank()], SymmOptions(comm_sms=1))
+        lambda group: ReplicaMemory(group, G, own[group.rank()], SymmOptions(comm_sms=1))
     )
     for rank, memory in enumerate(memories):
         memory.send_weights(own[rank], HELD, LAYERS[rank % 2])
@@ -98,38 +105,40 @@ def guests_and_gradients() -> None:
         assert memory.weights.b2 is None and memory.grads.b2 is None
         for slot, expert in enumerate(HELD[rank].tolist()):
             for name in ("w1", "w2", "b1"):
-                got, lent = getattr(memory.weights, name)[slot], getattr(own[expert // L], name)
-                assert torch.equal(got, lent[expert % L] if expert >= 0 else torch.zeros_like(got))
+                got, sent = getattr(memory.weights, name)[slot], getattr(own[expert // L], name)
+                assert torch.equal(got, sent[expert % L] if expert >= 0 else torch.zeros_like(got))
                 getattr(memory.grads, name)[slot].fill_(10 * rank + slot + 1)
     for layer in LAYERS:
         for memory in memories:
             memory.send_grads(layer)
-    with mock.patch.object(clone_memory, "_sms", lambda where: 2):
+    with mock.patch.object(replica_memory, "_sms", lambda where: 2):
         grads = [torch.ones(w.shape) for w in own[0][:3]]
         # Slots 0 and 1 of rank 1: experts 2 and 0.
-        memories[0].reduce_grads("fc1", grads[::2], HELD, beside=True)
-        memories[0].reduce_grads("fc2", [grads[1], None], HELD, beside=False)
+        memories[0].reduce_grads("fc1", grads[::2], HELD, overlapped=True)
+        memories[0].reduce_grads("fc2", [grads[1], None], HELD, overlapped=False)
         for grad in grads:
             assert torch.equal(grad.flatten(1)[:, 0], torch.tensor([13.0, 1.0, 12.0]))
         grads = [torch.ones(w.shape) for w in own[1][:3]]
-        memories[1].reduce_grads("fc1", grads[::2], HELD, beside=True)
-        memories[1].reduce_grads("fc2", [None, None], HELD, beside=False)
+        memories[1].reduce_grads("fc1", grads[::2], HELD, overlapped=True)
+        memories[1].reduce_grads("fc2", [None, None], HELD, overlapped=False)
         assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
     assert memories[0].missing() == ""
     late = torch.tensor([2, 5, 4, 0])  # as a kernel that gives up reports
     with mock.patch.object(dist, "get_global_rank", lambda group, rank: 10 + rank):
-        memories[0]._lent.report.copy_(late)
-        told = "rank 11 has not lent its experts for the 5th time, only the 4th"
-        assert memories[0].missing() == told
-        memories[1]._given_back.report.copy_(late)
-        told = "rank 11 has not given gradients of guests back for the 5th time, only the 4th"
-        assert memories[1].missing() == told
+        memories[0]._weight_flags.report.copy_(late)
+        message = "rank 11 has not sent the weights of its experts for the 5th time, only the 4th"
+        assert memories[0].missing() == message
+        memories[1]._grad_flags.report.copy_(late)
+        message = (
+            "rank 11 has not sent the gradients of its replicas for the 5th time, only the 4th"
+        )
+        assert memories[1].missing() == message
     for memory in memories:
         memory.release()
 
 
 def interpreted() -> None:
-    guests_and_gradients()
+    replicas_and_grads()
 
 
 def test_ranks_of_one_process_by_an_interpreter() -> None:

@@ -1,7 +1,7 @@
-"""Clones of hot experts over the exchanges of `symm`, by gloo: against `alltoall` without clones.
+"""Expert replication over the exchanges of `symm`, by gloo: against `alltoall` without replication.
 
 Results and gradients of tokens and probabilities must have the same bits, whatever overlaps and
-whatever is kept; those of weights are what `alltoall` with clones makes, bit for bit.
+whatever is kept; those of weights are what `alltoall` with replication makes, bit for bit.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatcher.base import Slots, make_dispatcher
+from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.clones import Clones
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
-from tests.parallel.dispatcher import test_clones as flat
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
-from tests.parallel.dispatcher.test_clones import (
+from tests.parallel.dispatcher.replication import test_replication as flat
+from tests.parallel.dispatcher.replication.test_replication import (
     EXPERTS,
     HIDDEN,
     KINDS,
@@ -38,17 +38,22 @@ from tests.support.distributed import run_distributed
 pytestmark = pytest.mark.dist
 
 WAYS = [(0, False), (0, True), (8, False), (8, True)]
-"""SMs that push beside the experts, and whether tokens and weights of guests are kept."""
+"""SMs that push beside the experts, and whether tokens and weights of replicas are kept."""
 
 
 def dispatcher_of(
-    name: str, clones: Clones | None, sms: int, keep: bool, spec: Any, fp8_rows: bool = False
+    name: str,
+    replication: ReplicationOptions | None,
+    sms: int,
+    keep: bool,
+    spec: Any,
+    fp8_rows: bool = False,
 ) -> Dispatcher:
     return make_dispatcher(
-        Transport(name, "wanted", clones=clones),
+        Transport(name, "wanted", replication=replication),
         group=dist.group.WORLD,
         experts=EXPERTS,
-        slots=Slots(TOP_K, TOP_K),
+        slots=TokenChoices(TOP_K, TOP_K),
         budget=Budget(float(EXPERTS), torch.device("cpu")),
         backend=spec.backend,
         symm=SymmOptions(keep=keep, comm_sms=sms),
@@ -76,8 +81,10 @@ def layer(
     crossed: bool = False,
     shared: bool = False,
 ) -> Made:
-    """Two micro-batches of the same tokens, the second in the opposite order; `crossed` goes
-    forward with both before it goes backward with the first."""
+    """Results of two micro-batches of the same tokens, the second in the opposite order.
+
+    With `crossed` both go forward before the first goes backward.
+    """
     own = flat.parts(p, dist.get_rank(), dist.get_world_size())
     weights = MLPWeights(*(None if w is None else w.requires_grad_() for w in own.weights))
     for w in weights:
@@ -85,9 +92,9 @@ def layer(
             w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
     found, waiting = [], []
 
-    def back(out: Tensor, x: Tensor, prob: Tensor, dout: Tensor, cloned: int) -> None:
+    def back(out: Tensor, x: Tensor, prob: Tensor, dout: Tensor, replicas: int) -> None:
         out.backward(dout)
-        found.append((out.detach(), x.grad, prob.grad, cloned))
+        found.append((out.detach(), x.grad, prob.grad, replicas))
 
     for turn in (slice(None), torch.arange(len(own.x) - 1, -1, -1)):
         x, prob = own.x[turn].requires_grad_(), own.prob[turn].requires_grad_()
@@ -95,35 +102,39 @@ def layer(
         out = experts(received, weights, spec)
         beside = (lambda x=x: x * 0.5) if shared else None
         out = dispatcher.combine(out, received, beside, own.x[turn])
-        cloned = 0 if received.clones is None else int((received.clones.expert_RN >= 0).sum())
-        waiting.append((out, x, prob, own.dout[turn], cloned))
+        replicas = (
+            0
+            if received.replication_plan is None
+            else int((received.replication_plan.expert_RN >= 0).sum())
+        )
+        waiting.append((out, x, prob, own.dout[turn], replicas))
         if not crossed:
             back(*waiting.pop())
     for given in waiting:
         back(*given)
     of = [w for w in weights if w is not None]
     grads = [w.main_grad if spec.accumulate else w.grad for w in of]
-    out, dx, dprob, cloned = zip(*found, strict=True)
-    return Made(torch.cat(out), torch.cat(dx), torch.cat(dprob), grads, min(cloned))
+    out, dx, dprob, replicas = zip(*found, strict=True)
+    return Made(torch.cat(out), torch.cat(dx), torch.cat(dprob), grads, min(replicas))
 
 
 def ways(kind: str, backend: str, slots: int, options: dict[str, Any]) -> list[Made]:
-    """Without clones and with them over collectives, and with them over pushes in all ways."""
+    """Without replication and with them over collectives, and with them over pushes in all ways."""
     p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
     how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
     fp8_rows = options.pop("fp8_rows", False)
     options.setdefault("accumulate", True)
     spec = MLPSpec(Activation("swiglu"), backend, **options)
-    clones = Clones(slots, cost=10)
+    replication = ReplicationOptions(slots, cost=10)
     made = [
         layer(p, dispatcher_of("alltoall", of, 0, False, spec, fp8_rows), spec, **how)
-        for of in (None, clones)
+        for of in (None, replication)
     ]
     for sms, keep in WAYS:
         if sms and spec.recipe is not None and not fp8_rows:
             continue  # what becomes FP8 where it arrives has to be there
         with gloo_exchanges() as exchanges:
-            of = Clones(slots, cost=10, keep=keep)
+            of = ReplicationOptions(slots, cost=10, keep=keep)
             pushed = dispatcher_of("symm", of, sms, keep, spec, fp8_rows)
             made.append(layer(p, pushed, spec, **how))
         if fp8_rows:
@@ -132,22 +143,22 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any]) -> list[M
 
 
 def sent_in_fp8(sent: list[int], again: bool) -> None:
-    """Of the two micro-batches: tokens and gradients of sums, and tokens again."""
+    """FP8 rows of two micro-batches: tokens and gradients of sums, and resent tokens."""
     small, whole = row_bytes(HIDDEN), 2 * HIDDEN
     assert sorted(sent) == sorted(2 * [small, whole, small, *again * [small], whole])
 
 
-def same(by_rank: list[list[Made]], *, cloned: bool = True, near: float = 1e-5) -> None:
-    for plain, flat_clones, *pushed in by_rank:
+def same(by_rank: list[list[Made]], *, replicas: bool = True, near: float = 1e-5) -> None:
+    for plain, flat_replicas, *pushed in by_rank:
         for got in pushed:
-            check([(got, plain)], cloned=cloned, near=near)
-            for a, b in zip(got.grads, flat_clones.grads, strict=True):
+            check([(got, plain)], replicas=replicas, near=near)
+            for a, b in zip(got.grads, flat_replicas.grads, strict=True):
                 assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_of_the_layer_without_clones(kind: str, ranks: int) -> None:
+def test_the_bits_of_the_layer_without_replication(kind: str, ranks: int) -> None:
     same(run_distributed(ways, ranks, kind, "reference", 2, {}))
 
 
@@ -156,8 +167,8 @@ def test_torch_experts() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_even_routing_clones_nothing(ranks: int) -> None:
-    same(run_distributed(ways, ranks, "even", "reference", 2, {}), cloned=False, near=0.0)
+def test_even_routing_replicates_nothing(ranks: int) -> None:
+    same(run_distributed(ways, ranks, "even", "reference", 2, {}), replicas=False, near=0.0)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -194,7 +205,7 @@ def test_variants(name: str) -> None:
 def test_rows_in_fp8(kind: str) -> None:
     options = {"recipe": Fp8Block(), "fp8_rows": True}
     made = run_distributed(ways, 4, kind, "reference", 2, options)
-    same(made, cloned=kind != "even", near=1e-5 if kind != "even" else 0.0)
+    same(made, replicas=kind != "even", near=1e-5 if kind != "even" else 0.0)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -210,7 +221,7 @@ def forward_only() -> None:
     x = own.x.requires_grad_()
     for sms, keep in WAYS:
         with gloo_exchanges():
-            dispatcher = dispatcher_of("symm", Clones(2, 10, keep), sms, keep, spec)
+            dispatcher = dispatcher_of("symm", ReplicationOptions(2, 10, keep), sms, keep, spec)
             received = dispatcher.dispatch(x, own.idx, own.prob)
             out = dispatcher.combine(experts(received, weights, spec), received)
             with torch.no_grad():

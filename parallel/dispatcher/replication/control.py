@@ -1,7 +1,6 @@
-"""Exchanges of side data alone between the GPUs of a node: what `symm` sends before it knows where
-tokens go (`parallel.dispatcher.clones`).
+"""Exchanges of side data alone: the routing that `symm` sends before tokens with replication.
 
-Legend: T tokens per rank, D hidden, K slots of a token, R ranks.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks.
 """
 
 from collections.abc import Callable
@@ -18,33 +17,35 @@ if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
 
 HIDDEN = 8
-"""Columns of the one row, which is never sent: the fewest that there are."""
+"""Columns of the one row, which is never sent: the fewest that an exchange allows."""
 
 
 class Control:
-    """Side data to all ranks, without rows, and a stream for what runs beside the experts.
+    """Exchange of side data with all ranks, without rows, and its communication stream.
 
     Args:
-        exchange: of one token with one slot, as many pairs of side data as the main one.
-        device: of the ranks' tokens.
+        exchange: exchange of one token with one expert id, with the main one's side data.
+        device: device of the tokens.
     """
 
     def __init__(self, exchange: "Exchange", device: torch.device) -> None:
         self._exchange = exchange
         self._row = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=device)
-        self._nobody = torch.full((1, 1), -1, dtype=torch.int32, device=device)
+        self._no_expert = torch.full((1, 1), -1, dtype=torch.int32, device=device)
 
     def send(self, side: Tensor) -> "Transfer":
-        """After what the current stream has been given, with all SMs."""
-        return self._exchange.start(self._row, self._nobody, side, 1, all_sms=True)
+        """Send after the current stream's work, with all SMs."""
+        return self._exchange.start(self._row, self._no_expert, side, 1, all_sms=True)
 
     def run_on_comm_stream(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Call `launch` on the stream of this exchange, after what the current one has been given.
-        Returns what lets the current one wait for that."""
+        """Call `launch` on the stream of this exchange, after the current stream's work.
+
+        Returns a function that lets the current stream wait for it.
+        """
         return self._exchange.run_on_comm_stream(launch)
 
     def wait(self, transfer: "Transfer") -> None:
-        """Side data of all ranks have come."""
+        """Wait for side data of all ranks."""
         self._exchange.wait(transfer)
 
     def side(self, transfer: "Transfer", size: int) -> Tensor:
@@ -66,9 +67,9 @@ class _Connection(Connection):
 def control_of(
     group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
 ) -> Control:
-    """That of a group, beside the exchange of a shape, whose routing it can send.
+    """The control exchange of a group, for the routing of the exchange of a shape.
 
-    It has a stream of its own if the exchange has.
+    It has a communication stream if the main exchange has one.
     """
     key = ("control", group, tokens, hidden, slots, options)
     return connected(key, lambda: _Connection(group, tokens * slots, options)).control

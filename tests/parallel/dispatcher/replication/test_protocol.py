@@ -1,5 +1,4 @@
-"""Memory of clones over `symm` needs no flags of its own; the model of this is what `symm` does,
-and can fail."""
+"""Replica memory over `symm` needs no flags: `symm` makes the model's calls, which can fail."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,16 +11,25 @@ import torch
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatcher import cloned_transfers
-from phalanx.parallel.dispatcher.clones import Clones
-from phalanx.parallel.dispatcher.control import HIDDEN
-from phalanx.parallel.dispatcher.pushed_guests import PushedGuests
-from tests.parallel.dispatcher.clone_protocol import Program, backward, explore, forward, way_back
-from tests.parallel.dispatcher.gloo_clones import GlooGuestMemory, GlooSingles
+from phalanx.parallel.dispatcher.replication import transfers
+from phalanx.parallel.dispatcher.replication.control import HIDDEN
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
+from phalanx.parallel.dispatcher.replication.pushed_replicas import PushedReplicas
 from tests.parallel.dispatcher.gloo_exchange import GlooExchange, gloo_exchanges
 from tests.parallel.dispatcher.protocol import Violation
-from tests.parallel.dispatcher.test_cloned_symm import WAYS, dispatcher_of, layer
-from tests.parallel.dispatcher.test_clones import problem
+from tests.parallel.dispatcher.replication.gloo_replicas import (
+    GlooReplicaMemory,
+    GlooUnreducedMemory,
+)
+from tests.parallel.dispatcher.replication.protocol import (
+    Program,
+    backward,
+    explore,
+    forward,
+    way_back,
+)
+from tests.parallel.dispatcher.replication.test_replication import problem
+from tests.parallel.dispatcher.replication.test_symm import WAYS, dispatcher_of, layer
 from tests.support.distributed import run_distributed
 
 
@@ -46,7 +54,7 @@ def test_no_order_of_events_breaks_it(overlaps: bool, keep: bool, ranks: int, ru
 
 
 @pytest.mark.parametrize(("ranks", "runs"), [(2, 100), (3, 30)])
-def test_nor_where_tokens_in_fp8_are_kept_and_weights_lent_again(ranks: int, runs: int) -> None:
+def test_nor_where_tokens_in_fp8_are_kept_and_weights_sent_again(ranks: int, runs: int) -> None:
     explore(stepped(ranks, overlaps=False, keep=False, fp8=True), runs)
 
 
@@ -81,7 +89,7 @@ def test_what_orders_it_is_needed(broken: Callable[[Program], None], message: st
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """What the host does, as the model writes it down."""
+    """Calls of the host, in the words of the model."""
     calls: list[str] = []
 
     def note(owner: Any, name: str, what: str, control: str = "") -> Any:
@@ -101,23 +109,25 @@ def noted() -> Iterator[list[str]]:
             note(GlooExchange, "send_sums", "start"),
             note(GlooExchange, "send_gradient", "start"),
             note(GlooExchange, "wait", "", "wait"),
-            note(GlooSingles, "send", "put rows"),
-            note(GlooGuestMemory, "send_weights", "send_weights"),
-            note(GlooGuestMemory, "wait", "wait for guests"),
-            note(PushedGuests, "send_grads", "put gradients {}"),
-            note(GlooGuestMemory, "reduce_grads", "get gradients {}"),
-            note(cloned_transfers, "sum_singles", "get rows"),
+            note(GlooUnreducedMemory, "send", "put rows"),
+            note(GlooReplicaMemory, "send_weights", "send weights"),
+            note(GlooReplicaMemory, "wait", "wait for replicas"),
+            note(PushedReplicas, "send_grads", "put gradients {}"),
+            note(GlooReplicaMemory, "reduce_grads", "get gradients {}"),
+            note(transfers, "sum_unreduced_rows", "get rows"),
         ):
             stack.enter_context(patch)
         yield calls
 
 
 def _calls(sms: int, keep: bool, fp8: bool) -> list[str]:
-    """Of two micro-batches of a layer."""
+    """Calls in two micro-batches of a layer."""
     recipe = Fp8Block() if fp8 else None
     spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True, recipe=recipe)
     with gloo_exchanges(), noted() as calls:
-        dispatcher = dispatcher_of("symm", Clones(2, 10, keep), sms, keep, spec, fp8_rows=fp8)
+        dispatcher = dispatcher_of(
+            "symm", ReplicationOptions(2, 10, keep), sms, keep, spec, fp8_rows=fp8
+        )
         layer(problem("one hot expert", torch.bfloat16), dispatcher, spec)
     return calls
 

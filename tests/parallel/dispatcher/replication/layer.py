@@ -1,16 +1,17 @@
-"""Program of a rank: layers over `symm` with clones of hot experts, against the same without.
+"""Program of a rank: layers over `symm` with expert replication, against the same without.
 
-    torchrun --nproc-per-node R tests/parallel/dispatcher/cloned_layer.py
-    PHALANX_ONE_GPU=1 torchrun --nproc-per-node R tests/parallel/dispatcher/cloned_layer.py small8
-    PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4 tests/parallel/dispatcher/cloned_layer.py hier
+    torchrun --nproc-per-node R tests/parallel/dispatcher/replication/layer.py
+    PHALANX_ONE_GPU=1 torchrun --nproc-per-node R tests/parallel/dispatcher/replication/layer.py
+    small8 PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4
+    tests/parallel/dispatcher/replication/layer.py hier
 
-The last one has `symm` inside the nodes of `hier`, each of which clones by itself.
+The last one has `symm` inside the nodes of `hier`, each of which replicates by itself.
 Results and gradients of tokens, probabilities and residual have the same bits; gradients of weights
 and biases, in fp32, are sums of the same products in another order. With and without pushes beside
-the experts, tokens and weights of guests kept or sent again, in bf16, in FP8, and in FP8 with rows
-that travel so (`fp8rows`), eager and captured, with routing that changes under the graph; prints
-what was compared, raises at the first difference. Names of shapes with SMs, and of precisions,
-restrict it to these; with PHALANX_ONE_GPU all ranks share a GPU (`gpu_ranks`).
+the experts, tokens and weights of replicas kept or sent again, in bf16, in FP8, and in FP8 with
+rows that travel so (`fp8rows`), eager and captured, with routing that changes under the graph;
+prints what was compared, raises at the first difference. Names of shapes with SMs, and of
+precisions, restrict it to these; with PHALANX_ONE_GPU all ranks share a GPU (`gpu_ranks`).
 """
 
 import sys
@@ -26,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.parallel import runtime
-from phalanx.parallel.dispatcher.clones import Clones
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.gpu_ranks import join, on_one_gpu
@@ -48,7 +49,7 @@ SHAPES = {
 }
 """Tokens of a rank, hidden, width, experts, top-k; `wide` has biases."""
 KINDS = {"random": False, "one rank": True, "one expert": True, "none here": False}
-"""Routings, and whether there must be clones."""
+"""Routings, and whether there must be replicas."""
 PRECISIONS = {
     **{name: (spec, False) for name, spec in SPECS.items()},
     "fp8rows": (SPECS["fp8"], True),
@@ -56,7 +57,7 @@ PRECISIONS = {
 """How experts compute, and whether rows travel in FP8."""
 SLOTS, COST = 2, 8
 NEAR = 1e-5
-"""Of an expert's gradient, in its norm: fp32 sums of the same products in another order."""
+"""Tolerance of an expert's gradient in its norm: fp32 sums of equal products in another order."""
 
 
 def routing(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
@@ -78,18 +79,18 @@ def near(ours: Tensor, plain: Tensor, what: str) -> None:
         raise SystemExit(f"rank {dist.get_rank()}: {what}: gradients of {int(far.sum())} experts")
 
 
-def of_all_ranks(clones: Tensor) -> int:
+def of_all_ranks(replicas: Tensor) -> int:
     """The most that a rank knows of, as nodes of `hier` have plans of their own."""
-    dist.all_reduce(clones, op=dist.ReduceOp.MAX)
-    return int(clones)
+    dist.all_reduce(replicas, op=dist.ReduceOp.MAX)
+    return int(replicas)
 
 
-def cloning(plain: Transport, keep: bool) -> Transport:
-    """The transport with clones, inside nodes if it goes over several."""
+def replicating(plain: Transport, keep: bool) -> Transport:
+    """The transport with replication, inside nodes if it goes over several."""
     if plain.inside is not None:
         assert plain.inside.name == "symm"
-        return replace(plain, inside=cloning(plain.inside, keep))
-    return replace(plain, clones=Clones(SLOTS, COST, keep))
+        return replace(plain, inside=replicating(plain.inside, keep))
+    return replace(plain, replication=ReplicationOptions(SLOTS, COST, keep))
 
 
 def check(
@@ -101,9 +102,9 @@ def check(
     spec: MLPSpec,
     fp8_rows: bool,
 ) -> None:
-    cloned, bias = cloning(plain, symm.keep), label.startswith("wide")
+    replicated, bias = replicating(plain, symm.keep), label.startswith("wide")
     ours, theirs = (
-        Layer(Way(way, fp8_rows), shape, shape[4], symm, spec, bias) for way in (cloned, plain)
+        Layer(Way(way, fp8_rows), shape, shape[4], symm, spec, bias) for way in (replicated, plain)
     )
     own = len(ours.own)
     g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
@@ -126,10 +127,10 @@ def check(
                     layer.x.copy_(x)
             wanted = theirs(shared, residual)
             same(ours(shared, residual), wanted, f"{what}, turn {turn}")
-            assert ours.clones is not None
-            found = of_all_ranks((ours.clones >= 0).sum())
+            assert ours.replicas is not None
+            found = of_all_ranks((ours.replicas >= 0).sum())
             if KINDS[kind] and not found:
-                raise SystemExit(f"{what}: no expert was cloned")
+                raise SystemExit(f"{what}: no expert was replicated")
             if turn == 1:
                 graph = captured(lambda s=shared, r=residual: ours(s, r))
             if graph is not None:
@@ -137,7 +138,7 @@ def check(
         del graph
         torch.cuda.synchronize()
         if dist.get_rank() == 0:
-            print(f"equal: {what}, {found} clones", flush=True)
+            print(f"equal: {what}, {found} replicas", flush=True)
 
 
 def main() -> None:
