@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.kernels.expert_mlp.dense_halves import DenseFc1, dense_fc1, dense_fc2
+from phalanx.kernels.expert_mlp.dense_mlp import DenseFc1, dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
 from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.parallel.megatron.gathered import gathered
@@ -60,7 +60,7 @@ class SharedExperts(SharedExpertMLP):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
                     first_half = dense_fc1(x_ND, w1, self.spec)
                     memory = current_layer_context()
-                    memory.drop("mlp", [first_half.h_NH], first_half.again)
+                    memory.drop("mlp", [first_half.h_NH], first_half.recompute)
                     pending.append(first_half)
 
         def second() -> Tensor:

@@ -2,7 +2,7 @@
 
 Megatron-Core's MLP writes the activated gate, its product with the up projection and their
 gradients by separate kernels, and saves them all. In these kernels activation and gradients are
-part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_halves`).
+part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_mlp`).
 """
 
 from dataclasses import replace
@@ -11,8 +11,14 @@ from typing import Any
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.dense_halves import dense_fc1, dense_fc2
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import width
+from phalanx.configs.schema import Config
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.moe.experts import activation_of
+from phalanx.moe.saved_tensors import TokenCounts
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.layer_context import current_layer_context
@@ -63,9 +69,28 @@ class DenseMLP(MLP):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
         first = dense_fc1(hidden_states.flatten(0, 1), w1, self.spec)
-        memory.drop("mlp", [first.h_NH], first.again)
+        memory.drop("mlp", [first.h_NH], first.recompute)
         return dense_fc2(first, w2, self.spec).view_as(hidden_states), None
 
     def _with_bias(self, hidden_states: Tensor) -> Tensor:
         out, bias = super().forward(hidden_states)
         return out if bias is None else out + bias
+
+
+def saved_bytes(cfg: Config, counts: TokenCounts, ffn: int, *, fp8: bool) -> int:
+    """Saved bytes of a dense MLP or of shared experts of width `ffn`, by the recipe (`fp8`) or not.
+
+    The kernels of the routed experts save the projection only; Megatron-Core's MLP saves the
+    projection, the activated gate, its linear part and their product.
+    """
+    parts, recipe = ACTIVATIONS[cfg.model.moe.activation].halves, Fp8Block() if fp8 else None
+    tensor, bias = cfg.parallel.tensor, cfg.model.bias
+    spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
+    if not uses_expert_kernels(spec, ffn=ffn, tensor=tensor, bias=bias):
+        parts = 2 * parts + 1
+    return counts.tokens * width(cfg) * parts * ffn // tensor
+
+
+def backward_bytes(cfg: Config, counts: TokenCounts) -> int:
+    """Peak of a dense MLP's backward pass: gradients of the projection and the product."""
+    return counts.tokens * width(cfg) * 3 * cfg.model.dense_ffn // cfg.parallel.tensor
