@@ -60,7 +60,7 @@ class NewerFormat(CheckpointMismatch):
 
 @dataclass(frozen=True)
 class Commit:
-    """Content of COMMIT.json: step, number of ranks that wrote the files, checksums of the files."""
+    """Content of COMMIT.json: step, number of ranks that wrote the files, checksums of these."""
 
     step: int
     world: int

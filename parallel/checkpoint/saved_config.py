@@ -133,7 +133,7 @@ def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
 
 
 def of_hugging_face(folder: Place) -> str:
-    """Return advice for a Hugging Face folder that was named as a checkpoint; else an empty text."""
+    """Return advice for a Hugging Face folder that was named as a checkpoint; else nothing."""
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():
         return ""
     if not any(folder.glob("*.safetensors")):

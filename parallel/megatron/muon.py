@@ -27,8 +27,8 @@ from phalanx.parallel.megatron.matrices import Matrices, joined, of, pieces
 _COEFFICIENTS = "simple"
 """Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers."""
 _RMS = 0.2
-"""RMS of an update before the learning rate, about that of AdamW: the orthogonal matrix is multiplied
-by this and sqrt(max(M, N))."""
+"""RMS of an update before the learning rate, about that of AdamW: the orthogonal matrix is
+multiplied by this and sqrt(max(M, N))."""
 _SLICE = 64 << 20
 """Elements that are made orthogonal at a time, but for larger matrices: 256 MiB of fp32. With half
 as many the products of Moonlight's experts leave a tenth of an H200 without work."""

@@ -72,10 +72,10 @@ def test_dispatch_holds_received_tokens_in_fp8() -> None:
 def test_dispatch_holds_replicas(precision: tuple[str, ...]) -> None:
     for name in ("symm", "alltoall"):
         of = (*precision, f"parallel.dispatch={name}")
-        without, cloned = known(*of), known(*of, "parallel.expert_replication=2")
-        more = buffer_bytes(cloned, RANKS) - buffer_bytes(without, RANKS)
-        outside = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
-        assert more == outside + Activations(cloned, RANKS).replica_memory().backward > 0
+        without, replicated = known(*of), known(*of, "parallel.expert_replication=2")
+        more = buffer_bytes(replicated, RANKS) - buffer_bytes(without, RANKS)
+        outside = exchange_bytes(replicated, RANKS) - exchange_bytes(without, RANKS)
+        assert more == outside + Activations(replicated, RANKS).replica_memory().backward > 0
 
 
 def test_replicas_have_memory() -> None:
@@ -90,7 +90,7 @@ def test_replicas_have_memory() -> None:
     assert 0 < b.backward - a.backward <= held and b.saved == a.saved
     assert c.saved - b.saved == LAYERS * slots * 3 * matrix * 2
     torch = known(alltoall, "kernels=torch", f"parallel.expert_replication={slots}")
-    both = [Activations(cfg, RANKS).replica_memory().backward for cfg in (cloned, torch)]
+    both = [Activations(cfg, RANKS).replica_memory().backward for cfg in (replicated, torch)]
     assert both == [held, held + (own + slots) * 2 * matrix * 2]
     assert known("parallel.expert_replication=auto").parallel.expert_replication == 0
 
@@ -102,7 +102,7 @@ def test_replicas_over_symm_are_outside_of_what_torch_allocates() -> None:
     rows = TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     more = exchange_bytes(replicated, RANKS) - exchange_bytes(without, RANKS)
     assert more == slots * 3 * matrix * (2 + 4) + rows
-    assert Activations(cloned, RANKS).replica_memory().backward == 0
+    assert Activations(replicated, RANKS).replica_memory().backward == 0
 
 
 def test_replicas_over_nodes_are_exchanged_in_a_node() -> None:
@@ -119,8 +119,8 @@ def test_replicas_over_nodes_are_exchanged_in_a_node() -> None:
     more = exchange_bytes(replicated, world) - exchange_bytes(without, world)
     rows = 2 * TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     assert more == slots * 3 * matrix * (2 + 4) + rows
-    cloned.run.device = "cpu"
-    inside = Activations(cloned, world).replica_memory().backward
+    replicated.run.device = "cpu"
+    inside = Activations(replicated, world).replica_memory().backward
     assert inside == slots * 3 * matrix * (2 + 4) + 3 * 8 * slots * 2 * matrix * 4
     back = costs(replicated, world).back
     assert (back.near, back.far) == (TOP_K * 2 * 7, 1)
