@@ -62,9 +62,9 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
     remarks = [heading(facts)] if heading(facts) else []
     remarks += [f"{key} {facts[key]}" for key in ("commit", "date") if facts.get(key)]
     remarks += [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
-    pluralize = window(steps)
+    measured = window(steps)
     explanation = (
-        f"Rates are means of steps {pluralize[0]} to {pluralize[-1]} of {steps}, then over runs; +- is "
+        f"Rates are means of steps {measured[0]} to {measured[-1]} of {steps}, then over runs; +- is "
         f"the standard deviation over runs, or over these steps of a run. The loss is that of step "
         f"{steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
     )
