@@ -311,7 +311,7 @@ def plot(curves: Curves, path: Path, title: str) -> None:
         positions = [curve.tokens[s] for s in losses] if by_tokens else list(losses)
         mean = list(centred_means(losses, window).values())
         points.append((positions, mean))
-        line = {"color": colour, "linestyle": "-" if i == 0 else "--"}
+        line: dict[str, Any] = {"color": colour, "linestyle": "-" if i == 0 else "--"}
         line |= {"marker": "o", "markersize": 4} if len(mean) <= _FEW else {}
         if window > 1:
             above.plot(positions, list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)

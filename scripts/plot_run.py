@@ -107,7 +107,7 @@ def hosts(folder: Path) -> dict[str, str]:
         return {}
     try:
         named = yaml.safe_load(launches[-1].read_text())["hosts"]
-        values = {}
+        values: dict[str, str] = {}
         for each in named:
             for part in str(each["ranks"]).split(", "):
                 first, _, last = part.partition("-")
