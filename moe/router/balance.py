@@ -81,13 +81,19 @@ class KeepsPrecision(torch.nn.Module):
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            if self._buffers[name].dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(self._buffers[name].device)
+            cast_buffer = self._buffers[name]
+            if cast_buffer is not None and cast_buffer.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(cast_buffer.device)
         return self
 
 
 class Statistics(KeepsPrecision):
     """Statistics of a router since `reset`: choices per expert, loss shares, micro-batches."""
+
+    tokens_per_expert: Tensor
+    losses: Tensor
+    micro_batches: Tensor
+    clones: Tensor
 
     def __init__(self, experts: int) -> None:
         super().__init__()

@@ -65,8 +65,8 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
     averaged = window(steps)
     explanation = (
         f"Rates are means of steps {averaged[0]} to {averaged[-1]} of {steps}, then over runs; +- "
-        f"is the standard deviation over runs, or over these steps of a run. The loss is that of step "
-        f"{steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
+        f"is the standard deviation over runs, or over these steps of a run. The loss is that of "
+        f"step {steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
     )
     if any(row.load_max is not None for row in table):
         explanation += (
