@@ -160,9 +160,12 @@ def messages(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.JoinedStr):
             filled = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
             yield "".join(map(str, filled))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docs | parts:
-                yield node.value
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docs | parts
+        ):
+            yield node.value
 
 
 def literals(text: str) -> set[str]:

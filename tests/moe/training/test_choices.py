@@ -136,7 +136,7 @@ def _weights(overrides: list[str], experts: str, free: list[int]) -> str:
     cfg = with_choices(load(overrides), here, kernels, "symm")
     cfg.run.graph = "off"
     room = Room("GPU 0", free[dist.get_rank()])
-    with mock.patch.object(choices, "device_room", lambda _: room):
+    with mock.patch.object(choices, "device_room", return_value=room):
         return "".join(f"{c.backend}; {c.reason}" for c in choose_fp8_weights(cfg, here))
 
 
