@@ -92,7 +92,7 @@ def test_an_unknown_corpus_is_answered_with_data_of_ones_own() -> None:
 
 def test_a_forced_graph() -> None:
     given = ["kernels.backend=reference"]
-    line = capture.refused(capture.refuse(load(given)) or "")
+    line = capture.forced_graph_error(capture.not_capturable(load(given)) or "")
     assert advised(line) == [["run.graph=auto"]]
     with pytest.raises(ConfigError):
         validate(load([*given, "run.graph=full_iteration"]), 1)
