@@ -222,8 +222,10 @@ def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def table(curves: Curves, parts: int | None) -> str:
-    """Mean loss of the first run in each part of the common steps or tokens, and the differences
-    of the other runs to it."""
+    """Mean loss of the first run in each part of the common steps, and the others' differences.
+
+    Parts are of tokens where steps have different numbers of tokens.
+    """
     names, lines = heads(list(curves))
     if over_tokens(curves):
         unit, rows = "tokens", _by_tokens(list(curves.values()), parts)

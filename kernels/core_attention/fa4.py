@@ -82,8 +82,10 @@ def run_forward(
     window: int,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the logarithm of the softmax denominator of each row: fp32 [B, H, S], or
-    [H, T] with documents."""
+    """`attention`, and the logarithm of the softmax denominator of each row.
+
+    The latter is fp32 [B, H, S], or [H, T] with documents.
+    """
     out, lse = _outputs(q, v)
     lse, layout = (lse, _batch_first) if documents is None else (lse[0], _single_sequence)
     with calling() as library:

@@ -212,8 +212,7 @@ class Backend(Protocol):
         ...
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
-        """Operand of `wgrad`, whose contraction runs over rows; one that is so already is returned
-        unchanged."""
+        """Operand of `wgrad`, whose contraction runs over rows; returned unchanged if it is one."""
         ...
 
     def rows_and_columns(

@@ -1,5 +1,4 @@
-"""Process that guards a rank (parallel.fault.guard): listens to its rank and the hub, and acts in
-time.
+"""Process that guards a rank (parallel.fault.guard): listens to its rank and the hub.
 
 - It tells the hub what the rank is doing, and that it lives, for as long as the process is neither
   stopped nor gone, whatever holds its interpreter up.
