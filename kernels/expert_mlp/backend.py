@@ -325,7 +325,7 @@ class SequentialMixin:
 class UnquantizedMixin(SequentialMixin):
     """`quantize` and `columns` of a backend without a recipe."""
 
-    def quantize(self, x: Tensor, *, gradient: bool = False) -> Tensor:
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Rows:
         return x
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:

@@ -2,7 +2,7 @@
 
 Megatron-Core's MLP writes the activated gate, its product with the up projection and their
 gradients by separate kernels, and saves them all. In these kernels activation and gradients are
-part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_halves`).
+part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_mlp`).
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.dense_halves import dense_fc1, dense_fc2
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
@@ -63,7 +63,7 @@ class DenseMLP(MLP):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
         first = dense_fc1(hidden_states.flatten(0, 1), w1, self.spec)
-        memory.drop("mlp", [first.h_NH], first.again)
+        memory.drop("mlp", [first.h_NH], first.recompute)
         return dense_fc2(first, w2, self.spec).view_as(hidden_states), None
 
     def _with_bias(self, hidden_states: Tensor) -> Tensor:
