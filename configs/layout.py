@@ -40,8 +40,10 @@ def micro_batches(cfg: Config, world: int) -> int:
 
 
 def replica_slots(cfg: Config, world: int) -> int:
-    """Replica slots of a rank (`parallel.expert_replication`); none where `auto` is left to the
-    transport, or the experts of a layer are on one rank."""
+    """Replica slots of a rank: `parallel.expert_replication`.
+
+    None where `auto` is left to the transport, or the experts of a layer are on one rank.
+    """
     wanted = cfg.parallel.expert_replication
     return 0 if isinstance(wanted, str) or expert_parallel_size(cfg, world) == 1 else wanted
 
@@ -189,13 +191,13 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
     yield from _shared_heads(cfg, left)
     left //= p.context
     if left % p.pipeline:
-        reason = f"does not divide {pluralize(world, 'rank')} / (tensor={p.tensor} x context={p.context})"
+        split = f"(tensor={p.tensor} x context={p.context})"
+        reason = f"does not divide {pluralize(world, 'rank')} / {split}"
         yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
 
 
 def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
-    """Heads of linear attention, which tensor and context ranks share out; context ranks are of
-    `ranks`."""
+    """Heads of linear attention, divided among tensor ranks and the context ranks of `ranks`."""
     p, a, at = cfg.parallel, cfg.model.linear_attention, "model.linear_attention"
     size = p.tensor * p.context
     cut = {f"{at}.key_heads": a.key_heads, f"{at}.value_heads": a.value_heads}

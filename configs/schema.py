@@ -245,8 +245,7 @@ class ModelConfig:
 
 @dataclass
 class SmMarginConfig:
-    """Number of SMs (streaming multiprocessors) that `fused` and `cudnn` expert kernels leave free;
-    of `cudnn` in clusters of two."""
+    """Number of SMs that `fused` and `cudnn` expert kernels leave free, of `cudnn` in pairs."""
 
     forward: int = 0
     """SMs that the fused expert kernels leave free in the forward pass, for example for NCCL."""

@@ -11,7 +11,7 @@ Legend: L local experts, D hidden, F expert width, N received rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
@@ -85,13 +85,13 @@ class Experts(MegatronModule):
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
         if spec.interleaved:
-            self.w1.gated_runs = RUN  # for parallel.megatron.matrices
+            cast(Any, self.w1).gated_runs = RUN  # for parallel.megatron.matrices
         if config.perform_initialization:
             self._initialize()
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         device = torch.cuda.current_device()
-        parameter = torch.nn.Parameter(
+        parameter: Any = torch.nn.Parameter(
             torch.empty(shape, dtype=self.config.params_dtype, device=device)
         )
         # Reduced over expert-data parallelism, not over all of data parallelism. Also with one
@@ -100,7 +100,7 @@ class Experts(MegatronModule):
         # A stacked bias is a matrix; parallel.engine exempts vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
         parameter.adds_to_main_grad = self.spec.accumulate  # for parallel.engine
-        return parameter
+        return cast(torch.nn.Parameter, parameter)
 
     @torch.no_grad()
     def _initialize(self) -> None:

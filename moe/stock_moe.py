@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
@@ -109,6 +110,11 @@ class StockRouter(KeepsPrecision, TopKRouter):
     """Megatron-Core's router with exact counts, our statistics and our forced balance."""
 
     local_tokens_per_expert: Tensor
+    num_experts: int
+    topk: int
+    is_mtp_layer: bool
+    tp_cp_group: dist.ProcessGroup
+    tp_dp_cp_group: dist.ProcessGroup
 
     def __init__(
         self,

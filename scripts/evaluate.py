@@ -116,8 +116,8 @@ def evaluate(args: argparse.Namespace) -> None:
     print(table(scored))
     if args.json:
         numbers = {name: content(each) for name, each in scored.items()}
-        text = json.dumps(header | {"files": numbers}, indent=2, allow_nan=False)
-        args.json.write_text(text + "\n")
+        report = json.dumps(header | {"files": numbers}, indent=2, allow_nan=False)
+        args.json.write_text(report + "\n")
 
 
 def _batch_on_cpu(context: int) -> int:

@@ -76,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{heading(facts, args)}\n\n{table(loads)}")
         for ranks in args.expert:
             if (batch := ranks * args.tokens) > facts.tokens:
-                print(
-                    f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} take the recorded ones again."
-                )
+                print(f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} repeat the recorded ones.")
         if args.json:
             settings = {"recorded": asdict(facts), "tokens": args.tokens}
             settings |= {"cost": args.cost, "least": args.least}

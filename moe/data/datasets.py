@@ -80,8 +80,11 @@ class Indexed:
 
 @dataclass
 class _IndexConfig(GPTDatasetConfig):
-    """Megatron-Core's settings. Its own index cache stays off (`path_to_cache` empty): there only
-    global rank 0 writes, so that a host without a shared cache would find nothing."""
+    """Megatron-Core's settings.
+
+    Its own index cache stays off (`path_to_cache` empty): there only global rank 0 writes, so that
+    a host without a shared cache would find nothing.
+    """
 
     index_folder: Path = Path()
     corpora: dict[str, Corpus] = field(default_factory=dict)

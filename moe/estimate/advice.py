@@ -69,10 +69,12 @@ def enough(
             applied.
     """
     trial = _Trial(cfg, world, need)
-    unreduced_rows = [(p, kind) for kind in kinds if (p := trial.best(kind, {}, available)) is not None]
-    helping = [pair for pair, _ in unreduced_rows]
+    single_changes = [
+        (p, kind) for kind in kinds if (p := trial.best(kind, {}, available)) is not None
+    ]
+    helping = [pair for pair, _ in single_changes]
     sufficient = [pair for pair in helping if pair[1] <= available]
-    others = [kind for pair, kind in unreduced_rows if pair[1] > available]
+    others = [kind for pair, kind in single_changes if pair[1] > available]
     if len(sufficient) < _FEW and (together := _together(trial, others, available)):
         sufficient.append(together)
     pairs = sorted(sufficient or helping, key=lambda pair: pair[1])

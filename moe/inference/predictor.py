@@ -107,8 +107,10 @@ class Predictor:
         return torch.cat([self._apart(*row) for row in rows])
 
     def _apart(self, tokens_1S: Tensor, labels_1S: Tensor, position_1S: Tensor) -> Tensor:
-        """Losses [1, S] of a sequence of documents. One at a time: a mask of their attention is
-        [S, S] on a CPU."""
+        """Losses [1, S] of a sequence of documents.
+
+        One at a time: a mask of their attention is [S, S] on a CPU.
+        """
         tokens, labels = self._padded(tokens_1S), self._padded(labels_1S)
         # What fills the sequence up belongs to its last piece.
         position, more = position_1S.to(self.device), tokens.size(1) - position_1S.size(1)

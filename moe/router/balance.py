@@ -81,13 +81,19 @@ class KeepsPrecision(torch.nn.Module):
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            if self._buffers[name].dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(self._buffers[name].device)
+            cast_buffer = self._buffers[name]
+            if cast_buffer is not None and cast_buffer.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(cast_buffer.device)
         return self
 
 
 class Statistics(KeepsPrecision):
     """Statistics of a router since `reset`: choices per expert, loss shares, micro-batches."""
+
+    tokens_per_expert: Tensor
+    losses: Tensor
+    micro_batches: Tensor
+    clones: Tensor
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -116,8 +122,7 @@ class Statistics(KeepsPrecision):
         self.losses[LOSSES.index(name)] += share.detach()
 
     def add_replication_plan(self, plan: ReplicationPlan) -> None:
-        """Add the replicas of one micro-batch, which are the same on all ranks that share
-        experts."""
+        """Add the replicas of one micro-batch, the same on all ranks that share experts."""
         self.plans.append(plan)
 
 
@@ -198,11 +203,10 @@ class Collector:
         self._zeros = Statistics(self._experts)
 
     def table(self) -> Tensor:
-        """This rank's part, fp64 [layers, counts | losses | micro-batches | replicas]; no host
-        read.
+        """This rank's part, fp64 [layers, counts | losses | micro-batches | replicas].
 
-        The sum over all ranks is the table of the model: exact for counts below 2**53, and 0 in the
-        rows of layers that no rank has or that route nothing. Collective.
+        No host read. The sum over all ranks is the table of the model: exact for counts below
+        2**53, and 0 in the rows of layers that no rank has or that route nothing. Collective.
         """
         self._count_replicas()
         columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "replicas"))

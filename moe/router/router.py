@@ -8,6 +8,8 @@ Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts 
 C slots for the experts of a token: K, or with token rounding more.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -107,8 +109,10 @@ class Router(KeepsPrecision, MegatronModule):
         ValueError: impossible routing, with the override that fixes it.
     """
 
+    config: TransformerConfig
     expert_bias: Tensor | None
     local_tokens_per_expert: Tensor | None
+    global_tokens_per_expert: Tensor | None
 
     def __init__(
         self,
@@ -146,9 +150,9 @@ class Router(KeepsPrecision, MegatronModule):
         p = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
         if config.perform_initialization:
             config.init_method(p)
-        parameter = torch.nn.Parameter(p)
+        parameter: Any = torch.nn.Parameter(p)
         parameter.sequence_parallel = config.sequence_parallel
-        return parameter
+        return cast(torch.nn.Parameter, parameter)
 
     def _counter(self, name: str, wanted: bool) -> None:
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
@@ -298,6 +302,7 @@ class Router(KeepsPrecision, MegatronModule):
             shares["seq_aux_loss"] = balance.balance_loss(score_TE, count_BE, ranks=ranks)
         if o.global_aux_loss:
             # Choices of all replicas and micro-batches so far, scores of this micro-batch.
+            assert self.global_tokens_per_expert is not None
             self.global_tokens_per_expert += _sum_over(count_E, self.world)
             count_1E = self.global_tokens_per_expert[None]
             shares["global_aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)

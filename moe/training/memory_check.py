@@ -45,7 +45,9 @@ def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     hosts = gather(socket.gethostname())
     local_ranks = [rank for rank, name in enumerate(hosts) if name == hosts[runtime.rank]]
     host, on_gpu = free_host_memory(), runtime.device.type == "cuda"
-    room, ranks = (free_gpu_memory(runtime.device), [runtime.rank]) if on_gpu else (host, local_ranks)
+    room, ranks = host, local_ranks
+    if on_gpu:
+        room, ranks = free_gpu_memory(runtime.device), [runtime.rank]
     try:
         agree(memory_refusal(cfg, runtime.world, ranks, room))
     except Failed as error:

@@ -46,7 +46,7 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
     # Expert 0 has 784 tokens of a mean of 64, its rank of two 896 of 512.
     assert cells[0][3:] == ["12.25", "6.62", "1.38", "1.75", "0.00", "1.51"]
     assert float(cells[1][6]) < 1.25 and float(cells[1][7]) > 0
-    assert repeated == "4,096 tokens of 8 ranks take the recorded ones again."
+    assert repeated == "4,096 tokens of 8 ranks repeat the recorded ones."
     actual = json.loads(out.read_text())
     assert (actual["recorded"]["step"], actual["tokens"], actual["cost"]) == (7, 512, 0)
     assert actual["loads"][0]["layers"]["layer.2"]["rows"] == 896

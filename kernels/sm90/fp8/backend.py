@@ -22,7 +22,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.kept import weight_copies
+from phalanx.kernels.quantize.fp8_copies import weight_copies
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
@@ -40,7 +40,7 @@ class FusedFP8(FP8Operands, Fused):
         sm_margin, dynamic: as for `Fused`.
         recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
             that went through FP8: exact, for comparison, and slow.
-        keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
+        keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:

@@ -45,7 +45,8 @@ def test_guests_are_reported() -> None:
     text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", *cloned, world=8)
     (line,) = [line for line in text.splitlines() if line.strip().startswith("replicas ")]
     assert "2 replica slots: " in line and "GiB for weights and gradients" in line
-    text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", "parallel.expert_replication=auto", world=8)
+    replicated = ["run=bench", "parallel.expert_replication=auto"]
+    text, _ = page("experiment=gpt_oss_20b_8gpu", *replicated, world=8)
     assert "replica slots" not in text
 
 

@@ -136,7 +136,7 @@ def _weights(overrides: list[str], experts: str, free: list[int]) -> str:
     cfg = with_choices(load(overrides), here, kernels, "symm")
     cfg.run.graph = "off"
     room = FreeMemory("GPU 0", free[dist.get_rank()])
-    with mock.patch.object(choices, "free_gpu_memory", lambda _: room):
+    with mock.patch.object(choices, "free_gpu_memory", return_value=room):
         return "".join(f"{c.backend}; {c.reason}" for c in choose_fp8_weights(cfg, here))
 
 

@@ -186,8 +186,8 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
             _standing_for("phalanx.kernels.sm90.experts.combine", combine),
             mock.patch.object(symm, "exchange_of", exchange_of),
             *replicating(exchange_of),
-            mock.patch.object(torch.cuda, "current_stream", lambda: on),
-            mock.patch.object(transport_class, "waits_for_tokens", lambda *of: True),
+            mock.patch.object(torch.cuda, "current_stream", return_value=on),
+            mock.patch.object(transport_class, "waits_for_tokens", return_value=True),
             *(mock.patch.object(b, "rows", signalled(b.rows)) for b in backends),
         ):
             stack.enter_context(patch)

@@ -197,9 +197,9 @@ class Recorder:
     def look(self, given: Any) -> None:
         """Write down which exchanges an op reads."""
         for t in tree_leaves(given):
-            if isinstance(t, Tensor) and (u := self._holds.get(t.untyped_storage().data_ptr())):
-                if self.calls[-1] != ("read", u, 0):
-                    self.calls.append(("read", u, 0))
+            u = self._holds.get(t.untyped_storage().data_ptr()) if isinstance(t, Tensor) else None
+            if u and self.calls[-1] != ("read", u, 0):
+                self.calls.append(("read", u, 0))
 
 
 class Watch(TorchDispatchMode):
