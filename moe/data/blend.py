@@ -25,7 +25,7 @@ the model would change with the layout, and a checkpoint would fit one of them o
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """Training or validation part of one pair."""
 
     documents: int
@@ -37,7 +37,7 @@ class Blend:
     """Checked pairs, and how they are mixed."""
 
     corpora: list[Corpus]
-    parts: list[list[Part]]
+    parts: list[list[SplitPart]]
     """Of each pair, training and validation."""
     weights: list[float] | None
     """Of each pair: its training tokens, where data.blend has no weights; None of one alone."""
@@ -171,14 +171,14 @@ def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) 
             )
 
 
-def _check_length(corpus: Corpus, cfg: DataConfig, split: str, sizes: Sequence[int]) -> list[Part]:
+def _check_length(corpus: Corpus, cfg: DataConfig, split: str, sizes: Sequence[int]) -> list[SplitPart]:
     """Every part that is used must hold one sequence. -> training and validation part."""
     parts = []
     for name, size, within in zip(PARTS, sizes, bounds(split), strict=True):
         total = len(corpus.lengths)
         low, high = (round(bound * float(total)) for bound in within)
         tokens = int(corpus.lengths[low:high].sum(dtype=np.int64))
-        parts.append(Part(high - low, tokens))
+        parts.append(SplitPart(high - low, tokens))
         if size and tokens <= cfg.sequence_length:
             raise DataError(
                 f"data.sequence_length={cfg.sequence_length} is longer than the data: the {name} "

@@ -27,7 +27,7 @@ from megatron.core.datasets.utils import Split
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.bin_reader import BinReader
-from phalanx.moe.data.blend import PARTS, Part, open_blend, parse_blend
+from phalanx.moe.data.blend import PARTS, SplitPart, open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
 from phalanx.moe.data.packing import positions
 from phalanx.moe.data.remote_files import READERS
@@ -147,7 +147,7 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
 
 
 def _source(
-    name: str, corpus: Corpus, part: Part, samples: float, share: float, sequence: int
+    name: str, corpus: Corpus, part: SplitPart, samples: float, share: float, sequence: int
 ) -> Source:
     return Source(
         name=name,
@@ -160,7 +160,7 @@ def _source(
     )
 
 
-def _bytes_per_token(corpus: Corpus, part: Part) -> float | None:
+def _bytes_per_token(corpus: Corpus, part: SplitPart) -> float | None:
     """Exact for ids that are bytes, where all but the ends of documents are text."""
     sidecar = corpus.sidecar
     if sidecar is None:

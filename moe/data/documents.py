@@ -23,7 +23,7 @@ BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Tokenization:
     """How text becomes ids; the same for all workers."""
 
     tokenizer: str
@@ -102,7 +102,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer
 
 
-def write_shard(shard: Shard, recipe: Recipe, folder: Path, limit: Limit) -> int:
+def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) -> int:
     """Write one shard; it appears complete or not at all. Returns its bytes of input.
 
     A text without tokens is no document, as in Megatron-LM's tools/preprocess_data.py: it would be
@@ -158,7 +158,7 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def encode(texts: list[str], recipe: Recipe) -> Iterator[np.ndarray]:
+def encode(texts: list[str], recipe: Tokenization) -> Iterator[np.ndarray]:
     """Ids of each text.
 
     As in Hugging Face's libraries, a special token spelled out in a text becomes that token.

@@ -113,23 +113,23 @@ def shared_arrays(
     return tuple(np.asarray(array) for array in mapped)
 
 
-Part = tuple[int, Callable[[int, int], bytes]]
+FilePart = tuple[int, Callable[[int, int], bytes]]
 """Of a file its size, and how to read (offset, bytes)."""
 
 
 @contextlib.contextmanager
-def opened_parts(*paths: Path) -> Iterator[list[Part]]:
+def opened_parts(*paths: Path) -> Iterator[list[FilePart]]:
     """Local files for `stamp`, open meanwhile."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(path.open("rb")).fileno() for path in paths]
 
-        def part(file: int) -> Part:
+        def part(file: int) -> FilePart:
             return os.fstat(file).st_size, lambda at, count: os.pread(file, count, at)
 
         yield [part(file) for file in files]
 
 
-def stamp(parts: Sequence[Part], blocks: int = 64, block: int = 1 << 16) -> str:
+def stamp(parts: Sequence[FilePart], blocks: int = 64, block: int = 1 << 16) -> str:
     """Digest of sizes and of evenly spaced blocks of each file (of all of it below 4 MiB).
 
     Args:

@@ -34,13 +34,13 @@ def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
     return [Sidecar.read(path) for path in paths if path.is_file()]
 
 
-def check_of_data(tokenizer: Path, described: list[Sidecar], way_out: str = "") -> None:
+def check_of_data(tokenizer: Path, described: list[Sidecar], remedy: str = "") -> None:
     """Refuse a tokenizer.json that data was not made with.
 
     Args:
         tokenizer: the file.
         described: descriptions of the data; any goes with none.
-        way_out: what a person can do.
+        remedy: what a person can do.
 
     Raises:
         DataError: it is another one.
@@ -48,12 +48,12 @@ def check_of_data(tokenizer: Path, described: list[Sidecar], way_out: str = "") 
     sums = {each.tokenizer_sha256 for each in described}
     if sums and hashlib.sha256(tokenizer.read_bytes()).hexdigest() not in sums:
         names = ", ".join(sorted({each.tokenizer for each in described}))
-        hint = f": {way_out}" if way_out else ""
+        hint = f": {remedy}" if remedy else ""
         raise DataError(f"tokenizer {tokenizer} is not that of the data, which is {names}{hint}")
 
 
 def check_of_model(
-    tokenizer: Path, ids: Mapping[str, int], vocab_size: int, way_out: str = ""
+    tokenizer: Path, ids: Mapping[str, int], vocab_size: int, remedy: str = ""
 ) -> None:
     """Refuse a tokenizer whose tokens a model does not have.
 
@@ -61,14 +61,14 @@ def check_of_model(
         tokenizer: its file or folder.
         ids: of its tokens; it may have fewer than the model.
         vocab_size: of the model.
-        way_out: what a person can do.
+        remedy: what a person can do.
 
     Raises:
         DataError: an id is outside the vocabulary.
     """
     token = max(ids, key=ids.__getitem__, default="")
     if ids and ids[token] >= vocab_size:
-        hint = f": {way_out}" if way_out else ""
+        hint = f": {remedy}" if remedy else ""
         raise DataError(
             f"tokenizer {tokenizer} has ids up to {ids[token]} ({token!r}), but "
             f"model.vocab_size={vocab_size}: it is not that of the model{hint}"

@@ -23,7 +23,7 @@ from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
 from phalanx.moe.hf.shards import Shards
-from phalanx.moe.hf.source import Source, read_json
+from phalanx.moe.hf.source import SourceFolder, read_json
 from phalanx.moe.hf.tokens import (
     GENERATION,
     Chosen,
@@ -32,7 +32,7 @@ from phalanx.moe.hf.tokens import (
     imported_tokens,
     special_tokens,
 )
-from phalanx.moe.hf.weights import Region, regions
+from phalanx.moe.hf.weights import TensorRegion, regions
 from phalanx.parallel.checkpoint.saved_knobs import SavedKnobs, understood
 from phalanx.parallel.object_store import Place
 
@@ -77,7 +77,7 @@ def determined(folder: Path, tokens: Chosen | None = None) -> dict[str, Any]:
     config = read_json(folder / "config.json") | dict(tokens or {})
     found = to_knobs(config)
     # transformers leaves out the prediction layers when it saves, but not their number.
-    names, first = Source(folder, config).names, prediction_prefix(config, found["layers"])
+    names, first = SourceFolder(folder, config).names, prediction_prefix(config, found["layers"])
     if not any(name.startswith(first) for name in names):
         found["mtp_layers"] = 0
     return found
@@ -107,7 +107,7 @@ def import_folder(
     """
     config = read_json(folder / "config.json") | dict(tokens or {})
     kept = imported_tokens(folder, config, model.vocab_size, tokens)
-    source, depths = Source(folder, config), to_knobs(config)["mtp_layers"]
+    source, depths = SourceFolder(folder, config), to_knobs(config)["mtp_layers"]
     plan = [r for r in regions(model) if not r.repeated or r.parts[0].name in source.names]
     left_out = tuple(
         prediction_prefix(config, model.layers + depth) for depth in range(model.mtp_layers, depths)
@@ -206,7 +206,7 @@ _WORDS = "embedding.word_embeddings.weight"
 _POSITIONS = "max_position_embeddings"
 
 
-def _check(source: Source, plan: list[Region], left_out: tuple[str, ...]) -> dict[str, torch.dtype]:
+def _check(source: SourceFolder, plan: list[TensorRegion], left_out: tuple[str, ...]) -> dict[str, torch.dtype]:
     """Dtype of every tensor of the checkpoint, the widest of its parts.
 
     Args:
@@ -238,7 +238,7 @@ def _check(source: Source, plan: list[Region], left_out: tuple[str, ...]) -> dic
     return dtypes
 
 
-def _assembled(source: Source, region: Region, dtype: torch.dtype) -> Tensor:
+def _assembled(source: SourceFolder, region: TensorRegion, dtype: torch.dtype) -> Tensor:
     start, stop = region.rows
     values = torch.empty((stop - start, *region.shape[1:]), dtype=dtype)
     for part in region.parts:
@@ -251,7 +251,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _fits(region: Region, reader: PieceReader) -> None:
+def _fits(region: TensorRegion, reader: PieceReader) -> None:
     if region.key not in reader.keys():
         raise ConversionError(f"{region.key} is missing from the checkpoint")
     if (shape := reader.shape(region.key)) != region.shape:

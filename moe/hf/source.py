@@ -54,7 +54,7 @@ def all_finite(values: Tensor) -> bool:
     )  # both are NaN where one value is
 
 
-class Source:
+class SourceFolder:
     """The tensors of a folder by name.
 
     MXFP4 tensors are stored as `<name>_blocks` and `<name>_scales`, those in FP8 with

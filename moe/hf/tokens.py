@@ -78,7 +78,7 @@ def special_tokens(
     base: dict[str, Any],
     vocab_size: int,
     chosen: Chosen | None = None,
-    way_out: str = CHOOSE,
+    remedy: str = CHOOSE,
 ) -> SpecialTokens:
     """Special tokens of a model, as far as they are known.
 
@@ -91,7 +91,7 @@ def special_tokens(
         base: what the imported model had, as `imported_tokens` gives it.
         vocab_size: that all ids must be below.
         chosen: ids before all of these.
-        way_out: what a person can do about an id; `option` and `vocab_size` are filled in.
+        remedy: what a person can do about an id; `option` and `vocab_size` are filled in.
 
     Raises:
         ConversionError: an id is outside the vocabulary, or a file cannot be read.
@@ -99,14 +99,14 @@ def special_tokens(
     chosen = chosen or {}
     of_tokenizer = _of_tokenizer(tokenizer) if tokenizer else {}
     ids = {name: given for name, given in chosen.items() if given is not None}
-    check_ids("the command line", ids, vocab_size, way_out)
+    check_ids("the command line", ids, vocab_size, remedy)
     for where, known in (
         ("the data", _of_data(data)),
         (str(tokenizer), of_tokenizer),
         ("the imported model", {name: base[name] for name in TOKENS if name in base}),
     ):
         known = {name: each for name, each in known.items() if name not in chosen}
-        check_ids(where, known, vocab_size, way_out)
+        check_ids(where, known, vocab_size, remedy)
         ids = known | ids
     notes = (
         f"{name}={ids[name]}; {tokenizer} has {of_tokenizer[name]}"
@@ -118,7 +118,7 @@ def special_tokens(
         path = tokenizer / GENERATION if tokenizer else None
         own, where = _object(path) if path else {}, str(path)
     generation = {n: v for n, v in own.items() if n not in chosen}
-    check_ids(where, generation, vocab_size, way_out)
+    check_ids(where, generation, vocab_size, remedy)
     for name, each in ids.items():
         there = _list(generation.get(name))
         if name != "eos_token_id" or not set(_list(each)) <= set(there):
@@ -132,17 +132,17 @@ def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None
     Raises:
         ConversionError: it is not, or cannot be read.
     """
-    way_out = "leave --tokenizer out to export without one"
+    remedy = "leave --tokenizer out to export without one"
     if (file := folder / "tokenizer.json").is_file():
         try:
-            check_of_data(file, sidecars(data), way_out)
+            check_of_data(file, sidecars(data), remedy)
         except DataError as error:
             raise ConversionError(str(error)) from None
-    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, way_out)
+    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, remedy)
 
 
 def check_ids(
-    where: str, values: Mapping[str, Any], vocab_size: int, way_out: str = CHOOSE
+    where: str, values: Mapping[str, Any], vocab_size: int, remedy: str = CHOOSE
 ) -> None:
     """Refuse an id that no token of a model has, in config.json or generation_config.json.
 
@@ -150,7 +150,7 @@ def check_ids(
         where: what messages call it.
         values: its fields; of those that are no ids nothing is asked.
         vocab_size: of the model.
-        way_out: as of `special_tokens`.
+        remedy: as of `special_tokens`.
 
     Raises:
         ConversionError: an id is outside the vocabulary, or is none.
@@ -161,7 +161,7 @@ def check_ids(
         if not all(type(i) is int and 0 <= i < vocab_size for i in _list(ids)):
             hint = f"correct it in {where}"
             if name in TOKENS:
-                hint = way_out.format(option=name.replace("_", "-"), vocab_size=vocab_size)
+                hint = remedy.format(option=name.replace("_", "-"), vocab_size=vocab_size)
             raise ConversionError(
                 f"{where} has {name}={shown(ids)}, and model.vocab_size={vocab_size}: the model "
                 f"has no such token; {hint}"
@@ -216,9 +216,9 @@ def _ids(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
         raise ConversionError(f"{folder} has tokenizer files that cannot be read") from None
 
 
-def _of_model(folder: Path, ids: dict[str, int], vocab_size: int, way_out: str) -> None:
+def _of_model(folder: Path, ids: dict[str, int], vocab_size: int, remedy: str) -> None:
     try:
-        check_of_model(folder, ids, vocab_size, way_out)
+        check_of_model(folder, ids, vocab_size, remedy)
     except DataError as error:
         raise ConversionError(str(error)) from None
 

@@ -63,7 +63,7 @@ def codec_of(
     tokenizer: str | None,
     eod: str | None = None,
     *,
-    way_out: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
+    remedy: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
     end: str = "give --eod TOKEN",
 ) -> Codec:
     """What the data of a run was tokenized with, or the tokenizer that a person gives.
@@ -73,7 +73,7 @@ def codec_of(
         vocab_size: of the model.
         tokenizer: `bytes`, a tokenizer.json or its folder; None if the data tells.
         eod: the token that ends a document, where nothing else tells.
-        way_out: what a person can do about a tokenizer that is not known, or is wrong.
+        remedy: what a person can do about a tokenizer that is not known, or is wrong.
         end: what a person can do about special tokens that the model does not have.
 
     Raises:
@@ -86,17 +86,17 @@ def codec_of(
     if tokenizer is None:
         names = ", ".join(sorted({s.tokenizer for s in described}))
         known = f"the data was made with {names}" if names else "the data names no tokenizer"
-        raise DataError(f"{known}: {way_out}")
+        raise DataError(f"{known}: {remedy}")
     if tokenizer == BYTES:
         if vocab_size < 256:
-            raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {way_out}")
+            raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {remedy}")
         if eod is not None:
             raise DataError(f"--eod is for a tokenizer.json; byte {BYTES_EOD} ends documents")
         return Codec(None, (BYTES_EOD,))
     path = Path(tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"tokenizer {path} does not exist; {way_out}")
+        raise DataError(f"tokenizer {path} does not exist; {remedy}")
     loaded = load_tokenizer(str(path))
     check_of_data(path, described)
     check_of_model(path, loaded.get_vocab(with_added_tokens=True), vocab_size)
@@ -115,12 +115,12 @@ def codec_of_run(cfg: Config) -> Codec:
         DataError: its data does not tell the tokenizer.
     """
     data = {"config": {"data": asdict(cfg.data)}}
-    way_out = programs.here(
+    remedy = programs.here(
         "run.sample_every needs it as <prefix>.tokenizer.json beside each of data.blend, where "
         "prepare_data.py keeps it; copy it there, or set run.sample_every=0"
     )
     end = "correct that file, or set run.sample_every=0"
-    return codec_of(data, cfg.model.vocab_size, None, way_out=way_out, end=end)
+    return codec_of(data, cfg.model.vocab_size, None, remedy=remedy, end=end)
 
 
 def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
@@ -131,12 +131,12 @@ def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
     return str(kept[0]) if kept else None
 
 
-def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, way_out: str) -> tuple[int, ...]:
+def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, remedy: str) -> tuple[int, ...]:
     from phalanx.moe.hf import ConversionError  # these take torch, which checks before a run do not
     from phalanx.moe.hf.tokens import special_tokens
 
     imported = base if isinstance(base, dict) else {}
     try:
-        return special_tokens(data, path.parent, imported, vocab, way_out=way_out).ends
+        return special_tokens(data, path.parent, imported, vocab, remedy=remedy).ends
     except ConversionError as error:
         raise DataError(str(error)) from None

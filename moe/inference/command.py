@@ -48,7 +48,7 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
     """The model that the options name. Its `context` is in `args`, filled in.
 
     Raises:
-        ValueError, CheckpointError, OSError: for `told`.
+        ValueError, CheckpointError, OSError: for `report_errors`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this takes one process: start it with python, not with torchrun or srun")
@@ -85,7 +85,7 @@ def positive(**values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
-def told(program: str, work: Callable[[], None]) -> int:
+def report_errors(program: str, work: Callable[[], None]) -> int:
     """Do the work of a program; an error of its user is one line on stderr.
 
     Returns:

@@ -11,7 +11,7 @@ _EVERY = 5.0
 
 
 @contextmanager
-def told(tell: Callable[[str], None]) -> Iterator[None]:
+def report_compilation(tell: Callable[[str], None]) -> Iterator[None]:
     """Inside, `tell` a line at the first kernel, one now and then after, and one at the end.
 
     Without kernels of our own, as on a CPU, there is nothing to tell.

@@ -10,7 +10,7 @@ from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
-from phalanx.moe.estimate.accounting import at_most, flops_per_token, model_size
+from phalanx.moe.estimate.accounting import flops_note, flops_per_token, model_size
 from phalanx.moe.report.units import count, storage, work
 from phalanx.moe.training.launch import code
 from phalanx.moe.training.setup import Job
@@ -30,7 +30,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
             "model",
             f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",
         ),
-        ("work", f"{work(flops)} a token, {work(flops * tokens)} a step{at_most(cfg)}"),
+        ("work", f"{work(flops)} per token, {work(flops * tokens)} per step{flops_note(cfg)}"),
         (
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "

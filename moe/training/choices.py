@@ -18,8 +18,8 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.accounting import mlp_weights
+from phalanx.moe.estimate.free_memory import free_gpu_memory
 from phalanx.moe.estimate.memory import needed
-from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
@@ -172,7 +172,7 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     if backend == "megatron":
         return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
     resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
-    need, free = needed(resident, runtime.world), device_room(runtime.device).free
+    need, free = needed(resident, runtime.world), free_gpu_memory(runtime.device).free
     chosen = "resident" if need <= free else "scratch"
     return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
 

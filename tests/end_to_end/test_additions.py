@@ -200,7 +200,7 @@ def test_a_dry_run_counts_an_added_transport() -> None:
     text, _ = dry_run(configured(*base, "parallel.dispatch=broadcasts", world=8), 8)
     assert "sent      broadcasts: a token has experts on" in text
     assert "receive buffers of broadcasts" in text
-    assert re.search(r"back +0\.00 rows of a token over the network, 21\.00 inside nodes", text)
+    assert re.search(r"combine +0\.00 rows per token over the network, 21\.00 inside nodes", text)
 
 
 # --- both, in a run -------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
     (packed,) = [line for line in lines if line.startswith("  packing ")]
     assert " documents a sequence (most " in packed and packed.endswith("of causal attention saved")
     (work,) = [line for line in lines if line.startswith("  work ")]
-    assert work.endswith("a step, at most: attention as in whole sequences")
+    assert work.endswith("per step, upper bound: attention over full sequences")
     assert max(map(len, (packed, work))) <= 100
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.moe.hf.source import Source
+from phalanx.moe.hf.source import SourceFolder
 from phalanx.moe.inference.codec import Codec
 from phalanx.moe.inference.scoring import Score
 from phalanx.moe.report import progress
@@ -191,11 +191,11 @@ def test_a_model_that_is_no_number_has_no_result(
     folder = qwen3(tmp_path / "theirs", vocab_size=256)
     name = "model.layers.1.self_attn.o_proj.weight"
 
-    def read(self: Source, asked: str, rows: tuple[int, int]) -> torch.Tensor:
+    def read(self: SourceFolder, asked: str, rows: tuple[int, int]) -> torch.Tensor:
         return self._values(asked, *rows) * (math.nan if asked == name else 1)
 
     with monkeypatch.context() as m:  # as an import of before let it pass
-        m.setattr(Source, "read", read)
+        m.setattr(SourceFolder, "read", read)
         assert convert_hf.main(["import", str(folder), str(tmp_path / "step")]) == 0
     (tmp_path / "text.txt").write_text("text")
     tokens = ["--tokenizer", "bytes", "--context", "8"]

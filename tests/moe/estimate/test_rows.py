@@ -53,7 +53,7 @@ FP8 = ("precision=fp8_block", "parallel.dispatch=symm")
 
 
 def test_dispatch_holds_received_tokens_in_fp8() -> None:
-    """Where experts do not wait for rows on their way, which are sent again."""
+    """Experts that do not overlap the exchange save the FP8 tokens instead of a second transfer."""
     received = RANKS * TOKENS * fp8_row(HIDDEN)
     arriving, resent = known(*FP8), known(*FP8, "precision.dispatch=fp8")
     alltoall = known(*FP8, "precision.dispatch=fp8", "parallel.dispatch=alltoall")
@@ -75,7 +75,7 @@ def test_dispatch_holds_guests(precision: tuple[str, ...]) -> None:
         without, cloned = known(*of), known(*of, "parallel.clones=2")
         more = buffer_bytes(cloned, RANKS) - buffer_bytes(without, RANKS)
         outside = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
-        assert more == outside + Activations(cloned, RANKS).replicas().backward > 0
+        assert more == outside + Activations(cloned, RANKS).replica_memory().backward > 0
 
 
 def test_guests_have_room() -> None:
@@ -90,7 +90,7 @@ def test_guests_have_room() -> None:
     assert 0 < b.backward - a.backward <= held and b.saved == a.saved
     assert c.saved - b.saved == LAYERS * slots * 3 * matrix * 2
     torch = known(alltoall, "kernels=torch", f"parallel.clones={slots}")
-    both = [Activations(cfg, RANKS).replicas().backward for cfg in (cloned, torch)]
+    both = [Activations(cfg, RANKS).replica_memory().backward for cfg in (cloned, torch)]
     assert both == [held, held + (own + slots) * 2 * matrix * 2]
     assert known("parallel.clones=auto").parallel.clones == 0
 
@@ -102,7 +102,7 @@ def test_guests_over_symm_are_outside_of_what_torch_allocates() -> None:
     rows = TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     more = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
     assert more == slots * 3 * matrix * (2 + 4) + rows
-    assert Activations(cloned, RANKS).replicas().backward == 0
+    assert Activations(cloned, RANKS).replica_memory().backward == 0
 
 
 def test_guests_over_nodes_are_exchanged_in_a_node() -> None:
@@ -117,7 +117,7 @@ def test_guests_over_nodes_are_exchanged_in_a_node() -> None:
     rows = 2 * TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     assert more == slots * 3 * matrix * (2 + 4) + rows
     cloned.run.device = "cpu"
-    inside = Activations(cloned, world).replicas().backward
+    inside = Activations(cloned, world).replica_memory().backward
     assert inside == slots * 3 * matrix * (2 + 4) + 3 * 8 * slots * 2 * matrix * 4
     back = costs(cloned, world).back
     assert (back.near, back.far) == (TOP_K * 2 * 7, 1)

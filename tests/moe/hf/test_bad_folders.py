@@ -211,12 +211,12 @@ def test_weights_that_are_no_numbers(
 def test_a_checkpoint_with_no_numbers_is_not_exported(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.moe.hf.source import Source
+    from phalanx.moe.hf.source import SourceFolder
 
     folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
     put_number(folder, math.nan, torch.bfloat16)
     with monkeypatch.context() as m:  # as a run may have made it
-        m.setattr(Source, "read", lambda self, name, rows: self._values(name, *rows))
+        m.setattr(SourceFolder, "read", lambda self, name, rows: self._values(name, *rows))
         imported(folder, tmp_path / "step")
     with pytest.raises(ConversionError, match=rf"{LATE} has .* NaN .*: export an earlier checkpoi"):
         export_checkpoint(tmp_path / "step", tmp_path / "back")

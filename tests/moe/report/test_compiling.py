@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.kernels.cache import Cache, name_of
 from phalanx.moe.report import compiling
-from phalanx.moe.report.compiling import told
+from phalanx.moe.report.compiling import report_compilation
 
 
 def names(count: int) -> list[str]:
@@ -18,7 +18,7 @@ def test_progress_of_compilations_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PHALANX_KERNEL_CACHE", str(tmp_path))
     cache, said = Cache(tmp_path), list[str]()
     cache.fetch(names(1)[0], lambda: b"there already")
-    with told(said.append):
+    with report_compilation(said.append):
         assert said == []
         for name in names(3):
             cache.fetch(name, lambda: b"code")
@@ -35,7 +35,7 @@ def test_progress_of_compilations_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_lines_come_now_and_then(tmp_path: Path) -> None:
     said = list[str]()
-    with told(said.append):
+    with report_compilation(said.append):
         for name in names(30):
             Cache(tmp_path).fetch(name, lambda: b"code")
     assert len(said) == 2 and "30 compiled, 0 loaded in 0." in said[1]
@@ -43,6 +43,6 @@ def test_lines_come_now_and_then(tmp_path: Path) -> None:
 
 def test_without_kernels_there_is_nothing_to_tell() -> None:
     said = list[str]()
-    with told(said.append):
+    with report_compilation(said.append):
         pass
     assert said == []

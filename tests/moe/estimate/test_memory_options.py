@@ -1,4 +1,4 @@
-"""What parts of layers save and cost, and the sets of them that a dry run proposes."""
+"""Savings and cost of parts of layers, and the sets of them that a dry run proposes."""
 
 import shlex
 from dataclasses import replace
@@ -14,7 +14,7 @@ from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.advice import suggestions
 from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import host_needed, needed, stage_memory
-from phalanx.moe.estimate.modules import Part, parts
+from phalanx.moe.estimate.memory_options import MemoryOption, memory_options
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 from phalanx.moe.estimate.weights import LayerKind
@@ -32,8 +32,8 @@ def known(*overrides: str, world: int = 8) -> Config:
     return resolved(cfg, world, 8)
 
 
-def told(cfg: Config, world: int = 8) -> dict[str, Part]:
-    return {f"{p.knob}={p.name}": p for p in parts(cfg, world, MACHINES["h200"])}
+def options_of(cfg: Config, world: int = 8) -> dict[str, MemoryOption]:
+    return {f"{p.knob}={p.name}": p for p in memory_options(cfg, world, MACHINES["h200"])}
 
 
 def test_what_each_part_frees_in_a_layer() -> None:
@@ -49,12 +49,14 @@ def test_what_each_part_frees_in_a_layer() -> None:
         "expert_h": rows * 2 * 2 * 2048,
     }
     for name, size in of_moe.items():
-        assert act.freed(MOE, name) == 4096 * size, name
-    assert act.freed(DENSE, "mlp") == 4096 * 2 * 2 * 18432
-    assert act.freed(DENSE, "expert_h") == act.freed(DENSE, "moe") == 0
-    assert act.freed(MOE, "moe") > act.freed(MOE, "mlp") + act.freed(MOE, "expert_h")
-    whole = act.by_kind()[MOE].saved - 4096 * 2 * 7168
-    assert act.freed(MOE, "full") == whole
+        assert act.bytes_freed(MOE, name) == 4096 * size, name
+    assert act.bytes_freed(DENSE, "mlp") == 4096 * 2 * 2 * 18432
+    assert act.bytes_freed(DENSE, "expert_h") == act.bytes_freed(DENSE, "moe") == 0
+    assert act.bytes_freed(MOE, "moe") > act.bytes_freed(MOE, "mlp") + act.bytes_freed(
+        MOE, "expert_h"
+    )
+    whole = act.per_layer_kind()[MOE].saved - 4096 * 2 * 7168
+    assert act.bytes_freed(MOE, "full") == whole
 
 
 def test_norms_that_are_computed_again_spare_inputs_in_fp8_too() -> None:
@@ -74,7 +76,7 @@ def test_norms_that_are_computed_again_spare_inputs_in_fp8_too() -> None:
 @pytest.mark.parametrize("name", ["moonlight_8gpu", "qwen3_30b_8gpu", "gpt_oss_20b_8gpu"])
 def test_what_is_said_of_a_part_is_what_it_does(name: str) -> None:
     cfg, machine = known(f"experiment={name}", "run.recompute=none"), MACHINES["h200"]
-    found = told(cfg)
+    found = options_of(cfg)
     assert {"run.recompute=norm", "run.recompute=expert_h", "run.offload=residual"} < set(found)
     assert ("run.recompute=mla_up" in found) == (cfg.model.attention.kind == "mla")
     assert "run.recompute=moe_act" not in found
@@ -178,4 +180,4 @@ def test_the_page_names_parts_and_assumptions() -> None:
         ["run.offload=residual", "run.recompute=norm"],
         key=[line[0] for line in lines].index,
     )
-    assert "of 200 GiB assumed, by copies at 50 GB/s each way assumed" in text
+    assert "of 200 GiB (assumed), copied at 50 GB/s each way (assumed)" in text

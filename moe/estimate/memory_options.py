@@ -1,5 +1,4 @@
-"""What computing a part of a layer again, or moving it to host memory, saves and costs; and the
-cheapest set of parts with which a run fits."""
+"""Savings and cost of recomputing or offloading parts of layers, and the cheapest set that fits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,37 +11,36 @@ from phalanx.configs.validate import is_valid
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.timing import step_time
 
-_WHOLE = ("moe", "full")
+_FULL_LAYERS = ("moe", "full")
 _KNOBS = {"run.recompute": RECOMPUTE, "run.offload": OFFLOAD}
 Values = dict[str, list[str]]
-"""Of both knobs."""
+"""Values of run.recompute and run.offload."""
 _NONE: Values = {"run.recompute": [], "run.offload": []}
 
 
 @dataclass(frozen=True)
-class Part:
-    """One name of a knob, alone."""
+class MemoryOption:
+    """One name of a knob, applied alone."""
 
     knob: str
     name: str
     saved: int
-    """Bytes of the stage that needs most."""
+    """Bytes saved on the stage that needs most."""
     seconds: float
-    """Of a step, more."""
+    """Seconds added to a step."""
 
 
-def parts(cfg: Config, world: int, machine: Machine) -> list[Part]:
-    """Of all that this run could compute again or move, what saves anything; the cheapest a byte
-    first.
+def memory_options(cfg: Config, world: int, machine: Machine) -> list[MemoryOption]:
+    """Every name of both knobs that saves memory in this run, the cheapest per byte first.
 
     Args:
         cfg: valid, with resolved kernels and graph (`moe.estimate.resolved`).
         world: ranks.
         machine: its rates.
     """
-    kept = changed(cfg, _NONE)
-    memory, seconds = _peak(kept, world), step_time(kept, world, machine).total
-    found = []
+    baseline = changed(cfg, _NONE)
+    memory, seconds = _peak(baseline, world), step_time(baseline, world, machine).total
+    options = []
     for knob, name in _names():
         other = changed(cfg, _NONE | {knob: [name]})
         if not is_valid(other, world):
@@ -50,45 +48,49 @@ def parts(cfg: Config, world: int, machine: Machine) -> list[Part]:
         saved = memory - _peak(other, world)
         if saved > 0:
             more = step_time(other, world, machine).total - seconds
-            found.append(Part(knob, name, saved, more))
-    return sorted(found, key=lambda part: part.seconds / part.saved)
+            options.append(MemoryOption(knob, name, saved, more))
+    return sorted(options, key=lambda option: option.seconds / option.saved)
 
 
 def cheapest(
     cfg: Config, world: int, machine: Machine, fits: Callable[[Values], bool]
 ) -> Values | None:
-    """Both knobs with names that are enough, and cost least of what has been tried: parts one by
-    one, of which each is the cheapest a byte beside those before it, without what turns out to be
-    in vain; MoE layers or all layers whole.
+    """The values of both knobs that are enough and add the least time; None if none are enough.
+
+    Candidates: names added greedily, each the cheapest per byte after those before it, without
+    the ones that turn out unnecessary; full MoE layers; full layers.
 
     Args:
-        cfg, world, machine: as of `parts`.
-        fits: whether values of both knobs are enough; asked of valid ones alone.
+        cfg, world, machine: as for `memory_options`.
+        fits: are values of both knobs enough? Called with valid ones only.
     """
-    taken = _by_and_by(cfg, world, machine, fits)
+    taken = _greedy(cfg, world, machine, fits)
     others = [n for n in taken["run.recompute"] if n not in ("expert_h", "moe_act")]
-    found = [taken] if fits(taken) else []
-    for whole in (
+    candidates = [taken] if fits(taken) else []
+    for full in (
         {"run.recompute": [*others, "moe"], "run.offload": []},
         {"run.recompute": ["full"], "run.offload": []},
         {"run.recompute": ["full"], "run.offload": ["residual"]},
     ):
-        if is_valid(changed(cfg, whole), world) and fits(whole):
-            found.append(whole)
+        if is_valid(changed(cfg, full), world) and fits(full):
+            candidates.append(full)
     return min(
-        found,
+        candidates,
         key=lambda values: step_time(changed(cfg, values), world, machine).total,
         default=None,
     )
 
 
-def _by_and_by(cfg: Config, world: int, machine: Machine, fits: Callable[[Values], bool]) -> Values:
-    """Parts until they are enough, or none is left."""
+def _greedy(cfg: Config, world: int, machine: Machine, fits: Callable[[Values], bool]) -> Values:
+    """Names added one by one, the cheapest per byte first, until they are enough or none is left.
+
+    Then drops every name without which the others are enough.
+    """
     taken: list[tuple[str, str]] = []
-    left = [pair for pair in _names() if pair[1] not in _WHOLE]
+    left = [pair for pair in _names() if pair[1] not in _FULL_LAYERS]
     while not fits(_values(taken)):
-        now = changed(cfg, _values(taken))
-        peak, seconds = _peak(now, world), step_time(now, world, machine).total
+        current = changed(cfg, _values(taken))
+        peak, seconds = _peak(current, world), step_time(current, world, machine).total
         rates = {}
         for pair in left:
             other = changed(cfg, _values([*taken, pair]))
@@ -114,7 +116,7 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 def _values(taken: list[tuple[str, str]]) -> Values:
-    """In the order of the tables."""
+    """Knob values of chosen (knob, name) pairs, in the order of the tables."""
     return {knob: [n for n in names if (knob, n) in taken] for knob, names in _KNOBS.items()}
 
 

@@ -1,8 +1,8 @@
-"""Memory that there is, of a host or a GPU, against what a run surely needs: before it is built.
+"""Free memory of a host or a GPU, compared with a run's minimum before anything is built.
 
-Sure is what every implementation holds at once: parameters, gradients, the optimizer's state, and
-the logits of a micro-batch. More than what is free of that is refused, as the kernel would kill the
-run minutes later. What is expected, activations with it, is only warned of.
+Every implementation holds parameters, gradients, optimizer state and the logits of a micro-batch
+at once. A run whose minimum exceeds the free memory is refused, since the operating system would
+kill it minutes later. The expected peak, activations included, only causes a warning.
 """
 
 import os
@@ -26,55 +26,57 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import is_valid
 from phalanx.kernels.refusal import Refusal
 from phalanx.moe.estimate.accounting import parameters
-from phalanx.moe.estimate.advice import Changes, enough, halves
+from phalanx.moe.estimate.advice import Changes, enough, halvings
 from phalanx.moe.estimate.weights import stage_weights
 from phalanx.moe.report.units import storage
 
 _NEAR = 0.9
-"""Of what is free: more than that is told."""
+"""Fraction of free memory above which a run is warned."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """What some ranks may still take together."""
+class FreeMemory:
+    """Memory that ranks on one device can still allocate together."""
 
-    where: str
+    device: str
     """`this host`, `GPU 0`."""
     free: int
-    """Bytes that are available now."""
+    """Free bytes."""
     swap: int = 0
-    """Bytes on disk that could take their place, slowly."""
+    """Free bytes of swap space, which are slow."""
 
 
-def host_room(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")) -> Room:
-    """Of this host: what is available, or less where a cgroup of this process allows less.
+def free_host_memory(
+    root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")
+) -> FreeMemory:
+    """Free memory of this host, or less if a cgroup of this process allows less.
 
     Args:
-        root: where cgroups are mounted.
-        me: file that names those of this process.
+        root: mount point of the cgroups.
+        me: file with the cgroups of this process.
     """
     free, swap = psutil.virtual_memory().available, psutil.swap_memory().free
-    where = "this host"
+    device = "this host"
     for folder in _cgroups(root, me):
         if (left := _left(folder)) is not None and left < free:
-            free, where = max(0, left), "this host's cgroup"
-    return Room(where, free, swap)
+            free, device = max(0, left), "this host's cgroup"
+    return FreeMemory(device, free, swap)
 
 
-def device_room(device: torch.device) -> Room:
-    """Of a GPU: what its driver has, and what torch's allocator has kept unused."""
+def free_gpu_memory(device: torch.device) -> FreeMemory:
+    """Free memory of a GPU, unused memory that torch's allocator has reserved included."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Room(f"GPU {device.index or 0}", free + unused)
+    return FreeMemory(f"GPU {device.index or 0}", free + unused)
 
 
-def sure_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
-    """What some ranks of a run surely hold at once.
+def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
+    """Bytes that some ranks of a run hold at once with any implementation.
 
     Args:
         cfg: valid.
         world: ranks of the run.
-        ranks: those that share a memory.
+        ranks: ranks on the same device or host.
     """
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     total = 0
@@ -85,68 +87,71 @@ def sure_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     return total
 
 
-def refuse_here(cfg: Config, world: int) -> Refusal:
-    """As `refuse`, before there are ranks, of a launch of all of them on this host.
+def launch_refusal(cfg: Config, world: int) -> Refusal:
+    """`memory_refusal` of a launch with all its ranks on this host, before they start.
 
     Args:
         cfg: valid.
-        world: ranks; where LOCAL_WORLD_SIZE is set, only so many of them are on this host.
+        world: ranks; LOCAL_WORLD_SIZE of them are on this host if that is set.
     """
-    here = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    local = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if cfg.run.device == "cpu" or not torch.cuda.is_available():
-        return refuse(cfg, world, here, host_room())
-    for rank in here[: torch.cuda.device_count()]:
-        if text := refuse(cfg, world, [rank], device_room(torch.device("cuda", rank))):
+        return memory_refusal(cfg, world, local, free_host_memory())
+    for rank in local[: torch.cuda.device_count()]:
+        gpu = free_gpu_memory(torch.device("cuda", rank))
+        if text := memory_refusal(cfg, world, [rank], gpu):
             return text
     return None
 
 
-def refuse(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> Refusal:
+def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMemory) -> Refusal:
     """Why a run cannot be built here, and overrides that fit; None if it may fit.
 
     Args:
-        cfg: valid, as given.
+        cfg: valid, as set by the user.
         world: ranks of the run.
-        ranks: those that share `room`.
-        room: measured before they allocate.
+        ranks: ranks that share `memory`.
+        memory: measured before they allocate.
     """
-    need = sure_bytes(cfg, world, ranks)
-    most = room.free + room.swap
+    need = minimum_bytes(cfg, world, ranks)
+    most = memory.free + memory.swap
     if need <= most:
         return None
-    who = pluralize(len(ranks), "rank") if len(ranks) > 1 else "a rank"
+    sharing = pluralize(len(ranks), "rank") if len(ranks) > 1 else "a rank"
     fits = [text for text, _ in _remedies(cfg, world, ranks, most)]
     helps = listed(fits[:3] or [f"model={_small(cfg)}"])
     return (
-        f"{cfg.model.name} does not fit: weights, gradients and optimizer of {who} take "
-        f"{storage(need)} of {room.where}, where {storage(most)} are free; {_largest(cfg)}: set "
+        f"{cfg.model.name} does not fit: weights, gradients and optimizer of {sharing} take "
+        f"{storage(need)} of {memory.device}, which has {storage(most)} free; {_largest(cfg)}: set "
         f"{helps}{_more_ranks(cfg, world)}"
     )
 
 
 def _more_ranks(cfg: Config, world: int) -> str:
-    """How to see what more ranks take; empty if this layout is of no such number."""
+    """Advice to estimate the run with more ranks; empty if the layout allows no such number."""
     for ranks in (8 * world, 4 * world, 2 * world):
         if is_valid(cfg, ranks):
             number = overrides({"run.dry_run": True, "parallel.world_size": ranks})
-            return f", or see what more ranks take with {number}"
+            return f", or estimate more ranks with {number}"
     return ""
 
 
-def near(what: str, expected: int, room: Room, helps: str) -> str:
-    """A warning that `what` takes nearly all or more than there is, and what helps; or nothing."""
-    if expected <= _NEAR * room.free:
+def nearly_full(subject: str, expected: int, memory: FreeMemory, helps: str) -> str:
+    """Warning if `subject` is expected to take most of the free memory or more; else empty."""
+    if expected <= _NEAR * memory.free:
         return ""
     return (
-        f"{what} is expected to take {storage(expected)} of {room.where}, where "
-        f"{storage(room.free)} are free: if it runs out of memory, {helps}"
+        f"{subject} is expected to take {storage(expected)} of {memory.device}, which has "
+        f"{storage(memory.free)} free: if it runs out of memory, {helps}"
     )
 
 
 def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
-    """Host memory that background checkpoints of some ranks on GPUs keep
-    (parallel.checkpoint.host_buffer): their shares of a checkpoint, in which replicas divide what
-    all of them hold."""
+    """Pinned host memory that background checkpoints of some ranks on GPUs use.
+
+    `parallel.checkpoint.host_buffer` holds a rank's shard of a checkpoint; replicas split what all
+    of them hold.
+    """
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     replicas = data_parallel_size(cfg, world) * cfg.parallel.context
     copies, wide = each // expert_parallel_size(cfg, world), width(cfg)
@@ -160,10 +165,10 @@ def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
 
 
 def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[tuple[str, int]]:
-    """Overrides that fit, and what they need: of the run, or else of the size of the model."""
+    """(overrides that fit, bytes needed): knobs of the run first, then the size of the model."""
 
     def need(changed: Config, size: int) -> int:
-        return sure_bytes(changed, size, ranks)
+        return minimum_bytes(changed, size, ranks)
 
     m, p = cfg.model, cfg.parallel
     same_model: list[list[Changes]] = [
@@ -174,14 +179,13 @@ def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[
     ]
     fewer = [_halved("model.layers", m.layers), _halved("model.moe.experts", m.moe.experts)]
     for kinds in (same_model, [_halved("model.vocab_size", m.vocab_size)], fewer):
-        found = [pair for pair in enough(cfg, world, need, most, kinds) if pair[1] <= most]
-        if found:
-            return found
+        if fitting := [pair for pair in enough(cfg, world, need, most, kinds) if pair[1] <= most]:
+            return fitting
     return []
 
 
 def _small(cfg: Config) -> str:
-    """The option of `model=` that has the same parts at the size of a CPU."""
+    """The option of `model=` with the same components that a CPU can train."""
     a = cfg.model.attention
     if linear_layers(cfg.model):
         return "tiny_qwen3_next"
@@ -189,11 +193,11 @@ def _small(cfg: Config) -> str:
 
 
 def _halved(path: str, size: int) -> list[Changes]:
-    return [{path: n} for n in halves(size)]
+    return [{path: n} for n in halvings(size)]
 
 
 def _largest(cfg: Config) -> str:
-    """Which size makes the model as large as it is."""
+    """The knob that contributes most parameters, in words."""
     m = cfg.model
     p = parameters(m)
     parts = {
@@ -201,8 +205,7 @@ def _largest(cfg: Config) -> str:
         f"model.layers={m.layers} of model.moe.experts={m.moe.experts}": p.routed_experts,
         f"model.hidden={m.hidden}": p.attention + p.dense_mlp + p.shared_experts,
     }
-    what = max(parts, key=lambda name: parts[name])
-    return f"most of it is {what}"
+    return f"most of it is {max(parts, key=lambda name: parts[name])}"
 
 
 def logits_bytes(cfg: Config) -> int:
@@ -218,24 +221,24 @@ def _last_stage(cfg: Config) -> int:
 
 
 def _cgroups(root: Path, me: Path) -> list[Path]:
-    """Folders of the memory cgroups of this process, from the mount on."""
+    """Folders of the memory cgroups of this process, starting at the mount point."""
     try:
         lines = me.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    found = []
+    folders = []
     for line in lines:
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         top = root / "memory" if kinds else root
         parts = Path(path.lstrip("/"))
-        found += [top, *(top / p for p in reversed(parts.parents)), top / parts]
-    return list(dict.fromkeys(found))
+        folders += [top, *(top / p for p in reversed(parts.parents)), top / parts]
+    return list(dict.fromkeys(folders))
 
 
 def _left(folder: Path) -> int | None:
-    """Bytes that a cgroup may still take, inactive page cache given back; None without limit."""
+    """Bytes that a cgroup may still allocate, reclaimable page cache included; None: no limit."""
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -248,6 +251,6 @@ def _left(folder: Path) -> int | None:
             continue
         if not most.isdecimal():  # max
             return None
-        told = dict(line.split(" ", 1) for line in stat.splitlines())
-        return int(most) - used + int(told.get(cache, 0))
+        counters = dict(line.split(" ", 1) for line in stat.splitlines())
+        return int(most) - used + int(counters.get(cache, 0))
     return None

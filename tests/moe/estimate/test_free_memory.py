@@ -1,4 +1,4 @@
-"""What surely does not fit is refused before it is built, in a line with overrides that fit."""
+"""A run that cannot fit is refused before it is built, in a line with overrides that fit."""
 
 import re
 import time
@@ -10,14 +10,14 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
-from phalanx.moe.estimate.room import (
-    Room,
-    host_room,
-    near,
+from phalanx.moe.estimate.free_memory import (
+    FreeMemory,
+    free_host_memory,
+    launch_refusal,
+    memory_refusal,
+    minimum_bytes,
+    nearly_full,
     pinned_bytes,
-    refuse,
-    refuse_here,
-    sure_bytes,
 )
 from phalanx.moe.estimate.weights import stage_weights
 from tests.support.advice import advised, tried
@@ -25,7 +25,7 @@ from tests.support.distributed import run_distributed
 from tests.support.runs import run
 
 GIB = 2**30
-HOST = Room("this host", 20 * GIB)
+HOST = FreeMemory("this host", 20 * GIB)
 
 
 def configured(*overrides: str, world: int = 1) -> Config:
@@ -34,25 +34,25 @@ def configured(*overrides: str, world: int = 1) -> Config:
     return cfg
 
 
-def told(*overrides: str, world: int = 1, room: Room = HOST) -> str:
-    return refuse(configured(*overrides, world=world), world, range(world), room) or ""
+def refusal(*overrides: str, world: int = 1, memory: FreeMemory = HOST) -> str:
+    return memory_refusal(configured(*overrides, world=world), world, range(world), memory) or ""
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_deepseek", "tiny_gpt_oss"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_models_of_a_laptop_fit_in_half_a_gibibyte(model: str, world: int) -> None:
-    assert told(f"model={model}", world=world, room=Room("this host", GIB // 2)) == ""
+    assert refusal(f"model={model}", world=world, memory=FreeMemory("this host", GIB // 2)) == ""
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss_120b", "qwen3_30b_a3b"])
 def test_a_large_model_is_refused_in_a_line_and_at_once(model: str) -> None:
     start = time.perf_counter()
-    text = told(f"model={model}", world=2)
+    text = refusal(f"model={model}", world=2)
     assert time.perf_counter() - start < 3
     assert text.startswith(
         f"{model} does not fit: weights, gradients and optimizer of 2 ranks take"
     )
-    assert "20.0 GiB are free" in text and "model.moe.experts=" in text and "\n" not in text
+    assert "has 20.0 GiB free" in text and "model.moe.experts=" in text and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -66,47 +66,47 @@ def test_a_large_model_is_refused_in_a_line_and_at_once(model: str) -> None:
     ],
 )
 def test_the_overrides_that_it_names_fit(overrides: list[str]) -> None:
-    text = told(*overrides)
+    text = refusal(*overrides)
     found = advised(text)
     assert found
     for helps in found:
         kept = overrides if not helps[0].startswith("model=") else []
-        assert told(*kept, *helps) == "", helps
-    (more,) = re.findall(r"more ranks take with (.*)", text)
+        assert refusal(*kept, *helps) == "", helps
+    (more,) = re.findall(r"more ranks with (.*)", text)
     (ranks,) = re.findall(r"parallel.world_size=(\d+)", more)
     assert tried(overrides, more.split()).parallel.world_size == int(ranks) > 1
 
 
 def test_a_size_that_is_impossible_is_named() -> None:
-    text = told("model=tiny", "model.vocab_size=1000000000")
+    text = refusal("model=tiny", "model.vocab_size=1000000000")
     assert "most of it is model.vocab_size=1000000000" in text and "micro_batch" not in text
 
 
 def test_only_what_surely_is_too_much_is_refused() -> None:
     """Swap counts, activations do not."""
     cfg = configured("model=tiny")
-    need = sure_bytes(cfg, 1, [0])
-    assert refuse(cfg, 1, [0], Room("", need)) is None
-    assert refuse(cfg, 1, [0], Room("", need - 1)) is not None
-    assert refuse(cfg, 1, [0], Room("", need - 10, swap=10)) is None
+    need = minimum_bytes(cfg, 1, [0])
+    assert memory_refusal(cfg, 1, [0], FreeMemory("", need)) is None
+    assert memory_refusal(cfg, 1, [0], FreeMemory("", need - 1)) is not None
+    assert memory_refusal(cfg, 1, [0], FreeMemory("", need - 10, swap=10)) is None
 
 
 def test_logits_are_of_the_last_stage() -> None:
     base = ("model=tiny_gpt_oss", "parallel.pipeline=2")
     cfg = configured(*base, "model.vocab_size=4096", world=2)
-    first, last = (sure_bytes(cfg, 2, [rank]) for rank in (0, 1))
+    first, last = (minimum_bytes(cfg, 2, [rank]) for rank in (0, 1))
     weights = [
         w.parameter_bytes + w.gradient_bytes + w.optimizer_bytes for w in stage_weights(cfg, 2)
     ]
     logits = 2 * cfg.data.micro_batch * cfg.data.sequence_length * 4096
     assert (first, last) == (weights[0], weights[1] + logits)
-    assert sure_bytes(cfg, 2, [0, 1]) == first + last
+    assert minimum_bytes(cfg, 2, [0, 1]) == first + last
 
 
-def test_near_is_told() -> None:
-    room = Room("GPU 0", 100 * GIB)
-    assert near("it", 90 * GIB, room, "stop") == ""
-    assert near("it", 91 * GIB, room, "stop").endswith("if it runs out of memory, stop")
+def test_near_is_reported() -> None:
+    memory = FreeMemory("GPU 0", 100 * GIB)
+    assert nearly_full("it", 90 * GIB, memory, "stop") == ""
+    assert nearly_full("it", 91 * GIB, memory, "stop").endswith("if it runs out of memory, stop")
 
 
 def test_pinned_checkpoints_of_all_ranks_hold_the_model_once() -> None:
@@ -127,9 +127,9 @@ def write(folder: Path, **files: str) -> None:
 
 
 def test_a_host_without_limits_has_what_is_available(tmp_path: Path) -> None:
-    room = host_room(tmp_path, tmp_path / "none")
-    assert room.where == "this host"
-    assert room.free == pytest.approx(psutil.virtual_memory().available, rel=0.1)
+    memory = free_host_memory(tmp_path, tmp_path / "none")
+    assert memory.device == "this host"
+    assert memory.free == pytest.approx(psutil.virtual_memory().available, rel=0.1)
 
 
 @pytest.mark.parametrize("limited", ["job", "job/step"])
@@ -143,8 +143,8 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, limited: str) -> None:
             memory__current="300000",
             memory__stat="anon 1\ninactive_file 50000",
         )
-    room = host_room(tmp_path, tmp_path / "me" / "cgroup")
-    assert (room.where, room.free) == ("this host's cgroup", 700000 - 300000 + 50000)
+    memory = free_host_memory(tmp_path, tmp_path / "me" / "cgroup")
+    assert (memory.device, memory.free) == ("this host's cgroup", 700000 - 300000 + 50000)
 
 
 def test_cgroups_of_the_first_version(tmp_path: Path) -> None:
@@ -155,15 +155,15 @@ def test_cgroups_of_the_first_version(tmp_path: Path) -> None:
         memory__usage_in_bytes="600000",
         memory__stat="cache 2\ntotal_inactive_file 1",
     )
-    assert host_room(tmp_path, tmp_path / "me" / "cgroup").free == 100001
+    assert free_host_memory(tmp_path, tmp_path / "me" / "cgroup").free == 100001
 
 
 def test_ranks_of_a_launch_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert refuse_here(configured("model=tiny", world=2), 2) is None
-    assert "of 2 ranks take" in str(refuse_here(configured("model=deepseek_v3", world=2), 2))
+    assert launch_refusal(configured("model=tiny", world=2), 2) is None
+    assert "of 2 ranks take" in str(launch_refusal(configured("model=deepseek_v3", world=2), 2))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "of a rank take" in str(refuse_here(configured("model=deepseek_v3", world=2), 2))
+    assert "of a rank take" in str(launch_refusal(configured("model=deepseek_v3", world=2), 2))
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def grown(folder: str) -> tuple[int, int]:
 @pytest.mark.dist
 def test_what_is_called_sure_is_really_taken(tmp_path: Path) -> None:
     """Or a run that fits might be refused; and it is most of what is taken."""
-    sure = sure_bytes(configured(*MIDDLE.split(), world=2), 2, [0])
+    sure = minimum_bytes(configured(*MIDDLE.split(), world=2), 2, [0])
     for code, size in run_distributed(grown, 2, str(tmp_path)):
         assert code == 0 and sure < size < 2 * sure
 
