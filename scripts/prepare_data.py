@@ -38,6 +38,7 @@ from phalanx.moe.data.documents import (
     Counts,
     Tokenization,
     Shard,
+    Tokenization,
     load_tokenizer,
     make_shards,
     write_shard,

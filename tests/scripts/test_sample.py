@@ -112,7 +112,7 @@ def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> N
     loading, line = output.err.splitlines()
     assert output.code == 2 and loading.startswith("-- loading ")
     assert line.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
-    assert output.err.endswith("(model.moe.router.replay): put it back\n")
+    assert output.err.endswith("(model.moe.router.replay): restore it\n")
 
 
 def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path: Path) -> None:

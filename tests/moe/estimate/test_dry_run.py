@@ -85,9 +85,9 @@ def test_command_line_prints_the_page_without_a_run(
 
 
 def test_work_over_packed_documents_is_a_bound() -> None:
-    bound = "per token at sequence 256 (Megatron convention, upper bound: attention over full sequences)"
-    assert bound in page("data.document_mask=true", world=1)[0]
-    assert "at most" not in page(world=1)[0].partition("Process groups")[0]
+    bound = "(Megatron convention, upper bound: attention over full sequences)"
+    assert f"per token at sequence 256 {bound}" in page("data.document_mask=true", world=1)[0]
+    assert "upper bound" not in page(world=1)[0].partition("Process groups")[0]
 
 
 def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:

@@ -99,7 +99,7 @@ def test_generation_keeps_its_own_settings_and_the_ids_of_the_model(tmp_path: Pa
     }
 
 
-def test_ids_that_a_tokenizer_has_and_that_are_others_are_told(tmp_path: Path) -> None:
+def test_ids_that_a_tokenizer_has_and_that_are_others_are_reported(tmp_path: Path) -> None:
     folder = tokenizer(tmp_path / "t", tokenizer_config=NAMES, tokenizer=ADDED)
     data = INDEXED | {"blend": [corpus(tmp_path / "a", 9)]}
     assert special_tokens({}, folder, {}, 100).notes == ()

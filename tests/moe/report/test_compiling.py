@@ -13,7 +13,9 @@ def names(count: int) -> list[str]:
     return [name_of(f"Kernel{number}", "fact") for number in range(count)]
 
 
-def test_progress_of_compilations_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_compilations_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiling, "_EVERY", 0.0)
     monkeypatch.setenv("PHALANX_KERNEL_CACHE", str(tmp_path))
     cache, said = Cache(tmp_path), list[str]()
@@ -23,7 +25,7 @@ def test_progress_of_compilations_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         for name in names(3):
             cache.fetch(name, lambda: b"code")
     cache.fetch(names(4)[3], lambda: b"nobody listens any more")
-    where = f"kernels: loaded from {tmp_path}, or compiled where they are not there yet"
+    where = f"kernels: loading from {tmp_path}, compiling those that are not cached"
     assert [line.partition(" after ")[0].partition(" in ")[0] for line in said] == [
         where,
         "kernels: 0 compiled, 1 loaded",
