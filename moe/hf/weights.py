@@ -1,7 +1,7 @@
-"""Which tensor of a Hugging Face folder is which part of which tensor of a checkpoint.
+"""Map between the tensors of a Hugging Face folder and those of a checkpoint.
 
-One map serves both directions. A checkpoint's tensor is cut into regions, which are small enough to
-hold in memory; each is made of parts of the folder's tensors. A part is a strided view of its
+The same map serves both directions. A checkpoint's tensor is split into regions that are small
+enough for memory; each consists of parts of the folder's tensors. A part is a strided view of its
 region: import copies into the view, export reads from it.
 
 Legend: E experts, D hidden, F expert width, G key-value heads, d channels of a head.
@@ -20,7 +20,7 @@ from phalanx.moe.hf.families import FAMILIES, Names, family_of
 Shape = tuple[int, ...]
 View = Callable[[Tensor], Tensor]
 
-_PIECE = 1 << 24  # elements of a region, where its tensor can be cut between rows
+_PIECE = 1 << 24  # elements of a region, if its tensor can be split between rows
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class TensorPart:
 
     name: str
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     rows: tuple[int, int]
     view: View
-    """From the region to these rows, up to a reshape."""
+    """Function from the region to these rows, up to a reshape."""
 
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """Rows of a tensor of the checkpoint. The views of its parts cover it, each element once."""
+    """Rows of a tensor of the checkpoint. The views of its parts cover each element once."""
 
     key: str
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     rows: tuple[int, int]
     parts: tuple[TensorPart, ...]
     exact: bool = False
-    """Kept in fp32, whatever the dtype of the weights."""
+    """Stored in fp32, with any dtype of the weights."""
     repeated: bool = False
-    """The folder holds it a second time, or not."""
+    """An optional second copy in the folder."""
 
 
 def _same(region: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _rows(
     exact: bool = False,
     repeated: bool = False,
 ) -> Iterator[TensorRegion]:
-    """`count` rows of a tensor from row `first`, by default all, which the folder has as `name`."""
+    """Regions of `count` rows from row `first`, by default all, stored as `name` in the folder."""
     count = count or shape[0]
     step = max(1, _PIECE // math.prod(shape[1:]))
     for start in range(0, count, step):
@@ -90,7 +90,7 @@ def _rows(
 
 
 def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRegion]:
-    """Layer `layer` of all, those of multi-token prediction after those of the decoder."""
+    """Regions of layer `layer`; those of multi-token prediction come after the decoder's."""
     yield from _rows(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
     if is_linear(m, layer):
         yield from _linear_attention(m, f"{key}self_attention.", f"{name}linear_attn.")
@@ -118,7 +118,7 @@ def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRe
 
 
 def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """A layer of multi-token prediction, laid out like DeepSeek-V3's: embedding and head twice."""
+    """Regions of a prediction layer in DeepSeek-V3's layout, which repeats embedding and head."""
     words, embedding = (m.vocab_size, m.hidden), "embedding.word_embeddings.weight"
     head = embedding if m.tie_embeddings else "output_layer.weight"
     yield from _rows(embedding, words, f"{name}embed_tokens.weight", repeated=True)
@@ -132,7 +132,7 @@ def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
 
 
 def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """A layer of multi-token prediction, laid out like Qwen3-Next's, beside the model."""
+    """Regions of a prediction layer in Qwen3-Next's layout, with a prefix of its own."""
     norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
     for ours, theirs in (norms | {"final_layernorm": "norm"}).items():
         yield from _rows(f"{key}{ours}.weight", (m.hidden,), f"{name}{theirs}.weight")
@@ -141,24 +141,25 @@ def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[TensorReg
 
 
 def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """Queries, keys and values of one key-value head lie together in a checkpoint.
+    """Regions of grouped attention.
 
-    So do gates, behind the queries; in a folder each is behind its own query.
+    A checkpoint interleaves queries, keys and values by key-value head; output gates follow the
+    queries of the head. In a folder each gate follows its own query.
     """
     a = m.attention
     per, d = a.heads // a.kv_heads, a.head_dim
-    mine = 2 * per if a.output_gate else per
+    queries = 2 * per if a.output_gate else per
 
     def heads(first: int, last: int) -> View:
         def view(region: Tensor) -> Tensor:
-            part = region.view(a.kv_heads, mine + 2, d, *region.shape[1:])[:, first:last]
+            part = region.view(a.kv_heads, queries + 2, d, *region.shape[1:])[:, first:last]
             if a.output_gate and first == 0:
                 return part.unflatten(1, (2, per)).transpose(1, 2)
             return part
 
         return view
 
-    spans = {"q": (0, mine), "k": (mine, mine + 1), "v": (mine + 1, mine + 2)}
+    spans = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
     for kind in ("weight", "bias") if m.bias or a.qkv_bias else ("weight",):
         columns = (m.hidden,) if kind == "weight" else ()
         parts = []
@@ -166,7 +167,7 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRe
             rows = a.kv_heads * (last - first) * d
             source = f"{name}{letter}_proj.{kind}"
             parts.append(TensorPart(source, (rows, *columns), (0, rows), heads(first, last)))
-        total = a.kv_heads * (mine + 2) * d
+        total = a.kv_heads * (queries + 2) * d
         yield TensorRegion(f"{key}linear_qkv.{kind}", (total, *columns), (0, total), tuple(parts))
     out = (m.hidden, a.heads * d)
     yield from _rows(f"{key}linear_proj.weight", out, f"{name}o_proj.weight")
@@ -175,15 +176,15 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRe
     if a.sinks:
         yield from _rows(f"{key}core_attention.softmax_offset", (a.heads,), f"{name}sinks")
     if a.qk_norm:
-        together = a.qk_norm_over == "projection"  # by query head, as the folder has them
+        full = a.qk_norm_over == "projection"  # ordered by query head, as in the folder
         for letter, count in (("q", a.heads), ("k", a.kv_heads)):
-            width = count * d if together else d
+            width = count * d if full else d
             norm = f"{name}{letter}_norm.weight"
             yield from _rows(f"{key}{letter}_layernorm.weight", (width,), norm)
 
 
 def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """A folder has what belongs to a key head together, a checkpoint by kind in tensors."""
+    """Regions of linear attention: grouped by key head in a folder, by kind in a checkpoint."""
     a, d = m.linear_attention, HEAD_DIM
     shared = a.value_heads // a.key_heads
     joint = {
@@ -191,11 +192,11 @@ def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorReg
         "in_proj_ba": {"beta": shared, "alpha": shared},
     }
     for theirs, kinds in joint.items():
-        whole = (a.key_heads * sum(kinds.values()), m.hidden)
+        shape = (a.key_heads * sum(kinds.values()), m.hidden)
         start = 0
         for head in range(a.key_heads):
             for kind, rows in kinds.items():
-                part = TensorPart(f"{name}{theirs}.weight", whole, (start, start + rows), _same)
+                part = TensorPart(f"{name}{theirs}.weight", shape, (start, start + rows), _same)
                 ours = (f"{key}in_proj.weight.{kind}", (a.key_heads * rows, m.hidden))
                 yield TensorRegion(*ours, (head * rows, (head + 1) * rows), (part,))
                 start += rows
@@ -213,7 +214,7 @@ def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorReg
 
 
 def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """Rotated channels are interleaved pairs on both sides, so nothing is permuted."""
+    """Regions of latent attention; rotated channels are interleaved pairs in both formats."""
     a = m.attention
     queries = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
     shapes = {
@@ -250,7 +251,7 @@ def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Tenso
 
 
 def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[TensorRegion]:
-    """Three matrices for each expert: all families but GPT-OSS."""
+    """Regions of experts with three matrices each: all families but GPT-OSS."""
     E, F, D = m.moe.experts, m.moe.ffn, m.hidden
     first, second, third = names.matrices
     for e in range(E):
@@ -262,7 +263,7 @@ def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iter
 
 
 def _joint_experts(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """All experts in one tensor, transposed, gate and up channels in turn (GPT-OSS)."""
+    """Regions of experts in one transposed tensor, gate and up channels interleaved (GPT-OSS)."""
     E, F, D = m.moe.experts, m.moe.ffn, m.hidden
     for e in range(E):
         at = (e, e + 1)

@@ -102,7 +102,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"rope_parameters": [1]}, r"rope_parameters=\[1\]"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
     ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "no factor"),
-    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "whole number"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "no integer"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
     ("gpt_oss", {"layer_types": 4}, "layer_types"),
     ("gpt_oss", {"logit_scale": 0.5}, "logit_scale=0.5, which is not known"),
