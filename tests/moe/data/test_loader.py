@@ -408,7 +408,7 @@ def patch(path: Path, offset: int, raw: bytes) -> None:
 
 
 def lose_documents(path: Path) -> None:
-    """As tools leave it that copy sequences alone."""
+    """An index as written by tools that copy sequences only."""
     raw = path.read_bytes()
     patch(path, 26, (1).to_bytes(8, "little"))
     os.truncate(path, len(raw) - 8)

@@ -1,4 +1,4 @@
-"""Where documents lie in rows, the masks that follow from it, and how sequences are packed."""
+"""Positions of documents in rows, the masks that follow from it, and how sequences are packed."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is predicted of a file, how often, and what it comes to."""
+"""The predicted tokens of a file, each exactly once, and their score."""
 
 import json
 import math
