@@ -15,7 +15,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
-from phalanx.moe.estimate.room import FreeMemory
+from phalanx.moe.estimate.free_memory import FreeMemory
 from phalanx.moe.training import choices
 from phalanx.moe.training.choices import (
     agreed_experts,
