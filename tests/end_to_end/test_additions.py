@@ -189,7 +189,7 @@ def test_a_dry_run_counts_an_added_transport() -> None:
         resolved(configured(*base, f"parallel.dispatch={name}", world=8), 8, 8) for name in names
     )
     sent, act = traffic(ours, 8), Activations(ours, 8)
-    assert (sent.there, sent.back) == (Links(7, 0), Links(21, 0))
+    assert (sent.dispatch, sent.combine) == (Links(7, 0), Links(21, 0))
     row = 2 * ours.model.hidden
     assert act.moe_layer().saved == Activations(theirs, 8).moe_layer().saved  # it keeps as many
     less = Activations(theirs, 8).moe_layer().backward - act.moe_layer().backward
