@@ -1,6 +1,6 @@
 """Broken rows of an input, which give no document: their location and the limit on their number.
 
-By default prepare_data fails at the first one. With `--skip-bad` they are left out, offset, and
+By default prepare_data fails at the first one. With `--skip-bad` they are left out, counted, and
 listed in a file next to the data.
 """
 
@@ -25,7 +25,7 @@ class Bad:
     number: int
     """First line of the row, or row of a Parquet file, from 1; 0 for a complete file."""
     reason: str
-    """Kind of fault, by which bad rows are offset."""
+    """Kind of fault, by which bad rows are counted."""
     detail: str = ""
 
     def place(self) -> str:

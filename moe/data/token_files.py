@@ -200,7 +200,8 @@ def _read_header(index: str, file: Path) -> tuple[int, int, str]:
         )
     if len(raw) < HEADER.size:
         raise DataError(
-            f"{index} is truncated: {pluralize(len(raw), 'byte')}, the header alone has {HEADER.size}"
+            f"{index} is truncated: {pluralize(len(raw), 'byte')}, "
+            f"the header alone has {HEADER.size}"
         )
     _, version, code, sequences, boundaries = HEADER.unpack(raw)
     if version != 1:

@@ -71,11 +71,11 @@ def enough(
     trial = _Trial(cfg, world, need)
     singles = [(p, kind) for kind in kinds if (p := trial.best(kind, {}, available)) is not None]
     helping = [pair for pair, _ in singles]
-    fitting = [pair for pair in helping if pair[1] <= available]
+    sufficient = [pair for pair in helping if pair[1] <= available]
     others = [kind for pair, kind in singles if pair[1] > available]
-    if len(fitting) < _FEW and (together := _together(trial, others, available)):
-        fitting.append(together)
-    pairs = sorted(fitting or helping, key=lambda pair: pair[1])
+    if len(sufficient) < _FEW and (together := _together(trial, others, available)):
+        sufficient.append(together)
+    pairs = sorted(sufficient or helping, key=lambda pair: pair[1])
     return [(overrides(changes), size) for changes, size in pairs]
 
 

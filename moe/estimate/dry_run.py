@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
-from phalanx.configs.knobs import pluralize, get
+from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
     clone_slots,
     data_parallel_size,

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from phalanx.configs.formats import width
-from phalanx.configs.knobs import pluralize, listed, overrides
+from phalanx.configs.knobs import listed, overrides, pluralize
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -179,8 +179,9 @@ def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[
     ]
     fewer = [_halved("model.layers", m.layers), _halved("model.moe.experts", m.moe.experts)]
     for kinds in (same_model, [_halved("model.vocab_size", m.vocab_size)], fewer):
-        if fitting := [pair for pair in enough(cfg, world, need, most, kinds) if pair[1] <= most]:
-            return fitting
+        pairs = [pair for pair in enough(cfg, world, need, most, kinds) if pair[1] <= most]
+        if pairs:
+            return pairs
     return []
 
 

@@ -39,15 +39,16 @@ class ExpertWatch:
         if dead := sorted(k for k, since in self._idle.items() if step - since >= PATIENCE):
             names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in dead[:3])
             more = ", ..." if len(dead) > 3 else ""
-            text = f"{pluralize(len(dead), 'expert')} had no token for {PATIENCE} steps ({names}{more})"
+            count = pluralize(len(dead), "expert")
+            text = f"{count} had no token for {PATIENCE} steps ({names}{more})"
             warnings += self._due("dead", text)
         if late := [layer for layer, since in self._heavy.items() if step - since >= PATIENCE]:
             worst = max(late, key=lambda layer: balance.load[layer])
             have = "has" if len(late) == 1 else "have"
             text = (
-                f"{pluralize(len(late), 'layer')} {have} collapsed for {PATIENCE} steps: the busiest "
-                f"expert of layer {worst} has {balance.load[worst]:.1f} x the mean load, of at "
-                f"most {self._most:.1f}"
+                f"{pluralize(len(late), 'layer')} {have} collapsed for {PATIENCE} steps: the "
+                f"busiest expert of layer {worst} has {balance.load[worst]:.1f} x the mean load, "
+                f"of at most {self._most:.1f}"
             )
             warnings += self._due("collapsed", text)
         return warnings

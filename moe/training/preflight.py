@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import pluralize, overrides
+from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError

@@ -78,7 +78,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_generation_keeps_its_own_settings_and_the_ids_of_the_model(tmp_path: Path) -> None:
-    """The imported model has priority over the tokenizer; a list of ends that has the model's stays."""
+    """The imported model has priority over the tokenizer; a list of ends with its id stays."""
     own = {"eos_token_id": [6, 7], "pad_token_id": 3, "temperature": 0.6, "do_sample": True}
     base = {"eos_token_id": 7, "bos_token_id": 5, "generation_config": own}
     theirs = {"eos_token_id": 40, "top_p": 0.5}
