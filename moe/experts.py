@@ -25,11 +25,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.schema import MoEConfig
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import fp8_row, width
+from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.memory.layer_context import current_layer_context
 
@@ -133,7 +136,9 @@ class Experts(MegatronModule):
                 overlap=received.overlap,
                 fp8_inputs=received.fp8_inputs,
                 addends=addends,
-                on_saved_h=partial(memory.offload, "expert_h") if memory.offloads("expert_h") else None,
+                on_saved_h=partial(memory.offload, "expert_h")
+                if memory.offloads("expert_h")
+                else None,
                 replicas=received.replicas,
             )
 
@@ -199,3 +204,39 @@ def _in_runs(canonical: ShardedTensor, parameter: Tensor) -> ShardedTensorFactor
         return torch.cat(runs).view(parameter.shape)
 
     return ShardedTensorFactory(canonical.key, parameter, build, merge, canonical.replica_id)
+
+
+def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:
+    """Saved bytes of the experts of a layer in FP8 or not: h, and the plan of the rows.
+
+    The inputs are saved by the dispatcher or by the norm before the router.
+    """
+    return {"expert_h": h_bytes(cfg, counts, fp8=fp8), "moe": 8 * counts.rows}
+
+
+def h_bytes(cfg: Config, counts: TokenCounts, *, fp8: bool) -> int:
+    """Bytes of the first projection of all expert rows."""
+    e, parts = cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
+    if fp8 and cfg.precision.hidden == "fp8":
+        return counts.rows * fp8_row(parts * e.ffn, parts)
+    return counts.rows * width(cfg) * parts * e.ffn
+
+
+def backward_bytes(cfg: Config, counts: TokenCounts, local: int) -> int:
+    """Peak of the backward pass of `local` experts, over its steps in their order."""
+    m, e, k = cfg.model, cfg.model.moe, cfg.kernels
+    parts, element = ACTIVATIONS[e.activation].halves, width(cfg)
+    row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
+    w1, w2 = (local * n * m.hidden * e.ffn * element for n in (parts, 1))
+    dh, tokens = parts * row_f, counts.received * m.hidden * element
+    copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
+    # In FP8 all operands of weight gradients are transposed while x's gradient is live.
+    transposed = row_f + row_d if saves_fp8_inputs(cfg) and k.backend == "fused" else 0
+    dw2 = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
+    return max(
+        copies * row_d + row_f + dh + row_f * copies,
+        copies * (row_d + w2) + dh + row_f,
+        copies * (row_d + w1) + dh + dw2,
+        dh + row_d + tokens + transposed + (w1 + w2 if dw2 else 0),
+        tokens + w1 + w2,  # placeholders for autograd, or gradients
+    )

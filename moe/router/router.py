@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.schema import RouterConfig
+from phalanx.configs.schema import Config, RouterConfig
 from phalanx.moe.router import balance, fused_topk, token_rounding
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance
@@ -24,6 +24,7 @@ from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.scores import choose, loss_scores, probabilities
+from phalanx.moe.saved_tensors import TokenCounts
 from phalanx.parallel.dispatcher.base import Slots
 
 
@@ -318,3 +319,9 @@ def _sum_over(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = count.clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def saved_bytes(cfg: Config, counts: TokenCounts) -> int:
+    """Saved bytes of routing: scores and choices of local tokens, choices of received ones."""
+    e = cfg.model.moe
+    return counts.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * counts.received * e.top_k
