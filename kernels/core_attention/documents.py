@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BOUNDED = frozenset({"fa4"})
-"""Backends that take `bounds_N1`."""
-
 
 class Documents:
     """Pieces of documents in T tokens.

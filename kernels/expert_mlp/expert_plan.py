@@ -18,7 +18,7 @@ from torch import Tensor
 class ExpertPlan(NamedTuple):
     """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding.
 
-    With a backend that pads the rows of each expert (`row_multiple`), an expert's last rows may
+    With a backend that pads the rows of each expert (`pads_rows_to`), an expert's last rows may
     belong to no token: their index is -1 and their probability 0.
     """
 

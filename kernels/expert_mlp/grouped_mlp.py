@@ -68,11 +68,11 @@ def grouped_mlp(
             PHALANX_DEBUG=1 also indices of rows that do not exist (`kernels.debug`).
     """
     check(x_ND, weights, plan, spec.activation, replicas=replicas is not None)
-    if overlap is not None and spec.backend != "fused":
+    if overlap is not None and not spec.facts.waits_for_rows:
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
-    if replicas is not None and spec.backend == "cudnn":
+    if replicas is not None and not spec.facts.replicates:
         raise ValueError(
-            "kernels=cudnn has no expert replication: set parallel.expert_replication=0 or "
+            f"kernels={spec.backend} has no expert replication: set parallel.expert_replication=0 or "
             "kernels=torch"
         )
     if addends and (overlap is not None or plan.inverse_NK is None):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from phalanx.configs.backends import ExpertBackend, expert_backend
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.quantize.recipe import Recipe
 
@@ -58,9 +59,10 @@ class MLPSpec:
     interleaved: bool = False
     """w1, b1 and their gradients are in the order of `kernels.sm100.interleave` (cudnn only)."""
 
-
-FUSED_MULTIPLE = 64
-"""Divisor of all widths that the fused kernels support."""
+    @property
+    def facts(self) -> ExpertBackend:
+        """The backend's entry in `configs.backends`."""
+        return expert_backend(self.backend)
 
 
 def for_widths(spec: MLPSpec, *widths: int) -> MLPSpec:
@@ -69,7 +71,8 @@ def for_widths(spec: MLPSpec, *widths: int) -> MLPSpec:
     It is `spec`, or one with `torch` if the fused kernels do not support a width, such as a part of
     a projection on one of many tensor-parallel ranks.
     """
-    if spec.backend != "fused" or all(width % FUSED_MULTIPLE == 0 for width in widths):
+    multiple = spec.facts.dense_multiple
+    if not multiple or all(width % multiple == 0 for width in widths):
         return spec
     return replace(spec, backend="torch", margins=Margins(), keep_fp8=False)
 

@@ -17,7 +17,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.custom_ops import Flat, flat, grouped_mlp
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import NAMES, rows_for
+from phalanx.kernels.expert_mlp.providers import names, rows_for
 from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.registry import Facts, resolve
 from phalanx.kernels.routing.plan import make_plan
@@ -76,8 +76,8 @@ class GroupedMLP(nn.Module):
                 f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
                 "positive, and top_k at most experts"
             )
-        if backend not in (*NAMES, "auto"):
-            raise ValueError(f"backend={backend} is unknown: use {', '.join(NAMES)} or auto")
+        if backend not in (*names(), "auto"):
+            raise ValueError(f"backend={backend} is unknown: use {', '.join(names())} or auto")
         self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
         self.activation = Activation(activation) if isinstance(activation, str) else activation
         self.backend, self.margins, self.dynamic = backend, margins, dynamic

@@ -1,30 +1,42 @@
-"""Expert backends by name.
+"""Expert backends by name, from `configs.backends`.
 
-`kernels.registry` decides which can run; this module does not check. The fused backend is imported
-at its first use, as its compiler takes seconds to import.
+`kernels.registry` decides which can run; this module does not check. A backend is imported at its
+first use, as the compiler of the fused one takes seconds to import.
 """
 
 import functools
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import NamedTuple
 
+from phalanx.configs.backends import EXPERT_BACKENDS
 from phalanx.kernels.expert_mlp.backend import Backend
-from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
-from phalanx.kernels.expert_mlp.emulated_microscaling import EmulatedMicroscaling
-from phalanx.kernels.expert_mlp.reference import Reference
-from phalanx.kernels.expert_mlp.torch_grouped import Grouped
-from phalanx.kernels.quantize.recipe import Microscaling, Recipe
-from phalanx.kernels.sm100.limits import ROWS as CUDNN_ROWS
-
-NAMES = ("reference", "torch", "fused", "cudnn")
+from phalanx.kernels.quantize.recipe import Recipe
 
 
-def row_multiple(name: str) -> int:
-    """Multiple to which a backend's plans pad the rows of each expert."""
-    return CUDNN_ROWS if name == "cudnn" else 1
+class Options(NamedTuple):
+    """Options of a backend of the expert MLP, the argument of a provider."""
+
+    sm_margin: int = 0
+    """SMs that its kernels leave free."""
+    dynamic: bool = True
+    """GEMMs claim tiles on the device; otherwise the schedule is static."""
+    recipe: Recipe | None = None
+    """Quantization of its operands."""
+    keep_fp8: bool = False
+    """FP8 copies of weights are kept until the weights change."""
+    interleaved: bool = False
+    """fc1 is stored with its gate and up channels interleaved, if the backend does that."""
+
+
+def names() -> tuple[str, ...]:
+    """Names of the backends of the expert MLP."""
+    return tuple(name for name, facts in EXPERT_BACKENDS.items() if facts.provider)
 
 
 def rows_for(pairs: int, experts: int, name: str) -> int:
     """Number of expert rows that suffices for `pairs`, however they are spread over the experts."""
-    multiple = row_multiple(name)
+    multiple = EXPERT_BACKENDS[name].pads_rows_to
     return (pairs + experts * (multiple - 1)) // multiple * multiple
 
 
@@ -37,46 +49,19 @@ def provider(
     keep_fp8: bool = False,
     interleaved: bool = False,
 ) -> Backend:
-    """The backend called `name`.
+    """The backend called `name`, with the options of `Options`.
 
-    Args:
-        name: one of NAMES.
-        sm_margin: SMs that its kernels leave free.
-        dynamic: its GEMMs claim tiles on the device; otherwise the schedule is static.
-        recipe: quantization of its operands.
-        keep_fp8: FP8 copies of weights are kept until the weights change.
-        interleaved: fc1 is stored in the order of `kernels.sm100.interleave` (cudnn only).
+    A backend that emulates recipes is wrapped by the recipe's emulation.
 
     Raises:
         ValueError: unknown name, or a recipe that the backend does not support.
     """
-    if isinstance(recipe, Microscaling):
-        if name == "fused":
-            raise ValueError(f"kernels.backend=fused has no {recipe.format}: use kernels=torch")
-        if name == "cudnn":
-            from phalanx.kernels.sm100.microscaling import CuDNNMicroscaling
-
-            return CuDNNMicroscaling(sm_margin, dynamic, interleaved, recipe)
-        return EmulatedMicroscaling(provider(name), recipe)
-    if recipe is not None:
-        if name == "fused":
-            from phalanx.kernels.sm90.fp8.backend import FusedFP8
-
-            return FusedFP8(sm_margin, dynamic, recipe, keep_fp8)
-        return EmulatedFP8(provider(name), recipe)
-    match name:
-        case "reference":
-            return Reference()
-        case "torch":
-            return Grouped()
-        case "fused":
-            from phalanx.kernels.sm90.experts.backend import Fused
-
-            return Fused(sm_margin, dynamic)
-        case "cudnn":
-            from phalanx.kernels.sm100.backend import CuDNN
-
-            return CuDNN(sm_margin, dynamic, interleaved)
-    raise ValueError(
-        f"kernels.backend={name} has no expert MLP here: use kernels={' or kernels='.join(NAMES)}"
-    )
+    facts = EXPERT_BACKENDS.get(name)
+    if facts is None or not facts.provider:
+        known = " or kernels=".join(names())
+        raise ValueError(f"kernels.backend={name} has no expert MLP here: use kernels={known}")
+    build: Callable[[Options], Backend] = resolve_name(facts.provider)
+    if recipe is not None and facts.emulates:
+        emulation: Callable[[Backend, Recipe], Backend] = resolve_name(recipe.emulation)
+        return emulation(provider(name), recipe)
+    return build(Options(sm_margin, dynamic, recipe, keep_fp8, interleaved))

@@ -25,6 +25,7 @@ from phalanx.kernels.expert_mlp.backend import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 
 
@@ -66,6 +67,11 @@ def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
     if name:
         return getattr(torch.ops.aten, f"{name}_backward")(grad, gate)
     return grad * formula(act).slope(gate, act)
+
+
+def reference(options: Options) -> "Reference":
+    """The backend `reference` of `configs.backends`, which has no options."""
+    return Reference()
 
 
 class Reference(UnquantizedMixin):

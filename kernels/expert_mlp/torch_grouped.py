@@ -29,7 +29,13 @@ from phalanx.kernels.expert_mlp.backend import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
+
+
+def grouped(options: Options) -> "Grouped":
+    """The backend `torch` of `configs.backends`, which has no options."""
+    return Grouped()
 
 
 class Grouped(UnquantizedMixin):

@@ -28,7 +28,7 @@ FORGET = -100.0
 to -6400, where fp32 is exact to 2.4e-4, a sixteenth of a rounding to bf16."""
 
 
-def causal_conv(x_BSC: Tensor, weight_CW: Tensor) -> Tensor:
+def causal_conv(x_BSC: Tensor, weight_CW: Tensor, position_BS: None = None) -> Tensor:
     """`kernels.linear_attention.gated_delta.causal_conv` for sequences of one document."""
     out_BSC: Tensor = _library().conv(x_BSC, weight_CW, activation="silu")[0]
     return out_BSC

@@ -11,8 +11,12 @@ Shape legend: B sequences, S positions, C channels, W taps of the convolution, K
 V value heads, d channels of a head.
 """
 
+from importlib import import_module
+from typing import Any
+
 from torch import Tensor
 
+from phalanx.configs.backends import LINEAR_ATTENTION_BACKENDS, LinearAttentionBackend
 from phalanx.kernels.linear_attention import torch_delta
 
 
@@ -34,12 +38,12 @@ def causal_conv(
     Raises:
         ValueError: unknown backend.
     """
-    if _uses_fla(backend) and position_BS is None:
-        from phalanx.kernels.linear_attention import fla
-
-        return fla.causal_conv(x_BSC, weight_CW)
-    # The library's kernels find documents by tables that the host builds.
-    return torch_delta.causal_conv(x_BSC, weight_CW, position_BS)
+    facts = _facts(backend)
+    # flash-linear-attention's kernel finds documents by tables that the host builds.
+    documents = position_BS is None or facts.documents
+    implementation = import_module(facts.implementation) if documents else torch_delta
+    out_BSC: Tensor = implementation.causal_conv(x_BSC, weight_CW, position_BS)
+    return out_BSC
 
 
 def gated_delta_rule(
@@ -75,12 +79,10 @@ def gated_delta_rule(
     Raises:
         ValueError: unknown backend.
     """
-    inputs = (q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)
-    if _uses_fla(backend):
-        from phalanx.kernels.linear_attention import fla
-
-        return fla.gated_delta_rule(*inputs)
-    return torch_delta.gated_delta_rule(*inputs)
+    out_BSVd: Tensor = _module(backend).gated_delta_rule(
+        q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS
+    )
+    return out_BSVd
 
 
 def gated_rms_norm(
@@ -100,14 +102,16 @@ def gated_rms_norm(
     Raises:
         ValueError: unknown backend.
     """
-    if _uses_fla(backend):
-        from phalanx.kernels.linear_attention import fla
-
-        return fla.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
-    return torch_delta.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
+    out_BSVd: Tensor = _module(backend).gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
+    return out_BSVd
 
 
-def _uses_fla(backend: str) -> bool:
-    if backend not in ("torch", "fla"):
-        raise ValueError(f"unknown backend {backend!r} of linear attention: use torch or fla")
-    return backend == "fla"
+def _facts(backend: str) -> LinearAttentionBackend:
+    if backend not in LINEAR_ATTENTION_BACKENDS:
+        known = " or ".join(LINEAR_ATTENTION_BACKENDS)
+        raise ValueError(f"unknown backend {backend!r} of linear attention: use {known}")
+    return LINEAR_ATTENTION_BACKENDS[backend]
+
+
+def _module(backend: str) -> Any:
+    return import_module(_facts(backend).implementation)

@@ -4,7 +4,7 @@
 of two, as Transformer Engine's Float8BlockScaling has them by default: activations and gradients
 have a scale for 128 channels of a row, weights one for 128 x 128. `kernels.quantize.blocks` defines
 how a block becomes FP8. `Microscaling` has Blackwell's recipes, as Transformer Engine defines them:
-`kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`.
+`kernels.microscaling.mxfp8` and `kernels.microscaling.nvfp4`.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ class Fp8Block:
     channel of 128 tokens, as in Transformer Engine; `square` is 128 tokens by 128 channels."""
     hidden: Literal["bf16", "fp8"] = "bf16"
     """Precision of the activation's input, saved for the backward pass."""
+    emulation: ClassVar[str] = "phalanx.kernels.expert_mlp.emulated_fp8:EmulatedFP8"
+    """Path of `(exact: Backend, recipe) -> Backend`: the recipe over a backend without it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Microscaling:
     stochastic: bool = True
     """NVFP4 rounds gradients stochastically, without bias."""
     hidden: ClassVar[Literal["bf16"]] = "bf16"
+    emulation: ClassVar[str] = "phalanx.kernels.microscaling.emulated:EmulatedMicroscaling"
 
 
 type Recipe = Fp8Block | Microscaling

@@ -8,9 +8,12 @@ backend can fuse them. Backends: `torch`, and `quack` (kernels of QuACK for Hopp
 Legend: N channels; in front of them any dimensions.
 """
 
-import torch
-import torch.nn.functional as F
+from importlib import import_module
+from typing import Any
+
 from torch import Tensor
+
+from phalanx.configs.backends import NORM_BACKENDS
 
 
 def rms_norm(
@@ -39,12 +42,11 @@ def rms_norm(
     Raises:
         ValueError: unknown backend, or tensors that it does not support.
     """
-    if backend == "quack":
-        from phalanx.kernels.rms_norm import quack
-
-        return quack.rms_norm(x, weight_N, eps, accumulate=accumulate, centered=centered)
-    _check(backend)
-    return _norm(x, weight_N, eps, centered)
+    implementation = _module(backend)
+    normed: Tensor = implementation.rms_norm(
+        x, weight_N, eps, accumulate=accumulate, centered=centered
+    )
+    return normed
 
 
 def fork(
@@ -68,23 +70,16 @@ def fork(
     Raises:
         ValueError: as `rms_norm`.
     """
-    if backend == "quack":
-        from phalanx.kernels.rms_norm import quack
-
-        options = dict(accumulate=accumulate, centered=centered)
-        return quack.fork(x, residual, weight_N, eps, **options)
-    _check(backend)
-    total = x if residual is None else residual + x
-    return _norm(total, weight_N, eps, centered), total
+    implementation = _module(backend)
+    normed, total = implementation.fork(
+        x, residual, weight_N, eps, accumulate=accumulate, centered=centered
+    )
+    return normed, total
 
 
-def _norm(x: Tensor, weight_N: Tensor, eps: float, centered: bool) -> Tensor:
-    if not centered:
-        return F.rms_norm(x, weight_N.shape, weight_N, eps)
-    fp32 = torch.promote_types(x.dtype, torch.float32)
-    return F.rms_norm(x.to(fp32), weight_N.shape, weight_N.to(fp32) + 1, eps).to(x.dtype)
-
-
-def _check(backend: str) -> None:
-    if backend != "torch":
-        raise ValueError(f"unknown norm backend {backend!r}: use torch or quack")
+def _module(backend: str) -> Any:
+    facts = NORM_BACKENDS.get(backend)
+    if facts is None or not facts.implementation:
+        known = " or ".join(name for name, entry in NORM_BACKENDS.items() if entry.implementation)
+        raise ValueError(f"unknown norm backend {backend!r}: use {known}")
+    return import_module(facts.implementation)

@@ -22,7 +22,7 @@ from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, put
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
-from phalanx.kernels.quantize import nvfp4
+from phalanx.kernels.microscaling import nvfp4
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.sm100.backend import CuDNN, _dprob, _prob
 from phalanx.kernels.sm100.glu import epilogue

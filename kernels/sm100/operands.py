@@ -1,7 +1,7 @@
 """Operands of cuDNN's block-scaled grouped GEMMs, for the recipes of Blackwell.
 
-Elements and scales are those of `kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`, the scales
-packed by `kernels.sm100.scales`. Every operand is quantized from unquantized values.
+Elements and scales are those of `kernels.microscaling.mxfp8` and `kernels.microscaling.nvfp4`, the
+scales packed by `kernels.sm100.scales`. Every operand is quantized from unquantized values.
 
 Legend: S expert rows, C channels, L experts, T tokens in whole blocks of an expert, O and I
 channels out and in.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
-from phalanx.kernels.quantize import mxfp8, nvfp4
+from phalanx.kernels.microscaling import mxfp8, nvfp4
 from phalanx.kernels.sm100.limits import ROWS
 from phalanx.kernels.sm100.scales import pack, pack_columns, unpack
 

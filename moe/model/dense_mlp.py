@@ -15,7 +15,7 @@ from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import width
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
-from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
+from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, for_widths
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import activation_of
 from phalanx.moe.saved_tensors import TokenCounts
@@ -34,7 +34,8 @@ def uses_expert_kernels(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> 
         tensor: number of tensor parallel ranks.
         bias: the two linear layers have biases.
     """
-    ours = (spec.backend == "fused" and ffn % FUSED_MULTIPLE == 0) or spec.recipe is not None
+    multiple = spec.facts.dense_multiple
+    ours = (multiple > 0 and ffn % multiple == 0) or spec.recipe is not None
     return ours and tensor == 1 and not bias
 
 

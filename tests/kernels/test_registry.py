@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from phalanx.configs.knobs import get
+from phalanx.kernels.availability import FLASH_ATTN, FLASH_LINEAR_ATTENTION
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.registry import (
-    FLASH_ATTN,
-    FLASH_LINEAR_ATTENTION,
     Choice,
     Facts,
     KernelUnavailable,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.quantize import mxfp8, nvfp4
+from phalanx.kernels.microscaling import mxfp8, nvfp4
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.sm100.interleave import Interleaved
 from phalanx.kernels.sm100.operands import FORMATS

@@ -4,31 +4,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
+from phalanx.configs.backends import EXPERT_BACKENDS
+from phalanx.kernels.registry import Facts
 from tests.support import fake_cudnn
 
 
 @contextmanager
 def experts_on_cpu(rank: int = 0) -> Iterator[None]:
     """In a process of a run, replace the package by the fake and accept the CPU."""
-    from phalanx.kernels import registry
-
-    def unavailable(facts: registry.Facts) -> str | None:
-        return registry._cudnn_runs(
-            replace(facts, packages=facts.packages | {"nvidia_cudnn_frontend"})
-        )
-
-    op = registry._OPS["grouped_mlp"]
-    backends = tuple(
-        replace(b, unavailable=unavailable) if b.name == "cudnn" else b for b in op.backends
-    )
-    before = sys.modules.get("cudnn")
-    sys.modules["cudnn"] = fake_cudnn
-    registry._OPS["grouped_mlp"] = replace(op, backends=backends)
-    try:
+    facts = EXPERT_BACKENDS["cudnn"]
+    on_cpu = replace(facts, unavailable=f"{__name__}:unavailable")
+    with (
+        mock.patch.dict(sys.modules, cudnn=fake_cudnn),
+        mock.patch.dict(EXPERT_BACKENDS, cudnn=on_cpu),
+    ):
         yield
-    finally:
-        registry._OPS["grouped_mlp"] = op
-        del sys.modules["cudnn"]
-        if before is not None:
-            sys.modules["cudnn"] = before
+
+
+def unavailable(facts: Facts) -> str | None:
+    """Conditions of the package that do not depend on the GPU."""
+    from phalanx.kernels.sm100.availability import runs_here
+
+    return runs_here(replace(facts, packages=facts.packages | {"nvidia_cudnn_frontend"}))

@@ -1,10 +1,10 @@
 """Operands quantized to MXFP8 or NVFP4 and dequantized, on a CPU or a GPU.
 
-The values of `kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`, bit for bit, in the dtype of
-the operand: bf16 has all of them but its denormal numbers and overflows. Those of NVFP4 are e2m1 *
-scale; the sum of a product remains to be multiplied by the fp32 scale of each expert's tensor
-(`nvfp4.tensor_scale`). Triton kernels on CUDA, the definition itself elsewhere. Nothing is read on
-the host.
+The values of `kernels.microscaling.mxfp8` and `kernels.microscaling.nvfp4`, bit for bit, in the
+dtype of the operand: bf16 has all of them but its denormal numbers and overflows. Those of NVFP4
+are e2m1 * scale; the sum of a product remains to be multiplied by the fp32 scale of each expert's
+tensor (`nvfp4.tensor_scale`). Triton kernels on CUDA, the definition itself elsewhere. Nothing is
+read on the host.
 
 Legend: S expert rows, C channels, L experts, O and I channels out and in, T rows of columns.
 """
@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize import blocks, mxfp8, nvfp4
+from phalanx.kernels.microscaling import mxfp8, nvfp4
+from phalanx.kernels.quantize import blocks
 
 type Format = Literal["mxfp8", "nvfp4"]
 
@@ -41,7 +42,7 @@ def rows(
         stochastic: round NVFP4 stochastically.
     """
     if x_SC.is_cuda:
-        from phalanx.kernels.quantize import emulate_gpu
+        from phalanx.kernels.microscaling import emulate_gpu
 
         return Values(*emulate_gpu.rows(x_SC, offsets, form, parts, stochastic=stochastic))
     if form == "mxfp8":
@@ -58,7 +59,7 @@ def columns(x_SC: Tensor, offsets: Tensor, form: Format, *, stochastic: bool = F
         x_SC, offsets, form, stochastic: as for `rows`.
     """
     if x_SC.is_cuda:
-        from phalanx.kernels.quantize import emulate_gpu
+        from phalanx.kernels.microscaling import emulate_gpu
 
         return Values(*emulate_gpu.columns(x_SC, offsets, form, stochastic=stochastic))
     if form == "mxfp8":
@@ -84,7 +85,7 @@ def weights(w_LOI: Tensor, form: Format, parts: int = 1, parts_in: int = 1) -> V
         parts_in: the same for I.
     """
     if w_LOI.is_cuda:
-        from phalanx.kernels.quantize import emulate_gpu
+        from phalanx.kernels.microscaling import emulate_gpu
 
         return Values(*emulate_gpu.weights(w_LOI, form, parts, parts_in))
     if form == "mxfp8":

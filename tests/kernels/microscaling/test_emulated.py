@@ -21,7 +21,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.quantize import mxfp8, nvfp4
+from phalanx.kernels.microscaling import mxfp8, nvfp4
 from phalanx.kernels.quantize.recipe import Microscaling
 from tests.kernels.problems import (
     Problem,

@@ -15,7 +15,7 @@ product. A NaN or an infinity spreads to its whole tensor through amax.
 
 Both operands of a weight gradient, whose contraction runs over tokens, are rotated before they are
 quantized: 16 tokens at a time by a Hadamard matrix with fixed signs, which cancels in the product.
-Gradients may be rounded stochastically, by `kernels.quantize.stochastic`.
+Gradients may be rounded stochastically, by `kernels.microscaling.stochastic`.
 
 Legend: S expert rows, C channels, L experts, O and I channels out and in, T rows of S with every
 expert's padded to full blocks; B_X is X in blocks of BLOCK, the last of which may be short.
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.microscaling.stochastic import elements, keys, uniform
 from phalanx.kernels.quantize.blocks import (
     column_offsets,
     join_parts,
@@ -35,7 +36,6 @@ from phalanx.kernels.quantize.blocks import (
     spread,
     tile_amax,
 )
-from phalanx.kernels.quantize.stochastic import elements, keys, uniform
 
 BLOCK = 16
 """Elements of a side of a block, and tokens that are rotated together."""

@@ -5,15 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize import mxfp8
+from phalanx.kernels.microscaling import mxfp8
 from phalanx.kernels.quantize.blocks import column_offsets
-from tests.kernels.quantize import microscaling, problems
+from tests.kernels.microscaling import formats
+from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, COUNTS, INF, NAN, WIDTHS, expert_rows, offsets_of
 from tests.kernels.quantize.same import assert_same
 
 
 def check(x: Tensor, parts: int = 1) -> mxfp8.MXFP8:
-    got, want = mxfp8.quantize(x, parts), microscaling.mxfp8(x.float().numpy(), parts)
+    got, want = mxfp8.quantize(x, parts), formats.mxfp8(x.float().numpy(), parts)
     assert got.data.dtype == torch.float8_e4m3fn and got.scale.dtype == torch.uint8
     assert_same(got.data, want.codes)
     assert_same(got.scale, want.scale)
@@ -24,7 +25,7 @@ def test_scales_of_every_exponent_and_of_what_is_no_number() -> None:
     ends = torch.cat([problems.boundaries(torch.float32), problems.patterns().float().abs()])
     value = torch.cat([ends, torch.tensor([0.0, NAN, INF, torch.finfo(torch.float32).max])])
     got = mxfp8.e8m0(value)
-    assert_same(got, microscaling.e8m0(value.numpy()))
+    assert_same(got, formats.e8m0(value.numpy()))
     assert got[-4:].tolist() == [0, 0xFF, 0xFE, 0xFE]
     usual = value[: len(ends)][ends <= 2.0**127].double()
     power = mxfp8.power(got[: len(ends)][ends <= 2.0**127]).double()
@@ -57,7 +58,7 @@ def test_weights_have_blocks_along_what_is_contracted() -> None:
     w = problems.spread(80, 70).view(2, 40, 70)
     for matrices in (w, w.mT):
         got = mxfp8.quantize(matrices, 2)
-        want = [microscaling.mxfp8(m.float().numpy(), 2) for m in matrices]
+        want = [formats.mxfp8(m.float().numpy(), 2) for m in matrices]
         assert_same(got.data, np.stack([m.codes for m in want]))
         assert_same(got.scale, np.stack([m.scale for m in want]))
     assert not torch.equal(
@@ -74,7 +75,7 @@ def test_columns_of_ragged_experts(counts: list[int], align: int) -> None:
     for e, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:], strict=False)):
         if begin == end:
             continue
-        want = microscaling.mxfp8(x[begin:end].T.float().numpy().copy())
+        want = formats.mxfp8(x[begin:end].T.float().numpy().copy())
         span = slice(starts[e], starts[e] + end - begin)
         used[span] = True
         assert_same(got.data[:, span], want.codes)

@@ -1,4 +1,4 @@
-"""`kernels.quantize.emulate` on an NVIDIA GPU, in Triton: one read and one write of an operand.
+"""`kernels.microscaling.emulate` on an NVIDIA GPU, in Triton: one read and one write of an operand.
 
 NVFP4 needs another read first, for the largest magnitude of each tensor and the key of its random
 bits. Rounding adds and subtracts a power of two, and scales are built from exponent bits: all is
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.quantize.nvfp4 import LARGEST, SIGNS
+from phalanx.kernels.microscaling.nvfp4 import LARGEST, SIGNS
+from phalanx.kernels.microscaling.stochastic import GOLDEN, MURMUR
 from phalanx.kernels.quantize.rows_triton import locate
-from phalanx.kernels.quantize.stochastic import GOLDEN, MURMUR
 
 _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 _ELEMENTS = 2048

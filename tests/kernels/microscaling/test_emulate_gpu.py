@@ -2,11 +2,11 @@
 
 import pytest
 
-from phalanx.kernels.quantize import emulate
+from phalanx.kernels.microscaling import emulate
 from tests.kernels.capture import check_replay
+from tests.kernels.microscaling.test_emulate import same
 from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import COUNTS, expert_rows, offsets_of
-from tests.kernels.quantize.test_emulate import same
 
 pytestmark = pytest.mark.gpu
 

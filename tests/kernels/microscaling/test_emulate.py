@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize import emulate
+from phalanx.kernels.microscaling import emulate
 from tests.kernels.interpreter import interpret
 from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, COUNTS, expert_rows, offsets_of
@@ -24,7 +24,7 @@ def same(got: tuple, want: emulate.Values, used: int | None = None) -> None:
 
 
 def check_rows(x: Tensor, counts: list[int], parts: int = 1) -> None:
-    from phalanx.kernels.quantize import emulate_gpu
+    from phalanx.kernels.microscaling import emulate_gpu
 
     offsets = offsets_of(counts)
     for form, random in (("mxfp8", False), ("nvfp4", False), ("nvfp4", True)):
@@ -33,7 +33,7 @@ def check_rows(x: Tensor, counts: list[int], parts: int = 1) -> None:
 
 
 def check_columns(x: Tensor, counts: list[int]) -> None:
-    from phalanx.kernels.quantize import emulate_gpu
+    from phalanx.kernels.microscaling import emulate_gpu
 
     offsets = offsets_of(counts)
     for form, random in (("mxfp8", False), ("nvfp4", False), ("nvfp4", True)):
@@ -42,7 +42,7 @@ def check_columns(x: Tensor, counts: list[int]) -> None:
 
 
 def check_weights(w: Tensor, parts: int, parts_in: int) -> None:
-    from phalanx.kernels.quantize import emulate_gpu
+    from phalanx.kernels.microscaling import emulate_gpu
 
     for form in ("mxfp8", "nvfp4"):
         for given, of, inner in ((w, parts, parts_in), (w.mT, parts_in, parts)):

@@ -5,7 +5,7 @@ import torch
 
 from phalanx.kernels.quantize.recipe import Microscaling
 from tests.kernels.capture import check_replay
-from tests.kernels.expert_mlp.test_microscaling import RECIPES, problem, run, statement
+from tests.kernels.microscaling.test_emulated import RECIPES, problem, run, statement
 from tests.kernels.problems import error, forward, gradients, leaves_of
 
 pytestmark = pytest.mark.gpu

@@ -1,7 +1,7 @@
 """MXFP8 and NVFP4 over any backend: its GEMMs read operands that were quantized and dequantized.
 
-Every product is that of a GEMM in the format (`kernels.quantize.emulate`), and only the order of
-sums is the backend's: so the recipes of Blackwell train on any device. It saves neither time nor
+Every product is that of a GEMM in the format (`kernels.microscaling.emulate`), and only the order
+of sums is the backend's: so the recipes of Blackwell train on any device. It saves neither time nor
 memory. As blocks lie along the contraction, every product quantizes its operands from their
 unquantized values, and inputs and activations are saved unquantized.
 
@@ -29,9 +29,9 @@ from phalanx.kernels.expert_mlp.emulated_fp8 import DelegatingMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
-from phalanx.kernels.quantize import emulate
-from phalanx.kernels.quantize.emulate import Values
-from phalanx.kernels.quantize.nvfp4 import tensor_scale
+from phalanx.kernels.microscaling import emulate
+from phalanx.kernels.microscaling.emulate import Values
+from phalanx.kernels.microscaling.nvfp4 import tensor_scale
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
 

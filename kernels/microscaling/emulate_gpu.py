@@ -1,4 +1,4 @@
-"""`kernels.quantize.emulate` by its Triton kernels, and their inputs.
+"""`kernels.microscaling.emulate` by its Triton kernels, and their inputs.
 
 The expert of a row or a block is computed on the device: the host knows nothing.
 
@@ -9,10 +9,10 @@ groups of rows that share blocks.
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize import emulate_triton, mxfp8, nvfp4
+from phalanx.kernels.microscaling import emulate_triton, mxfp8, nvfp4
+from phalanx.kernels.microscaling.emulate_triton import Scales
+from phalanx.kernels.microscaling.stochastic import low
 from phalanx.kernels.quantize.blocks import column_offsets, column_rows
-from phalanx.kernels.quantize.emulate_triton import Scales
-from phalanx.kernels.quantize.stochastic import low
 
 type ValuesAndAmax = tuple[Tensor, Tensor | None]
 """Values, and amax [L] for NVFP4."""

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize import nvfp4, stochastic
+from phalanx.kernels.microscaling import nvfp4, stochastic
 from phalanx.kernels.quantize.blocks import column_offsets
-from tests.kernels.quantize import microscaling, problems
+from tests.kernels.microscaling import formats
+from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, COUNTS, INF, NAN, WIDTHS, expert_rows, offsets_of
 from tests.kernels.quantize.same import assert_same
 
@@ -20,8 +21,8 @@ def spans(offsets: Tensor) -> list[tuple[int, int]]:
 
 
 def draws(x: np.ndarray) -> np.ndarray:
-    key = microscaling.key(x)
-    return np.array([microscaling.uniform(key, i) for i in range(x.size)]).reshape(x.shape)
+    key = formats.key(x)
+    return np.array([formats.uniform(key, i) for i in range(x.size)]).reshape(x.shape)
 
 
 def check(x: Tensor, counts: list[int], parts: int = 1, *, random: bool = False) -> nvfp4.NVFP4:
@@ -31,7 +32,7 @@ def check(x: Tensor, counts: list[int], parts: int = 1, *, random: bool = False)
     amax = np.array([np.max(np.abs(mine), initial=0) for mine in tensors], np.float32)
     assert_same(got.amax, amax)
     drawn = np.concatenate([draws(mine) for mine in tensors]) if random else None
-    want = microscaling.nvfp4(np.concatenate(tensors), np.repeat(amax, counts), parts, random=drawn)
+    want = formats.nvfp4(np.concatenate(tensors), np.repeat(amax, counts), parts, random=drawn)
     assert_same(got.code[: sum(counts)], want.codes)
     assert_same(got.scale[: sum(counts)].view(torch.uint8), want.scale)
     assert not got.code[offsets[-1] :].any()
@@ -39,13 +40,11 @@ def check(x: Tensor, counts: list[int], parts: int = 1, *, random: bool = False)
 
 
 def test_every_number_and_both_neighbours_of_every_middle() -> None:
-    table = torch.from_numpy(microscaling.E2M1).float()
+    table = torch.from_numpy(formats.E2M1).float()
     middle = (table[1:] + table[:-1]) / 2
     size = torch.cat([table, middle, middle.nextafter(table[1:]), middle.nextafter(table[:-1])])
     x = torch.cat([size, -size])
-    want = microscaling.with_sign(
-        microscaling.nearest(x.abs().numpy(), microscaling.E2M1), x.numpy(), 4, 0
-    )
+    want = formats.with_sign(formats.nearest(x.abs().numpy(), formats.E2M1), x.numpy(), 4, 0)
     assert_same(nvfp4.e2m1(x), want)
     code = torch.arange(16, dtype=torch.uint8)
     assert torch.equal(nvfp4.e2m1(nvfp4.e2m1_value(code)), code)
@@ -99,8 +98,7 @@ def test_weights_and_their_transpose(parts: int, parts_in: int) -> None:
     for e in range(2):
         amax = np.full(48 // parts, w[e].float().abs().max().item(), np.float32)
         made = [
-            microscaling.nvfp4(m.float().numpy(), amax, parts_in, square=True)
-            for m in w[e].chunk(parts)
+            formats.nvfp4(m.float().numpy(), amax, parts_in, square=True) for m in w[e].chunk(parts)
         ]
         assert_same(got.code[e], np.concatenate([m.codes for m in made]))
         scales = np.concatenate([m.scale[::16] for m in made])
@@ -128,7 +126,7 @@ def test_columns_of_ragged_experts(counts: list[int], align: int, random: bool) 
         if begin == end:
             continue
         drawn = draws(turned).T if random else None
-        want = microscaling.nvfp4(turned.T, np.full(20, amax), random=drawn)
+        want = formats.nvfp4(turned.T, np.full(20, amax), random=drawn)
         span = slice(starts[e], starts[e + 1])
         assert_same(got.code[:, span], want.codes)
         scale = got.scale[:, span.start // 16 : span.stop // 16]
@@ -139,7 +137,7 @@ def test_columns_of_ragged_experts(counts: list[int], align: int, random: bool) 
 def rotation_of(x: np.ndarray) -> np.ndarray:
     """fp64 [T, C] -> exact, and rounded to bf16."""
     groups = x.reshape(-1, 16, x.shape[1])
-    exact = torch.from_numpy((microscaling.rotation() @ groups).reshape(x.shape)) + 0.0
+    exact = torch.from_numpy((formats.rotation() @ groups).reshape(x.shape)) + 0.0
     return exact.to(BF16).double().numpy()
 
 
@@ -147,9 +145,9 @@ def test_rotation_is_the_matrix_and_cancels() -> None:
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 24, generator=g).to(BF16) for _ in range(2))
     turned = nvfp4.rotate(a).double()
-    exact = torch.from_numpy(
-        microscaling.rotation() @ a.double().numpy().reshape(4, 16, 24)
-    ).flatten(0, 1)
+    exact = torch.from_numpy(formats.rotation() @ a.double().numpy().reshape(4, 16, 24)).flatten(
+        0, 1
+    )
     assert bool(((turned - exact).abs() <= exact.abs() * 2.0**-8).all())
     assert (turned != exact.to(BF16).double()).float().mean() < 1e-2
     product = nvfp4.rotate(a).double().T @ nvfp4.rotate(b).double()

@@ -1,0 +1,270 @@
+"""Implementations of the kernels' operations: one entry each, best first.
+
+Allowed values, rules between knobs, the choice of `auto`, the model and estimates derive from these
+tables. An entry names functions by import path, `module:function`, so that reading it imports
+neither torch nor a library. No other file compares the name of an implementation.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Facts that all operations' implementations have."""
+
+    unavailable: str
+    """Path of `(facts: kernels.registry.Facts) -> str | None`: the reason why it cannot run on a
+    machine with a model, or None."""
+    meaning: str = ""
+    """Short description, in Markdown, for the documentation."""
+    auto: bool = True
+    """`auto` considers it."""
+    slower: str = ""
+    """Path of a function like `unavailable`: the reason why `auto` prefers a later entry although
+    this one can run. Empty: never."""
+    cuda: bool = False
+    """Runs only on GPUs."""
+    bf16: bool = False
+    """Runs only in bf16."""
+
+
+@dataclass(frozen=True)
+class ExpertBackend(Implementation):
+    """An implementation of the experts, `kernels.backend`."""
+
+    provider: str = ""
+    """Path of `(options: kernels.expert_mlp.providers.Options) -> Backend`. Empty: not a backend of
+    the expert MLP."""
+    stock_layer: bool = False
+    """Megatron-Core's MoE layer in place of ours: its own router, transport and experts, which take
+    as many rows as arrive."""
+    bf16_on_cuda: bool = False
+    """On GPUs, runs only in bf16."""
+    host_counts: bool = False
+    """Reads numbers of rows on the host, which a CUDA graph cannot capture."""
+    waits_for_rows: bool = False
+    """Its kernels start with the rows that have arrived, so that exchanges overlap experts."""
+    fuses_router: bool = False
+    """Its router is one kernel, where the options of the router allow it."""
+    fuses_gather: bool = False
+    """Its GEMMs gather rows and accumulate weight gradients in place: no copies of either."""
+    adds_in_combine: bool = False
+    """The sum of a token's expert rows takes shared experts and residual, before it is rounded."""
+    orders_experts: bool = False
+    """Its plans have an order of experts."""
+    replicates: bool = True
+    """Takes replicas of other ranks' experts."""
+    interleaves: bool = False
+    """Stores the gate and up channels of fc1 interleaved."""
+    pads_rows_to: int = 1
+    """Multiple to which the rows of each expert are padded."""
+    dense_multiple: int = 0
+    """Divisor of the widths of dense layers that it runs too, such as shared experts; 0: none."""
+    dense: str = ""
+    """Implementation of dense layers where its own needs rows grouped by expert. Empty: its own."""
+    multiplies: tuple[str, ...] = ()
+    """Recipes of `precision.recipe` whose quantized operands its GEMMs read."""
+    emulates: bool = False
+    """Runs all recipes by multiplying dequantized values in bf16."""
+    placeholder_grads: bool = True
+    """With fused gradient accumulation, autograd gets cached placeholders for gradients."""
+
+
+@dataclass(frozen=True)
+class AttentionBackend(Implementation):
+    """An implementation of core attention, `kernels.attention`."""
+
+    layer: str = ""
+    """Path of `(whole_with_sinks: bool) -> module spec` of its core attention; empty: ours, over
+    `kernels.core_attention.core`."""
+    graph: bool = True
+    """Steps can be captured in a CUDA graph."""
+    linear: str = "auto"
+    """Implementation of linear attention that goes with it."""
+    documents: bool = True
+    """Attends within documents of a sequence."""
+    documents_over_ranks: bool = True
+    """The same for sequences that context-parallel ranks share."""
+    document_bounds: bool = False
+    """Takes the bounds of documents, of a fixed number."""
+    max_logits_over_ranks: bool = True
+    """Its largest logits are measured for sequences that context-parallel ranks share."""
+    copies_heads: bool = False
+    """Copies the queries and values that it reads out of a fused projection with norms."""
+    reads_projection: bool = False
+    """Reads values where the fused projection has them, which therefore stays."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionBackend(Implementation):
+    """An implementation of linear attention."""
+
+    implementation: str = ""
+    """Module with the functions of `kernels.linear_attention.gated_delta`."""
+    documents: bool = True
+    """Its convolution stops at the starts of documents."""
+
+
+@dataclass(frozen=True)
+class NormBackend(Implementation):
+    """An implementation of RMSNorm, `kernels.norm`."""
+
+    implementation: str = ""
+    """Module with `rms_norm` and `fork`, as `kernels.rms_norm.rms_norm` describes them."""
+    layer: str = ""
+    """Path of `() -> module`, built by a layer spec; empty: ours, over `implementation`."""
+    copies_heads: bool = False
+    """Copies the queries and keys that it normalises, and saves the copies."""
+
+
+_AVAILABILITY = "phalanx.kernels.availability"
+
+EXPERT_BACKENDS: dict[str, ExpertBackend] = {
+    "fused": ExpertBackend(
+        f"{_AVAILABILITY}:fused_experts",
+        "CuTe DSL kernels for Hopper",
+        provider="phalanx.kernels.sm90.provider:fused",
+        cuda=True,
+        bf16_on_cuda=True,
+        waits_for_rows=True,
+        fuses_router=True,
+        fuses_gather=True,
+        adds_in_combine=True,
+        orders_experts=True,
+        dense_multiple=64,
+        multiplies=("fp8_block",),
+    ),
+    "cudnn": ExpertBackend(
+        "phalanx.kernels.sm100.availability:cudnn_experts",
+        "cuDNN's fused grouped GEMMs for Blackwell",
+        provider="phalanx.kernels.sm100.provider:cudnn",
+        cuda=True,
+        bf16_on_cuda=True,
+        replicates=False,
+        interleaves=True,
+        pads_rows_to=256,
+        dense="torch",
+        multiplies=("mxfp8", "nvfp4"),
+    ),
+    "te": ExpertBackend(
+        f"{_AVAILABILITY}:te_experts",
+        "Transformer Engine's grouped GEMM, which needs row counts on the host",
+        cuda=True,
+    ),
+    "torch": ExpertBackend(
+        f"{_AVAILABILITY}:torch_experts",
+        "`torch._grouped_mm` with offsets on the device",
+        slower=f"{_AVAILABILITY}:torch_experts_on_cpu",
+        provider="phalanx.kernels.expert_mlp.torch_grouped:grouped",
+        bf16_on_cuda=True,
+        emulates=True,
+    ),
+    "reference": ExpertBackend(
+        f"{_AVAILABILITY}:always",
+        "plain PyTorch, a loop over experts",
+        provider="phalanx.kernels.expert_mlp.reference:reference",
+        host_counts=True,
+        emulates=True,
+        placeholder_grads=False,
+    ),
+    "megatron": ExpertBackend(
+        f"{_AVAILABILITY}:stock_experts",
+        "Megatron-Core's stock MoE layer",
+        auto=False,
+        stock_layer=True,
+        host_counts=True,
+        replicates=False,
+        multiplies=("fp8_block",),
+        placeholder_grads=False,
+    ),
+}
+"""By the value of `kernels.backend`."""
+
+ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
+    "fa4": AttentionBackend(
+        f"{_AVAILABILITY}:fa4",
+        "flash-attn-4 on Hopper",
+        slower=f"{_AVAILABILITY}:fa4_with_context",
+        cuda=True,
+        bf16=True,
+        documents_over_ranks=False,
+        document_bounds=True,
+        reads_projection=True,
+    ),
+    "te": AttentionBackend(
+        f"{_AVAILABILITY}:te_attention",
+        "Transformer Engine",
+        layer="phalanx.moe.model.attention:te_attention",
+        cuda=True,
+        documents=False,
+        documents_over_ranks=False,
+        max_logits_over_ranks=False,
+        copies_heads=True,
+    ),
+    "sdpa": AttentionBackend(
+        f"{_AVAILABILITY}:sdpa", "PyTorch's fused kernels", reads_projection=True
+    ),
+    "flex": AttentionBackend(
+        f"{_AVAILABILITY}:flex", "FlexAttention, compiled to Triton", reads_projection=True
+    ),
+    "reference": AttentionBackend(
+        f"{_AVAILABILITY}:always", "explicit softmax", graph=False, linear="torch"
+    ),
+}
+"""By the value of `kernels.attention`."""
+
+LINEAR_ATTENTION_BACKENDS: dict[str, LinearAttentionBackend] = {
+    "fla": LinearAttentionBackend(
+        f"{_AVAILABILITY}:fla",
+        "flash-linear-attention",
+        implementation="phalanx.kernels.linear_attention.fla",
+        cuda=True,
+        bf16=True,
+        documents=False,
+    ),
+    "torch": LinearAttentionBackend(
+        f"{_AVAILABILITY}:always",
+        "plain PyTorch",
+        implementation="phalanx.kernels.linear_attention.torch_delta",
+    ),
+}
+
+NORM_BACKENDS: dict[str, NormBackend] = {
+    "quack": NormBackend(
+        f"{_AVAILABILITY}:quack",
+        "QuACK on Hopper",
+        implementation="phalanx.kernels.rms_norm.quack",
+        cuda=True,
+        bf16=True,
+    ),
+    "te": NormBackend(
+        f"{_AVAILABILITY}:te",
+        "Transformer Engine",
+        layer="phalanx.moe.model.norm:te_norm",
+        cuda=True,
+        copies_heads=True,
+    ),
+    "torch": NormBackend(
+        f"{_AVAILABILITY}:always", "PyTorch", implementation="phalanx.kernels.rms_norm.torch_norm"
+    ),
+}
+"""By the value of `kernels.norm`."""
+
+_UNRESOLVED = ExpertBackend("", emulates=True)
+_UNRESOLVED_ATTENTION = AttentionBackend("")
+_UNRESOLVED_NORM = NormBackend("")
+
+
+def expert_backend(name: str) -> ExpertBackend:
+    """The entry of a backend of the experts; for `auto` one that no rule excludes."""
+    return EXPERT_BACKENDS.get(name, _UNRESOLVED)
+
+
+def attention_backend(name: str) -> AttentionBackend:
+    """The entry of a backend of attention; for `auto` one that no rule excludes."""
+    return ATTENTION_BACKENDS.get(name, _UNRESOLVED_ATTENTION)
+
+
+def norm_backend(name: str) -> NormBackend:
+    """The entry of a backend of RMSNorm; for `auto` one that no rule excludes."""
+    return NORM_BACKENDS.get(name, _UNRESOLVED_NORM)

@@ -1,0 +1,21 @@
+"""The cuDNN backend of `configs.backends`."""
+
+from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.providers import Options
+from phalanx.kernels.quantize.recipe import Microscaling
+from phalanx.kernels.sm100.backend import CuDNN
+from phalanx.kernels.sm100.microscaling import CuDNNMicroscaling
+
+
+def cudnn(options: Options) -> Backend:
+    """cuDNN's grouped GEMMs for Blackwell, in bf16, MXFP8 or NVFP4.
+
+    Raises:
+        ValueError: another recipe.
+    """
+    margin, dynamic, interleaved = options.sm_margin, options.dynamic, options.interleaved
+    if options.recipe is None:
+        return CuDNN(margin, dynamic, interleaved)
+    if not isinstance(options.recipe, Microscaling):
+        raise ValueError("kernels.backend=cudnn has no fp8_block: use kernels=torch")
+    return CuDNNMicroscaling(margin, dynamic, interleaved, options.recipe)

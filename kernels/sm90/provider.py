@@ -1,0 +1,23 @@
+"""The fused backend of `configs.backends`."""
+
+from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.providers import Options
+from phalanx.kernels.quantize.recipe import Fp8Block
+
+
+def fused(options: Options) -> Backend:
+    """The fused kernels for Hopper, in bf16 or with the FP8 recipe.
+
+    Raises:
+        ValueError: another recipe.
+    """
+    if options.recipe is None:
+        from phalanx.kernels.sm90.experts.backend import Fused
+
+        return Fused(options.sm_margin, options.dynamic)
+    if not isinstance(options.recipe, Fp8Block):
+        name = options.recipe.format
+        raise ValueError(f"kernels.backend=fused has no {name}: use kernels=torch")
+    from phalanx.kernels.sm90.fp8.backend import FusedFP8
+
+    return FusedFP8(options.sm_margin, options.dynamic, options.recipe, options.keep_fp8)
