@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_BACKENDS
 from phalanx.configs.formats import RECIPES
 from phalanx.configs.knobs import get, knobs, repair, visible
 from phalanx.configs.machines import MACHINES
@@ -23,9 +24,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.moe.router.score": ("softmax", "sigmoid"),
     "model.moe.router.softmax_over": ("all", "topk"),
     "model.moe.router.rounding": ("none", "nearest", "up", "down"),
-    "kernels.backend": ("auto", "reference", "torch", "te", "fused", "cudnn", "megatron"),
-    "kernels.attention": ("auto", "reference", "sdpa", "flex", "fa4", "te"),
-    "kernels.norm": ("auto", "torch", "te", "quack"),
     "precision.recipe": RECIPES,
     "precision.grad_format": ("e4m3", "e5m2"),
     "precision.wgrad": ("fp8", "bf16"),
@@ -57,6 +55,9 @@ def choices() -> dict[str, tuple[str, ...]]:
     """Values of every knob that has a list of them; those of the tables as they are now."""
     tables = {
         "model.moe.activation": tuple(ACTIVATIONS),
+        "kernels.backend": ("auto", *EXPERT_BACKENDS),
+        "kernels.attention": ("auto", *ATTENTION_BACKENDS),
+        "kernels.norm": ("auto", *NORM_BACKENDS),
         "parallel.dispatch": ("auto", *TRANSPORTS),
     }
     return _CHOICES | tables

@@ -4,6 +4,7 @@
 to, with kernels, transport and device resolved by then.
 """
 
+from phalanx.configs.backends import attention_backend, expert_backend
 from phalanx.configs.formats import in_bf16
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
@@ -24,10 +25,10 @@ def not_capturable(cfg: Config) -> str | None:
         return "needs CUDA"
     if p.pipeline > 1:
         return f"a graph holds one pipeline stage, and parallel.pipeline is {p.pipeline}"
-    if k.backend in ("megatron", "reference"):
+    if expert_backend(k.backend).host_counts:
         return f"{k.backend} experts count their rows on the host"
-    if k.attention == "reference":
-        return "kernels.attention=reference is for checks of eager steps"
+    if not attention_backend(k.attention).graph:
+        return f"kernels.attention={k.attention} is for checks of eager steps"
     if linear_layers(cfg.model) and not in_bf16(cfg):
         return "linear attention in fp32 is that of torch, for checks of eager steps"
     if transport is not None and not transport.graph:

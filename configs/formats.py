@@ -7,6 +7,7 @@ they carry FP8.
 from collections.abc import Iterator
 from dataclasses import fields
 
+from phalanx.configs.backends import EXPERT_BACKENDS, expert_backend
 from phalanx.configs.knobs import listed, pluralize, repair
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.transports import TRANSPORTS
@@ -16,12 +17,13 @@ RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
 """Formats that Blackwell multiplies, in routed experts with `cudnn`."""
 
-EMULATES = frozenset({"reference", "torch"})
+EMULATES = frozenset(name for name, facts in EXPERT_BACKENDS.items() if facts.emulates)
 """Backends that multiply the values of a recipe in bf16, which costs time."""
 
-MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
-"""Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
-costs time and keeps no copies of weights."""
+MULTIPLIES_FP8 = frozenset(
+    name for name, facts in EXPERT_BACKENDS.items() if "fp8_block" in facts.multiplies
+)
+"""Backends whose GEMMs read FP8 in blocks of 128, of which some keep copies of weights."""
 
 BLOCK = 128
 """Channels that share a scale."""
@@ -61,7 +63,8 @@ def quantized_layer(cfg: Config, layer: int) -> bool:
 
 def quantizes_on_arrival(cfg: Config) -> bool:
     """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
-    return is_fp8(cfg) and cfg.precision.dispatch != "fp8" and cfg.kernels.backend != "megatron"
+    facts = expert_backend(cfg.kernels.backend)
+    return is_fp8(cfg) and cfg.precision.dispatch != "fp8" and not facts.stock_layer
 
 
 def fp8_row(channels: int, parts: int = 1) -> int:
@@ -86,11 +89,20 @@ def precision_problems(cfg: Config) -> Iterator[str]:
     if quantizes(cfg):
         yield from _layers(cfg)
     backend, recipe = cfg.kernels.backend, cfg.precision.recipe
-    if recipe in MICROSCALING and backend in ("fused", "megatron"):
-        reason = f"has no {recipe}, which cudnn multiplies, and reference and torch emulate"
+    facts = expert_backend(backend)
+    if recipe in MICROSCALING and not facts.emulates and recipe not in facts.multiplies:
+        reason = f"has no {recipe}, which {_runs(recipe)}"
         yield repair(cfg, "kernels.backend", reason, "auto")
-    elif is_fp8(cfg) and backend == "megatron":
+    elif is_fp8(cfg) and facts.stock_layer:
         yield from _megatron(cfg)
+
+
+def _runs(recipe: str) -> str:
+    """Backends that run a recipe."""
+    entries = EXPERT_BACKENDS.items()
+    multiply = [name for name, facts in entries if recipe in facts.multiplies]
+    emulate = sorted(name for name, facts in entries if facts.emulates)
+    return f"{listed(multiply)} multiplies, and {listed(emulate)} emulate"
 
 
 def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:

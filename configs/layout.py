@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import changed, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
@@ -300,7 +301,7 @@ def _replication(cfg: Config, ranks: int) -> Iterator[str]:
     transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
     # The ranks of a node are known when the transport is (parallel.dispatcher.transport).
     group_shares = transport is not None and not transport.over_nodes
-    if cfg.kernels.backend in ("megatron", "cudnn"):
+    if not expert_backend(cfg.kernels.backend).replicates:
         reason = f"is not possible with kernels.backend={cfg.kernels.backend}"
         yield repair(cfg, path, reason, 0)
     elif transport is not None and not transport.replicates_experts:

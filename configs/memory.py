@@ -6,6 +6,7 @@ The names are values of `run.recompute` and `run.offload`; `parallel.memory` doe
 
 from collections.abc import Iterator
 
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
 
@@ -57,7 +58,7 @@ def memory_problems(cfg: Config) -> Iterator[str]:
     for name in list(r.offload):
         again = [n for n in _AGAINST[name] if n in r.recompute]
         reason = f"would be moved and computed again (run.recompute={again[0]})" if again else ""
-        if name == "expert_h" and cfg.kernels.backend == "megatron":
+        if name == "expert_h" and expert_backend(cfg.kernels.backend).stock_layer:
             reason = "is not of Megatron-Core's experts (kernels.backend=megatron)"
         if name == "attention" and cfg.parallel.context > 1:
             reason = "is gathered from other ranks with parallel.context above 1"
@@ -71,7 +72,7 @@ def _impossible(cfg: Config) -> dict[str, str]:
     found = {}
     if cfg.model.attention.kind != "mla":
         found["mla_up"] = "is of model.attention.kind=mla"
-    if cfg.kernels.backend == "megatron":
+    if expert_backend(cfg.kernels.backend).stock_layer:
         found["expert_h"] = "is not of Megatron-Core's experts (kernels.backend=megatron)"
     else:
         found["moe_act"] = "is of kernels.backend=megatron; these experts always do it"

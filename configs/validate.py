@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from phalanx.configs import capture
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.addresses import flaw, is_address
+from phalanx.configs.backends import attention_backend, expert_backend, norm_backend
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
@@ -182,7 +183,7 @@ def _router(cfg: Config) -> Iterator[str]:
     if r.rounding != "none" and (r.force_balance or r.replay):
         what = "force_balance" if r.force_balance else "replay"
         yield repair(cfg, f"{at}.rounding", f"is not possible with {what}", "none")
-    if r.rounding != "none" and cfg.kernels.backend == "megatron":
+    if r.rounding != "none" and expert_backend(cfg.kernels.backend).stock_layer:
         yield repair(cfg, f"{at}.rounding", "is not possible with kernels.backend=megatron", "none")
     if r.softmax_over == "topk" and r.score != "softmax":
         yield repair(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
@@ -255,10 +256,11 @@ def _documents(cfg: Config) -> Iterator[str]:
             "model.moe.router.seq_aux_loss is of each"
         )
         yield repair(cfg, "data.micro_batch", reason, 1)
-    if cfg.kernels.attention == "fa4" and cfg.parallel.context > 1:
+    attention = attention_backend(cfg.kernels.attention)
+    if attention.documents and not attention.documents_over_ranks and cfg.parallel.context > 1:
         reason = f"has no documents in sequences that ranks share ({path}=true, parallel.context)"
         yield repair(cfg, "kernels.attention", reason, "auto")
-    if cfg.kernels.attention == "te":
+    if not attention.documents:
         reason = f"has no documents that end inside a sequence ({path}=true)"
         yield repair(cfg, "kernels.attention", reason, "auto")
 
@@ -308,7 +310,8 @@ def _optim(cfg: Config) -> Iterator[str]:
         for knob in ("max_logit_every", "qk_clip"):
             if getattr(o, knob):
                 yield repair(cfg, f"optim.{knob}", reason, 0)
-    if logit_interval(o) and cfg.kernels.attention == "te" and cfg.parallel.context > 1:
+    over_ranks = attention_backend(cfg.kernels.attention).max_logits_over_ranks
+    if logit_interval(o) and not over_ranks and cfg.parallel.context > 1:
         reason = (
             "leaves out the largest logits (optim.qk_clip, optim.max_logit_every) of sequences "
             f"split by parallel.context={cfg.parallel.context}"
@@ -336,7 +339,7 @@ def _run(cfg: Config) -> Iterator[str]:
 
 def _recorded(cfg: Config) -> Iterator[str]:
     """Routing that is written or read."""
-    if cfg.run.record_routing and cfg.kernels.backend == "megatron":
+    if cfg.run.record_routing and expert_backend(cfg.kernels.backend).stock_layer:
         reason = "is not possible with kernels.backend=megatron"
         yield repair(cfg, "run.record_routing", reason, "")
 
@@ -375,22 +378,19 @@ def _addresses(cfg: Config) -> Iterator[str]:
 def _kernels(cfg: Config) -> Iterator[str]:
     """Choices that no machine can serve; what this machine can is the kernel registry's answer."""
     k, r = cfg.kernels, cfg.run
-    gpu_only = {
-        "backend": ("te", "fused", "cudnn"),
-        "attention": ("fa4", "te"),
-        "norm": ("quack", "te"),
-    }
-    for knob, names in gpu_only.items():
-        if r.device == "cpu" and getattr(k, knob) in names:
+    lookups = {"backend": expert_backend, "attention": attention_backend, "norm": norm_backend}
+    for knob, lookup in lookups.items():
+        if r.device == "cpu" and lookup(getattr(k, knob)).cuda:
             yield repair(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
     if in_bf16(cfg):
         return
-    if k.backend in ("fused", "cudnn", *(["torch"] if r.device == "cuda" else [])):
+    experts = expert_backend(k.backend)  # after repairs
+    if experts.bf16_on_cuda and (experts.cuda or r.device == "cuda"):
         reason = f"is too much for kernels.backend={k.backend}, which needs bf16 on CUDA"
         yield repair(cfg, "precision.recipe", reason, "bf16")
         return
-    for knob, name in (("attention", "fa4"), ("norm", "quack")):
-        if getattr(k, knob) == name:
+    for knob, lookup in lookups.items():
+        if lookup(getattr(k, knob)).bf16:
             yield repair(cfg, f"kernels.{knob}", "needs bf16, and precision is fp32", "auto")
     if cfg.parallel.grad_dtype == "bf16":
         yield repair(cfg, "parallel.grad_dtype", "would round the gradients of fp32", "fp32")
