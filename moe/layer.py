@@ -62,8 +62,8 @@ class MoEOptions:
     def dense(self) -> MLPSpec:
         """Spec of the linear layers other than the routed experts."""
         spec = self.spec if self.fp8_dense else replace(self.spec, recipe=None)
-        if spec.backend == "cudnn":  # it takes rows in blocks of one expert each
-            spec = replace(spec, backend="torch", interleaved=False)
+        if spec.facts.dense:
+            spec = replace(spec, backend=spec.facts.dense, interleaved=False)
         return spec
 
 
@@ -115,8 +115,8 @@ class MoE(MoELayer):
             recipe=recipe if isinstance(recipe, Fp8Block) else None,
             fp8_rows=options.fp8_rows,
         )
-        # If nothing is sent back, the last kernel of the fused experts adds what combine would.
-        self._adds = options.spec.backend == "fused" and not self.dispatcher.sends_back
+        # If nothing is sent back, the last kernel of fused experts adds what combine would.
+        self._adds = options.spec.facts.adds_in_combine and not self.dispatcher.sends_back
         self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)
         if moe.shared_ffn:
             self.shared_experts = SharedExperts(

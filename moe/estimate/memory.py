@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from phalanx.configs.backends import attention_backend
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
-from phalanx.kernels.core_attention.documents import BOUNDED
 from phalanx.moe.estimate.activations import Activations, LayerMemory
 from phalanx.moe.estimate.pipeline import in_flight_bytes
 from phalanx.moe.estimate.traffic import costs
@@ -93,7 +93,7 @@ def _document_scratch(cfg: Config) -> int:
     heads share.
     """
     d, a = cfg.data, cfg.model.attention
-    if not d.document_mask or cfg.kernels.attention not in BOUNDED:
+    if not d.document_mask or not attention_backend(cfg.kernels.attention).document_bounds:
         return 0
     if a.kind == "mla":
         channels = a.heads * (a.qk_nope_dim + a.qk_rope_dim)

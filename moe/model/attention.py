@@ -13,6 +13,7 @@ d channels of query and key, v channels of value.
 import functools
 import math
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megatron.core.transformer.utils import (
 )
 from torch.profiler import record_function
 
+from phalanx.configs.backends import ATTENTION_BACKENDS
 from phalanx.configs.formats import width
 from phalanx.configs.schema import Config
 from phalanx.kernels.core_attention import sinks
@@ -370,14 +372,19 @@ def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     """The core attention module of a layer spec.
 
     Args:
-        backend: `te` for Transformer Engine's, else a backend of kernels.core_attention.
+        backend: an entry of `configs.backends.ATTENTION_BACKENDS`.
         whole_with_sinks: attention has sinks, and sequences are not split over ranks.
     """
-    if backend == "te" and whole_with_sinks:
-        return ModuleSpec(module=SinkAttention, params={"backend": "te"})
-    if backend == "te":
-        return te_core_attention()
+    if path := ATTENTION_BACKENDS[backend].layer:
+        return resolve_name(path)(whole_with_sinks)
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
+
+
+def te_attention(whole_with_sinks: bool) -> Any:
+    """Transformer Engine's core attention as a layer spec takes it."""
+    if whole_with_sinks:
+        return ModuleSpec(module=SinkAttention, params={"backend": "te"})
+    return te_core_attention()
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.linear_attention import HEAD_DIM, TAPS, is_linear
 from phalanx.configs.schema import (
@@ -208,7 +209,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         # The stock MoE layer applies it to its experts too, which then need Apex or TE.
         gradient_accumulation_fusion=(
             cfg.kernels.gradient_accumulation_fusion
-            and cfg.kernels.backend != "megatron"
+            and not expert_backend(cfg.kernels.backend).stock_layer
             and not on_cpu
         ),
         bias_activation_fusion=False,
@@ -233,7 +234,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
 def _fp8(cfg: Config) -> dict[str, Any]:
     """Fields of Transformer Engine's blockwise recipe, for Megatron-Core's own experts."""
     p = cfg.precision
-    if not is_fp8(cfg) or cfg.kernels.backend != "megatron":
+    if not is_fp8(cfg) or not expert_backend(cfg.kernels.backend).stock_layer:
         return {}
     return dict(
         fp8="hybrid" if p.grad_format == "e5m2" else "e4m3",
@@ -400,7 +401,8 @@ def _layer(
     cfg: Config, config: TransformerConfig, backends: Backends, moe: MoEOptions, number: int
 ) -> ModuleSpec:
     """Spec of layer `number`, from 0; prediction layers come after the last decoder layer."""
-    m, layer_recipe = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
+    m, stock = cfg.model, expert_backend(backends.experts).stock_layer
+    layer_recipe = None if stock else recipe(cfg, number)
     moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute
     spec = replace(
@@ -432,12 +434,12 @@ def _layer(
         from phalanx.moe.model import gated_delta_net
 
         sub.self_attention = gated_delta_net.spec(backends.linear_attention)
-    if backends.experts == "megatron":
+    if stock:
         modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
         names = tuple(module for name, module in modules.items() if name in recomputed)
         moe = replace(moe, recompute=names)
     if number >= m.moe.dense_layers:
-        sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
+        sub.mlp = partial(StockMoE if stock else MoE, options=moe)
     else:
         sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
     # Megatron-Core renames norms in checkpoints to match fused layers; ours are not fused.

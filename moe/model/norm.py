@@ -6,12 +6,14 @@ weight are fp32 inside; input and output have the model's dtype.
 """
 
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from phalanx.configs.backends import NORM_BACKENDS
 from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 
 
@@ -71,17 +73,22 @@ def norm_class(backend: str, *, residual: bool = False) -> Any:
     """Norm class of a layer spec.
 
     Args:
-        backend: `torch` or `quack` (backends of `kernels.rms_norm`), or `te` (Transformer Engine's,
-            through Megatron-Core).
-        residual: take ResidualNorm, which `te` has not.
+        backend: an entry of `configs.backends.NORM_BACKENDS`.
+        residual: take ResidualNorm, if the norm is ours.
 
     Raises:
         ValueError: unknown backend.
     """
-    if backend in ("torch", "quack"):
-        return partial(ResidualNorm if residual else RMSNorm, backend=backend)
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TENorm
+    if backend not in NORM_BACKENDS:
+        known = " or ".join(NORM_BACKENDS)
+        raise ValueError(f"unknown norm backend {backend!r}: set kernels.norm={known}")
+    if path := NORM_BACKENDS[backend].layer:
+        return resolve_name(path)()
+    return partial(ResidualNorm if residual else RMSNorm, backend=backend)
 
-        return TENorm
-    raise ValueError(f"unknown norm backend {backend!r}: set kernels.norm=torch, quack or te")
+
+def te_norm() -> Any:
+    """Transformer Engine's norm, through Megatron-Core."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

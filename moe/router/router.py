@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.schema import Config, RouterConfig
 from phalanx.moe.router import balance, fused_topk, token_rounding
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
@@ -130,7 +131,7 @@ class Router(KeepsPrecision, MegatronModule):
         check(options, experts=self.num_experts, top_k=top_k)
         self.slots = slots(options, experts=self.num_experts, top_k=top_k)
         reason = fused_topk.unsupported(options, experts=self.num_experts, top_k=top_k)
-        self.fused = backend == "fused" and reason is None
+        self.fused = expert_backend(backend).fuses_router and reason is None
         self.is_mtp_layer = is_mtp_layer
         self.layer_number: int | None = None
         self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from phalanx.configs import capture
-from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8, width
+from phalanx.configs.backends import EXPERT_BACKENDS, attention_backend
+from phalanx.configs.formats import MICROSCALING, is_fp8, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
-from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.accounting import mlp_weights
 from phalanx.moe.estimate.free_memory import free_gpu_memory
@@ -48,7 +48,7 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     )
     experts, e = resolve("grouped_mlp", cfg.kernels.backend, machine_facts), cfg.model.moe
     reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
-    if experts.backend == "fused" and reason is not None:
+    if EXPERT_BACKENDS[experts.backend].fuses_router and reason is not None:
         experts = replace(experts, reason=f"{experts.reason}; routing by torch: {reason}")
     return [
         experts,
@@ -62,8 +62,10 @@ def _linear_attention(cfg: Config, machine_facts: Facts) -> list[Choice]:
     """Choice for linear attention, if the model has any."""
     if not linear_layers(cfg.model):
         return []
-    if cfg.kernels.attention == "reference":
-        return [Choice("linear_attention", "torch", "kernels.attention=reference")]
+    attention = cfg.kernels.attention
+    forced = attention_backend(attention).linear
+    if forced != "auto":
+        return [Choice("linear_attention", forced, f"kernels.attention={attention}")]
     return [resolve("linear_attention", "auto", machine_facts)]
 
 
@@ -115,32 +117,37 @@ def emulation(cfg: Config) -> list[Choice]:
         cfg: result of `with_choices`.
     """
     recipe, backend = cfg.precision.recipe, cfg.kernels.backend
-    if backend == "cudnn" and recipe in MICROSCALING and cfg.precision.dense == "fp8":
+    experts = EXPERT_BACKENDS[backend]
+    if recipe in experts.multiplies and experts.dense and cfg.precision.dense == "fp8":
         reason = "routed experts multiply it; other layers its values in bf16, which is slower; "
         return [Choice(recipe, "emulated", f"{reason}precision.dense=bf16 avoids that")]
-    if recipe not in MICROSCALING or backend not in EMULATES:
+    if recipe not in MICROSCALING or not experts.emulates:
         return []
     return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]
 
 
-def emulated_layers(chunks: Sequence[nn.Module]) -> list[Choice]:
+def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
     """Line of the start page on dense layers whose widths the fused kernels do not support.
 
     Args:
-        chunks: model chunks of this rank, built for the fused kernels and a recipe.
+        chunks: model chunks of this rank, built with a recipe.
+        backend: their experts' backend, which runs dense layers of some widths.
     """
     shapes: dict[str, list[int]] = {}
     for chunk in chunks:
         for path, module in chunk.named_modules():
             spec, name = computes_by(module), path.rpartition(".")[2]
-            if spec is not None and spec.backend != "fused":
+            if spec is not None and not spec.facts.dense_multiple:
                 shapes[name] = list(module.weight.shape)
-            if isinstance(module, (DenseMLP, SharedExperts)) and module.spec.backend != "fused":
+            if not isinstance(module, (DenseMLP, SharedExperts)):
+                continue
+            if not module.spec.facts.dense_multiple:
                 shapes[name] = [module.linear_fc2.weight.shape[1]]
     if not shapes:
         return []
     widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(shapes.items()))
-    reason = f"{widths}: the fused kernels take multiples of {FUSED_MULTIPLE}"
+    reason = f"{widths}: the {backend} kernels take multiples of "
+    reason += str(EXPERT_BACKENDS[backend].dense_multiple)
     return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]
 
 
@@ -159,7 +166,7 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
         chosen, reason = "scratch", f"{reason}, and another rank has less free memory"
     if wanted == "auto":
         return [Choice("fp8 weights", chosen, f"auto; {reason}")]
-    if backend in MULTIPLIES_FP8:
+    if cfg.precision.recipe in EXPERT_BACKENDS[backend].multiplies:
         return [Choice("fp8 weights", wanted, f"precision.weights={wanted}")]
     return [Choice("fp8 weights", chosen, f"{reason}; precision.weights={wanted} is not in effect")]
 
@@ -167,9 +174,10 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
 def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     """Value of `precision.weights=auto` on this rank, and the reason."""
     backend = cfg.kernels.backend
-    if backend not in MULTIPLIES_FP8:
+    experts = EXPERT_BACKENDS[backend]
+    if cfg.precision.recipe not in experts.multiplies:
         return "none", f"{backend} experts multiply values of FP8 in bf16"
-    if backend == "megatron":
+    if experts.stock_layer:
         return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
     resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
     need, free = needed(resident, runtime.world), free_gpu_memory(runtime.device).free

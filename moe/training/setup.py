@@ -11,11 +11,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
+from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS
 from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
-from phalanx.kernels.core_attention.documents import BOUNDED
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
@@ -155,7 +155,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         embedding_stages=embedding_stages(cfg, config),
     )
     experts, attention, norm, *linear = (c.backend for c in choices)
-    if experts == "megatron":
+    facts = EXPERT_BACKENDS[experts]
+    if facts.stock_layer:
         transport = of_megatron(p.dispatch)
     else:
         transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
@@ -186,18 +187,19 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     options = _moe_options(cfg, experts, transport, budget, sms)
     resident = any(choice.backend == "resident" for choice in weights)
     # Gradients are summed over ranks, which must have the same order of channels.
-    interleaved = options.spec.activation.gated and set(gather(experts)) == {"cudnn"}
+    everywhere = all(EXPERT_BACKENDS[name].interleaves for name in gather(experts))
+    interleaved = options.spec.activation.gated and everywhere
     spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved)
     options = replace(options, spec=spec)
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before initialization: random numbers depend on the device
-    if experts == "fused" and is_fp8(cfg):
-        choices = [*choices, *emulated_layers(chunks)]
+    if facts.dense_multiple and is_fp8(cfg):
+        choices = [*choices, *emulated_layers(chunks, experts)]
     places = 0
     if cfg.data.document_mask:
         patches.shift_within_documents()
-        places = document_places(cfg.data) if attention in BOUNDED else 0
+        places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
     return BuiltModel(config, groups, choices, captured, budget, chunks, places)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.configs.backends import EXPERT_BACKENDS
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
@@ -178,7 +179,7 @@ def waits_for_tokens(backend: str, quantizes: bool = False) -> bool:
         backend: backend of the experts.
         quantizes: the experts quantise received tokens, for which all of them must have arrived.
     """
-    return backend == "fused" and not quantizes
+    return EXPERT_BACKENDS[backend].waits_for_rows and not quantizes
 
 
 def one_for_all(ranks: Sequence[Rank], name: str) -> Refusal:
