@@ -17,14 +17,6 @@ RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
 """Formats that Blackwell multiplies, in routed experts with `cudnn`."""
 
-EMULATES = frozenset(name for name, facts in EXPERT_BACKENDS.items() if facts.emulates)
-"""Backends that multiply the values of a recipe in bf16, which costs time."""
-
-MULTIPLIES_FP8 = frozenset(
-    name for name, facts in EXPERT_BACKENDS.items() if "fp8_block" in facts.multiplies
-)
-"""Backends whose GEMMs read FP8 in blocks of 128, of which some keep copies of weights."""
-
 BLOCK = 128
 """Channels that share a scale."""
 

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import fp8_row, width
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
@@ -229,10 +230,11 @@ def backward_bytes(cfg: Config, counts: TokenCounts, local: int) -> int:
     row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
     w1, w2 = (local * n * m.hidden * e.ffn * element for n in (parts, 1))
     dh, tokens = parts * row_f, counts.received * m.hidden * element
-    copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
+    facts = expert_backend(k.backend)
+    copies = int(not facts.fuses_gather)  # gathered rows, bf16 weight gradients
     # In FP8 all operands of weight gradients are transposed while x's gradient is live.
-    transposed = row_f + row_d if saves_fp8_inputs(cfg) and k.backend == "fused" else 0
-    dw2 = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
+    transposed = row_f + row_d if saves_fp8_inputs(cfg) and facts.fuses_gather else 0
+    dw2 = w2 if facts.stock_layer or not k.gradient_accumulation_fusion else 0
     return max(
         copies * row_d + row_f + dh + row_f * copies,
         copies * (row_d + w2) + dh + row_f,

@@ -14,6 +14,7 @@ from itertools import product
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
@@ -38,7 +39,7 @@ def sizes(cfg: Config, world: int) -> TokenCounts:
     expert_slots = router.slots(e.router, experts=e.experts, top_k=e.top_k)
     local_slots = e.experts // ranks + replica_slots(cfg, world)
     worst = expert_slots.max_rows(local, ranks, local_slots)
-    if cfg.kernels.backend == "megatron":  # no row budget; balanced load assumed
+    if expert_backend(cfg.kernels.backend).stock_layer:  # no row budget; balanced load assumed
         rows = min(worst, local * e.top_k)
     else:
         budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
@@ -137,7 +138,7 @@ class Activations:
         element = width(self._cfg)
         logits = s.tokens * m.vocab_size // t * element
         hidden = s.local_tokens * m.hidden * element
-        fused = self._cfg.kernels.backend != "megatron" and (
+        fused = not expert_backend(self._cfg.kernels.backend).stock_layer and (
             self._cfg.kernels.gradient_accumulation_fusion
         )
         weight = 0 if fused else m.vocab_size * m.hidden // t * element
@@ -152,7 +153,11 @@ class Activations:
         """Do linear layers other than the routed experts follow the recipe?"""
         cfg = self._cfg
         on = quantizes(cfg) if fp8 is None else fp8
-        return on and cfg.precision.dense == "fp8" and cfg.kernels.backend != "megatron"
+        return (
+            on
+            and cfg.precision.dense == "fp8"
+            and not expert_backend(cfg.kernels.backend).stock_layer
+        )
 
     def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
         """Extra bytes of FP8 copies of a norm's output, one for each linear layer that reads it.
@@ -215,7 +220,7 @@ class Activations:
     def _experts(self, fp8: bool) -> SavedTensors:
         """Saved by router, dispatch and experts, without the input, which the norm saves."""
         cfg, p, hidden = self._cfg, self._cfg.precision, self._cfg.model.hidden
-        if cfg.kernels.backend == "megatron":
+        if expert_backend(cfg.kernels.backend).stock_layer:
             parts = stock_moe.saved_tensors(cfg, self.sizes, fp8=fp8)
             parts["moe"] += router.saved_bytes(cfg, self.sizes)
             return parts
@@ -268,6 +273,6 @@ class Activations:
             backward = self.replica_slot_bytes() + 3 * owners * replicas * halves * matrix * 4
         if not k.gradient_accumulation_fusion:
             backward += local * expert * 4
-        if k.backend != "fused":
+        if not expert_backend(k.backend).fuses_gather:
             backward += (local + replicas) * halves * matrix * element
         return LayerMemory(saved, backward)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
@@ -45,7 +46,7 @@ def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> li
 
     kinds = list(_layouts(cfg, world))
     known = resolved(cfg, world, machine.node_gpus)
-    if known.kernels.backend != "megatron":  # it has no row budget
+    if not expert_backend(known.kernels.backend).stock_layer:  # it has no row budget
         factor = largest_factor(known, world, available)
         if factor is not None and factor < cfg.parallel.capacity_factor:
             kinds.append([{"parallel.capacity_factor": factor}])

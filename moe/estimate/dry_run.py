@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
-from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
+from phalanx.configs.backends import expert_backend
+from phalanx.configs.formats import described, is_fp8, quantizes
 from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -89,7 +90,7 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
-    elif quantizes(cfg) and k.backend in EMULATES:
+    elif quantizes(cfg) and expert_backend(k.backend).emulates:
         emulation = f"{k.backend} multiplies {cfg.precision.recipe} values in bf16"
         yield f"emulated  {emulation}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"
@@ -194,7 +195,7 @@ def _verdict(cfg: Config, world: int, available: int) -> str:
         return "does not fit, not even with balanced experts"
     if factor == math.inf:
         return "fits with any routing"
-    if cfg.kernels.backend == "megatron":
+    if expert_backend(cfg.kernels.backend).stock_layer:
         return f"fits, up to {factor:g} x the balanced rows"
     fits = needed(cfg, world) <= available
     verdict = "fits, up to" if fits else "does not fit; it would with"
@@ -209,7 +210,11 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     s, t = sizes(cfg, world), traffic(cfg, world)
     yield f"received  {s.received} tokens, {storage(s.received * row_bytes(cfg))}"
     factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
-    load = "balanced" if cfg.kernels.backend == "megatron" else f"capacity_factor {factor:g}"
+    load = (
+        "balanced"
+        if expert_backend(cfg.kernels.backend).stock_layer
+        else f"capacity_factor {factor:g}"
+    )
     cases = {load: budget} | ({"all tokens to one rank": worst} if worst != budget else {})
     for case, m in cases.items():
         yield (

@@ -3,7 +3,8 @@
 import copy
 
 from phalanx.configs import capture
-from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8, quantizes_on_arrival
+from phalanx.configs.backends import expert_backend
+from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
@@ -30,7 +31,8 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
         raise ConfigError(capture.forced_graph_error(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
-    if is_fp8(cfg) and cfg.kernels.backend in MULTIPLIES_FP8:
+    multiplies = expert_backend(cfg.kernels.backend).multiplies
+    if is_fp8(cfg) and cfg.precision.recipe in multiplies:
         cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)
     return cfg
 
@@ -48,7 +50,9 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
     except KernelUnavailable as error:
         raise ConfigError(str(error)) from error
     cfg.run.device = "cuda"
-    if k.backend == "megatron" and cfg.parallel.dispatch != "auto":  # it has its own dispatcher
+    if (
+        expert_backend(k.backend).stock_layer and cfg.parallel.dispatch != "auto"
+    ):  # it has its own dispatcher
         cfg.parallel.comm_sms = 0 if comm_sms == "auto" else comm_sms
         return cfg
     refusals = {name: class_of(name).refuse_dtype(hopper.dtype) for name in TRANSPORTS}

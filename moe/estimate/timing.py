@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import MULTIPLIES_FP8, in_bf16, width
+from phalanx.configs.backends import expert_backend
+from phalanx.configs.formats import in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -299,7 +300,7 @@ def _exchange(cfg: Config, world: int, machine: Machine) -> float:
     transport = costs(cfg, world)
     if overlaps(cfg, world):
         near *= transport.exposed
-    if transport.pipelined and cfg.kernels.backend != "megatron":
+    if transport.pipelined and not expert_backend(cfg.kernels.backend).stock_layer:
         return max(near, far)
     return near + far
 
@@ -313,8 +314,8 @@ class _Rates(NamedTuple):
 
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     """Rates of a layer in FP8 or not."""
-    m, p, backend = machine, cfg.precision, cfg.kernels.backend
-    fast = fp8 and backend in MULTIPLIES_FP8
+    m, p, facts = machine, cfg.precision, expert_backend(cfg.kernels.backend)
+    fast = fp8 and "fp8_block" in facts.multiplies
 
     def mixed(slow: float, quick: float) -> float:
         """Mean rate if weight gradients, a third of the work, may be in bf16."""
@@ -323,7 +324,7 @@ def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
     experts = mixed(m.expert_tflops, m.expert_fp8_tflops)
     return _Rates(
-        dense if fast and p.dense == "fp8" and backend != "megatron" else m.dense_tflops,
+        dense if fast and p.dense == "fp8" and not facts.stock_layer else m.dense_tflops,
         experts if fast else m.expert_tflops,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
+from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.machines import MACHINES
@@ -41,7 +42,11 @@ class Traffic:
 
 def traffic(cfg: Config, world: int) -> Traffic:
     """Traffic of `parallel.dispatch`; of its own all-to-all with `kernels.backend=megatron`."""
-    sent = _megatron_costs(cfg, world) if cfg.kernels.backend == "megatron" else costs(cfg, world)
+    sent = (
+        _megatron_costs(cfg, world)
+        if expert_backend(cfg.kernels.backend).stock_layer
+        else costs(cfg, world)
+    )
     there, back = (sent.there, sent.back) if _resends(cfg) else (NOTHING, NOTHING)
     return _traffic(cfg, world, (sent.there, sent.back), (there + sent.resent, back))
 

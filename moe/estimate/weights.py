@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import MULTIPLIES_FP8, in_bf16, quantized_layer, width
+from phalanx.configs.backends import expert_backend
+from phalanx.configs.formats import in_bf16, quantized_layer, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -190,7 +191,7 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     m, a, t = cfg.model, cfg.model.attention, cfg.parallel.tensor
     if not (cfg.kernels.gradient_accumulation_fusion and in_bf16(cfg)):
         return [0] * cfg.parallel.pipeline
-    if cfg.kernels.backend in ("megatron", "reference"):
+    if not expert_backend(cfg.kernels.backend).placeholder_grads:
         return [0] * cfg.parallel.pipeline
     h, up = m.hidden, ACTIVATIONS[m.moe.activation].halves
     stages: list[set[tuple[int, int]]] = [set() for _ in range(cfg.parallel.pipeline)]
@@ -232,7 +233,7 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
         kinds = layer_kinds(cfg, letters, first)
         first += letters.count("t")
         stages[i % cfg.parallel.pipeline] += sum(k.fp8 and not k.dense for k in kinds)
-    if cfg.kernels.backend not in MULTIPLIES_FP8:
+    if "fp8_block" not in expert_backend(cfg.kernels.backend).multiplies:
         return [0] * cfg.parallel.pipeline
     most = 1 if cfg.precision.weights == "scratch" else m.layers + m.mtp_layers
     return [layer * min(layers, most) for layers in stages]

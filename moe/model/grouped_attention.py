@@ -18,6 +18,7 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from phalanx.configs.backends import attention_backend, norm_backend
 from phalanx.configs.schema import Config
 from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope
@@ -157,14 +158,14 @@ def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
         projected += q + kv + (q + kv if a.qk_norm else 0)
     elif a.qk_norm and whole_groups:
         # The full projection, of which values may be a view.
-        if k.attention == "te":
+        if attention_backend(k.attention).copies_heads:
             projected += q + 2 * kv
         else:
             kernel_inputs += q + kv
-    elif a.qk_norm and k.norm == "te":
+    elif a.qk_norm and norm_backend(k.norm).copies_heads:
         projected += q + kv  # copies of query and key, saved by the norm
     elif a.qk_norm:
         projected += 2 * q + 2 * kv  # the full projection, and the query sliced out of it
-    elif not whole_groups and k.attention in ("sdpa", "flex", "fa4"):
+    elif not whole_groups and attention_backend(k.attention).reads_projection:
         kernel_inputs += q + kv  # values are a view that keeps the full projection alive
     return core_saved_tensors(cfg, counts, kernel_inputs, q, projected=projected)
