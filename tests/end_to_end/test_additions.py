@@ -1,7 +1,8 @@
-"""An activation and a transport are added by one entry each, without a change in the package."""
+"""Activation, transport and backend are added by an entry each, without a change in the package."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
+from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
+from phalanx.kernels.routing.plan import make_plan
 from phalanx.moe.estimate.accounting import active_parameters, flops_per_token, parameters
 from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.dry_run import dry_run
@@ -35,7 +42,7 @@ from tests.parallel.dispatcher.test_base import (
     make_case,
     rank_layer,
 )
-from tests.support.additions import added
+from tests.support.additions import Counted, added
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
 
@@ -203,12 +210,41 @@ def test_a_dry_run_counts_an_added_transport() -> None:
     assert re.search(r"combine +0\.00 rows per token over the network, 21\.00 inside nodes", text)
 
 
-# --- both, in a run -------------------------------------------------------------------------------
+# --- a backend of the experts ---------------------------------------------------------------------
+
+
+def test_an_added_backend_obeys_the_rules() -> None:
+    assert "counted" in choices()["kernels.backend"]
+    configured("kernels.backend=counted", "precision=mxfp8")
+    cpu = Facts("cpu", None, torch.float32, hidden=64, ffn=64)
+    assert resolve("grouped_mlp", "counted", cpu).reason == "kernels.backend=counted"
+    assert resolve("grouped_mlp", "auto", cpu).backend == "reference"
+    with pytest.raises(KernelUnavailable, match="kernels.backend=counted cannot run here: counts"):
+        resolve("grouped_mlp", "counted", replace(cpu, device="cuda", capability=(9, 0)))
+    assert rows_for(9, 2, "counted") == 12 and rows_for(9, 2, "torch") == 9
+
+
+@pytest.mark.parametrize("recipe", [None, Fp8Block(), Microscaling("mxfp8")])
+def test_an_added_backend_has_the_bits_of_the_one_that_it_extends(recipe: Recipe | None) -> None:
+    torch.manual_seed(0)
+    x, w1, w2 = torch.randn(40, 64), torch.randn(4, 128, 64), torch.randn(4, 64, 64)
+    idx, prob = torch.rand(40, 4).topk(2).indices.int(), torch.rand(40, 2)
+    outs = []
+    for name in ("counted", "torch"):
+        plan = make_plan(idx, prob, first_expert=0, local_experts=4, rows=80, backend=name)
+        spec = MLPSpec(Activation("swiglu"), name, recipe=recipe)
+        before = Counted.calls
+        outs.append(grouped_mlp(x, MLPWeights(w1, w2), plan, spec))
+        assert (Counted.calls > before) == (name == "counted")
+    assert torch.equal(*outs)
+
+
+# --- all, in a run --------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
-def test_a_model_trains_with_both(tmp_path: Path) -> None:
-    """A step of two ranks equals one over collectives; the start page names the transport."""
+def test_a_model_trains_with_all(tmp_path: Path) -> None:
+    """A step of two ranks equals one over collectives; the start page names the additions."""
     losses = {}
     for name in ("broadcasts", "alltoall"):
         ranks = run(
@@ -221,6 +257,7 @@ def test_a_model_trains_with_both(tmp_path: Path) -> None:
                 "run.save_interval=-1",
                 "parallel.expert=2",
                 "model.moe.activation=reglu",
+                "kernels.backend=counted",
                 f"parallel.dispatch={name}",
                 f"run.dir={tmp_path / name}",
             ],
@@ -229,6 +266,7 @@ def test_a_model_trains_with_both(tmp_path: Path) -> None:
         assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
         page = ranks[0].out
         assert re.search(rf"transport +{name} +parallel.dispatch={name}", page)
+        assert re.search(r"grouped_mlp +counted +kernels.backend=counted", page)
         losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
         if name == "broadcasts":
             assert "broadcasts are over when they return" in page

@@ -1,4 +1,4 @@
-"""Two activations and a transport that the package lacks, as a user would add them."""
+"""Two activations, a transport and a backend that the package lacks, as a user would add them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,8 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
+from phalanx.configs.backends import EXPERT_BACKENDS, ExpertBackend
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import Backend, Linear
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.providers import Options
+from phalanx.kernels.expert_mlp.torch_grouped import Grouped
+from phalanx.kernels.registry import Facts
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.received import (
     OverlapFn,
@@ -136,11 +142,45 @@ ADDED_TRANSPORTS = {
 }
 
 
+# --- a backend of the experts -------------------------------------------------------------------
+
+
+class Counted(Grouped):
+    """`torch`, which counts its GEMMs by rows."""
+
+    calls = 0
+
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        Counted.calls += 1
+        return super().rows(a_SI, linear, plan, signal=signal)
+
+
+def counted(options: Options) -> Backend:
+    return Counted()
+
+
+def unavailable(facts: Facts) -> str | None:
+    return None if facts.device == "cpu" else "counts on a CPU"
+
+
+ADDED_BACKENDS = {
+    "counted": ExpertBackend(
+        "tests.support.additions:unavailable",
+        "`torch` with a counter",
+        auto=False,
+        provider="tests.support.additions:counted",
+        pads_rows_to=4,
+        emulates=True,
+    )
+}
+
+
 @contextlib.contextmanager
 def added(rank: int = 0) -> Iterator[None]:
     """Register them in the tables of this process."""
     with (
         mock.patch.dict(ACTIVATIONS, ADDED_ACTIVATIONS),
         mock.patch.dict(TRANSPORTS, ADDED_TRANSPORTS),
+        mock.patch.dict(EXPERT_BACKENDS, ADDED_BACKENDS),
     ):
         yield
