@@ -54,8 +54,9 @@ class ExpertBackend(Implementation):
     """Its plans have an order of experts."""
     replicates: bool = True
     """Takes replicas of other ranks' experts."""
-    interleaves: bool = False
-    """Stores the gate and up channels of fc1 interleaved."""
+    interleave: str = ""
+    """Path of the class that converts fc1's channels to the backend's order in memory, such as
+    `kernels.sm100.interleave.Interleaved`. Empty: the canonical order, [gate; up]."""
     pads_rows_to: int = 1
     """Multiple to which the rows of each expert are padded."""
     dense_multiple: int = 0
@@ -141,7 +142,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         cuda=True,
         bf16_on_cuda=True,
         replicates=False,
-        interleaves=True,
+        interleave="phalanx.kernels.sm100.interleave:Interleaved",
         pads_rows_to=256,
         dense="torch",
         multiplies=("mxfp8", "nvfp4"),

@@ -11,6 +11,7 @@ Legend: L local experts, D hidden, F expert width, N received rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,6 @@ from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.sm100.interleave import RUN, Interleaved
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.memory.layer_context import current_layer_context
@@ -86,7 +86,7 @@ class Experts(MegatronModule):
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
         if spec.interleaved:
-            cast(Any, self.w1).gated_runs = RUN  # for parallel.megatron.matrices
+            cast(Any, self.w1).gated_runs = _order(spec).run  # for parallel.megatron.matrices
         if config.perform_initialization:
             self._initialize()
 
@@ -170,20 +170,22 @@ class Experts(MegatronModule):
                 replica_id=(0, 0, self.expert_dp_group.rank()),
                 prepend_axis_num=axis,
             )
-            ordered = not self.spec.interleaved or name not in ("w1", "b1")
-            state[f"{prefix}{name}"] = canonical if ordered else _in_runs(canonical, parameter)
+            if self.spec.interleaved and name in ("w1", "b1"):
+                state[f"{prefix}{name}"] = _in_runs(canonical, parameter, _order(self.spec))
+            else:
+                state[f"{prefix}{name}"] = canonical
         return state
 
 
-def _in_runs(canonical: ShardedTensor, parameter: Tensor) -> ShardedTensorFactory:
+def _in_runs(canonical: ShardedTensor, parameter: Tensor, order: Any) -> ShardedTensorFactory:
     """An interleaved parameter as pieces of the canonical tensor: views, each of one run."""
 
     def build(key: str, stored: Tensor, replica_id: Any, flattened_range: Any) -> list[Any]:
         assert flattened_range is None
         axis, pieces = canonical.prepend_axis_num, []
         for expert in range(len(stored)):
-            for run in Interleaved().runs(stored.shape[1]):
-                view = stored[expert : expert + 1, run.stored : run.stored + RUN]
+            for run in order.runs(stored.shape[1]):
+                view = stored[expert : expert + 1, run.stored : run.stored + order.run]
                 offset = list(canonical.global_offset)
                 offset[axis] += expert
                 offset[axis + 1] += run.canonical
@@ -205,6 +207,11 @@ def _in_runs(canonical: ShardedTensor, parameter: Tensor) -> ShardedTensorFactor
         return torch.cat(runs).view(parameter.shape)
 
     return ShardedTensorFactory(canonical.key, parameter, build, merge, canonical.replica_id)
+
+
+def _order(spec: MLPSpec) -> Any:
+    """Order of fc1's channels in memory, if the backend interleaves them."""
+    return resolve_name(spec.facts.interleave)()
 
 
 def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:

@@ -32,9 +32,9 @@ from torch import Tensor
 from phalanx import train
 from phalanx.kernels.expert_mlp import providers
 from phalanx.kernels.expert_mlp.backend import Rows
-from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 
 ADDED = ("kernels=torch", "precision=fp8_block", "run.graph=off")
 _MAGNITUDE = 0x7F

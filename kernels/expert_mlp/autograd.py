@@ -41,6 +41,7 @@ from phalanx.kernels.expert_mlp.replicas import (
     grads_with_replicas,
 )
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
+from phalanx.kernels.once import Once
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
@@ -236,7 +237,7 @@ def run_forward(
     x_rows = for_wgrad(received, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, args.keep_h)
-        sums = functools.cache(overlap.finish_sums)  # of own experts, before those of replicas
+        sums = Once(overlap.finish_sums)  # of own experts, before those of replicas
         ops.rows(a_SF, fc2.before_replicas(sums), plan, signal=signal)
         return sums(), h_SH, x_rows
     y_SD = ops.rows(a_SF, fc2, plan)

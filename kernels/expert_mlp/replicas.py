@@ -12,7 +12,6 @@ work of the other.
 Legend: L own experts, G replica slots, P = L + G local slots.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -23,6 +22,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
+from phalanx.kernels.once import Once
 from phalanx.kernels.routing.split_order import split_order
 
 type Layer = Literal["fc1", "fc2"]
@@ -123,8 +123,8 @@ def borrow_weights(
         first: layer that runs first.
     """
     weights = replicas.send_weights(own, first) if kept is None else kept
-    wait_rows = None if wait_rows is None else functools.cache(wait_rows)
-    wait = functools.cache(replicas.wait)
+    wait_rows = None if wait_rows is None else Once(wait_rows)
+    wait = Once(replicas.wait)
 
     def arrive(layer: Layer, kernel_waits: bool) -> Tensor | None:
         ready = replicas.ready(layer) if kernel_waits and kept is None else None

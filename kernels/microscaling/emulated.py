@@ -25,13 +25,13 @@ from phalanx.kernels.expert_mlp.backend import (
     UnquantizedMixin,
     put,
 )
-from phalanx.kernels.expert_mlp.emulated_fp8 import DelegatingMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
 from phalanx.kernels.microscaling import emulate
 from phalanx.kernels.microscaling.emulate import Values
 from phalanx.kernels.microscaling.nvfp4 import tensor_scale
+from phalanx.kernels.quantize.emulated_fp8 import DelegatingMixin
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
 

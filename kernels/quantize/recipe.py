@@ -31,7 +31,7 @@ class Fp8Block:
     channel of 128 tokens, as in Transformer Engine; `square` is 128 tokens by 128 channels."""
     hidden: Literal["bf16", "fp8"] = "bf16"
     """Precision of the activation's input, saved for the backward pass."""
-    emulation: ClassVar[str] = "phalanx.kernels.expert_mlp.emulated_fp8:EmulatedFP8"
+    emulation: ClassVar[str] = "phalanx.kernels.quantize.emulated_fp8:EmulatedFP8"
     """Path of `(exact: Backend, recipe) -> Backend`: the recipe over a backend without it."""
 
 

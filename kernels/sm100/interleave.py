@@ -30,6 +30,8 @@ class Run(NamedTuple):
 class Interleaved:
     """[gate; up] <-> alternating runs of 32, along one dimension of H = 2F channels."""
 
+    run = RUN
+
     def store(self, canonical: Tensor, dim: int) -> Tensor:
         """A contiguous copy in the order of the kernels."""
         runs = canonical.unflatten(dim, (2, -1, RUN))

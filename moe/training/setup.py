@@ -187,7 +187,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     options = _moe_options(cfg, experts, transport, budget, sms)
     resident = any(choice.backend == "resident" for choice in weights)
     # Gradients are summed over ranks, which must have the same order of channels.
-    everywhere = all(EXPERT_BACKENDS[name].interleaves for name in gather(experts))
+    everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
     interleaved = options.spec.activation.gated and everywhere
     spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved)
     options = replace(options, spec=spec)

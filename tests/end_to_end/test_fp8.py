@@ -18,8 +18,8 @@ FP8 = [*SMALL, "precision=fp8_block"]
 def products(_: int) -> Iterator[dict[str, int]]:
     """FP8 calls in the forward passes of a run, by operand."""
     from phalanx.kernels.expert_mlp import dense_linear
-    from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
     from phalanx.kernels.microscaling.emulated import EmulatedMicroscaling
+    from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 
     calls = {"linear": 0, "fc1": 0}
     linear, emulated = dense_linear._Linear.forward, (EmulatedFP8, EmulatedMicroscaling)

@@ -1,9 +1,9 @@
 """The fused kernels in FP8 as a backend of the expert MLP.
 
-An adapter like `kernels.sm90.experts.backend`, from which it has the plan, its backward and the sum
-of a token's experts. Compared with `kernels.expert_mlp.emulated_fp8` operands of weight gradients
-are transposed from rows in FP8, not quantised a second time from bf16: the same values but where
-the smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
+An adapter, as `kernels.sm90.experts.backend` is, whose plan, its backward and the sum of a token's
+experts it shares. Compared with `kernels.quantize.emulated_fp8` operands of weight gradients are
+transposed from rows in FP8, not quantised a second time from bf16: the same values but where the
+smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
-from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.quantize.fp8_copies import weight_copies
+from phalanx.kernels.quantize.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,

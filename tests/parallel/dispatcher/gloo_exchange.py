@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
+from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions

@@ -23,7 +23,6 @@ from phalanx.kernels.expert_mlp.backend import (
     Rows,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import (
     Quantized,
@@ -31,6 +30,7 @@ from phalanx.kernels.quantize.blocks import (
     dequantize_columns,
     dequantize_weights,
 )
+from phalanx.kernels.quantize.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.quantize.quantize import (
     quantize_columns,
     quantize_rows,
