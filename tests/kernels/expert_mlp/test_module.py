@@ -217,7 +217,7 @@ def test_example_runs() -> None:
     [
         (dict(top_k=7), "top_k at most experts"),
         (dict(ffn=0), "must be positive"),
-        (dict(backend="te"), "backend=te is unknown: use reference, torch, fused, cudnn or auto"),
+        (dict(backend="te"), "backend=te is unknown: use fused, cudnn, torch, reference or auto"),
         (dict(activation="gelu"), "unknown activation 'gelu'"),
     ],
 )

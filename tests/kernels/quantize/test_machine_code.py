@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.microscaling import emulate_triton
 from phalanx.kernels.quantize import (
     columns_triton,
-    emulate_triton,
     quantize,
     rows_triton,
     weights_triton,
