@@ -39,7 +39,7 @@ class ReturnPlan(NamedTuple):
     """int32: expert rows as `ExpertPlan.inverse_NK` that return as sums; -1 for others."""
     pairs_S: Tensor
     """int32: pairs n * K + k of unreduced rows, in any order; undefined behind these."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     """int32 [1]: number of unreduced rows."""
     inverse_NK: Tensor
     """int32: expert rows of all pairs."""

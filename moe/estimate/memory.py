@@ -54,7 +54,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
     """Memory of a rank of each stage, in order.
 
     Args:
-        cfg: valid, with resolved kernels and graph (`moe.estimate.resolved`).
+        cfg: valid, with resolved kernels and graph (`moe.estimate.resolve`).
         world: ranks.
         rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
     """

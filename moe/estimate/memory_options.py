@@ -34,7 +34,7 @@ def memory_options(cfg: Config, world: int, machine: Machine) -> list[MemoryOpti
     """Every name of both knobs that saves memory in this run, the cheapest per byte first.
 
     Args:
-        cfg: valid, with resolved kernels and graph (`moe.estimate.resolved`).
+        cfg: valid, with resolved kernels and graph (`moe.estimate.resolve`).
         world: ranks.
         machine: its rates.
     """

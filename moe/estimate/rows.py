@@ -30,7 +30,7 @@ def row_memory(cfg: Config, world: int) -> tuple[RowMemory, RowMemory]:
     """Memory of the budgeted rows, and of the rows if all tokens of a group meet on one rank.
 
     Args:
-        cfg: valid, with resolved kernels (`moe.estimate.resolved`).
+        cfg: valid, with resolved kernels (`moe.estimate.resolve`).
         world: ranks.
     """
     s = sizes(cfg, world)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class PieceReader:
             raise ConversionError(f"{folder} is no valid checkpoint: {error}") from None
         self._folder, self._files = folder, files
         self._data_offsets: dict[tuple[str, Shape], int | None] = {}
-        self._described = metadata.state_dict_metadata
+        self._described: dict[str, Any] = metadata.state_dict_metadata
         self._pieces: dict[str, list[_Piece]] = {}
         for index, place in metadata.storage_data.items():
             described = self._described.get(index.fqn)
@@ -182,7 +182,8 @@ class PieceReader:
         """Rows of one piece; only these are read, unless it was saved with strides."""
         name, size = piece.place.relative_path, self._files[piece.place.relative_path][0]
         with commit.open_checked(self._folder / name, size) as file:
-            archive = _create_file_view(file, piece.place.offset, piece.place.length)
+            place, stream = piece.place, cast(io.IOBase, file)
+            archive: Any = _create_file_view(stream, place.offset, place.length)
             if (key, piece.offsets) not in self._data_offsets:  # an export reads rows many times
                 self._data_offsets[key, piece.offsets] = self._data_of(key, piece, archive)
             at = self._data_offsets[key, piece.offsets]

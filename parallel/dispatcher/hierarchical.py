@@ -212,6 +212,7 @@ class _NodePlanner:
         plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_local_rank))
         rows = torch.arange(len(idx_NK), dtype=torch.int32, device=idx_NK.device)
         position_N = _swapped(rows, self._by_local_rank)
+        assert plan.row_index_S is not None and plan.inverse_NK is not None  # without replicas
         return plan._replace(
             row_index_S=position_N.index_select(0, plan.row_index_S),
             inverse_NK=_swapped(plan.inverse_NK, self._by_node),

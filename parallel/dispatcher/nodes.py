@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,5 +96,6 @@ def _new_nodes(ranks: Sequence[int], count: int) -> Nodes | None:
 def time_limit() -> timedelta:
     """Timeout of the world's collectives (parallel.runtime), later than the watchdog's."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    limit: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+    world: Any = dist.group.WORLD
+    limit: timedelta = world._get_backend(device).options._timeout
     return limit
