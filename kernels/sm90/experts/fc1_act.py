@@ -32,7 +32,7 @@ from phalanx.kernels.sm90.jit.arguments import (
     require,
     weight,
 )
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 
 class Fc1Kernel(Gemm):
@@ -68,8 +68,8 @@ class Fc1Kernel(Gemm):
         sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of x, F, D, L, clusters."""
-        S, N, F, D, L, clusters = sizes
+        """Sizes: S, N rows of x, F, D, L, ctas."""
+        S, N, F, D, L, ctas = sizes
         loop = self.config.mainloop
         H = F * self.config.epilogue.num_gate_parts
         epilogue_args = self.config.epilogue.host(
@@ -85,7 +85,7 @@ class Fc1Kernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
         )
 
@@ -104,7 +104,6 @@ def fc1_act(
     out: tuple[Tensor | None, Tensor] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """h[s] = x[index[s]] @ w1[e]^T + b1[e] and a[s] = act(h[s]) * prob[s], each rounded once.
@@ -122,7 +121,7 @@ def fc1_act(
             still in flight.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, dynamic, loop: as in `grouped_gemm`.
+        counter, sm_margin, loop: as in `grouped_gemm`.
 
     Returns:
         h_SH (or None) and a_SF in bf16.
@@ -157,14 +156,14 @@ def fc1_act(
         gather, parts = index_S is not None, H // F
         loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, num_gate_parts=parts)
     epilogue = Act(act, bias_LH is not None, keep_h, prob_S is not None)
-    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and x.shape[0]:
         counter = counter_of(x.device) if counter is None else counter
-        clusters = persistent_clusters(sms(x.device), sm_margin, loop.cluster)
+        ctas = persistent_ctas(sms(x.device), sm_margin)
         launch(
             Fc1Kernel,
             config,
             (x, w1_LHD, h, a, bias_LH, prob_S, index_S, offsets, counter, ready),
-            (S, x.shape[0], F, D, L, clusters),
+            (S, x.shape[0], F, D, L, ctas),
         )
     return h, a

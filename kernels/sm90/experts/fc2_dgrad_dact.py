@@ -24,7 +24,7 @@ from phalanx.kernels.sm90.gemm.epilogues import ActGrad
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 
 class DgradKernel(Gemm):
@@ -62,8 +62,8 @@ class DgradKernel(Gemm):
         sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of dy, F, D, L, clusters."""
-        S, N, F, D, L, clusters = sizes
+        """Sizes: S, N rows of dy, F, D, L, ctas."""
+        S, N, F, D, L, ctas = sizes
         loop = self.config.mainloop
         H = F * self.config.epilogue.num_gate_parts
         tiles = (F + (loop.columns - 1)) // loop.columns
@@ -85,7 +85,7 @@ class DgradKernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
         )
 
@@ -103,7 +103,6 @@ def fc2_dgrad_dact(
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of h, recomputed activations, and partial sums of the gradient of prob.
@@ -116,7 +115,7 @@ def fc2_dgrad_dact(
         act, index_S, prob_S, ready: as in `fc1_act`.
         out: the tensors to write to and return; rows of other experts are left alone. Default: new
             ones.
-        counter, sm_margin, dynamic, loop: as in `grouped_gemm`.
+        counter, sm_margin, loop: as in `grouped_gemm`.
 
     Returns:
         dh_SH and a_SF in bf16, and dprob [column tiles, S] in fp32, whose sum over the tiles is the
@@ -159,14 +158,14 @@ def fc2_dgrad_dact(
             dprob=(out[2], torch.float32, (column_tiles, S)),
         )
     dh, a, dprob = out
-    config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic, ready is not None)
+    config = GemmConfig(ActGrad(act, prob_S is not None), loop, waits=ready is not None)
     if S and dy.shape[0]:
         counter = counter_of(dy.device) if counter is None else counter
-        clusters = persistent_clusters(sms(dy.device), sm_margin, loop.cluster)
+        ctas = persistent_ctas(sms(dy.device), sm_margin)
         launch(
             DgradKernel,
             config,
             (dy, w2_LDF, h_SH, dh, a, prob_S, dprob, index_S, offsets, counter, ready),
-            (S, dy.shape[0], F, D, L, clusters),
+            (S, dy.shape[0], F, D, L, ctas),
         )
     return dh, a, dprob

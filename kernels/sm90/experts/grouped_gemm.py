@@ -19,7 +19,7 @@ from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 
 class GroupedGemmKernel(Gemm):
@@ -46,8 +46,8 @@ class GroupedGemmKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a (S too), N, K, L, clusters, `TileSignal.sizes`; `index` is null."""
-        S, A, N, K, L, clusters, waves, yielding, first_late, slice_bits = sizes
+        """Sizes: S, rows of a (S too), N, K, L, ctas, `TileSignal.sizes`; `index` is null."""
+        S, A, N, K, L, ctas, waves, yielding, first_late, slice_bits = sizes
         loop = self.config.mainloop
         epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
@@ -63,7 +63,7 @@ class GroupedGemmKernel(Gemm):
             None,
             N,
             L,
-            clusters,
+            ctas,
             stream,
             (yielding, first_late, slice_bits),
         )
@@ -79,7 +79,6 @@ def grouped_gemm(
     out_SN: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
@@ -95,8 +94,7 @@ def grouped_gemm(
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
             one. Default: that of the stream, or of the captured graph (`counter_of`).
-        sm_margin: SMs to leave free, rounded up to whole clusters.
-        dynamic: claim tiles on the device; otherwise cluster i takes tiles i, i + clusters, ...
+        sm_margin: SMs to leave free.
         loop: tile to use; default `tiles.choose`.
         signal: signal finished tiles to their reader; has `out_SN`, `loop` and `counter`.
 
@@ -125,11 +123,11 @@ def grouped_gemm(
         counter=(counter, torch.int32, (1,)),
     )
     loop = loop or tiles.choose("grouped_gemm", N, K, transposed=transposed)
-    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
+    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
     if S:
         counter = counter_of(a.device) if counter is None else counter
-        clusters = persistent_clusters(sms(a.device), sm_margin, loop.cluster)
+        ctas = persistent_ctas(sms(a.device), sm_margin)
         launch(
             GroupedGemmKernel,
             config,
@@ -137,6 +135,6 @@ def grouped_gemm(
                 *(a, w_LNK, out, bias_LN, scale_S, None, offsets, counter),
                 None if signal is None else signal.progress,
             ),
-            (S, S, N, K, L, clusters, waves, yielding if dynamic else 0, *late),
+            (S, S, N, K, L, ctas, waves, yielding, *late),
         )
     return out

@@ -78,8 +78,6 @@ class WgradConfig:
     """Operand whose rows are picked by an index: D, V or None."""
     ordered: bool = False
     """Take the experts in an order given by the caller."""
-    dynamic: bool = True
-    """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     zeros: bool = True
     """Write zeros for experts without rows, unless it adds."""
 
@@ -111,7 +109,7 @@ class WgradConfig:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.contraction.rows, 1, self.loading_warps + MMA_WARPS, self.dynamic)
+        return Schedule(self.contraction.rows, self.loading_warps + MMA_WARPS)
 
 
 class WgradKernel:
@@ -144,7 +142,7 @@ class WgradKernel:
             d, v: bf16 [S, O] and [S, I], or [any, ...] for the one with an index; contiguous.
             dw: [L, O, I]. index: int32 [S]; read only with config.gathered.
             offsets: int32 [L + 1]. order: int32 [L]; read only with config.ordered.
-            counter: int32 [1], 0 before and after; used only with config.dynamic.
+            counter: int32 [1], 0 before and after.
             sizes: S, O, I, L and the number of CTAs; O and I are multiples of 64.
         """
         config = self.config
@@ -286,7 +284,7 @@ class WgradKernel:
             picked = look_up(row, rows, Int32(0))
             state, picked = load(state, row, rows, at, Int32(0), half, picked)
             if leads:
-                tile = scheduler.after(tile, claimed, ctas)
+                tile = scheduler.claimed_tile(claimed)
                 (
                     first,
                     window_expert,

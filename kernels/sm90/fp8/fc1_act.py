@@ -31,7 +31,7 @@ from phalanx.kernels.sm90.fp8.operands import (
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, WORD, counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 COLUMNS = 256
 """Columns of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
@@ -66,9 +66,9 @@ class Fp8Fc1Kernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of x, F, D, pitch of x, L, clusters, strides of x's scales,
+        """Sizes: S, N rows of x, F, D, pitch of x, L, ctas, strides of x's scales,
         `weight_sizes` of w1's, and 0."""
-        S, N, F, D, pitch, L, clusters, *strides = sizes
+        S, N, F, D, pitch, L, ctas, *strides = sizes
         loop, parts = self.config.mainloop, self.config.epilogue.num_gate_parts
         H, blocks = F * parts, (F + (BLOCK - 1)) // BLOCK
         scale = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
@@ -86,7 +86,7 @@ class Fp8Fc1Kernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
             None,
             operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], parts, strides[6]),
@@ -107,7 +107,6 @@ def fp8_fc1_act(
     out: tuple[Tensor | None, Quantized] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
 ) -> tuple[Tensor | None, Quantized]:
     """h[s] = x[index[s]] @ w1[e]^T + b1[e], and a[s] = act(h[s]) * prob[s] in FP8.
 
@@ -127,7 +126,7 @@ def fp8_fc1_act(
             by an index, are still being pushed.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, dynamic: as in `grouped_gemm`.
+        counter, sm_margin: as in `grouped_gemm`.
 
     Returns:
         h_SH in bf16 (or None), and a_SF in e4m3 with a scale for 128 channels of a row.
@@ -169,10 +168,10 @@ def fp8_fc1_act(
     h, a = out
     loop: Fp8Mainloop = choose(COLUMNS, x.data, gather=index_S is not None)
     epilogue = Fp8Act(act, bias_LH is not None, keep_h, prob_S is not None)
-    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and N:
         counter = counter_of(device) if counter is None else counter
-        clusters = persistent_clusters(sms(device), sm_margin)
+        ctas = persistent_ctas(sms(device), sm_margin)
         launch(
             Fp8Fc1Kernel,
             config,
@@ -180,6 +179,6 @@ def fp8_fc1_act(
                 *(x.data, x.scale, w1_LHD.data, w1_LHD.scale),
                 *(h, *a, bias_LH, prob_S, index_S, offsets, counter, ready),
             ),
-            (S, N, F, D, pitch, L, clusters, *x.scale.stride(), *weight_sizes(w1_LHD.scale), 0),
+            (S, N, F, D, pitch, L, ctas, *x.scale.stride(), *weight_sizes(w1_LHD.scale), 0),
         )
     return h, a

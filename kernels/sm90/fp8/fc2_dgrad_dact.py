@@ -34,7 +34,7 @@ from phalanx.kernels.sm90.fp8.operands import (
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 COLUMNS = 256
 """Columns of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a
@@ -73,10 +73,9 @@ class Fp8DgradKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of dy, F, D, pitch of dy, L, clusters, strides of dy's scales,
-        `weight_sizes` of w2's, and 0.
-        """
-        S, N, F, D, pitch, L, clusters, *strides = sizes
+        """Sizes: S, N rows of dy, F, D, pitch of dy, L, ctas, strides of dy's scales,
+        `weight_sizes` of w2's, and 0."""
+        S, N, F, D, pitch, L, ctas, *strides = sizes
         loop, epilogue = self.config.mainloop, self.config.epilogue
         parts, one = epilogue.num_gate_parts, Int32(1)
         tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
@@ -107,7 +106,7 @@ class Fp8DgradKernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
             None,
             operand_scales(dy_scale, strides[:2], w2_scale, strides[2:6], 1, strides[6]),
@@ -127,7 +126,6 @@ def fp8_fc2_dgrad_dact(
     out: tuple[Quantized, Quantized, Tensor | None] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
 ) -> tuple[Quantized, Quantized, Tensor | None]:
     """Gradient of h and recomputed activations, in FP8, and partial sums of the gradient of prob.
 
@@ -143,7 +141,7 @@ def fp8_fc2_dgrad_dact(
         act, index_S, prob_S, ready: as in `fc1_act`.
         out: the tensors to write to and return; rows of other experts are left alone. Default: new
             ones.
-        counter, sm_margin, dynamic: as in `grouped_gemm`.
+        counter, sm_margin: as in `grouped_gemm`.
 
     Returns:
         dh_SH in dy's format, with a scale for 128 channels of a row, whose blocks restart in the
@@ -189,10 +187,10 @@ def fp8_fc2_dgrad_dact(
         )
     dh, a, dprob = out
     epilogue = Fp8ActGrad(act, prob_S is not None, rows_format("dy", dy.data))
-    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and N:
         counter = counter_of(device) if counter is None else counter
-        clusters = persistent_clusters(sms(device), sm_margin)
+        ctas = persistent_ctas(sms(device), sm_margin)
         launch(
             Fp8DgradKernel,
             config,
@@ -200,6 +198,6 @@ def fp8_fc2_dgrad_dact(
                 *(*dy, *w2_LFD, h_SH, *dh, *a, prob_S, dprob),
                 *(index_S, offsets, counter, ready),
             ),
-            (S, N, F, D, pitch, L, clusters, *dy.scale.stride(), *weight_sizes(w2_LFD.scale), 0),
+            (S, N, F, D, pitch, L, ctas, *dy.scale.stride(), *weight_sizes(w2_LFD.scale), 0),
         )
     return dh, a, dprob

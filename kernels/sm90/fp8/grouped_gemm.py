@@ -31,7 +31,7 @@ from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 
 class Fp8GroupedGemmKernel(Gemm):
@@ -60,9 +60,9 @@ class Fp8GroupedGemmKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N, channels of a part of K and parts, L, clusters, `TileSignal.sizes`, strides
+        """Sizes: S, N, channels of a part of K and parts, L, ctas, `TileSignal.sizes`, strides
         of a's scales, `weight_sizes` of w's, and 0."""
-        S, N, each, parts, L, clusters, waves, yielding, first_late, slice_bits, *strides = sizes
+        S, N, each, parts, L, ctas, waves, yielding, first_late, slice_bits, *strides = sizes
         loop = self.config.mainloop
         epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
@@ -78,7 +78,7 @@ class Fp8GroupedGemmKernel(Gemm):
             None,
             N,
             L,
-            clusters,
+            ctas,
             stream,
             (yielding, first_late, slice_bits),
             operand_scales(a_scale, strides[:2], w_scale, strides[2:6], 1, strides[6]),
@@ -96,7 +96,6 @@ def fp8_grouped_gemm(
     out_SN: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
@@ -113,7 +112,7 @@ def fp8_grouped_gemm(
         parts: of K, 1 or 2, in each of which blocks restart.
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
-        counter, sm_margin, dynamic, signal: as in `experts.grouped_gemm`.
+        counter, sm_margin, signal: as in `experts.grouped_gemm`.
         loop: an `Fp8Mainloop` for a's format; default `operands.rows_tile`.
 
     Returns:
@@ -145,11 +144,11 @@ def fp8_grouped_gemm(
     )
     loop = loop or choose(rows_tile(N), a.data)
     require_tile(loop, a.data)
-    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
+    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
     if S:
         counter = counter_of(device) if counter is None else counter
-        clusters = persistent_clusters(sms(device), sm_margin)
+        ctas = persistent_ctas(sms(device), sm_margin)
         launch(
             Fp8GroupedGemmKernel,
             config,
@@ -159,8 +158,8 @@ def fp8_grouped_gemm(
                 None if signal is None else signal.progress,
             ),
             (
-                *(S, N, K // parts, parts, L, clusters),
-                *(waves, yielding if dynamic else 0, *late),
+                *(S, N, K // parts, parts, L, ctas),
+                *(waves, yielding, *late),
                 *(*a.scale.stride(), *weight_sizes(w_LNK.scale), 0),
             ),
         )

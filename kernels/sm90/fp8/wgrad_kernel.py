@@ -58,8 +58,6 @@ class Fp8WgradConfig:
     """Add to dw; a bf16 sum is rounded a second time."""
     ordered: bool = False
     """Take the experts in an order given by the caller."""
-    dynamic: bool = True
-    """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     rows_format: str = "e4m3"
     """Format of d."""
     vector: bool = False
@@ -89,7 +87,7 @@ class Fp8WgradConfig:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(TILE_ROWS, 1, 1 + self.mainloop.warps, self.dynamic)
+        return Schedule(TILE_ROWS, 1 + self.mainloop.warps)
 
 
 class Fp8WgradKernel:
@@ -126,7 +124,7 @@ class Fp8WgradKernel:
                 or channels with config.vector.
             dw: [L, O, I], bf16 or fp32. order: int32 [L]; read only with config.ordered.
             offsets: int32 [L + 1], multiples of 128.
-            counter: int32 [1], 0 before and after; used only with config.dynamic.
+            counter: int32 [1], 0 before and after.
             sizes: T, O, I, L, CTAs, parts of O, strides of d's and of v's scales, and 0.
         """
         config, loop = self.config, self.config.mainloop
@@ -212,7 +210,7 @@ class Fp8WgradKernel:
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
             if warp == 0:
-                load = loop.producer(storage.mainloop, Int32(0), loads, mD, None)
+                load = loop.producer(storage.mainloop, loads, mD, None)
                 self._load(load, scheduler, tiles, ctas)
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
@@ -244,7 +242,7 @@ class Fp8WgradKernel:
             middle = block + (behind - block + 1) // 2
             at = (down * TILE_ROWS, across * columns, Int32(0), Int32(columns // 2))
             state = load(state, (), *at, block, middle)
-            tile = scheduler.after(tile, claimed, ctas)
+            tile = scheduler.claimed_tile(claimed)
             first, named, begin, end, next_row, next_stop, next_position, next_expert = (
                 tiles.locate(tile, first, named, begin, end)
             )

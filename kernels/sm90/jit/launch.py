@@ -163,12 +163,12 @@ def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def persistent_clusters(sms: int, sm_margin: int, cluster: int = 1) -> int:
-    """Clusters of `cluster` CTAs, one an SM, that leave `sm_margin` of `sms` SMs free; at least
+def persistent_ctas(sms: int, sm_margin: int) -> int:
+    """CTAs of a persistent kernel, one an SM, that leave `sm_margin` of `sms` SMs free; at least
     1."""
     if sm_margin < 0:
         raise ValueError(f"sm_margin={sm_margin}: must not be negative")
-    return max(1, (sms - sm_margin) // cluster)
+    return max(1, sms - sm_margin)
 
 
 def check(
