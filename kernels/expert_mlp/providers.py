@@ -32,7 +32,6 @@ def rows_for(pairs: int, experts: int, name: str) -> int:
 def provider(
     name: str,
     sm_margin: int = 0,
-    dynamic: bool = True,
     recipe: Recipe | None = None,
     keep_fp8: bool = False,
     interleaved: bool = False,
@@ -42,7 +41,6 @@ def provider(
     Args:
         name: one of NAMES.
         sm_margin: SMs that its kernels leave free.
-        dynamic: its GEMMs claim tiles on the device; otherwise the schedule is static.
         recipe: quantization of its operands.
         keep_fp8: FP8 copies of weights are kept until the weights change.
         interleaved: fc1 is stored in the order of `kernels.sm100.interleave` (cudnn only).
@@ -56,13 +54,13 @@ def provider(
         if name == "cudnn":
             from phalanx.kernels.sm100.microscaling import CuDNNMicroscaling
 
-            return CuDNNMicroscaling(sm_margin, dynamic, interleaved, recipe)
+            return CuDNNMicroscaling(sm_margin, interleaved, recipe)
         return EmulatedMicroscaling(provider(name), recipe)
     if recipe is not None:
         if name == "fused":
             from phalanx.kernels.sm90.fp8.backend import FusedFP8
 
-            return FusedFP8(sm_margin, dynamic, recipe, keep_fp8)
+            return FusedFP8(sm_margin, recipe, keep_fp8)
         return EmulatedFP8(provider(name), recipe)
     match name:
         case "reference":
@@ -72,11 +70,11 @@ def provider(
         case "fused":
             from phalanx.kernels.sm90.experts.backend import Fused
 
-            return Fused(sm_margin, dynamic)
+            return Fused(sm_margin)
         case "cudnn":
             from phalanx.kernels.sm100.backend import CuDNN
 
-            return CuDNN(sm_margin, dynamic, interleaved)
+            return CuDNN(sm_margin, interleaved)
     raise ValueError(
         f"kernels.backend={name} has no expert MLP here: use kernels={' or kernels='.join(NAMES)}"
     )

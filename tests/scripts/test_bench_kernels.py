@@ -389,13 +389,9 @@ def test_copies_last_as_long_as_told_and_not_for_ever():
 
 def test_skew(launched):
     made = by_side(operations.skew(bench(), (256, 128, 64, 4)))
-    assert {side for (side, *_), r in made.items() if r.bar is not None} == {"zipf, dynamic"}
-    assert made["zipf, dynamic", "forward", "graph"].bar == 0.95
-    assert made["zipf, static", "forward", "graph"].ratio is not None
-    assert {config.dynamic for name, config in launched if name == "GroupedGemmKernel"} == {
-        True,
-        False,
-    }
+    assert {side for (side, *_), r in made.items() if r.bar is not None} == {"zipf"}
+    assert made["zipf", "forward", "graph"].bar == 0.95
+    assert made["drawn evenly", "forward", "graph"].ratio is not None
     assert not any(r.failed for r in made.values())
 
 

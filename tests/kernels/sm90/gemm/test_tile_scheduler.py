@@ -16,7 +16,7 @@ import itertools
 
 from phalanx.kernels.sm90.gemm import tile_scheduler
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler, raster
-from phalanx.kernels.sm90.jit.launch import persistent_clusters
+from phalanx.kernels.sm90.jit.launch import persistent_ctas
 
 LANES = np.arange(32)
 
@@ -62,7 +62,7 @@ def _scheduler(
     return made
 
 
-class _Cluster:
+class _Cta:
     def __init__(self, scheduler: SimpleNamespace, first: int) -> None:
         self.scheduler, self.tile, self.state = scheduler, first, (0, 0, *scheduler.window(0))
 
@@ -72,11 +72,11 @@ class _Cluster:
         return int(row), int(end), int(column), int(expert), int(tiles)
 
 
-@pytest.mark.parametrize("clusters", [1, 7, 66])
+@pytest.mark.parametrize("ctas", [1, 7, 66])
 @pytest.mark.parametrize("experts", [1, 4, 32, 33, 200])
 @pytest.mark.parametrize("skew", ["even", "random", "one", "none"])
-def test_every_tile_is_claimed_once(experts, clusters, skew):
-    rng = random.Random(experts * 100 + clusters)
+def test_every_tile_is_claimed_once(experts, ctas, skew):
+    rng = random.Random(experts * 100 + ctas)
     counts = {
         "even": [512] * experts,
         "random": [rng.choice([0, 1, 127, 128, 129, 256, 257, 900]) for _ in range(experts)],
@@ -84,19 +84,19 @@ def test_every_tile_is_claimed_once(experts, clusters, skew):
         "none": [0] * experts,
     }[skew]
     offsets = [0, *np.cumsum(counts).tolist()]
-    config, column_tiles = Schedule(256, 2, 9, band=3), 5
+    config, column_tiles = Schedule(256, 9, band=3), 5
     scheduler = _scheduler(config, offsets, column_tiles)
-    waiting, running = list(range(clusters)), {}
+    waiting, running = list(range(ctas)), {}
     seen, counter, zeroed = [], 0, []
     while waiting or running:
         if waiting and (not running or rng.random() < 0.2):  # some come late
-            running[waiting.pop()] = _Cluster(scheduler, counter)
+            running[waiting.pop()] = _Cta(scheduler, counter)
             counter += 1
             continue
         c = rng.choice(sorted(running))
         row, end, column, expert, tiles = running[c].record()
         if expert < 0:
-            if running[c].tile == tiles + clusters - 1:
+            if running[c].tile == tiles + ctas - 1:
                 zeroed.append(counter)
             del running[c]
             continue
@@ -111,7 +111,7 @@ def test_every_tile_is_claimed_once(experts, clusters, skew):
         for column in range(column_tiles)
     ]
     assert sorted(seen) == wanted
-    assert counter == len(wanted) + clusters  # one past the end each, hence the last claim is known
+    assert counter == len(wanted) + ctas  # one past the end each, hence the last claim is known
     assert zeroed == [counter]
 
 
@@ -120,10 +120,10 @@ def test_every_tile_is_claimed_once(experts, clusters, skew):
 def test_slices_of_an_expert_follow_each_other(columns, bits):
     counts = [1, 0, 900, 128, 5000, 0]
     offsets = [0, *np.cumsum(counts).tolist()]
-    config = Schedule(128, 1, 9, sliced=True)
-    cluster = _Cluster(_scheduler(config, offsets, columns, bits), 0)
+    config = Schedule(128, 9, sliced=True)
+    cta = _Cta(_scheduler(config, offsets, columns, bits), 0)
     seen, sliced = [], []
-    while (found := cluster.record())[3] >= 0:
+    while (found := cta.record())[3] >= 0:
         row, end, column, which, _ = found
         expert, number = which >> bits, which % (1 << bits)
         tiles = -(-counts[expert] // 128)
@@ -132,7 +132,7 @@ def test_slices_of_an_expert_follow_each_other(columns, bits):
         assert (row - offsets[expert]) // 128 // height == number
         seen.append((row, column))
         sliced.append(which)
-        cluster.tile += 1
+        cta.tile += 1
     assert sliced == sorted(sliced)
     rows = [r for e in range(len(counts)) for r in range(offsets[e], offsets[e + 1], 128)]
     assert sorted(seen) == [(row, column) for row in rows for column in range(columns)]
@@ -150,8 +150,7 @@ def test_raster_visits_every_tile_by_neighbours(rows, columns, band):
         assert m0 == m1 or n1 // band == n0 // band  # a band starts in the row where one ended
 
 
-def test_clusters_leave_the_margin_free():
-    assert [persistent_clusters(132, m, 2) for m in (0, 1, 8, 131, 200)] == [66, 65, 62, 1, 1]
-    assert persistent_clusters(132, 5, 1) == 127
+def test_the_grid_leaves_the_margin_free():
+    assert [persistent_ctas(132, m) for m in (0, 1, 8, 131, 200)] == [132, 131, 124, 1, 1]
     with pytest.raises(ValueError, match="sm_margin=-1"):
-        persistent_clusters(132, -1, 2)
+        persistent_ctas(132, -1)
