@@ -69,6 +69,13 @@ class TileSignal(NamedTuple):
         return ReadyRows(self.out_SN, self.progress, *progress)
 
 
+def tile_sizes(signal: TileSignal | None, experts: int) -> dict[str, int]:
+    """Integer arguments of a `grouped_gemm` launch, with or without a request, by name."""
+    names = "waves", "yielding", "first_late", "slice_bits"
+    sizes = (0, 0, experts, 0) if signal is None else signal.sizes(experts)
+    return dict(zip(names, sizes, strict=True))
+
+
 class Signaller:
     """Device side, for a warp. `pending` is 1 + the wave of a tile not yet signalled, or 0."""
 

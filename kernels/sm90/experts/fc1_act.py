@@ -8,8 +8,6 @@ half, so a thread has both of a pair in registers; w1 stays canonical, [gate; up
 Legend: S rows, N rows of x, D hidden, F expert width, H = 2F with a gate and F without, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -22,54 +20,36 @@ from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Act
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import (
-    BF16,
-    FP32,
-    INT,
-    LONG,
-    WORD,
-    counter_of,
-    require,
-    weight,
-)
+from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
 from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 
 
 class Fc1Kernel(Gemm):
     """h = x[index] @ w1[e]^T + b1[e]; a = act(h) * prob."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        BF16,
-        BF16,
-        BF16,
-        BF16,
-        WORD,
-        FP32,
-        INT,
-        INT,
-        INT,
-        LONG,
-    )
-    integers: ClassVar[int] = 6
-
     @cute.jit
     def __call__(
         self,
-        x: cute.Pointer,
-        w1: cute.Pointer,
-        h: cute.Pointer,
-        a: cute.Pointer,
-        bias: cute.Pointer,
-        prob: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        ready: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        x: Bf16Ptr,
+        w1: Bf16Ptr,
+        h: Bf16Ptr,
+        a: Bf16Ptr,
+        bias: WordPtr,
+        prob: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        ready: LongPtr,
+        S: Int32,
+        N: Int32,
+        F: Int32,
+        D: Int32,
+        L: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of x, F, D, L, ctas."""
-        S, N, F, D, L, ctas = sizes
+        """S expert rows, N rows of x."""
         loop = self.config.mainloop
         H = F * self.config.epilogue.num_gate_parts
         epilogue_args = self.config.epilogue.host(
@@ -163,7 +143,8 @@ def fc1_act(
         launch(
             Fc1Kernel,
             config,
-            (x, w1_LHD, h, a, bias_LH, prob_S, index_S, offsets, counter, ready),
-            (S, x.shape[0], F, D, L, ctas),
+            **dict(x=x, w1=w1_LHD, h=h, a=a, bias=bias_LH, prob=prob_S, index=index_S),
+            **dict(offsets=offsets, counter=counter, ready=ready),
+            **dict(S=S, N=x.shape[0], F=F, D=D, L=L, ctas=ctas),
         )
     return h, a

@@ -9,8 +9,6 @@ kernel as one partial sum per column tile, which `dprob` adds up in a fixed orde
 Legend: S rows, N rows of dy, D hidden, F expert width, H = 2F with a gate and F without, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -23,47 +21,37 @@ from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import ActGrad
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require, weight
+from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
 from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr
 
 
 class DgradKernel(Gemm):
     """dA = dy[index] @ w2[e]; dh, a and the gradient of prob from dA and h."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        BF16,
-        BF16,
-        BF16,
-        BF16,
-        BF16,
-        FP32,
-        FP32,
-        INT,
-        INT,
-        INT,
-        LONG,
-    )
-    integers: ClassVar[int] = 6
-
     @cute.jit
     def __call__(
         self,
-        dy: cute.Pointer,
-        w2: cute.Pointer,
-        h: cute.Pointer,
-        dh: cute.Pointer,
-        a: cute.Pointer,
-        prob: cute.Pointer,
-        dprob: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        ready: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        dy: Bf16Ptr,
+        w2: Bf16Ptr,
+        h: Bf16Ptr,
+        dh: Bf16Ptr,
+        a: Bf16Ptr,
+        prob: Fp32Ptr,
+        dprob: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        ready: LongPtr,
+        S: Int32,
+        N: Int32,
+        F: Int32,
+        D: Int32,
+        L: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of dy, F, D, L, ctas."""
-        S, N, F, D, L, ctas = sizes
+        """S expert rows, N rows of dy."""
         loop = self.config.mainloop
         H = F * self.config.epilogue.num_gate_parts
         tiles = (F + (loop.columns - 1)) // loop.columns
@@ -165,7 +153,8 @@ def fc2_dgrad_dact(
         launch(
             DgradKernel,
             config,
-            (dy, w2_LDF, h_SH, dh, a, prob_S, dprob, index_S, offsets, counter, ready),
-            (S, dy.shape[0], F, D, L, ctas),
+            **dict(dy=dy, w2=w2_LDF, h=h_SH, dh=dh, a=a, prob=prob_S, dprob=dprob, index=index_S),
+            **dict(offsets=offsets, counter=counter, ready=ready),
+            **dict(S=S, N=dy.shape[0], F=F, D=D, L=L, ctas=ctas),
         )
     return dh, a, dprob

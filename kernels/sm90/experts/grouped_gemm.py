@@ -5,49 +5,50 @@ fc2 forward and the data gradient of fc1, whose weights are read transposed.
 Legend: S rows, K channels in, N channels out, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal
+from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal, tile_sizes
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of, require, weight
+from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
 from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, WordPtr
 
 
 class GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        *(BF16, BF16, BF16, WORD, FP32),
-        *(INT, INT, INT, INT),
-    )
-    integers: ClassVar[int] = 10
-
     @cute.jit
     def __call__(
         self,
-        a: cute.Pointer,
-        w: cute.Pointer,
-        y: cute.Pointer,
-        bias: cute.Pointer,
-        scale: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        progress: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        a: Bf16Ptr,
+        w: Bf16Ptr,
+        y: Bf16Ptr,
+        bias: WordPtr,
+        scale: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        progress: IntPtr,
+        S: Int32,
+        A: Int32,
+        N: Int32,
+        K: Int32,
+        L: Int32,
+        ctas: Int32,
+        waves: Int32,
+        yielding: Int32,
+        first_late: Int32,
+        slice_bits: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a (S too), N, K, L, ctas, `TileSignal.sizes`; `index` is null."""
-        S, A, N, K, L, ctas, waves, yielding, first_late, slice_bits = sizes
+        """A rows of a (S too). From waves on: `TileSignal.sizes`. `index` is null."""
         loop = self.config.mainloop
         epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
@@ -124,17 +125,15 @@ def grouped_gemm(
     )
     loop = loop or tiles.choose("grouped_gemm", N, K, transposed=transposed)
     config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
-    waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
     if S:
         counter = counter_of(a.device) if counter is None else counter
         ctas = persistent_ctas(sms(a.device), sm_margin)
         launch(
             GroupedGemmKernel,
             config,
-            (
-                *(a, w_LNK, out, bias_LN, scale_S, None, offsets, counter),
-                None if signal is None else signal.progress,
-            ),
-            (S, S, N, K, L, ctas, waves, yielding, *late),
+            **dict(a=a, w=w_LNK, y=out, bias=bias_LN, scale=scale_S, index=None, offsets=offsets),
+            **dict(counter=counter, progress=None if signal is None else signal.progress),
+            **dict(S=S, A=S, N=N, K=K, L=L, ctas=ctas),
+            **tile_sizes(signal, L),
         )
     return out

@@ -106,6 +106,10 @@ def wgrad(
         return out if accumulate or not zeros else out.zero_()
     if counter is None:
         counter = counter_of(d.device)
-    tensors = (d, v, out, index, offsets, order_L, counter)
-    launch(WgradKernel, config, tensors, (S, O, I, L, ctas))
+    launch(
+        WgradKernel,
+        config,
+        **dict(d=d, v=v, dw=out, index=index, offsets=offsets, order=order_L, counter=counter),
+        **dict(S=S, O=O, I=I, L=L, ctas=ctas),
+    )
     return out

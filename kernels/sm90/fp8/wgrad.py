@@ -102,7 +102,13 @@ def fp8_wgrad(
     launch(
         Fp8WgradKernel,
         config,
-        (d.data_CT, d.scale, v.data_CT, v.scale, out, column_offsets, order_L, counter),
-        (T, O, I, L, ctas, parts, *d.scale.stride(), *v.scale.stride(), 0),
+        **dict(d=d.data_CT, d_scale=d.scale, v=v.data_CT, v_scale=v.scale, dw=out),
+        **dict(offsets=column_offsets, order=order_L, counter=counter),
+        **dict(T=T, O=O, I=I, L=L, ctas=ctas, parts=parts, zero=0),
+        **{
+            f"{name}_{mode}_stride": stride
+            for name, q in (("d", d), ("v", v))
+            for mode, stride in zip(("block", "channel"), q.scale.stride(), strict=True)
+        },
     )
     return out

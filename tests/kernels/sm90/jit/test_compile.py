@@ -26,6 +26,7 @@ from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 from phalanx.kernels.sm90.jit.launch import compile_kernel
+from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program, export
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from tests.kernels.sm90 import recording, remembered
@@ -87,11 +88,12 @@ def compile_and_read(number: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.artifacts.CUBIN)
         sass, usage = disassembled(cubin)
-    program = Program(export(compiled, "k"), "k", len(kernel.pointers), kernel.integers)
+    program = Program(export(compiled, "k"), "k", *map(len, arguments_of(kernel)))
     launches = []
     if recording.VARIABLE in os.environ:
-        addresses = [4096 * (n + 1) for n in range(len(kernel.pointers))]
-        program(0, addresses, [512] * kernel.integers, 7)
+        pointers, integers = arguments_of(kernel)
+        addresses = [4096 * (n + 1) for n in range(len(pointers))]
+        program(0, addresses, [512] * len(integers), 7)
         launches = recording.Runtime().launches()
     facts = re.findall(r"Function (\S+?):\s*\n\s*(REG.*)", usage)
     return Code(
