@@ -42,6 +42,9 @@ RENAMED: dict[str, str] = {
 }
 """Knobs that were, and the group or knob that takes the same values now."""
 
+REMOVED: dict[str, str] = {"kernels.dynamic": "fused kernels always claim tiles at run time"}
+"""Knobs that no longer exist, and what is always done instead."""
+
 
 @dataclass(frozen=True)
 class Knob:

@@ -36,6 +36,7 @@ from yaml import YAMLError
 from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
+    REMOVED,
     RENAMED,
     did_you_mean,
     knobs,
@@ -362,6 +363,8 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
         return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
     if key in RENAMED:
         return [f"{override.input_line}: is now {overrides({RENAMED[key]: value})}"]
+    if key in REMOVED:
+        return [f"{override.input_line}: no longer exists, as {REMOVED[key]}; remove it"]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     wrong = f"{override.input_line}: {_expected(key)}" if key in knobs() else ""

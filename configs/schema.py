@@ -272,8 +272,6 @@ class KernelsConfig:
     """RMSNorm: `quack` (QuACK), `te`, `torch` or `auto`."""
     gradient_accumulation_fusion: bool = True
     """On a GPU, the weight-gradient kernels add directly into Megatron-Core's gradient buffers."""
-    dynamic: bool = True
-    """Fused kernels claim output tiles at run time; false assigns tiles to SMs in advance."""
     sm_margin: SmMarginConfig = field(default_factory=SmMarginConfig)
     """SMs that the fused expert kernels leave free."""
 

@@ -8,7 +8,7 @@ Suites (default: all, without peers):
   mlp        expert MLP on sorted rows            peers: torch, te (Transformer Engine)
   layer      whole MoE layer with its router      peer: sonic (SonicMoE with QuACK)
   margins    kernels beside SMs that are left free, idle or taken by a copy kernel
-  skew       Zipf-skewed routing against balanced rows, dynamic and static scheduling
+  skew       Zipf-skewed routing against balanced rows
   gather     rows picked by an index against the same rows side by side
   host       host time of a call
   fp8        expert MLP in FP8 against bf16      peer: te, in its blockwise recipe

@@ -50,7 +50,7 @@ def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Bac
     """The backend of an MLP in one of its passes, with that pass's SM margin."""
     margin = getattr(spec.margins, step)
     options = spec.recipe, spec.keep_fp8, spec.interleaved
-    return provider(spec.backend, margin, spec.dynamic, *options)
+    return provider(spec.backend, margin, *options)
 
 
 class Overlap(Protocol):

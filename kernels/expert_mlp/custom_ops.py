@@ -18,21 +18,19 @@ from phalanx.kernels.expert_mlp.autograd import ExpertMLPArgs, Saved, run_backwa
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 
-Flat = tuple[str, tuple[float, ...], str, tuple[int, ...], bool]
+Flat = tuple[str, tuple[float, ...], str, tuple[int, ...]]
 """A specification as custom ops take it."""
 
 
 def flat(spec: MLPSpec) -> Flat:
-    """Kind and constants of the activation, backend, margins, dynamic."""
+    """Kind and constants of the activation, backend, margins."""
     act, m = spec.activation, spec.margins
     constants = (act.alpha, act.limit, act.offset)
-    return act.kind, constants, spec.backend, (m.forward, m.dgrad, m.wgrad), spec.dynamic
+    return act.kind, constants, spec.backend, (m.forward, m.dgrad, m.wgrad)
 
 
-def _spec(
-    kind: str, constants: Sequence[float], backend: str, margins: Sequence[int], dynamic: bool
-) -> MLPSpec:
-    return MLPSpec(Activation(kind, *constants), backend, Margins(*margins), dynamic)
+def _spec(kind: str, constants: Sequence[float], backend: str, margins: Sequence[int]) -> MLPSpec:
+    return MLPSpec(Activation(kind, *constants), backend, Margins(*margins))
 
 
 @torch.library.custom_op("phalanx::grouped_mlp", mutates_args=())
@@ -51,11 +49,10 @@ def grouped_mlp(
     constants: Sequence[float],
     backend: str,
     margins: Sequence[int],
-    dynamic: bool,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, h); h is empty without `keep_h`, of which there is no gradient."""
-    spec = _spec(kind, constants, backend, margins, dynamic)
+    spec = _spec(kind, constants, backend, margins)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
         out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, ExpertMLPArgs(spec, keep_h))
@@ -74,7 +71,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(x, w1, w2, b2, output[1], *plan)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.spec = inputs[10:15]
+    ctx.spec = inputs[10:14]
 
 
 def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
@@ -110,11 +107,10 @@ def grouped_mlp_backward(
     constants: Sequence[float],
     backend: str,
     margins: Sequence[int],
-    dynamic: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
-    args = ExpertMLPArgs(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
+    args = ExpertMLPArgs(_spec(kind, constants, backend, margins), keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, args)
     with torch.autocast(x.device.type, enabled=False):

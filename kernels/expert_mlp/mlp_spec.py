@@ -42,8 +42,6 @@ class MLPSpec:
     """`reference`, `torch`, `fused` or `cudnn`; see `kernels.registry`."""
     margins: Margins = Margins()
     """SMs that the kernels of each pass leave free (fused; cudnn, but for weight gradients)."""
-    dynamic: bool = True
-    """Kernels claim tiles on the device instead of a static schedule (fused and cudnn)."""
     accumulate: bool = False
     """Add gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, to
     that, and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects."""

@@ -49,7 +49,7 @@ class GroupedMLP(nn.Module):
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, `cudnn`, or `auto`: the best for the input's device.
         device, dtype: of the parameters.
-        margins, dynamic: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
+        margins: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
 
     Raises:
         ValueError: invalid sizes, or an unknown activation or backend.
@@ -68,7 +68,6 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         margins: Margins = Margins(),  # noqa: B008  (frozen)
-        dynamic: bool = True,
     ) -> None:
         super().__init__()
         if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
@@ -80,7 +79,7 @@ class GroupedMLP(nn.Module):
             raise ValueError(f"backend={backend} is unknown: use {', '.join(names())} or auto")
         self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
         self.activation = Activation(activation) if isinstance(activation, str) else activation
-        self.backend, self.margins, self.dynamic = backend, margins, dynamic
+        self.backend, self.margins = backend, margins
         self._chosen: dict[tuple[str, torch.dtype], Flat] = {}
         width = self.activation.width(ffn)
         where: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -169,7 +168,7 @@ class GroupedMLP(nn.Module):
                 activation_offset=self.activation.offset,
             )
             backend = resolve("grouped_mlp", self.backend, facts).backend
-            spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)
+            spec = MLPSpec(self.activation, backend, self.margins)
             self._chosen[key] = flat(spec)
         return self._chosen[key]
 

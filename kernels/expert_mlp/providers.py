@@ -19,8 +19,6 @@ class Options(NamedTuple):
 
     sm_margin: int = 0
     """SMs that its kernels leave free."""
-    dynamic: bool = True
-    """GEMMs claim tiles on the device; otherwise the schedule is static."""
     recipe: Recipe | None = None
     """Quantization of its operands."""
     keep_fp8: bool = False
@@ -44,7 +42,6 @@ def rows_for(pairs: int, experts: int, name: str) -> int:
 def provider(
     name: str,
     sm_margin: int = 0,
-    dynamic: bool = True,
     recipe: Recipe | None = None,
     keep_fp8: bool = False,
     interleaved: bool = False,
@@ -64,4 +61,4 @@ def provider(
     if recipe is not None and facts.emulates:
         emulation: Callable[[Backend, Recipe], Backend] = resolve_name(recipe.emulation)
         return emulation(provider(name), recipe)
-    return build(Options(sm_margin, dynamic, recipe, keep_fp8, interleaved))
+    return build(Options(sm_margin, recipe, keep_fp8, interleaved))

@@ -45,15 +45,14 @@ class CuDNN(UnquantizedMixin):
 
     Args:
         sm_margin: SMs that GEMMs leave free, except those of weight gradients.
-        dynamic: GEMMs claim tiles on the device; otherwise the schedule is static.
         interleaved: w1, b1 and their gradients are stored in the order of the kernels.
     """
 
     fuses_gather: ClassVar[bool] = True
 
-    def __init__(self, sm_margin: int, dynamic: bool, interleaved: bool) -> None:
+    def __init__(self, sm_margin: int, interleaved: bool) -> None:
         self._margin, self._interleaved = sm_margin, interleaved
-        self._options: dict[str, Any] = dict(use_dynamic_sched=dynamic)
+        self._options: dict[str, Any] = dict(use_dynamic_sched=True)
         self._order, self._torch = Interleaved(), Grouped()
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:

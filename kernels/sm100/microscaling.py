@@ -36,17 +36,15 @@ class CuDNNMicroscaling(CuDNN):
     """`kernels.expert_mlp.backend.Backend` on Blackwell with a recipe of its tensor cores.
 
     Args:
-        sm_margin, dynamic, interleaved: as for `CuDNN`.
+        sm_margin, interleaved: as for `CuDNN`.
         recipe: with weight gradients in its format.
 
     Raises:
         ValueError: weight gradients in bf16, for which cuDNN has no epilogue.
     """
 
-    def __init__(
-        self, sm_margin: int, dynamic: bool, interleaved: bool, recipe: Microscaling
-    ) -> None:
-        super().__init__(sm_margin, dynamic, interleaved)
+    def __init__(self, sm_margin: int, interleaved: bool, recipe: Microscaling) -> None:
+        super().__init__(sm_margin, interleaved)
         if recipe.wgrad == "bf16":
             raise ValueError("kernels=cudnn has no precision.wgrad=bf16: use kernels=torch")
         self._recipe, self._format = recipe, FORMATS[recipe.format]

@@ -13,9 +13,9 @@ def cudnn(options: Options) -> Backend:
     Raises:
         ValueError: another recipe.
     """
-    margin, dynamic, interleaved = options.sm_margin, options.dynamic, options.interleaved
+    margin, interleaved = options.sm_margin, options.interleaved
     if options.recipe is None:
-        return CuDNN(margin, dynamic, interleaved)
+        return CuDNN(margin, interleaved)
     if not isinstance(options.recipe, Microscaling):
         raise ValueError("kernels.backend=cudnn has no fp8_block: use kernels=torch")
-    return CuDNNMicroscaling(margin, dynamic, interleaved, options.recipe)
+    return CuDNNMicroscaling(margin, interleaved, options.recipe)

@@ -211,7 +211,6 @@ def _moe_options(
         activation_of(e),
         backend,
         Margins(margin.forward, margin.dgrad, margin.wgrad),
-        dynamic=cfg.kernels.dynamic,
         accumulate=cfg.kernels.gradient_accumulation_fusion,
     )
     return MoEOptions(

@@ -25,10 +25,10 @@ _OURS, _ADDED = "ours", "ours, fp32 +="
 _PEERS = ("torch", "te")
 
 
-def ours(p: Experts, backend: str, *, accumulate: bool = False, dynamic: bool = True) -> Call:
+def ours(p: Experts, backend: str, *, accumulate: bool = False) -> Call:
     """The forward pass of the public function, without gathering."""
     plan = ExpertPlan(None, p.prob_S, p.offsets, None, None, p.order_L)
-    spec = MLPSpec(SWIGLU, backend, dynamic=dynamic, accumulate=accumulate)
+    spec = MLPSpec(SWIGLU, backend, accumulate=accumulate)
     return lambda: grouped_mlp(p.x_SD, MLPWeights(p.w1, p.w2), plan, spec)
 
 

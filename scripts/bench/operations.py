@@ -149,26 +149,21 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
         leaf.requires_grad_()
     routed = {routing: p.routed(counts) for routing, counts in routings.items()}
     for routing, q in routed.items():  # `routed` outlives the graphs, which read its tensors
-        for dynamic in (True, False):
-            side = f"{routing}, {'dynamic' if dynamic else 'static'}"
-            forward = mlp.ours(q, bench.backend, dynamic=dynamic)
-            both = mlp.with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
-            sides.add(side, "forward", forward)
-            sides.add(side, "both", both)
+        forward = mlp.ours(q, bench.backend)
+        both = mlp.with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
+        sides.add(routing, "forward", forward)
+        sides.add(routing, "both", both)
     sides.run()
     records = []
     for pass_name, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
-        for kind in ("dynamic", "static"):
-            base = sides.time(f"balanced, {kind}", pass_name)
-            for routing, counts in routings.items():
-                judged = routing == "zipf" and kind == "dynamic"
-                other = None if base is None or routing == "balanced" else base.ms
-                most = f"most rows {max(counts) * L / S:.2f} of the mean"
-                bars = (SKEW_BAR, None) if judged else None
-                side = f"{routing}, {kind}"
-                records += sides.record(
-                    side, pass_name, flops=flops, other=other, bars=bars, note=most
-                )
+        base = sides.time("balanced", pass_name)
+        for routing, counts in routings.items():
+            other = None if base is None or routing == "balanced" else base.ms
+            most = f"most rows {max(counts) * L / S:.2f} of the mean"
+            bars = (SKEW_BAR, None) if routing == "zipf" else None
+            records += sides.record(
+                routing, pass_name, flops=flops, other=other, bars=bars, note=most
+            )
     return [*records, *sides.skipped]
 
 

@@ -82,6 +82,10 @@ def test_unknown_knob_is_answered_with_the_near_miss(override: str, meant: str) 
 
 def test_a_knob_that_was_renamed_is_answered_with_its_new_name() -> None:
     assert mistakes("run.precision=fp32") == ["run.precision=fp32: is now precision=fp32"]
+    assert mistakes("kernels.dynamic=false") == [
+        "kernels.dynamic=false: no longer exists, as fused kernels always claim tiles at run time; "
+        "remove it"
+    ]
     assert load(["precision=fp32"]).precision.recipe == "fp32"
 
 

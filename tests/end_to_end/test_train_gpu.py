@@ -72,7 +72,7 @@ def close(ours: Steps, theirs: Steps) -> None:
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
 def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
     margins = ["kernels.sm_margin.forward=8", "kernels.sm_margin.dgrad=16"]
-    margins += ["kernels.sm_margin.wgrad=24", "kernels.dynamic=false"]
+    margins += ["kernels.sm_margin.wgrad=24"]
     fused = [f"model={model}", "kernels=fused"]
     runs = {
         "torch": [f"model={model}", "kernels=torch"],

@@ -18,6 +18,7 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.sm90.gemm import tiles
+from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.scripts import bench_kernels
 from phalanx.scripts.bench import (
     fp8,
@@ -64,12 +65,13 @@ def launched(monkeypatch):
     """Kernels that are not run: names and configurations of what would have been launched."""
     seen = []
 
-    def launch(kernel, config, tensors, sizes):
-        assert len(tensors) == len(kernel.pointers) and len(sizes) == kernel.integers
-        assert all(isinstance(size, int) for size in sizes)
+    def launch(kernel, config, **arguments):
+        pointers, integers = arguments_of(kernel)
+        assert arguments.keys() == {*pointers, *integers}
+        assert all(isinstance(arguments[name], int) for name in integers)
         if kernel.__name__ == "PlanKernel":
-            for t in tensors[2:]:
-                t.zero_()
+            for name in [*pointers][2:]:
+                arguments[name].zero_()
         seen.append((kernel.__name__, config))
 
     def check(device, name, tensor, dtype, shape):
@@ -389,13 +391,9 @@ def test_copies_last_as_long_as_told_and_not_for_ever():
 
 def test_skew(launched):
     made = by_side(operations.skew(bench(), (256, 128, 64, 4)))
-    assert {side for (side, *_), r in made.items() if r.bar is not None} == {"zipf, dynamic"}
-    assert made["zipf, dynamic", "forward", "graph"].bar == 0.95
-    assert made["zipf, static", "forward", "graph"].ratio is not None
-    assert {config.dynamic for name, config in launched if name == "GroupedGemmKernel"} == {
-        True,
-        False,
-    }
+    assert {side for (side, *_), r in made.items() if r.bar is not None} == {"zipf"}
+    assert made["zipf", "forward", "graph"].bar == 0.95
+    assert made["drawn evenly", "forward", "graph"].ratio is not None
     assert not any(r.failed for r in made.values())
 
 

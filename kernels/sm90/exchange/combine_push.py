@@ -34,7 +34,7 @@ experts of a rank.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -69,6 +69,7 @@ from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch
+from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr, WordVecPtr
 
 _WARP = 32
 _CHUNK = 16
@@ -127,52 +128,44 @@ class CombinePushConfig:
 class CombinePushKernel:
     """Sums of finished experts' rows to their ranks, then a flag to each."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Uint32, 16),  # y [S, D], as words of two bf16
-        (Int32, 4),  # index [S]: rows n of expert rows
-        (Int32, 4),  # inverse [N, K]
-        (Int32, 4),  # offsets [L + 1]
-        (Int32, 16),  # side
-        (Int64, 8),  # rows_R
-        (Int64, 8),  # side_R
-        (Int64, 8),  # flags_R
-        (Int32, 4),  # state
-        (Int32, 4),  # report
-        (Int32, 4),  # progress
-        (Int32, 4),  # pairs
-        (Int32, 4),  # count
-        (Int32, 4),  # inverse of all [N, K]
-        (Int64, 8),  # memory_R
-    )
-    integers: ClassVar[int] = 12
-
     def __init__(self, config: CombinePushConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        y: cute.Pointer,
-        index: cute.Pointer,
-        inverse: cute.Pointer,
-        offsets: cute.Pointer,
-        side: cute.Pointer,
-        rows_R: cute.Pointer,
-        side_R: cute.Pointer,
-        flags_R: cute.Pointer,
-        state: cute.Pointer,
-        report: cute.Pointer,
-        progress: cute.Pointer,
-        pairs: cute.Pointer,
-        count: cute.Pointer,
-        inverse_of_all: cute.Pointer,
-        memory_R: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        y: WordVecPtr,
+        index: IntPtr,
+        inverse: IntPtr,
+        offsets: IntPtr,
+        side: IntVecPtr,
+        rows_R: LongPtr,
+        side_R: LongPtr,
+        flags_R: LongPtr,
+        state: IntPtr,
+        report: IntPtr,
+        progress: IntPtr,
+        pairs: IntPtr,
+        count: IntPtr,
+        inverse_of_all: IntPtr,
+        memory_R: LongPtr,
+        T: Int32,
+        width: Int32,
+        local: Int32,
+        rank: Int32,
+        limit: Int32,
+        waves: Int32,
+        tile_rows: Int32,
+        counts: Int32,
+        bits: Int32,
+        total_ctas: Int32,
+        pieces: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, the last four fields of
-        `ReadyRows`, CTAs of all launches, 16 bytes of a block of side data, CTAs.
-        """
+        """Rows of `width` = D / 8 pieces, `local` experts, `limit` in milliseconds; from waves on:
+        the last fields of `ReadyRows`; CTAs of all launches; 16 bytes of a block of side data;
+        CTAs."""
         ranks = self.config.ranks
         self.kernel(
             y,
@@ -187,9 +180,12 @@ class CombinePushKernel:
             report,
             progress,
             (pairs, count, inverse_of_all, memory_R),
-            sizes,
+            (
+                *(T, width, local, rank, limit, waves, tile_rows, counts, bits),
+                *(total_ctas, pieces, ctas),
+            ),
         ).launch(
-            grid=[sizes[11], 1, 1],
+            grid=[ctas, 1, 1],
             block=[WARPS * _WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -213,7 +209,7 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
-        T, width, local, rank, limit, waves, tile_rows, counts, bits, ctas, pieces, here = sizes
+        T, width, local, rank, limit, waves, tile_rows, counts, bits, all_ctas, pieces, ctas = sizes
         lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(
             struct(finished_warps=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
@@ -225,8 +221,8 @@ class CombinePushKernel:
             finished_warps[cute.arch.thread_idx()[0]] = Int32(0)
         epoch = open_exchange(state, flags_R, rank, limit, report)
         if cutlass.const_expr(self.config.side):
-            send_side(side, side_R, rank, pieces, ctas, True)
-            publish(finished_warps, state, flags_R, Int32(0), Int32(1), rank, epoch, ctas)
+            send_side(side, side_R, rank, pieces, all_ctas, True)
+            publish(finished_warps, state, flags_R, Int32(0), Int32(1), rank, epoch, all_ctas)
         ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
         begins, needed = self._waves(ends, bits, local << bits, waves, tile_rows, counts)
         chunks, chunks_before = self._chunks(begins)
@@ -268,10 +264,10 @@ class CombinePushKernel:
             cute.arch.sync_warp()  # all lanes have read the entries before they are overwritten
             claimed = cute.arch.shuffle_sync(following, 0)
         if cutlass.const_expr(self.config.unreduced_rows):
-            self._send_unreduced_rows(y, *unreduced_rows, T, width, rank, here)
+            self._send_unreduced_rows(y, *unreduced_rows, T, width, rank, ctas)
         cute.arch.sync_warp()
         if lane == 0:
-            if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, ctas) == 1:
+            if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, all_ctas) == 1:
                 # Counters are reset for the next exchange before the flags say that this one is
                 # over.
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
@@ -485,17 +481,17 @@ def combine_push(
             memory=(unreduced_rows.memory_R, torch.int64, (ranks,)),
         )
     block = 0 if side is None else side_block(side, ranks)
+    pairs, count, inverse_of_all, memory_R = unreduced_rows or (None,) * 4
     launch(
         CombinePushKernel,
         CombinePushConfig(
             K, ranks, side=side is not None, unreduced_rows=unreduced_rows is not None
         ),
-        (
-            *(y_SD, index_S, inverse_NK, offsets, side, *buffers[:5], ready.progress),
-            *(unreduced_rows or (None,) * len(UnreducedRows._fields)),
-        ),
-        (
-            *(tokens, D // _COLUMNS, offsets.numel() - 1, buffers.rank, buffers.limit_ms),
-            *(*ready[2:], total_ctas, block // 16, ctas),
-        ),
+        **dict(y=y_SD, index=index_S, inverse=inverse_NK, offsets=offsets, side=side),
+        **buffers.arguments(),
+        progress=ready.progress,
+        **dict(pairs=pairs, count=count, inverse_of_all=inverse_of_all, memory_R=memory_R),
+        **dict(T=tokens, width=D // _COLUMNS, local=offsets.numel() - 1, pieces=block // 16),
+        **dict(waves=ready.waves, tile_rows=ready.tile_rows, counts=ready.tile_counts),
+        **dict(bits=ready.slice_bits, total_ctas=total_ctas, ctas=ctas),
     )

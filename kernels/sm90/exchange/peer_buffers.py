@@ -9,7 +9,7 @@ Legend: R ranks, T tokens of a rank, D hidden, K slots of a token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,12 @@ class PeerBuffers(NamedTuple):
     """This rank."""
     limit_ms: int
     """Milliseconds after which a wait times out."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the kernels that push and wait, by name."""
+        fields = self._asdict()
+        fields["limit"] = fields.pop("limit_ms")
+        return fields
 
 
 @dataclass(frozen=True)

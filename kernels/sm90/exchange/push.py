@@ -39,7 +39,6 @@ Legend: R ranks, N rows, T tokens of a rank, K slots of a token, D columns.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -65,6 +64,7 @@ from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch, sms
+from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr
 
 MAX_SLOTS = 32
 WARPS = 16
@@ -265,38 +265,33 @@ class PushConfig:
 class PushKernel:
     """Rows and side data to their target ranks, then a flag to each rank."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Int32, 16),  # rows [N, D]
-        (Int32, 4),  # table [N, K]: expert ids of the rows, negative: none
-        (Int32, 16),  # side
-        (Int64, 8),  # rows_R
-        (Int64, 8),  # side_R
-        (Int64, 8),  # flags_R
-        (Int32, 4),  # state
-        (Int32, 4),  # report
-    )
-    integers: ClassVar[int] = 8
-
     def __init__(self, config: PushConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        rows: cute.Pointer,
-        table: cute.Pointer,
-        side: cute.Pointer,
-        rows_R: cute.Pointer,
-        side_R: cute.Pointer,
-        flags_R: cute.Pointer,
-        state: cute.Pointer,
-        report: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        rows: IntVecPtr,
+        table: IntPtr,
+        side: IntVecPtr,
+        rows_R: LongPtr,
+        side_R: LongPtr,
+        flags_R: LongPtr,
+        state: IntPtr,
+        report: IntPtr,
+        N: Int32,
+        T: Int32,
+        local: Int32,
+        rank: Int32,
+        pieces: Int32,
+        limit: Int32,
+        ctas: Int32,
+        waves: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: N, T, experts of a rank, rank, 16 bytes of a block of side data, limit in
-        milliseconds, CTAs and waves."""
-        ranks, ctas = self.config.ranks, sizes[6]
+        """`local` experts a rank; `pieces`: 16 bytes of a block of side data; `limit` in
+        milliseconds."""
+        ranks = self.config.ranks
         self.kernel(
             rows,
             table,
@@ -306,7 +301,7 @@ class PushKernel:
             cute.make_tensor(flags_R, cute.make_layout(ranks)),
             cute.make_tensor(state, cute.make_layout(STATE)),
             report,
-            sizes,
+            (N, T, local, rank, pieces, limit, ctas, waves),
         ).launch(
             grid=[ctas, 1, 1],
             block=[WARPS * _WARP, 1, 1],
@@ -453,27 +448,32 @@ class WaitPeersConfig:
 class WaitPeersKernel:
     """Wait until a part of an exchange has arrived from all ranks, or was sent by this one."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = ((Int64, 8), (Int32, 4), (Int32, 4))
-    integers: ClassVar[int] = 6
-
     def __init__(self, config: WaitPeersConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        flags_R: cute.Pointer,
-        state: cute.Pointer,
-        report: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        flags_R: LongPtr,
+        state: IntPtr,
+        report: IntPtr,
+        rank: Int32,
+        limit: Int32,
+        part: Int32,
+        epochs_ahead: Int32,
+        own_only: Int32,
+        counts: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: rank, limit in milliseconds, part, exchanges since the last one that was
-        waited for, 1 to wait for this rank's own flag only, and 1 to make the exchange the last one
-        that was waited for."""
-        self.kernel(flags_R, state, report, *sizes).launch(
-            grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream
-        )
+        """`limit` in milliseconds; `epochs_ahead`: exchanges since the last one that was waited
+        for.
+
+        `own_only`: 1 to wait for this rank's own flag only; `counts`: 1 to make the exchange the
+        last one that was waited for.
+        """
+        self.kernel(
+            flags_R, state, report, rank, limit, part, epochs_ahead, own_only, counts
+        ).launch(grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -546,11 +546,10 @@ def push(
     launch(
         PushKernel,
         PushConfig(2 * D, ranks, table_NK.shape[1], back),
-        (rows_ND, table_NK, side, *buffers[:5]),
-        (
-            *(N, tokens, local_experts, buffers.rank),
-            *(block // 16, buffers.limit_ms, comm_sms or sms(where), waves),
-        ),
+        **dict(rows=rows_ND, table=table_NK, side=side),
+        **buffers.arguments(),
+        **dict(N=N, T=tokens, local=local_experts, pieces=block // 16, waves=waves),
+        ctas=comm_sms or sms(where),
     )
 
 
@@ -573,7 +572,12 @@ def wait_peers(
         counts: make it the last one that was waited for. Default: unless `own_only`.
     """
     ranks = buffers.rows_R.numel()
-    tensors = (buffers.flags_R, buffers.state, buffers.report)
     counts = not own_only if counts is None else counts
-    sizes = (buffers.rank, buffers.limit_ms, part, epochs_ahead, int(own_only), int(counts))
-    launch(WaitPeersKernel, WaitPeersConfig(ranks), tensors, sizes)
+    arguments = buffers.arguments()
+    del arguments["rows_R"], arguments["side_R"]
+    launch(
+        WaitPeersKernel,
+        WaitPeersConfig(ranks),
+        **arguments,
+        **dict(part=part, epochs_ahead=epochs_ahead, own_only=int(own_only), counts=int(counts)),
+    )

@@ -55,18 +55,25 @@ class TileSignal(NamedTuple):
     """log2 of the slices that an expert's rows are taken in."""
 
     def sizes(self, experts: int) -> tuple[int, int, int, int]:
-        """Waves, clusters that yield, the first slice at which they do, and `slice_bits`."""
+        """Waves, CTAs that yield, the first slice at which they do, and `slice_bits`."""
         first_late = int(self.yield_after * (experts << self.slice_bits))
-        return self.waves, -(-self.sms // self.loop.cluster), first_late, self.slice_bits
+        return self.waves, self.sms, first_late, self.slice_bits
 
     @property
     def ready_rows(self) -> ReadyRows:
         """The rows as their reader takes them."""
         groups = 1 if self.loop.pingpong else 2
         column_tiles = -(-self.out_SN.shape[1] // self.loop.columns)
-        counts = self.loop.cluster * groups * _WARPS * column_tiles
-        progress = (self.waves, self.loop.cluster * TILE_ROWS, counts, self.slice_bits)
+        counts = groups * _WARPS * column_tiles
+        progress = (self.waves, TILE_ROWS, counts, self.slice_bits)
         return ReadyRows(self.out_SN, self.progress, *progress)
+
+
+def tile_sizes(signal: TileSignal | None, experts: int) -> dict[str, int]:
+    """Integer arguments of a `grouped_gemm` launch, with or without a request, by name."""
+    names = "waves", "yielding", "first_late", "slice_bits"
+    sizes = (0, 0, experts, 0) if signal is None else signal.sizes(experts)
+    return dict(zip(names, sizes, strict=True))
 
 
 class Signaller:

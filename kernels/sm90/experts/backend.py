@@ -30,13 +30,12 @@ class Fused(UnquantizedMixin):
 
     Args:
         sm_margin: SMs that every GEMM leaves free.
-        dynamic: GEMMs claim tiles on the device; otherwise CTA i takes tiles i, i + CTAs, ...
     """
 
     fuses_gather: ClassVar[bool] = True
 
-    def __init__(self, sm_margin: int, dynamic: bool) -> None:
-        self._sm_margin, self._dynamic = sm_margin, dynamic
+    def __init__(self, sm_margin: int) -> None:
+        self._sm_margin = sm_margin
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         from phalanx.kernels.sm90.routing.plan import plan
@@ -74,7 +73,6 @@ class Fused(UnquantizedMixin):
                 ready=layer.ready if part.of_replicas else ready,
                 out=out,
                 sm_margin=self._sm_margin,
-                dynamic=self._dynamic,
             )
         assert out is not None
         return out
@@ -92,7 +90,6 @@ class Fused(UnquantizedMixin):
                 scale_S=scale_S,
                 out_SN=y_SO,
                 sm_margin=self._sm_margin,
-                dynamic=self._dynamic,
                 signal=None if part.of_replicas else signal,
             )
         assert y_SO is not None
@@ -123,7 +120,6 @@ class Fused(UnquantizedMixin):
                 ready=layer.ready if part.of_replicas else ready,
                 out=out,
                 sm_margin=self._sm_margin,
-                dynamic=self._dynamic,
             )
         assert out is not None
         dh_SH, a_SF, partial_CS = out
@@ -143,7 +139,6 @@ class Fused(UnquantizedMixin):
             zeros=into is None or into.zeros,
             order_L=plan.order_L,
             sm_margin=self._sm_margin,
-            dynamic=self._dynamic,
         )
 
     def bias_grad(

@@ -9,7 +9,7 @@ Expert e has the slots from offsets[e] // 256 + e on: enough for its chunks, and
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Bf16ScalarPtr, Fp32Ptr, IntPtr
 
 CHUNK = 256
 """Rows of a slot."""
@@ -51,30 +52,21 @@ class BiasGradConfig:
 class BiasGradKernel:
     """The kernels of a configuration, as `cute.compile` takes them."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (BFloat16, 16),
-        (Float32, 4),
-        (Int32, 4),
-        (Int32, 4),
-        (Float32, 4),
-        (BFloat16, 4),
-    )
-    """d, scale, index, offsets, slots, db (fp32 with config.wide)."""
-    integers: ClassVar[int] = 3
-
     def __init__(self, config: BiasGradConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        d: cute.Pointer,
-        scale: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        slots: cute.Pointer,
-        db: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32],
+        d: Bf16Ptr,
+        scale: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        slots: Fp32Ptr,
+        db: Bf16ScalarPtr,
+        S: Int32,
+        O: Int32,  # noqa: E741
+        L: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launch both kernels.
@@ -82,9 +74,8 @@ class BiasGradKernel:
         Args:
             d: bf16 [S, O], with config.indexed [any, O]. scale: fp32 [S]. index: int32 [S].
             offsets: int32 [L + 1]. slots: fp32 [S // CHUNK + L, O]. db: [L, O].
-            sizes: S, O, L; O is a multiple of 64.
+            O: a multiple of 64.
         """
-        S, O, L = sizes  # noqa: E741
         O = cute.assume(O, divby=64)  # noqa: E741
         row = cute.assume(Int64(O), divby=64)
         count = S // CHUNK + L
@@ -281,5 +272,10 @@ def bias_grad(
         behind=behind,
     )
     slots = d.new_empty(S // CHUNK + L, O, dtype=torch.float32)
-    launch(BiasGradKernel, config, (d, scale_S, index_S, offsets, slots, out), (S, O, L))
+    launch(
+        BiasGradKernel,
+        config,
+        **dict(d=d, scale=scale_S, index=index_S, offsets=offsets, slots=slots, db=out),
+        **dict(S=S, O=O, L=L),
+    )
     return out

@@ -20,7 +20,6 @@ Legend: N tokens, K slots of a token, S expert rows, D columns.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -30,6 +29,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
 from phalanx.kernels.sm90.jit.launch import check, launch
+from phalanx.kernels.sm90.jit.pointers import IntVecPtr, WordVecPtr
 from phalanx.kernels.sm90.jit.ptx import pack, unpack
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MAX_ADDENDS
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS as MAX_SLOTS
@@ -74,31 +74,23 @@ class CombineConfig:
 class CombineKernel:
     """The kernel of a configuration, as `cute.compile` takes it."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Uint32, 16),  # y [S, D], as words of two bf16
-        (Int32, 16),  # inverse [N, K]
-        (Uint32, 16),  # out [N, D]
-        (Uint32, 16),  # first and
-        (Uint32, 16),  # second addend [N, D]; without them, anything
-    )
-    integers: ClassVar[int] = 2
-
     def __init__(self, config: CombineConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        y: cute.Pointer,
-        inverse: cute.Pointer,
-        out: cute.Pointer,
-        first: cute.Pointer,
-        second: cute.Pointer,
-        sizes: tuple[Int32, Int32],
+        y: WordVecPtr,
+        inverse: IntVecPtr,
+        out: WordVecPtr,
+        first: WordVecPtr,
+        second: WordVecPtr,
+        tokens: Int32,
+        width: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch; sizes: N, and the pieces D / 8 of a row."""
-        tokens, width = sizes
+        """Launch over rows of `width` = D / 8 pieces; addends beyond config.addends may be
+        anything."""
         block = THREADS * self.config.pieces
         self.kernel(y, inverse, out, first, tokens, width, second).launch(
             grid=[(tokens * width + (block - 1)) // block, 1, 1],
@@ -228,7 +220,11 @@ def combine(
         check(where, f"addend {number}", addend, torch.bfloat16, (N, D))
     config = CombineConfig(K, len(addends))
     if out.numel():
-        unused = [out] * (MAX_ADDENDS - len(addends))
-        tensors = (y_SD, inverse_NK, out, *addends, *unused)
-        launch(CombineKernel, config, tensors, (N, D // _COLUMNS))
+        first, second = (*addends, out, out)[:MAX_ADDENDS]
+        launch(
+            CombineKernel,
+            config,
+            **dict(y=y_SD, inverse=inverse_NK, out=out, first=first, second=second),
+            **dict(tokens=N, width=D // _COLUMNS),
+        )
     return out

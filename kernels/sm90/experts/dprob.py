@@ -9,7 +9,6 @@ Legend: S rows, C column tiles, N rows of the table, L experts, e(s) the expert 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,8 +18,9 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from phalanx.kernels.sm90.gemm.gemm import vector
-from phalanx.kernels.sm90.jit.arguments import FP32, INT, require
+from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch
+from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
 
 THREADS = 256
 _STEPS = 11
@@ -40,25 +40,24 @@ class DprobConfig:
 class DprobKernel:
     """One thread a row."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (FP32, FP32, INT, INT, FP32)
-    integers: ClassVar[int] = 4
-
     def __init__(self, config: DprobConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        partial: cute.Pointer,
-        table: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        dprob: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32],
+        partial: Fp32Ptr,
+        table: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        dprob: Fp32Ptr,
+        S: Int32,
+        C: Int32,
+        N: Int32,
+        L: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, C, N, L."""
-        S, C, N, L = sizes
+        """Launch, one thread a row."""
         self.kernel(
             cute.make_tensor(partial, cute.make_layout((C, S), stride=(Int64(S), 1))),
             cute.make_tensor(table, cute.make_layout((N, L), stride=(Int64(L), 1))),
@@ -132,5 +131,10 @@ def dprob(
     out = partial_CS.new_empty(S)
     config = DprobConfig(table_NL is not None, table_NL is not None and index_S is not None)
     if S:
-        launch(DprobKernel, config, (partial_CS, table_NL, index_S, offsets, out), (S, C, N, L))
+        launch(
+            DprobKernel,
+            config,
+            **dict(partial=partial_CS, table=table_NL, index=index_S, offsets=offsets, dprob=out),
+            **dict(S=S, C=C, N=N, L=L),
+        )
     return out

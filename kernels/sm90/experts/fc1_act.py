@@ -8,8 +8,6 @@ half, so a thread has both of a pair in registers; w1 stays canonical, [gate; up
 Legend: S rows, N rows of x, D hidden, F expert width, H = 2F with a gate and F without, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -22,54 +20,36 @@ from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Act
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import (
-    BF16,
-    FP32,
-    INT,
-    LONG,
-    WORD,
-    counter_of,
-    require,
-    weight,
-)
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 
 
 class Fc1Kernel(Gemm):
     """h = x[index] @ w1[e]^T + b1[e]; a = act(h) * prob."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        BF16,
-        BF16,
-        BF16,
-        BF16,
-        WORD,
-        FP32,
-        INT,
-        INT,
-        INT,
-        LONG,
-    )
-    integers: ClassVar[int] = 6
-
     @cute.jit
     def __call__(
         self,
-        x: cute.Pointer,
-        w1: cute.Pointer,
-        h: cute.Pointer,
-        a: cute.Pointer,
-        bias: cute.Pointer,
-        prob: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        ready: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        x: Bf16Ptr,
+        w1: Bf16Ptr,
+        h: Bf16Ptr,
+        a: Bf16Ptr,
+        bias: WordPtr,
+        prob: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        ready: LongPtr,
+        S: Int32,
+        N: Int32,
+        F: Int32,
+        D: Int32,
+        L: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of x, F, D, L, clusters."""
-        S, N, F, D, L, clusters = sizes
+        """S expert rows, N rows of x."""
         loop = self.config.mainloop
         H = F * self.config.epilogue.num_gate_parts
         epilogue_args = self.config.epilogue.host(
@@ -85,7 +65,7 @@ class Fc1Kernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
         )
 
@@ -104,7 +84,6 @@ def fc1_act(
     out: tuple[Tensor | None, Tensor] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """h[s] = x[index[s]] @ w1[e]^T + b1[e] and a[s] = act(h[s]) * prob[s], each rounded once.
@@ -122,7 +101,7 @@ def fc1_act(
             still in flight.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, dynamic, loop: as in `grouped_gemm`.
+        counter, sm_margin, loop: as in `grouped_gemm`.
 
     Returns:
         h_SH (or None) and a_SF in bf16.
@@ -157,14 +136,15 @@ def fc1_act(
         gather, parts = index_S is not None, H // F
         loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, num_gate_parts=parts)
     epilogue = Act(act, bias_LH is not None, keep_h, prob_S is not None)
-    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and x.shape[0]:
         counter = counter_of(x.device) if counter is None else counter
-        clusters = persistent_clusters(sms(x.device), sm_margin, loop.cluster)
+        ctas = persistent_ctas(sms(x.device), sm_margin)
         launch(
             Fc1Kernel,
             config,
-            (x, w1_LHD, h, a, bias_LH, prob_S, index_S, offsets, counter, ready),
-            (S, x.shape[0], F, D, L, clusters),
+            **dict(x=x, w1=w1_LHD, h=h, a=a, bias=bias_LH, prob=prob_S, index=index_S),
+            **dict(offsets=offsets, counter=counter, ready=ready),
+            **dict(S=S, N=x.shape[0], F=F, D=D, L=L, ctas=ctas),
         )
     return h, a

@@ -9,8 +9,6 @@ kernel as one partial sum per column tile, which `dprob` adds up in a fixed orde
 Legend: S rows, N rows of dy, D hidden, F expert width, H = 2F with a gate and F without, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -23,47 +21,37 @@ from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import ActGrad
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr
 
 
 class DgradKernel(Gemm):
     """dA = dy[index] @ w2[e]; dh, a and the gradient of prob from dA and h."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        BF16,
-        BF16,
-        BF16,
-        BF16,
-        BF16,
-        FP32,
-        FP32,
-        INT,
-        INT,
-        INT,
-        LONG,
-    )
-    integers: ClassVar[int] = 6
-
     @cute.jit
     def __call__(
         self,
-        dy: cute.Pointer,
-        w2: cute.Pointer,
-        h: cute.Pointer,
-        dh: cute.Pointer,
-        a: cute.Pointer,
-        prob: cute.Pointer,
-        dprob: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        ready: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        dy: Bf16Ptr,
+        w2: Bf16Ptr,
+        h: Bf16Ptr,
+        dh: Bf16Ptr,
+        a: Bf16Ptr,
+        prob: Fp32Ptr,
+        dprob: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        ready: LongPtr,
+        S: Int32,
+        N: Int32,
+        F: Int32,
+        D: Int32,
+        L: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of dy, F, D, L, clusters."""
-        S, N, F, D, L, clusters = sizes
+        """S expert rows, N rows of dy."""
         loop = self.config.mainloop
         H = F * self.config.epilogue.num_gate_parts
         tiles = (F + (loop.columns - 1)) // loop.columns
@@ -85,7 +73,7 @@ class DgradKernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
         )
 
@@ -103,7 +91,6 @@ def fc2_dgrad_dact(
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of h, recomputed activations, and partial sums of the gradient of prob.
@@ -116,7 +103,7 @@ def fc2_dgrad_dact(
         act, index_S, prob_S, ready: as in `fc1_act`.
         out: the tensors to write to and return; rows of other experts are left alone. Default: new
             ones.
-        counter, sm_margin, dynamic, loop: as in `grouped_gemm`.
+        counter, sm_margin, loop: as in `grouped_gemm`.
 
     Returns:
         dh_SH and a_SF in bf16, and dprob [column tiles, S] in fp32, whose sum over the tiles is the
@@ -159,14 +146,15 @@ def fc2_dgrad_dact(
             dprob=(out[2], torch.float32, (column_tiles, S)),
         )
     dh, a, dprob = out
-    config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic, ready is not None)
+    config = GemmConfig(ActGrad(act, prob_S is not None), loop, waits=ready is not None)
     if S and dy.shape[0]:
         counter = counter_of(dy.device) if counter is None else counter
-        clusters = persistent_clusters(sms(dy.device), sm_margin, loop.cluster)
+        ctas = persistent_ctas(sms(dy.device), sm_margin)
         launch(
             DgradKernel,
             config,
-            (dy, w2_LDF, h_SH, dh, a, prob_S, dprob, index_S, offsets, counter, ready),
-            (S, dy.shape[0], F, D, L, clusters),
+            **dict(dy=dy, w2=w2_LDF, h=h_SH, dh=dh, a=a, prob=prob_S, dprob=dprob, index=index_S),
+            **dict(offsets=offsets, counter=counter, ready=ready),
+            **dict(S=S, N=dy.shape[0], F=F, D=D, L=L, ctas=ctas),
         )
     return dh, a, dprob

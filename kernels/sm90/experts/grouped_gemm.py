@@ -5,49 +5,50 @@ fc2 forward and the data gradient of fc1, whose weights are read transposed.
 Legend: S rows, K channels in, N channels out, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal
+from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal, tile_sizes
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, WordPtr
 
 
 class GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        *(BF16, BF16, BF16, WORD, FP32),
-        *(INT, INT, INT, INT),
-    )
-    integers: ClassVar[int] = 10
-
     @cute.jit
     def __call__(
         self,
-        a: cute.Pointer,
-        w: cute.Pointer,
-        y: cute.Pointer,
-        bias: cute.Pointer,
-        scale: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        progress: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        a: Bf16Ptr,
+        w: Bf16Ptr,
+        y: Bf16Ptr,
+        bias: WordPtr,
+        scale: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        progress: IntPtr,
+        S: Int32,
+        A: Int32,
+        N: Int32,
+        K: Int32,
+        L: Int32,
+        ctas: Int32,
+        waves: Int32,
+        yielding: Int32,
+        first_late: Int32,
+        slice_bits: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a (S too), N, K, L, clusters, `TileSignal.sizes`; `index` is null."""
-        S, A, N, K, L, clusters, waves, yielding, first_late, slice_bits = sizes
+        """A rows of a (S too). From waves on: `TileSignal.sizes`. `index` is null."""
         loop = self.config.mainloop
         epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
@@ -63,7 +64,7 @@ class GroupedGemmKernel(Gemm):
             None,
             N,
             L,
-            clusters,
+            ctas,
             stream,
             (yielding, first_late, slice_bits),
         )
@@ -79,7 +80,6 @@ def grouped_gemm(
     out_SN: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
@@ -95,8 +95,7 @@ def grouped_gemm(
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
             one. Default: that of the stream, or of the captured graph (`counter_of`).
-        sm_margin: SMs to leave free, rounded up to whole clusters.
-        dynamic: claim tiles on the device; otherwise cluster i takes tiles i, i + clusters, ...
+        sm_margin: SMs to leave free.
         loop: tile to use; default `tiles.choose`.
         signal: signal finished tiles to their reader; has `out_SN`, `loop` and `counter`.
 
@@ -125,18 +124,16 @@ def grouped_gemm(
         counter=(counter, torch.int32, (1,)),
     )
     loop = loop or tiles.choose("grouped_gemm", N, K, transposed=transposed)
-    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
-    waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
+    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     if S:
         counter = counter_of(a.device) if counter is None else counter
-        clusters = persistent_clusters(sms(a.device), sm_margin, loop.cluster)
+        ctas = persistent_ctas(sms(a.device), sm_margin)
         launch(
             GroupedGemmKernel,
             config,
-            (
-                *(a, w_LNK, out, bias_LN, scale_S, None, offsets, counter),
-                None if signal is None else signal.progress,
-            ),
-            (S, S, N, K, L, clusters, waves, yielding if dynamic else 0, *late),
+            **dict(a=a, w=w_LNK, y=out, bias=bias_LN, scale=scale_S, index=None, offsets=offsets),
+            **dict(counter=counter, progress=None if signal is None else signal.progress),
+            **dict(S=S, A=S, N=N, K=K, L=L, ctas=ctas),
+            **tile_sizes(signal, L),
         )
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.kernels.sm90.experts.contraction import BOX, D, V
 from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
 from phalanx.kernels.sm90.jit.arguments import counter_of
-from phalanx.kernels.sm90.jit.launch import check, launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import check, launch, persistent_ctas, sms
 
 __all__ = ["WgradConfig", "WgradKernel", "choose", "wgrad"]
 
@@ -35,7 +35,6 @@ def wgrad(
     order_L: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     tile: int | None = None,
 ) -> Tensor:
     """dw[e] (+)= sum over expert e's rows s of outer(d[s], v[s]), in fp32, rounded once.
@@ -56,7 +55,6 @@ def wgrad(
         counter: int32 [1], 0 before the call and 0 after it; launches that may overlap must not
             share one. Default: a new one.
         sm_margin: SMs to leave free.
-        dynamic: claim tiles on the device; otherwise CTA i takes tiles i, i + CTAs, ....
         tile: columns of a tile (128, 192, 256); default `choose`.
 
     Returns:
@@ -91,7 +89,6 @@ def wgrad(
         zeros=zeros or accumulate,
         gathered=gathered,
         ordered=order_L is not None,
-        dynamic=dynamic,
     )
     bf16, int32 = torch.bfloat16, torch.int32
     check(d.device, "d", d, bf16, (N if gathered == D else S, O))
@@ -104,11 +101,15 @@ def wgrad(
         check(d.device, "order", order_L, int32, (L,))
     if counter is not None:
         check(d.device, "counter", counter, int32, (1,))
-    ctas = persistent_clusters(sms(d.device), sm_margin)
+    ctas = persistent_ctas(sms(d.device), sm_margin)
     if S == 0 or N == 0:
         return out if accumulate or not zeros else out.zero_()
-    if counter is None and dynamic:
+    if counter is None:
         counter = counter_of(d.device)
-    tensors = (d, v, out, index, offsets, order_L, counter)
-    launch(WgradKernel, config, tensors, (S, O, I, L, ctas))
+    launch(
+        WgradKernel,
+        config,
+        **dict(d=d, v=v, dw=out, index=index, offsets=offsets, order=order_L, counter=counter),
+        **dict(S=S, O=O, I=I, L=L, ctas=ctas),
+    )
     return out

@@ -57,7 +57,7 @@ from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
-from phalanx.kernels.sm90.jit.arguments import BF16, INT
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, IntPtr
 
 SMEM_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024 + 1024
@@ -78,8 +78,6 @@ class WgradConfig:
     """Operand whose rows are picked by an index: D, V or None."""
     ordered: bool = False
     """Take the experts in an order given by the caller."""
-    dynamic: bool = True
-    """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     zeros: bool = True
     """Write zeros for experts without rows, unless it adds."""
 
@@ -111,15 +109,12 @@ class WgradConfig:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.contraction.rows, 1, self.loading_warps + MMA_WARPS, self.dynamic)
+        return Schedule(self.contraction.rows, self.loading_warps + MMA_WARPS)
 
 
 class WgradKernel:
     """The kernel of a configuration, as `cute.compile` takes it."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (BF16, BF16, BF16, INT, INT, INT, INT)
-    """d, v, dw (fp32 with config.wide), index, offsets, order, counter."""
-    integers: ClassVar[int] = 5
     warpgroups: ClassVar[bool] = True
 
     def __init__(self, config: WgradConfig) -> None:
@@ -128,14 +123,18 @@ class WgradKernel:
     @cute.jit
     def __call__(
         self,
-        d: cute.Pointer,
-        v: cute.Pointer,
-        dw: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        order: cute.Pointer,
-        counter: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32],
+        d: Bf16Ptr,
+        v: Bf16Ptr,
+        dw: Bf16Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        order: IntPtr,
+        counter: IntPtr,
+        S: Int32,
+        O: Int32,  # noqa: E741
+        I: Int32,  # noqa: E741
+        L: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launch.
@@ -144,12 +143,11 @@ class WgradKernel:
             d, v: bf16 [S, O] and [S, I], or [any, ...] for the one with an index; contiguous.
             dw: [L, O, I]. index: int32 [S]; read only with config.gathered.
             offsets: int32 [L + 1]. order: int32 [L]; read only with config.ordered.
-            counter: int32 [1], 0 before and after; used only with config.dynamic.
-            sizes: S, O, I, L and the number of CTAs; O and I are multiples of 64.
+            counter: int32 [1], 0 before and after.
+            O, I: multiples of 64. ctas: size of the grid.
         """
         config = self.config
         loop = config.contraction
-        S, O, I, L, ctas = sizes  # noqa: E741
         O, I = cute.assume(O, divby=BOX), cute.assume(I, divby=BOX)  # noqa: E741
         wide_o, wide_i = cute.assume(Int64(O), divby=BOX), cute.assume(Int64(I), divby=BOX)
         plane = cute.assume(Int64(O) * Int64(I), divby=BOX)
@@ -286,7 +284,7 @@ class WgradKernel:
             picked = look_up(row, rows, Int32(0))
             state, picked = load(state, row, rows, at, Int32(0), half, picked)
             if leads:
-                tile = scheduler.after(tile, claimed, ctas)
+                tile = scheduler.claimed_tile(claimed)
                 (
                     first,
                     window_expert,

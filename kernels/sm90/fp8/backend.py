@@ -37,18 +37,18 @@ class FusedFP8(FP8Operands, Fused):
     """`kernels.expert_mlp.backend.Backend` on Hopper, in FP8.
 
     Args:
-        sm_margin, dynamic: as for `Fused`.
+        sm_margin: as for `Fused`.
         recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
             that went through FP8: exact, for comparison, and slow.
         keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
     """
 
-    def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
+    def __init__(self, sm_margin: int, recipe: Fp8Block, keep: bool) -> None:
         FP8Operands.__init__(self, recipe)
-        Fused.__init__(self, sm_margin, dynamic)
+        Fused.__init__(self, sm_margin)
         self._keep = keep
-        self._launch_options: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
-        self._emulated = EmulatedFP8(Fused(sm_margin, dynamic), recipe)
+        self._launch_options: dict[str, Any] = dict(sm_margin=sm_margin)
+        self._emulated = EmulatedFP8(Fused(sm_margin), recipe)
 
     def fc1_act(
         self,

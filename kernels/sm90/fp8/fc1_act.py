@@ -8,8 +8,6 @@ a is rounded to bf16 and then quantised, with a scale for 128 channels of a row:
 Legend: S rows, N rows of x, D hidden, F expert width, H = 2F with a gate and F without, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -22,16 +20,16 @@ from phalanx.kernels.sm90.exchange.ready import WORDS
 from phalanx.kernels.sm90.fp8.act import Fp8Act
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
 from phalanx.kernels.sm90.fp8.operands import (
-    BYTES,
     choose,
     require_weights,
     row_pitch,
-    weight_sizes,
+    scale_sizes,
 )
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, WORD, counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.arguments import counter_of, require
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 
 COLUMNS = 256
 """Columns of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
@@ -40,35 +38,40 @@ COLUMNS = 256
 class Fp8Fc1Kernel(Gemm):
     """h = x[index] @ w1[e]^T + b1[e]; a = act(h) * prob."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        *(BYTES, FP32, BYTES, FP32),
-        *(BF16, BYTES, FP32, WORD, FP32),
-        *(INT, INT, INT, LONG),
-    )
-    integers: ClassVar[int] = 14
-
     @cute.jit
     def __call__(
         self,
-        x: cute.Pointer,
-        x_scale: cute.Pointer,
-        w1: cute.Pointer,
-        w1_scale: cute.Pointer,
-        h: cute.Pointer,
-        a: cute.Pointer,
-        a_scale: cute.Pointer,
-        bias: cute.Pointer,
-        prob: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        ready: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        x: Fp8Ptr,
+        x_scale: Fp32Ptr,
+        w1: Fp8Ptr,
+        w1_scale: Fp32Ptr,
+        h: Bf16Ptr,
+        a: Fp8Ptr,
+        a_scale: Fp32Ptr,
+        bias: WordPtr,
+        prob: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        ready: LongPtr,
+        S: Int32,
+        N: Int32,
+        F: Int32,
+        D: Int32,
+        pitch: Int32,
+        L: Int32,
+        ctas: Int32,
+        x_row_stride: Int32,
+        x_block_stride: Int32,
+        w_blocks: Int32,
+        w_expert_stride: Int32,
+        w_n_stride: Int32,
+        w_k_stride: Int32,
+        zero: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of x, F, D, pitch of x, L, clusters, strides of x's scales,
-        `weight_sizes` of w1's, and 0."""
-        S, N, F, D, pitch, L, clusters, *strides = sizes
+        """S expert rows, N rows of x at a `pitch`; strides of x's scales; N blocks and strides of
+        w1's."""
         loop, parts = self.config.mainloop, self.config.epilogue.num_gate_parts
         H, blocks = F * parts, (F + (BLOCK - 1)) // BLOCK
         scale = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
@@ -86,10 +89,17 @@ class Fp8Fc1Kernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
             None,
-            operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], parts, strides[6]),
+            operand_scales(
+                x_scale,
+                (x_row_stride, x_block_stride),
+                w1_scale,
+                (w_blocks, w_expert_stride, w_n_stride, w_k_stride),
+                parts,
+                zero,
+            ),
         )
 
 
@@ -107,7 +117,6 @@ def fp8_fc1_act(
     out: tuple[Tensor | None, Quantized] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
 ) -> tuple[Tensor | None, Quantized]:
     """h[s] = x[index[s]] @ w1[e]^T + b1[e], and a[s] = act(h[s]) * prob[s] in FP8.
 
@@ -127,7 +136,7 @@ def fp8_fc1_act(
             by an index, are still being pushed.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, dynamic: as in `grouped_gemm`.
+        counter, sm_margin: as in `grouped_gemm`.
 
     Returns:
         h_SH in bf16 (or None), and a_SF in e4m3 with a scale for 128 channels of a row.
@@ -169,17 +178,17 @@ def fp8_fc1_act(
     h, a = out
     loop: Fp8Mainloop = choose(COLUMNS, x.data, gather=index_S is not None)
     epilogue = Fp8Act(act, bias_LH is not None, keep_h, prob_S is not None)
-    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and N:
         counter = counter_of(device) if counter is None else counter
-        clusters = persistent_clusters(sms(device), sm_margin)
+        ctas = persistent_ctas(sms(device), sm_margin)
         launch(
             Fp8Fc1Kernel,
             config,
-            (
-                *(x.data, x.scale, w1_LHD.data, w1_LHD.scale),
-                *(h, *a, bias_LH, prob_S, index_S, offsets, counter, ready),
-            ),
-            (S, N, F, D, pitch, L, clusters, *x.scale.stride(), *weight_sizes(w1_LHD.scale), 0),
+            **dict(x=x.data, x_scale=x.scale, w1=w1_LHD.data, w1_scale=w1_LHD.scale),
+            **dict(h=h, a=a.data, a_scale=a.scale, bias=bias_LH, prob=prob_S, index=index_S),
+            **dict(offsets=offsets, counter=counter, ready=ready),
+            **dict(S=S, N=N, F=F, D=D, pitch=pitch, L=L, ctas=ctas),
+            **scale_sizes("x", x.scale, w1_LHD.scale),
         )
     return h, a

@@ -10,8 +10,6 @@ transposed afterwards.
 Legend: S rows, N rows of dy, D hidden, F expert width, H = 2F with a gate and F without, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -24,17 +22,17 @@ from phalanx.kernels.sm90.exchange.ready import WORDS
 from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations, weights
 from phalanx.kernels.sm90.fp8.operands import (
-    BYTES,
     choose,
     require_weights,
     row_pitch,
     rows_format,
-    weight_sizes,
+    scale_sizes,
 )
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.arguments import counter_of, require
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr, LongPtr
 
 COLUMNS = 256
 """Columns of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a
@@ -45,38 +43,42 @@ faster than tiles of 128 columns, which fit, but load a third more for a product
 class Fp8DgradKernel(Gemm):
     """dA = dy[index] @ w2[e]; dh, a and the gradient of prob from dA and h."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        *(BYTES, FP32, BYTES, FP32, BF16),
-        *(BYTES, FP32, BYTES, FP32, FP32, FP32),
-        *(INT, INT, INT, LONG),
-    )
-    integers: ClassVar[int] = 14
-
     @cute.jit
     def __call__(
         self,
-        dy: cute.Pointer,
-        dy_scale: cute.Pointer,
-        w2: cute.Pointer,
-        w2_scale: cute.Pointer,
-        h: cute.Pointer,
-        dh: cute.Pointer,
-        dh_scale: cute.Pointer,
-        a: cute.Pointer,
-        a_scale: cute.Pointer,
-        prob: cute.Pointer,
-        dprob: cute.Pointer,
-        index: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        ready: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        dy: Fp8Ptr,
+        dy_scale: Fp32Ptr,
+        w2: Fp8Ptr,
+        w2_scale: Fp32Ptr,
+        h: Bf16Ptr,
+        dh: Fp8Ptr,
+        dh_scale: Fp32Ptr,
+        a: Fp8Ptr,
+        a_scale: Fp32Ptr,
+        prob: Fp32Ptr,
+        dprob: Fp32Ptr,
+        index: IntPtr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        ready: LongPtr,
+        S: Int32,
+        N: Int32,
+        F: Int32,
+        D: Int32,
+        pitch: Int32,
+        L: Int32,
+        ctas: Int32,
+        dy_row_stride: Int32,
+        dy_block_stride: Int32,
+        w_blocks: Int32,
+        w_expert_stride: Int32,
+        w_n_stride: Int32,
+        w_k_stride: Int32,
+        zero: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of dy, F, D, pitch of dy, L, clusters, strides of dy's scales,
-        `weight_sizes` of w2's, and 0.
-        """
-        S, N, F, D, pitch, L, clusters, *strides = sizes
+        """S expert rows, N rows of dy at a `pitch`; strides of dy's scales; N blocks and strides of
+        w2's."""
         loop, epilogue = self.config.mainloop, self.config.epilogue
         parts, one = epilogue.num_gate_parts, Int32(1)
         tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
@@ -107,10 +109,17 @@ class Fp8DgradKernel(Gemm):
             ready,
             F,
             L,
-            clusters,
+            ctas,
             stream,
             None,
-            operand_scales(dy_scale, strides[:2], w2_scale, strides[2:6], 1, strides[6]),
+            operand_scales(
+                dy_scale,
+                (dy_row_stride, dy_block_stride),
+                w2_scale,
+                (w_blocks, w_expert_stride, w_n_stride, w_k_stride),
+                1,
+                zero,
+            ),
         )
 
 
@@ -127,7 +136,6 @@ def fp8_fc2_dgrad_dact(
     out: tuple[Quantized, Quantized, Tensor | None] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
 ) -> tuple[Quantized, Quantized, Tensor | None]:
     """Gradient of h and recomputed activations, in FP8, and partial sums of the gradient of prob.
 
@@ -143,7 +151,7 @@ def fp8_fc2_dgrad_dact(
         act, index_S, prob_S, ready: as in `fc1_act`.
         out: the tensors to write to and return; rows of other experts are left alone. Default: new
             ones.
-        counter, sm_margin, dynamic: as in `grouped_gemm`.
+        counter, sm_margin: as in `grouped_gemm`.
 
     Returns:
         dh_SH in dy's format, with a scale for 128 channels of a row, whose blocks restart in the
@@ -189,17 +197,17 @@ def fp8_fc2_dgrad_dact(
         )
     dh, a, dprob = out
     epilogue = Fp8ActGrad(act, prob_S is not None, rows_format("dy", dy.data))
-    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and N:
         counter = counter_of(device) if counter is None else counter
-        clusters = persistent_clusters(sms(device), sm_margin)
+        ctas = persistent_ctas(sms(device), sm_margin)
         launch(
             Fp8DgradKernel,
             config,
-            (
-                *(*dy, *w2_LFD, h_SH, *dh, *a, prob_S, dprob),
-                *(index_S, offsets, counter, ready),
-            ),
-            (S, N, F, D, pitch, L, clusters, *dy.scale.stride(), *weight_sizes(w2_LFD.scale), 0),
+            **dict(dy=dy.data, dy_scale=dy.scale, w2=w2_LFD.data, w2_scale=w2_LFD.scale, h=h_SH),
+            **dict(dh=dh.data, dh_scale=dh.scale, a=a.data, a_scale=a.scale),
+            **dict(prob=prob_S, dprob=dprob, index=index_S, offsets=offsets, counter=counter),
+            **dict(ready=ready, S=S, N=N, F=F, D=D, pitch=pitch, L=L, ctas=ctas),
+            **scale_sizes("dy", dy.scale, w2_LFD.scale),
         )
     return dh, a, dprob

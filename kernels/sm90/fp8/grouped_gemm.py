@@ -6,8 +6,6 @@ linear half as two parts.
 Legend: S rows, K channels in, N channels out, L experts.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
@@ -15,54 +13,62 @@ from cutlass import Int32
 from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal
+from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal, tile_sizes
 from phalanx.kernels.sm90.fp8.mainloop import activations, weights
 from phalanx.kernels.sm90.fp8.operands import (
-    BYTES,
     choose,
     require_rows,
     require_tile,
     require_weights,
     rows_tile,
-    weight_sizes,
+    scale_sizes,
 )
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.arguments import counter_of, require
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr, WordPtr
 
 
 class Fp8GroupedGemmKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        *(BYTES, FP32, BYTES, FP32),
-        *(BF16, WORD, FP32),
-        *(INT, INT, INT),
-    )
-    integers: ClassVar[int] = 17
-
     @cute.jit
     def __call__(
         self,
-        a: cute.Pointer,
-        a_scale: cute.Pointer,
-        w: cute.Pointer,
-        w_scale: cute.Pointer,
-        y: cute.Pointer,
-        bias: cute.Pointer,
-        scale: cute.Pointer,
-        offsets: cute.Pointer,
-        counter: cute.Pointer,
-        progress: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        a: Fp8Ptr,
+        a_scale: Fp32Ptr,
+        w: Fp8Ptr,
+        w_scale: Fp32Ptr,
+        y: Bf16Ptr,
+        bias: WordPtr,
+        scale: Fp32Ptr,
+        offsets: IntPtr,
+        counter: IntPtr,
+        progress: IntPtr,
+        S: Int32,
+        N: Int32,
+        each: Int32,
+        parts: Int32,
+        L: Int32,
+        ctas: Int32,
+        waves: Int32,
+        yielding: Int32,
+        first_late: Int32,
+        slice_bits: Int32,
+        a_row_stride: Int32,
+        a_block_stride: Int32,
+        w_blocks: Int32,
+        w_expert_stride: Int32,
+        w_n_stride: Int32,
+        w_k_stride: Int32,
+        zero: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N, channels of a part of K and parts, L, clusters, `TileSignal.sizes`, strides
-        of a's scales, `weight_sizes` of w's, and 0."""
-        S, N, each, parts, L, clusters, waves, yielding, first_late, slice_bits, *strides = sizes
+        """K = `each` channels of `parts` parts. From waves on: `TileSignal.sizes`; strides of a's
+        scales; N blocks and strides of w's."""
         loop = self.config.mainloop
         epilogue_args = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
@@ -78,10 +84,17 @@ class Fp8GroupedGemmKernel(Gemm):
             None,
             N,
             L,
-            clusters,
+            ctas,
             stream,
             (yielding, first_late, slice_bits),
-            operand_scales(a_scale, strides[:2], w_scale, strides[2:6], 1, strides[6]),
+            operand_scales(
+                a_scale,
+                (a_row_stride, a_block_stride),
+                w_scale,
+                (w_blocks, w_expert_stride, w_n_stride, w_k_stride),
+                1,
+                zero,
+            ),
         )
 
 
@@ -96,7 +109,6 @@ def fp8_grouped_gemm(
     out_SN: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
@@ -113,7 +125,7 @@ def fp8_grouped_gemm(
         parts: of K, 1 or 2, in each of which blocks restart.
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
-        counter, sm_margin, dynamic, signal: as in `experts.grouped_gemm`.
+        counter, sm_margin, signal: as in `experts.grouped_gemm`.
         loop: an `Fp8Mainloop` for a's format; default `operands.rows_tile`.
 
     Returns:
@@ -145,23 +157,18 @@ def fp8_grouped_gemm(
     )
     loop = loop or choose(rows_tile(N), a.data)
     require_tile(loop, a.data)
-    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
-    waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
+    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     if S:
         counter = counter_of(device) if counter is None else counter
-        clusters = persistent_clusters(sms(device), sm_margin)
+        ctas = persistent_ctas(sms(device), sm_margin)
         launch(
             Fp8GroupedGemmKernel,
             config,
-            (
-                *(a.data, a.scale, w_LNK.data, w_LNK.scale),
-                *(out, bias_LN, scale_S, offsets, counter),
-                None if signal is None else signal.progress,
-            ),
-            (
-                *(S, N, K // parts, parts, L, clusters),
-                *(waves, yielding if dynamic else 0, *late),
-                *(*a.scale.stride(), *weight_sizes(w_LNK.scale), 0),
-            ),
+            **dict(a=a.data, a_scale=a.scale, w=w_LNK.data, w_scale=w_LNK.scale),
+            **dict(y=out, bias=bias_LN, scale=scale_S, offsets=offsets, counter=counter),
+            progress=None if signal is None else signal.progress,
+            **dict(S=S, N=N, each=K // parts, parts=parts, L=L, ctas=ctas),
+            **tile_sizes(signal, L),
+            **scale_sizes("a", a.scale, w_LNK.scale),
         )
     return out

@@ -1,7 +1,6 @@
 """Checks of operands in FP8, and the tile for them."""
 
 import torch
-from cutlass import Float8E4M3FN
 from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import Quantized, block_count
@@ -9,8 +8,6 @@ from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import require
 
-BYTES = (Float8E4M3FN, 16)
-"""Element and alignment of a pointer to FP8; kernels recast it to e5m2."""
 _ROWS_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _RELATIVE = {256: 1.0, 192: 1.03}
 """Time of the tiles of `rows` for a number of columns that both divide: on one H200, six shapes of
@@ -110,9 +107,19 @@ def require_tile(loop: Mainloop, a: Tensor) -> None:
         raise ValueError(f"loop must be an Fp8Mainloop for rows in {wanted}, not {loop}")
 
 
-def weight_sizes(scale: Tensor) -> tuple[int, ...]:
-    """N blocks and strides of weights' scales [L, N blocks, K blocks], as kernels take them."""
-    return scale.shape[1], *scale.stride()
+def scale_sizes(name: str, rows: Tensor, weights: Tensor) -> dict[str, int]:
+    """Integer arguments of kernels for scales of rows called `name` and of weights.
+
+    Args:
+        rows: [rows, K blocks]. weights: [L, N blocks, K blocks].
+    """
+    row, block = rows.stride()
+    expert, n, k = weights.stride()
+    return {
+        **{f"{name}_row_stride": row, f"{name}_block_stride": block},
+        **dict(w_blocks=weights.shape[1], w_expert_stride=expert, w_n_stride=n, w_k_stride=k),
+        "zero": 0,  # hidden from the compiler, see `promotion.Fp8MmaConsumer`
+    }
 
 
 def rows_tile(columns: int) -> int:

@@ -12,7 +12,7 @@ from phalanx.kernels.sm90.experts.wgrad import choose
 from phalanx.kernels.sm90.fp8.operands import require_scales, rows_format
 from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
 from phalanx.kernels.sm90.jit.arguments import counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
 
 
 def fp8_wgrad(
@@ -28,7 +28,6 @@ def fp8_wgrad(
     order_L: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
-    dynamic: bool = True,
     tile: int | None = None,
 ) -> Tensor:
     """dw[e] (+)= sum over expert e's tokens t of outer(d[:, t], v[:, t]), in fp32, rounded once.
@@ -42,7 +41,7 @@ def fp8_wgrad(
             column_offsets[e] to column_offsets[e + 1], multiples of 128; padding among
             them is zero. Nothing is read from column_offsets[L] on.
         parts: of O, 1 or 2, in each of which blocks restart.
-        out_LOI, dtype, accumulate, zeros, order_L, counter, sm_margin, dynamic: as in
+        out_LOI, dtype, accumulate, zeros, order_L, counter, sm_margin: as in
             `experts.wgrad`.
         tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`, and 128 in
             `vector` blocks.
@@ -78,7 +77,6 @@ def fp8_wgrad(
         add=accumulate,
         zeros=zeros or accumulate,
         ordered=order_L is not None,
-        dynamic=dynamic,
         rows_format=rows_format("d", d.data_CT),
         vector=d.blocks == "vector",
     )
@@ -98,13 +96,19 @@ def fp8_wgrad(
         raise ValueError("v's scale must be contiguous and start at a multiple of 8 bytes")
     if T == 0:
         return out if accumulate or not zeros else out.zero_()
-    if counter is None and dynamic:
+    if counter is None:
         counter = counter_of(device)
-    ctas = persistent_clusters(sms(device), sm_margin)
+    ctas = persistent_ctas(sms(device), sm_margin)
     launch(
         Fp8WgradKernel,
         config,
-        (d.data_CT, d.scale, v.data_CT, v.scale, out, column_offsets, order_L, counter),
-        (T, O, I, L, ctas, parts, *d.scale.stride(), *v.scale.stride(), 0),
+        **dict(d=d.data_CT, d_scale=d.scale, v=v.data_CT, v_scale=v.scale, dw=out),
+        **dict(offsets=column_offsets, order=order_L, counter=counter),
+        **dict(T=T, O=O, I=I, L=L, ctas=ctas, parts=parts, zero=0),
+        **{
+            f"{name}_{mode}_stride": stride
+            for name, q in (("d", d), ("v", v))
+            for mode, stride in zip(("block", "channel"), q.scale.stride(), strict=True)
+        },
     )
     return out

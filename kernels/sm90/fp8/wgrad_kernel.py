@@ -32,14 +32,13 @@ from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
-from phalanx.kernels.sm90.fp8.operands import BYTES
 from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, VectorWgradMma, layout_mma
 from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 from phalanx.kernels.sm90.jit import ptx
-from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr
 
 SMEM_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024 + 1024
@@ -58,8 +57,6 @@ class Fp8WgradConfig:
     """Add to dw; a bf16 sum is rounded a second time."""
     ordered: bool = False
     """Take the experts in an order given by the caller."""
-    dynamic: bool = True
-    """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     rows_format: str = "e4m3"
     """Format of d."""
     vector: bool = False
@@ -89,17 +86,12 @@ class Fp8WgradConfig:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(TILE_ROWS, 1, 1 + self.mainloop.warps, self.dynamic)
+        return Schedule(TILE_ROWS, 1 + self.mainloop.warps)
 
 
 class Fp8WgradKernel:
     """The kernel of a configuration, as `cute.compile` takes it."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        *(BYTES, FP32, BYTES, FP32),
-        *(BF16, INT, INT, INT),
-    )
-    integers: ClassVar[int] = 11
     warpgroups: ClassVar[bool] = True
 
     def __init__(self, config: Fp8WgradConfig) -> None:
@@ -108,15 +100,25 @@ class Fp8WgradKernel:
     @cute.jit
     def __call__(
         self,
-        d: cute.Pointer,
-        d_scale: cute.Pointer,
-        v: cute.Pointer,
-        v_scale: cute.Pointer,
-        dw: cute.Pointer,
-        offsets: cute.Pointer,
-        order: cute.Pointer,
-        counter: cute.Pointer,
-        sizes: tuple[Int32, ...],
+        d: Fp8Ptr,
+        d_scale: Fp32Ptr,
+        v: Fp8Ptr,
+        v_scale: Fp32Ptr,
+        dw: Bf16Ptr,
+        offsets: IntPtr,
+        order: IntPtr,
+        counter: IntPtr,
+        T: Int32,
+        O: Int32,  # noqa: E741
+        I: Int32,  # noqa: E741
+        L: Int32,
+        ctas: Int32,
+        parts: Int32,
+        d_block_stride: Int32,
+        d_channel_stride: Int32,
+        v_block_stride: Int32,
+        v_channel_stride: Int32,
+        zero: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launch.
@@ -126,11 +128,10 @@ class Fp8WgradKernel:
                 or channels with config.vector.
             dw: [L, O, I], bf16 or fp32. order: int32 [L]; read only with config.ordered.
             offsets: int32 [L + 1], multiples of 128.
-            counter: int32 [1], 0 before and after; used only with config.dynamic.
-            sizes: T, O, I, L, CTAs, parts of O, strides of d's and of v's scales, and 0.
+            counter: int32 [1], 0 before and after.
+            parts: of O. zero: 0, unknown to the compiler.
         """
         config, loop = self.config, self.config.mainloop
-        T, O, I, L, ctas, parts, d0, d1, v0, v1, zero = sizes  # noqa: E741
         one = Int32(1)
         mD = activations(cute.recast_ptr(d, dtype=loop.types[0]), O, T, one)
         mV = weights(v, I, T, one, one)
@@ -140,9 +141,13 @@ class Fp8WgradKernel:
             dw = cute.recast_ptr(dw, dtype=Float32)
         shape = (cute.assume(O, divby=64), cute.assume(I, divby=64), L)
         mW = cute.make_tensor(dw, cute.make_layout(shape, stride=(wide_i, 1, plane)))
-        of_d = cute.make_tensor(d_scale, cute.make_layout((1, 1), stride=(d0, d1)))
+        of_d = cute.make_tensor(
+            d_scale, cute.make_layout((1, 1), stride=(d_block_stride, d_channel_stride))
+        )
         blocks = I if cutlass.const_expr(config.vector) else (I + (BLOCK - 1)) // BLOCK
-        of_v = cute.make_tensor(v_scale, cute.make_layout((1, blocks), stride=(v0, v1)))
+        of_v = cute.make_tensor(
+            v_scale, cute.make_layout((1, blocks), stride=(v_block_stride, v_channel_stride))
+        )
         self.kernel(
             loop.tma(mD, mV),
             config.output.tma(mW),
@@ -212,7 +217,7 @@ class Fp8WgradKernel:
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
             if warp == 0:
-                load = loop.producer(storage.mainloop, Int32(0), loads, mD, None)
+                load = loop.producer(storage.mainloop, loads, mD, None)
                 self._load(load, scheduler, tiles, ctas)
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
@@ -244,7 +249,7 @@ class Fp8WgradKernel:
             middle = block + (behind - block + 1) // 2
             at = (down * TILE_ROWS, across * columns, Int32(0), Int32(columns // 2))
             state = load(state, (), *at, block, middle)
-            tile = scheduler.after(tile, claimed, ctas)
+            tile = scheduler.claimed_tile(claimed)
             first, named, begin, end, next_row, next_stop, next_position, next_expert = (
                 tiles.locate(tile, first, named, begin, end)
             )

@@ -39,8 +39,6 @@ class GemmConfig:
     epilogue: Any
     """A `Linear`, `Act` or `ActGrad` of `epilogues`."""
     loop: Mainloop
-    dynamic: bool = True
-    """Claim tiles from a counter; otherwise cluster i takes tiles i, i + clusters, ..."""
     waits: bool = False
     """Wait for rows of A that other GPUs are still pushing; only if they are gathered."""
 
@@ -68,13 +66,7 @@ class GemmConfig:
     def schedule(self) -> Schedule:
         loading = GROUP_THREADS // 32 if self.loop.gather else 1
         readers = loading + 2 * GROUP_THREADS // 32
-        return Schedule(
-            self.loop.cluster * TILE_ROWS,
-            self.loop.cluster,
-            readers,
-            self.dynamic,
-            sliced=self.signals,
-        )
+        return Schedule(TILE_ROWS, readers, sliced=self.signals)
 
 
 class Gemm:
@@ -137,14 +129,14 @@ class Gemm:
         ready: cute.Pointer | None,
         columns: Int32,
         L: Int32,
-        clusters: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
         yielding: tuple[Int32, Int32, Int32] | None = None,
         scales: Any = None,
     ) -> None:
         """Launch over A [rows, K] and B [N, K, L]; `columns` is N, or N / 2 with a gate.
 
-        `yielding`, of a kernel that signals: how many clusters yield their SMs, ending after their
+        `yielding`, of a kernel that signals: how many CTAs yield their SMs, ending after their
         first tile of a late slice of an expert; the first late slice; `slice_bits`.
         `scales`, of operands in FP8: as the mainloop's `math` takes them.
         """
@@ -164,13 +156,13 @@ class Gemm:
             (columns + (wide - 1)) // wide,
             loop.blocks(mA),
             half_offset,
-            clusters,
+            ctas,
             yielding,
             scales,
         ).launch(
-            grid=[clusters * loop.cluster, 1, 1],
+            grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[loop.cluster, 1, 1],
+            cluster=[1, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -190,7 +182,7 @@ class Gemm:
         column_tiles: Int32,
         blocks: Int32,
         half_offset: Int32,
-        clusters: Int32,
+        ctas: Int32,
         yielding: tuple[Int32, Int32, Int32] | None,
         scales: Any,
     ) -> None:
@@ -204,7 +196,10 @@ class Gemm:
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        # Rank in a cluster of one CTA: always 0, which the compiler does not know. Without it
+        # registers are allocated differently in every grouped GEMM: remove it only with a
+        # measurement.
+        zero = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = cutlass.utils.SmemAllocator().allocate(layout)
         slice_bits = None if yielding is None else yielding[2]
         scheduler = Scheduler(
@@ -225,24 +220,24 @@ class Gemm:
             config.epilogue.init_barriers(storage.epilogue)
         # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
         cute.arch.mbarrier_init_fence()
-        self._meet()
+        cute.arch.sync_threads()
 
         fewer, more = loop.registers
         if group == 0:
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
-                load = loop.producer(storage.mainloop, rank, loads, mA, index)
+                load = loop.producer(storage.mainloop, loads, mA, index)
                 wave_wait = None
                 if cutlass.const_expr(config.waits):
                     wave_wait = WaveWait(ready, storage.waves.data_ptr() + warp)
                 self._load(
-                    load, scheduler, wave_wait, rank, warp, blocks, half_offset, clusters, yielding
+                    load, scheduler, wave_wait, zero, warp, blocks, half_offset, ctas, yielding
                 )
             else:
                 if warp == 0:
-                    load = loop.producer(storage.mainloop, rank, loads, mA, index)
+                    load = loop.producer(storage.mainloop, loads, mA, index)
                     self._load(
-                        load, scheduler, None, rank, warp, blocks, half_offset, clusters, yielding
+                        load, scheduler, None, zero, warp, blocks, half_offset, ctas, yielding
                     )
         else:
             cute.arch.setmaxregister_increase(more)
@@ -250,8 +245,8 @@ class Gemm:
             operands = (scales, index, config.waits)
             mma = loop.mma_consumer(storage.mainloop, tiled_mma, group - 1, *operands)
             store = config.epilogue.device(loop, storage.epilogue, thread, epilogue)
-            self._compute(mma, store, scheduler, rank, group - 1, blocks)
-        self._meet()
+            self._compute(mma, store, scheduler, zero, group - 1, blocks)
+        cute.arch.sync_threads()
 
     @cute.jit
     def _load(
@@ -259,11 +254,11 @@ class Gemm:
         load: Producer,
         scheduler: Scheduler,
         wave_wait: Any,
-        rank: Int32,
+        zero: Int32,
         warp: Int32,
         blocks: Int32,
         half_offset: Int32,
-        clusters: Int32,
+        ctas: Int32,
         yielding: tuple[Int32, Int32, Int32] | None,
     ) -> None:
         """Loading warps: tiles to stages; the leader also finds the tile after the current one.
@@ -272,7 +267,7 @@ class Gemm:
         and the stages hold enough work to hide a look-up.
         """
         wide = self.config.mainloop.columns // self.config.num_gate_parts
-        leads = (rank == 0) & (warp == 0)
+        leads = (zero == 0) & (warp == 0)
         tile, first, before = Int32(0), Int32(0), Int32(0)
         begin, end, inclusive = Int32(0), Int32(0), Int32(0)
         if leads:
@@ -284,7 +279,7 @@ class Gemm:
             scheduler.send(Int32(0), row, stop, column, expert)
             if cutlass.const_expr(not self.config.signals):
                 if expert < 0:
-                    scheduler.finish(tile, clusters, tiles)
+                    scheduler.finish(tile, ctas, tiles)
         number = Int32(0)
         state, sources_of, finish = load.ring.producer_state(), load.sources, load.finish
         if cutlass.const_expr(self.config.waits):
@@ -302,7 +297,7 @@ class Gemm:
                 claimed = scheduler.claim()
             if cutlass.const_expr(self.config.waits):
                 wave_wait(expert)
-            first_row = row + rank * TILE_ROWS
+            first_row = row + zero * TILE_ROWS
             half = (blocks + 1) // 2
             sources = sources_of(first_row, stop)
             first_column = column * wide
@@ -312,14 +307,14 @@ class Gemm:
                 state, sources, first_row, first_column, expert, half_offset, Int32(0), half
             )
             if goes_on:
-                tile = scheduler.after(tile, claimed, clusters)
+                tile = scheduler.claimed_tile(claimed)
                 first, before, begin, end, inclusive, row, stop, next_column, next_expert, tiles = (
                     scheduler.locate(tile, first, before, begin, end, inclusive)
                 )
                 scheduler.send(number + 1, row, stop, next_column, next_expert)
                 if cutlass.const_expr(not self.config.signals):
                     if next_expert < 0:
-                        scheduler.finish(tile, clusters, tiles)
+                        scheduler.finish(tile, ctas, tiles)
             state = load(state, sources, first_row, first_column, expert, half_offset, half, blocks)
             finish(state, blocks)
             number += 1
@@ -327,7 +322,7 @@ class Gemm:
 
     @cute.jit
     def _compute(
-        self, mma: Any, store: Any, scheduler: Scheduler, rank: Int32, group: Int32, blocks: Int32
+        self, mma: Any, store: Any, scheduler: Scheduler, zero: Int32, group: Int32, blocks: Int32
     ) -> None:
         """Multiplying warp group: stages to accumulators, and those to the epilogue."""
         loop = self.config.mainloop
@@ -340,7 +335,7 @@ class Gemm:
             if cutlass.const_expr(loop.pingpong):  # even tiles are group 0's, odd ones group 1's
                 mine = number & 1 == group
             if mine:
-                first_row = row + rank * TILE_ROWS
+                first_row = row + zero * TILE_ROWS
                 prefetch(first_row, end, column)
                 expert_id = expert
                 if cutlass.const_expr(self.config.signals):
@@ -350,15 +345,6 @@ class Gemm:
             number += 1
             row, end, column, expert = scheduler.read(number)
         store.finish(carry)
-
-    @cute.jit
-    def _meet(self) -> None:
-        """Barrier of all threads of the cluster."""
-        if cutlass.const_expr(self.config.loop.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
 
 def matrix(pointer: cute.Pointer, rows: Int32, columns: Int32) -> cute.Tensor:

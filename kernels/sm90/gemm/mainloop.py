@@ -8,9 +8,8 @@ halves, the second at an offset of `half_offset` columns: side by side, or the g
 the linear half.
 
 The two multiplying warp groups either share a tile, 64 of its 128 rows each, or alternate on whole
-tiles (`pingpong`), so that one multiplies while the other stores. In a cluster each CTA has its own
-rows and loads its share of B for both. Rows and columns past the end of a tensor are read as 0,
-rows past the end of the expert are whatever follows: epilogues drop both.
+tiles (`pingpong`), so that one multiplies while the other stores. Rows and columns past the end of
+a tensor are read as 0, rows past the end of the expert are whatever follows: epilogues drop both.
 """
 
 from dataclasses import dataclass
@@ -51,9 +50,6 @@ class Mainloop:
     columns: int
     """Columns of a tile: 128, 192 or 256."""
     pingpong: bool = False
-    cluster: int = 1
-    """CTAs, 1 or 2, whose tiles lie below each other and share the loads of B. No shipped kernel
-    has 2, which measured no faster."""
     b_transposed: bool = False
     """B is stored [K, N] per expert."""
     gather: bool = False
@@ -61,15 +57,10 @@ class Mainloop:
     stages: int = 4
 
     def __post_init__(self) -> None:
-        if self.columns not in (128, 192, 256) or self.cluster not in (1, 2):
-            raise ValueError(
-                f"columns={self.columns}, cluster={self.cluster}: tiles have 128, 192 or 256 "
-                "columns and clusters 1 or 2 CTAs"
-            )
+        if self.columns not in (128, 192, 256):
+            raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
         if self.pingpong and self.columns > 192:
             raise ValueError("a warp group alone holds at most 128 x 192 accumulators")
-        if self.b_transposed and self.cluster == 2 and self.columns == 192:
-            raise ValueError("192 transposed columns do not divide over 2 CTAs")
 
     @property
     def types(self) -> tuple[Any, Any]:
@@ -142,11 +133,9 @@ class Mainloop:
 
     def tma(self, mA: cute.Tensor, mB: cute.Tensor) -> tuple[Any, Any, Any, Any]:
         """Host side: atom and tensor of A [rows, K], then of B [N, K, experts]."""
-        one = cpasync.CopyBulkTensorTileG2SOp()
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else one
+        op = cpasync.CopyBulkTensorTileG2SOp()
         layout_a = cute.slice_(self.smem_layouts()[0], (None, None, 0))
-        a = cpasync.make_tiled_tma_atom(one, mA, layout_a, (TILE_ROWS, self.depth))
-        # Every copy is for all CTAs: not split, hence no num_multicast.
+        a = cpasync.make_tiled_tma_atom(op, mA, layout_a, (TILE_ROWS, self.depth))
         layout_b = cute.slice_(self.box_layout(), (None, None, 0))
         b = cpasync.make_tiled_tma_atom(op, mB, layout_b, (self.box, self.depth))
         return a[0], a[1], b[0], b[1]
@@ -163,7 +152,7 @@ class Mainloop:
     def ring(self, storage: Any) -> Ring:
         copiers = GROUP_THREADS if self.gather else 0
         arriving = self.stage_bytes - (ROW_BYTES * TILE_ROWS if self.gather else 0)
-        return Ring(storage.ring, self.stages, arriving, copiers, self.warps, self.cluster)
+        return Ring(storage.ring, self.stages, arriving, copiers, self.warps)
 
     def producer(self, *args: Any) -> "Producer":
         """Loading side; the arguments are those of `Producer`."""
@@ -182,11 +171,9 @@ class Producer:
     modes: ClassVar[int] = 1
     """Modes of the operands' tensors that the contraction takes."""
 
-    def __init__(
-        self, loop: Mainloop, storage: Any, rank: Int32, tma: Any, mA: cute.Tensor, index: Any
-    ) -> None:
-        """`tma` is what `Mainloop.tma` returned; `rank` is the CTA's in its cluster."""
-        self.loop, self.ring, self.rank = loop, loop.ring(storage), rank
+    def __init__(self, loop: Mainloop, storage: Any, tma: Any, mA: cute.Tensor, index: Any) -> None:
+        """`tma` as `Mainloop.tma` returns it."""
+        self.loop, self.ring = loop, loop.ring(storage)
         self.atom_a, self.tensor_a, self.atom_b, self.tensor_b = tma
         self.mA, self.index = mA, index
         layout_a, layout_b = loop.smem_layouts()[0], loop.box_layout()
@@ -236,7 +223,7 @@ class Producer:
         begin: Int32,
         end: Int32,
     ) -> State:
-        """Load blocks begin .. end - 1 of the contraction for this CTA's tile.
+        """Load blocks begin .. end - 1 of the contraction for a tile.
 
         Args:
             row, column, expert: first row, first column of B's first half, and expert.
@@ -282,18 +269,15 @@ class Producer:
     def _boxes(
         self, column: Int32, expert: Int32, half_offset: Int32
     ) -> list[tuple[Any, Any, Any]]:
-        """Number, destination and source of the boxes of B that this CTA loads."""
+        """Number, destination and source of the boxes of B."""
         loop, parts = self.loop, []
         count = loop.columns // loop.box
-        for part in range(count // loop.cluster):
-            number = part * loop.cluster + self.rank if loop.cluster > 1 else part
+        half = loop.columns // 2
+        for number in range(count):
             inside = number * loop.box
-            half = loop.columns // 2
-            if loop.cluster > 1 or inside >= half:
-                second = cutlass.select_(Int32(inside) >= half, Int32(1), Int32(0))
-                at = column + inside + second * (half_offset - half)
-            else:
-                at = column + inside
+            at = column + inside
+            if inside >= half:
+                at = at + (half_offset - half)
             shifted = cute.domain_offset((at, *[0] * self.modes, 0), self.tensor_b)
             every = [None] * self.modes
             tiles = cute.local_tile(shifted, (loop.box, loop.depth), (0, *every, expert))
@@ -302,16 +286,12 @@ class Producer:
 
     def _send_b(self, boxes: list[tuple[Any, Any, Any]], k: Int32, state: State) -> None:
         count = self.loop.columns // self.loop.box
-        options = {}
-        if self.loop.cluster > 1:
-            options["mcast_mask"] = cutlass.Int16((1 << self.loop.cluster) - 1)
         for number, to_b, from_b in boxes:
             cute.copy(
                 self.atom_b,
                 from_b[(None, *self.place(k))],
                 to_b[(None, state.index * count + number)],
                 tma_bar_ptr=self.ring.full_barrier(state),
-                **options,
             )
 
 

@@ -6,7 +6,7 @@ A barrier's phase ends with as many arrivals as it was initialised for:
 
     full[stage]   1, of the warp that issues TMA, which also says how many bytes to wait for,
                   + copiers, one of each thread whose cp.async have reached shared memory
-    empty[stage]  readers * cluster, one of each multiplying warp that has read the stage
+    empty[stage]  readers, one of each multiplying warp that has read the stage
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,11 @@ class Ring:
     storage: Any
     stages: int
     bytes: int
-    """Bytes that TMA brings to a stage of one CTA."""
+    """Bytes that TMA brings to a stage."""
     copiers: int
     """Threads that copy to a stage with cp.async, besides TMA."""
     readers: int
-    """Warps of a CTA that multiply a stage."""
-    cluster: int
-    """CTAs that share what is loaded."""
+    """Warps that multiply a stage."""
 
     @staticmethod
     def fields(stages: int) -> Any:
@@ -51,7 +49,7 @@ class Ring:
                 # 1: arrive_and_expect_tx of the TMA warp. cp.async arrives per thread, not per
                 # warp, as each thread's copies complete by themselves.
                 cute.arch.mbarrier_init(full + stage, 1 + self.copiers)
-                cute.arch.mbarrier_init(empty + stage, self.readers * self.cluster)
+                cute.arch.mbarrier_init(empty + stage, self.readers)
 
     def producer_state(self) -> State:
         """Pipeline state of a loading warp."""
@@ -110,8 +108,5 @@ class Ring:
         # wait for wgmma before it covers all lanes.
         lane = Int32(cute.arch.lane_idx())
         empty = self.storage.empty.data_ptr() + stage
-        if lane < self.cluster:
-            if cutlass.const_expr(self.cluster > 1):
-                cute.arch.mbarrier_arrive(empty, lane)
-            else:
-                cute.arch.mbarrier_arrive(empty)
+        if lane < 1:
+            cute.arch.mbarrier_arrive(empty)

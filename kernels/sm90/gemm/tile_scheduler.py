@@ -1,17 +1,16 @@
-"""Tile scheduler: persistent clusters claim tiles of all experts from a counter on the GPU.
+"""Tile scheduler: persistent CTAs claim tiles of all experts from a counter on the GPU.
 
-All tiles are claimed with an atomic add, the first of a cluster too: one that arrives late, because
-another kernel still has its SMs, or shares them, takes fewer. The first warp of the leading
-CTA claims one tile ahead, looks its expert up in the device's offsets and sends a record to every
-CTA of the cluster through shared memory. A tile belongs to one cluster and one expert, and results
+All tiles are claimed with an atomic add, the first of a CTA too: one that starts late, because
+another kernel still has its SM, or shares it, takes fewer. The first warp of a CTA claims one tile
+ahead, looks its expert up in the device's offsets and sends a record to the other warps through
+shared memory. A tile belongs to one CTA and one expert, and results
 do not depend on who computed it.
 
-Every tile is claimed once, and every cluster makes one claim past the last tile; the last of these
+Every tile is claimed once, and every CTA makes one claim past the last tile; the last of these
 claims sets the counter back to 0, so a counter is zeroed once, not once a launch.
 
-Records go through `SLOTS` slots with two barriers each: full[slot] takes 1 arrival, of the leader's
-warp when the record is written; empty[slot] one of each warp that reads records, of every CTA of
-the cluster.
+Records go through `SLOTS` slots with two barriers each: full[slot] takes 1 arrival, of the first
+warp when the record is written; empty[slot] one of each warp that reads records.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from phalanx.kernels.sm90.exchange.waves import slice_tiles
 from phalanx.kernels.sm90.gemm.storage import array, struct
@@ -59,13 +57,9 @@ class Schedule:
     """Compiled-in choices of the scheduler."""
 
     tile_rows: int
-    """Rows of a cluster's tile."""
-    cluster: int
-    """CTAs of a cluster, along the rows."""
+    """Rows of a tile."""
     readers: int
     """Warps of a CTA that read records: those that load and those that multiply."""
-    dynamic: bool = True
-    """Claim from the counter; otherwise cluster i takes tiles i, i + clusters, ...."""
     band: int = 8
     sliced: bool = False
     """Tiles of an expert come in slices of its rows, and records contain the slice."""
@@ -93,16 +87,16 @@ class Scheduler:
     """log2 of the slices that an expert's rows are taken in; None without slices."""
 
     def init_barriers(self) -> None:
-        """Initialise the barriers; a fence and a barrier of the cluster follow."""
+        """Initialise the barriers; a fence and a barrier of the CTA follow."""
         full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
         with cute.arch.elect_one():
             for slot in range(SLOTS):
                 cute.arch.mbarrier_init(full + slot, 1)
-                cute.arch.mbarrier_init(empty + slot, self.config.readers * self.config.cluster)
+                cute.arch.mbarrier_init(empty + slot, self.config.readers)
 
     @cute.jit
     def read(self, number: Int32) -> tuple[Int32, ...]:
-        """Wait for the record of this CTA's tile `number` (0, 1, ...), and release its slot."""
+        """Wait for the record of the CTA's tile `number` (0, 1, ...), and release its slot."""
         # Phase of the slot's barrier: it flips with every second record, as there are two slots.
         slot = number & (SLOTS - 1)
         cute.arch.mbarrier_wait(self.storage.full.data_ptr() + slot, (number >> 1) & 1)
@@ -112,61 +106,43 @@ class Scheduler:
         with cute.arch.elect_one():
             # CTA scope: a record was read, there is nothing to publish. A release at cluster scope
             # becomes MEMBAR.ALL.GPU, which waits for all stores of the warp.
-            empty = self.storage.empty.data_ptr() + slot
-            if cutlass.const_expr(self.config.cluster > 1):
-                cute.arch.mbarrier_arrive(empty, peer_cta_rank_in_cluster=0)
-            else:
-                cute.arch.mbarrier_arrive(empty)
+            cute.arch.mbarrier_arrive(self.storage.empty.data_ptr() + slot)
         return row, end, column, expert
 
     @cute.jit
     def send(self, number: Int32, row: Int32, end: Int32, column: Int32, expert: Int32) -> None:
-        """Leader's warp: write the record of tile `number` to every CTA of the cluster."""
+        """First warp: write the record of tile `number`."""
         slot = number % SLOTS
-        lane = cute.arch.lane_idx()
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + slot, (number // SLOTS) % 2 ^ 1)
-        full = self.storage.full.data_ptr() + slot
-        if cutlass.const_expr(self.config.cluster > 1):
-            if lane < self.config.cluster:
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    full, 4 * RECORD_INTS, lane, scope=MemScopeKind.CLUSTER
-                )
-                values = (row, end, column, expert)
-                cute.arch.store_async_dsmem(self._record(slot), values, full, lane)
-        else:  # arrival of CTA scope: a wider fence would hold up the readers, who are to multiply
-            record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
-            with cute.arch.elect_one():
-                record[0], record[1], record[2], record[3] = row, end, column, expert
-                cute.arch.mbarrier_arrive(full)
+        record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
+        with cute.arch.elect_one():
+            record[0], record[1], record[2], record[3] = row, end, column, expert
+            # CTA scope: a wider release would hold up this warp and the readers, who are to
+            # multiply.
+            cute.arch.mbarrier_arrive(self.storage.full.data_ptr() + slot)
         cute.arch.sync_warp()
 
     @cute.jit
     def claim(self) -> Int32:
-        """Leader's warp: issue the claim of a tile; its number arrives in lane 0, for `after`."""
+        """First warp: issue the claim of a tile; its number arrives in lane 0, for
+        `claimed_tile`."""
         # relaxed: the counter orders nothing but itself.
         claimed = Int32(0)
-        if cutlass.const_expr(self.config.dynamic):
-            if cute.arch.lane_idx() == 0:
-                claimed = cute.arch.atomic_add(
-                    self.counter.iterator, Int32(1), sem="relaxed", scope="gpu"
-                )
+        if cute.arch.lane_idx() == 0:
+            claimed = cute.arch.atomic_add(
+                self.counter.iterator, Int32(1), sem="relaxed", scope="gpu"
+            )
         return claimed
 
     @cute.jit
     def first(self) -> Int32:
-        """Leader's warp: the cluster's first tile."""
-        if cutlass.const_expr(self.config.dynamic):
-            return cute.arch.shuffle_sync(self.claim(), 0)
-        else:
-            return cute.arch.cluster_idx()[0]
+        """First warp: the CTA's first tile."""
+        return self.claimed_tile(self.claim())
 
     @cute.jit
-    def after(self, tile: Int32, claimed: Int32, clusters: Int32) -> Int32:
-        """Number of the tile after `tile`: the claimed one, or the cluster's next."""
-        if cutlass.const_expr(self.config.dynamic):
-            return cute.arch.shuffle_sync(claimed, 0)
-        else:
-            return tile + clusters
+    def claimed_tile(self, claimed: Int32) -> Int32:
+        """First warp: number of the tile of a claim, in all lanes."""
+        return cute.arch.shuffle_sync(claimed, 0)
 
     @cute.jit
     def window(self, first: Int32) -> tuple[Int32, ...]:
@@ -227,13 +203,12 @@ class Scheduler:
         return first, before, begin, end, inclusive, row, stop, column, expert, before + total
 
     @cute.jit
-    def finish(self, tile: Int32, clusters: Int32, tiles: Int32) -> None:
-        """Leader's warp, after its claim past the last tile: the last such zeroes the counter."""
-        # Claims are tiles + clusters in all. A plain store is enough: nobody claims after this one,
+    def finish(self, tile: Int32, ctas: Int32, tiles: Int32) -> None:
+        """First warp, after its claim past the last tile: the last such zeroes the counter."""
+        # Claims are tiles + CTAs in all. A plain store is enough: nobody claims after this one,
         # and the next launch of the stream sees it.
-        if cutlass.const_expr(self.config.dynamic):
-            if tile == tiles + clusters - 1 and cute.arch.lane_idx() == 0:
-                self.counter[0] = Int32(0)
+        if tile == tiles + ctas - 1 and cute.arch.lane_idx() == 0:
+            self.counter[0] = Int32(0)
 
     def _row_tiles(self, begin: Int32, end: Int32) -> Int32:
         return (end - begin + (self.config.tile_rows - 1)) // self.config.tile_rows

@@ -1,21 +1,13 @@
-"""Argument types, checks and claim counters that the functions of this package share."""
+"""Checks and claim counters that the functions of this package share."""
 
 import functools
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
 import torch
 from torch import Tensor
 
 from phalanx.kernels.sm90.jit.launch import check
-
-BF16 = (cutlass.BFloat16, 16)
-WORD = (cutlass.Uint32, 4)
-FP32 = (cutlass.Float32, 4)
-INT = (cutlass.Int32, 4)
-LONG = (cutlass.Int64, 8)
-"""Element and alignment of pointer arguments; a word is two bf16."""
 
 
 def require(device: torch.device, **arguments: tuple[Tensor | None, torch.dtype, Any]) -> None:

@@ -9,12 +9,11 @@ import functools
 import platform
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -26,6 +25,7 @@ from torch import Tensor
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program, export
 
 ARCH = "sm_90a"
@@ -41,41 +41,44 @@ _PREFIX = "phalanx"
 class Kernel(Protocol):
     """Interface of a kernel class; `cute.compile` takes its instances."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]]
-    """Element, and assumed alignment in bytes, of each pointer argument."""
-    integers: ClassVar[int]
-    """Number of Int32 arguments."""
     # Kernels that are for `ARCH` alone also have `warpgroups: ClassVar[bool] = True`.
 
     def __init__(self, config: Any) -> None:
         """`config` is a frozen dataclass whose repr names every compiled-in choice."""
 
     def __call__(self, *arguments: Any) -> None:
-        """Host side: the pointers, a tuple of the integers, and the stream."""
+        """Host side: pointers (`jit.pointers`), then Int32 arguments, then the stream."""
 
 
 _PROGRAMS: dict[tuple[type[Kernel], Any], Program] = {}
 _PREPARING = threading.Lock()  # the compiler serves one thread at a time
 
 
-def launch(
-    kernel: type[Kernel], config: Any, tensors: Sequence[Tensor | None], sizes: Sequence[int]
-) -> None:
+def launch(kernel: type[Kernel], config: Any, /, **arguments: Tensor | int | None) -> None:
     """Run a kernel on the current stream of the tensors' device.
 
     Args:
         kernel: its class. config: its compiled-in choices.
-        tensors: one for each of `kernel.pointers`; None is a null pointer.
-        sizes: its `kernel.integers` Int32 arguments.
+        arguments: of its `__call__`, by name: a tensor for a pointer (None is a null pointer), an
+            int for an Int32.
 
     Raises:
-        ValueError: a tensor is not aligned as the kernel assumes, or a size does not fit an Int32.
+        TypeError: an argument is missing or unknown.
+        ValueError: a tensor is not aligned as the kernel assumes, or an integer does not fit.
         RuntimeError: the CUDA runtime rejects the launch.
     """
     program = _PROGRAMS.get((kernel, config)) or _program(kernel, config)
+    pointers, integers = arguments_of(kernel)
+    if len(arguments) != len(pointers) + len(integers):
+        raise _wrong_names(kernel, arguments)
+    try:
+        tensors: list[Any] = [arguments[name] for name in pointers]
+        sizes: list[Any] = [arguments[name] for name in integers]
+    except KeyError:
+        raise _wrong_names(kernel, arguments) from None
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    for address, (_, align) in zip(addresses, kernel.pointers, strict=True):
-        if address % align:
+    for address, element in zip(addresses, pointers.values(), strict=True):
+        if address % element.align:
             raise _misaligned(kernel, addresses)
     device = next(t for t in tensors if t is not None).get_device()
     stream = torch._C._cuda_getCurrentRawStream(device)  # makes no Stream object
@@ -86,9 +89,8 @@ def launch(
             with torch.cuda.device(device):
                 program(device, addresses, sizes, stream)
     except struct.error:
-        raise ValueError(
-            f"{kernel.__name__} takes {kernel.integers} sizes below 2^31, not {tuple(sizes)}"
-        ) from None
+        given = dict(zip(integers, sizes, strict=True))
+        raise ValueError(f"{kernel.__name__} takes integers below 2^31, not {given}") from None
 
 
 def prepare(kernel: type[Kernel], config: Any, device: torch.device) -> None:
@@ -127,13 +129,13 @@ def compile_kernel(
     if why := refuse(kernel_type, arch):
         raise ValueError(why)
     pointers = [
-        make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-        for dtype, align in kernel_type.pointers
+        make_ptr(element.dtype, 0, cute.AddressSpace.gmem, assumed_align=element.align)
+        for element in arguments_of(kernel_type).pointers.values()
     ]
     return cute.compile(
         kernel_type(config),
         *pointers,
-        tuple(Int32(0) for _ in range(kernel_type.integers)),
+        *(Int32(0) for _ in arguments_of(kernel_type).integers),
         cuda.CUstream(0),
         options=f"--gpu-arch {arch} {options}".strip(),
     )
@@ -163,12 +165,12 @@ def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def persistent_clusters(sms: int, sm_margin: int, cluster: int = 1) -> int:
-    """Clusters of `cluster` CTAs, one an SM, that leave `sm_margin` of `sms` SMs free; at least
+def persistent_ctas(sms: int, sm_margin: int) -> int:
+    """CTAs of a persistent kernel, one an SM, that leave `sm_margin` of `sms` SMs free; at least
     1."""
     if sm_margin < 0:
         raise ValueError(f"sm_margin={sm_margin}: must not be negative")
-    return max(1, (sms - sm_margin) // cluster)
+    return max(1, sms - sm_margin)
 
 
 def check(
@@ -206,7 +208,7 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
         program = _PROGRAMS.get((kernel, config))
         if program is None:
             data = build(kernel, config, Cache(folder()), _arch())
-            program = Program(data, _PREFIX, len(kernel.pointers), kernel.integers)
+            program = Program(data, _PREFIX, *map(len, arguments_of(kernel)))
             _PROGRAMS[kernel, config] = program
         return program
 
@@ -234,11 +236,17 @@ def _epilogues(config: str) -> Iterator[str]:
                 yield digest_of([Path(spec.origin)])
 
 
+def _wrong_names(kernel: type[Kernel], arguments: Mapping[str, Any]) -> TypeError:
+    pointers, integers = arguments_of(kernel)
+    return TypeError(f"{kernel.__name__} takes {[*pointers, *integers]}, not {[*arguments]}")
+
+
 def _misaligned(kernel: type[Kernel], addresses: Sequence[int]) -> ValueError:
-    names = list(signature(kernel.__call__).parameters)[1:]
     wrong = (
-        f"{name} must start at a multiple of {align} bytes"
-        for name, address, (_, align) in zip(names, addresses, kernel.pointers, strict=False)
-        if address % align
+        f"{name} must start at a multiple of {element.align} bytes"
+        for (name, element), address in zip(
+            arguments_of(kernel).pointers.items(), addresses, strict=True
+        )
+        if address % element.align
     )
     return ValueError(f"{kernel.__name__}: {next(wrong)}")

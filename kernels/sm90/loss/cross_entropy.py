@@ -36,7 +36,7 @@ Legend: N rows, V columns, W columns of a CTA's part.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -49,6 +49,7 @@ from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch, sms
+from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, LongPtr, WordVecPtr
 
 CLUSTERS = (1, 2, 4, 8)
 """CTAs that may share a row: every Hopper GPU takes eight."""
@@ -98,29 +99,23 @@ def _part(columns: int, cluster: int) -> int:
 class CrossEntropyKernel:
     """The kernel of a configuration, as `cute.compile` takes it."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Uint32, 16),  # logits [N, V], as words of two bf16
-        (Int64, 8),  # target [N]
-        (Float32, 4),  # loss [N]
-        (Float32, 4),  # scale [1]
-    )
-    integers: ClassVar[int] = 4
-
     def __init__(self, config: CrossEntropyConfig) -> None:
         self.cluster = config.cluster
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Pointer,
-        target: cute.Pointer,
-        loss: cute.Pointer,
-        scale: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32],
+        logits: WordVecPtr,
+        target: LongPtr,
+        loss: Fp32Ptr,
+        scale: Fp32Ptr,
+        rows: Int32,
+        columns: Int32,
+        part: Int32,
+        clusters: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch; sizes: N, V, W and clusters."""
-        rows, columns, part, clusters = sizes
+        """logits [N, V] in words of two bf16; target, loss [N]; scale [1]; `part` is W."""
         self.kernel(logits, target, loss, scale, rows, columns, part, clusters).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[2 * _THREADS, 1, 1],
@@ -352,6 +347,10 @@ def cross_entropy_(logits_NV: Tensor, target_N: Tensor, scale: Tensor) -> Tensor
     loss_N = torch.empty(N, dtype=torch.float32, device=where)
     if N:
         clusters = min(N, _ROUNDS * sms(where) // config.cluster)
-        sizes = (N, V, _part(V, config.cluster), clusters)
-        launch(CrossEntropyKernel, config, (logits_NV, target_N, loss_N, scale), sizes)
+        launch(
+            CrossEntropyKernel,
+            config,
+            **dict(logits=logits_NV, target=target_N, loss=loss_N, scale=scale),
+            **dict(rows=N, columns=V, part=_part(V, config.cluster), clusters=clusters),
+        )
     return loss_N

@@ -26,7 +26,6 @@ Legend: P = N * K pairs of a row and a slot, L local experts, S expert rows (sta
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -34,6 +33,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr, IntVecPtr
 from phalanx.kernels.sm90.limits import PLAN_CAPACITIES as CAPACITIES
 
 THREADS = 512
@@ -64,44 +64,35 @@ class PlanConfig:
 class PlanKernel:
     """Both kernels of a configuration, as `cute.compile` takes them."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Int32, 4),  # topk_idx [P]
-        (Float32, 4),  # topk_prob [P]
-        (Int32, 4),  # row_index [S]
-        (Float32, 4),  # row_prob [S]
-        (Int32, 4),  # offsets [L + 1]
-        (Int32, 4),  # inverse [P]
-        (Int32, 4),  # needed [1]
-        (Int32, 4),  # order [L]
-        (Int32, 16),  # counts [chunks, L rounded up to 4], scratch
-    )
-    integers: ClassVar[int] = 7
-
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        idx: cute.Pointer,
-        prob: cute.Pointer,
-        row_index: cute.Pointer,
-        row_prob: cute.Pointer,
-        offsets: cute.Pointer,
-        inverse: cute.Pointer,
-        needed: cute.Pointer,
-        order: cute.Pointer,
-        counts: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        idx: IntPtr,
+        prob: Fp32Ptr,
+        row_index: IntPtr,
+        row_prob: Fp32Ptr,
+        offsets: IntPtr,
+        inverse: IntPtr,
+        needed: IntPtr,
+        order: IntPtr,
+        counts: IntVecPtr,
+        P: Int32,
+        K: Int32,
+        first: Int32,
+        L: Int32,
+        S: Int32,
+        blocks: Int32,
+        span: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch both kernels on blocks of `THREADS`.
+        """Launch both kernels; `blocks` chunks, `span` pairs of a warp, `first` local expert.
 
-        Args:
-            idx ... counts: see `pointers`.
-            sizes: P = N * K pairs, K, first expert, L, S, chunks, pairs of a warp.
+        idx, prob [P]; row_index, row_prob [S]; offsets [L + 1]; inverse [P]; needed [1]; order [L];
+        counts, scratch of [blocks, L rounded up to 4].
         """
-        P, K, first, L, S, blocks, span = sizes
         width = cute.assume((L + 3) // 4 * 4, divby=4)
         mIdx = cute.make_tensor(idx, cute.make_layout(P))
         mInverse = cute.make_tensor(inverse, cute.make_layout(P))

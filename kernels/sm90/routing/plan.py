@@ -9,7 +9,7 @@ Legend: N rows received, K experts per token, L local experts, S expert rows (st
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.sm90.jit.launch import check, launch, sms
+from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
 from phalanx.kernels.sm90.limits import PLAN_CAPACITIES as CAPACITIES
 from phalanx.kernels.sm90.limits import PLAN_EXPERTS as MAX_EXPERTS
 from phalanx.kernels.sm90.limits import PLAN_SLOTS as MAX_SLOTS
@@ -58,27 +59,20 @@ class GatherConfig:
 class GatherKernel:
     """out[p] = values[index[p]], or 0 where the index is negative."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Float32, 4),
-        (Int32, 4),
-        (Float32, 4),
-    )  # values, index, out
-    integers: ClassVar[int] = 2
-
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        values: cute.Pointer,
-        index: cute.Pointer,
-        out: cute.Pointer,
-        sizes: tuple[Int32, Int32],
+        values: Fp32Ptr,
+        index: IntPtr,
+        out: Fp32Ptr,
+        rows: Int32,
+        pairs: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch; sizes: numbers of values and of indices."""
-        rows, pairs = sizes
+        """values [rows]; index and out [pairs]."""
         block = self.config.threads * _BATCH
         self.kernel(
             cute.make_tensor(values, cute.make_layout(rows)),
@@ -158,8 +152,15 @@ def plan(
     )
     counts = topk_idx_NK.new_empty(blocks * (local_experts + 3))
     config = PlanConfig(next(c for c in CAPACITIES if c >= local_experts))
-    sizes = (pairs, K, first_expert, local_experts, rows, blocks, span)
-    launch(PlanKernel, config, (topk_idx_NK, topk_prob_NK, *out, counts), sizes)
+    names = "row_index", "row_prob", "offsets", "inverse", "needed", "order"
+    launch(
+        PlanKernel,
+        config,
+        **dict(idx=topk_idx_NK, prob=topk_prob_NK, counts=counts),
+        **dict(zip(names, out, strict=True)),
+        **dict(P=pairs, K=K, first=first_expert, L=local_experts, S=rows),
+        **dict(blocks=blocks, span=span),
+    )
     return ExpertPlan(*out)
 
 
@@ -178,6 +179,6 @@ def plan_backward(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
     check(inverse_NK.device, "dprob", dprob_S, torch.float32, (dprob_S.numel(),))
     out = torch.empty_like(inverse_NK, dtype=torch.float32)
     if out.numel():
-        sizes = (dprob_S.numel(), out.numel())
-        launch(GatherKernel, GatherConfig(), (dprob_S, inverse_NK, out), sizes)
+        tensors = dict(values=dprob_S, index=inverse_NK, out=out)
+        launch(GatherKernel, GatherConfig(), **tensors, rows=dprob_S.numel(), pairs=out.numel())
     return out

@@ -21,7 +21,7 @@ Legend: T tokens, E experts, K experts per token.
 
 import math
 from struct import pack, unpack
-from typing import Any, ClassVar
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
+from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, Fp32VecPtr, IntPtr, WordVecPtr
 from phalanx.kernels.sm90.routing.expert_groups import keep_best_groups
 from phalanx.kernels.sm90.routing.keys import ALL_BITS, bits_of, key_of, larger, pair
 from phalanx.kernels.sm90.routing.logits import (
@@ -56,29 +57,23 @@ from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
 class TopkKernel:
     """The kernel of a configuration, as `cute.compile` takes it."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Uint32, 16),  # logits [T, E], as words
-        (Float32, 16),  # bias [E], if any
-        (Int32, 4),  # idx [T, K]
-        (Float32, 4),  # prob [T, K]
-    )
-    integers: ClassVar[int] = 3
-
     def __init__(self, config: TopkConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Pointer,
-        bias: cute.Pointer,
-        idx: cute.Pointer,
-        prob: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32],
+        logits: WordVecPtr,
+        bias: Fp32VecPtr,
+        idx: IntPtr,
+        prob: Fp32Ptr,
+        T: Int32,
+        E: Int32,
+        scale: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch; sizes: T, E, and the bits of the fp32 factor of the probabilities."""
-        T, E, scale = sizes
+        """logits [T, E] in words; bias [E], if any; idx, prob [T, K]; `scale`: bits of an fp32
+        factor."""
         self.kernel(logits, bias, idx, prob, T, E, scale).launch(
             grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
             block=[WARPS * LANES, 1, 1],
@@ -299,14 +294,14 @@ def topk(
     """
     biased = bias_E is not None
     config = _config(logits_TE, top_k, score, normalize, softmax_over, biased, groups)
-    where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
-    T, E, _ = sizes
+    where, (T, E), factor = logits_TE.device, logits_TE.shape, _bits(scale)
     check(where, "logits", logits_TE, logits_TE.dtype, None)
     check(where, "bias", bias_E, torch.float32, (E,))
     idx_TK = torch.empty(T, top_k, dtype=torch.int32, device=where)
     prob_TK = torch.empty(T, top_k, dtype=torch.float32, device=where)
     if T:
-        launch(TopkKernel, config, (logits_TE, bias_E, idx_TK, prob_TK), sizes)
+        tensors = dict(logits=logits_TE, bias=bias_E, idx=idx_TK, prob=prob_TK)
+        launch(TopkKernel, config, **tensors, T=T, E=E, scale=factor)
     return idx_TK, prob_TK
 
 
@@ -338,18 +333,19 @@ def topk_backward(
     config = _config(logits_TE, dprob_TK.shape[1], score, normalize, softmax_over)
     if not scale:
         raise ValueError("scale=0: the gradient cannot be computed from the probabilities")
-    where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
+    where, (T, E), factor = logits_TE.device, logits_TE.shape, _bits(scale)
     check(where, "logits", logits_TE, logits_TE.dtype, None)
     for name, tensor, dtype in (
         ("dprob", dprob_TK, torch.float32),
         ("idx", idx_TK, torch.int32),
         ("prob", prob_TK, torch.float32),
     ):
-        check(where, name, tensor, dtype, (sizes[0], config.top_k))
+        check(where, name, tensor, dtype, (T, config.top_k))
     dlogits_TE = torch.empty_like(logits_TE)
-    if sizes[0]:
-        tensors = (dprob_TK, idx_TK, prob_TK, logits_TE, dlogits_TE)
-        launch(TopkGradientKernel, config, tensors, sizes)
+    if T:
+        tensors = dict(dprob=dprob_TK, idx=idx_TK, prob=prob_TK)
+        tensors |= dict(logits=logits_TE, dlogits=dlogits_TE)
+        launch(TopkGradientKernel, config, **tensors, T=T, E=E, scale=factor)
     return dlogits_TE
 
 

@@ -7,14 +7,13 @@ gradient at every expert, and rereads the logits.
 Legend: T tokens, E experts, K experts per token.
 """
 
-from typing import ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr, WordVecPtr
 from phalanx.kernels.sm90.jit.ptx import pack
 from phalanx.kernels.sm90.routing.logits import (
     FOUR,
@@ -36,31 +35,24 @@ from phalanx.kernels.sm90.routing.logits import (
 class TopkGradientKernel:
     """The kernel of a configuration, as `cute.compile` takes it."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
-        (Float32, 4),  # dprob [T, K]
-        (Int32, 4),  # idx [T, K]
-        (Float32, 4),  # prob [T, K]
-        (Uint32, 16),  # logits [T, E], as words
-        (Uint32, 16),  # dlogits [T, E], as words
-    )
-    integers: ClassVar[int] = 3
-
     def __init__(self, config: TopkConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        dprob: cute.Pointer,
-        idx: cute.Pointer,
-        prob: cute.Pointer,
-        logits: cute.Pointer,
-        dlogits: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32],
+        dprob: Fp32Ptr,
+        idx: IntPtr,
+        prob: Fp32Ptr,
+        logits: WordVecPtr,
+        dlogits: WordVecPtr,
+        T: Int32,
+        E: Int32,
+        scale: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch; sizes: T, E, and the bits of the fp32 factor of the probabilities."""
-        T, E, scale = sizes
+        """dprob, idx, prob [T, K]; logits, dlogits [T, E] in words; `scale`: bits of an fp32
+        factor."""
         self.kernel(dprob, idx, prob, logits, dlogits, T, E, scale).launch(
             grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
             block=[WARPS * LANES, 1, 1],

@@ -190,7 +190,7 @@ def test_without_gradients_h_is_not_kept(monkeypatch):
 def test_margins_change_nothing():
     p = make(CLAMPED, torch.bfloat16, rows=128)
     leaves = leaves_of(p)
-    out = forward(p, leaves, "torch", margins=Margins(8, 16, 24), dynamic=False)
+    out = forward(p, leaves, "torch", margins=Margins(8, 16, 24))
     _same(gradients(out, p.dout, leaves), run(p, "torch"))
     with pytest.raises(ValueError, match="kernels.sm_margin.wgrad to 0 or more"):
         Margins(wgrad=-8)

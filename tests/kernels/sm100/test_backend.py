@@ -134,7 +134,7 @@ def test_an_activation_without_an_epilogue_is_refused(fake):
 
 def test_nothing_is_read_on_the_host():
     """The adapter itself never reads the host; only the fake's loops over experts do."""
-    ops = CuDNN(0, True, True)
+    ops = CuDNN(0, True)
     idx, prob = torch.randint(0, 4, (50, 2)).int(), torch.rand(50, 2)
     x = torch.randn(50, 8)
     with sync_free():

@@ -1,12 +1,12 @@
 """A kernel as small as possible, whose launches show what was passed to it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
+from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, IntPtr
 
 
 @dataclass(frozen=True)
@@ -17,21 +17,19 @@ class EchoConfig:
 class EchoKernel:
     """a[0] = first + second, in `blocks` blocks."""
 
-    pointers: ClassVar = ((cutlass.Int32, 4), (cutlass.BFloat16, 16))
-    integers: ClassVar = 3
-
     def __init__(self, config: EchoConfig) -> None:
         self.config = config
 
     @cute.jit
     def __call__(
         self,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32],
+        a: IntPtr,
+        b: Bf16Ptr,
+        blocks: Int32,
+        first: Int32,
+        second: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        blocks, first, second = sizes
         self.kernel(a, b, first, second).launch(
             grid=[blocks, 1, 1], block=[self.config.threads, 1, 1], stream=stream
         )

@@ -272,9 +272,6 @@ def cases() -> dict[str, Case]:
             made[f"fc1_act {how}"] = fc1_case(plain, ACTS["swiglu"])
             if tile != "pp192":
                 made[f"fc2_dgrad_dact {how}"] = dgrad_case(other, ACTS["swiglu"])
-    cluster = dict(cluster=2, gather=True)
-    made["rows, clusters"] = rows_case(Mainloop(256, cluster=2))
-    made["fc1_act, clusters"] = fc1_case(Mainloop(128, True, **cluster), ACTS["swiglu"])
     made["fc1_act squared_relu"] = fc1_case(Mainloop(192, True), ACTS["squared_relu"])
     squared = Mainloop(128, True, b_transposed=True)
     made["fc2_dgrad_dact squared_relu"] = dgrad_case(squared, ACTS["squared_relu"])

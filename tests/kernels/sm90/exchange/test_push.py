@@ -64,7 +64,7 @@ def push(ranks: Ranks, rank: int, x: Tensor, table: Tensor, side: list[int], **h
     shared = ranks.buffers(rank, ranks.rows, ranks.side, ranks.flags)
     block = len(side) // 4 // (ranks.R if back else 1)
     sizes = (len(x), ranks.T, local, rank, block, LIMIT, ctas, waves)
-    PUSH.PushKernel(config)(*memory, *shared, sizes, None)
+    PUSH.PushKernel(config)(*memory, *shared, *sizes, None)
 
 
 SHAPES = [
@@ -214,7 +214,7 @@ class Sums:
         sent = dict(side=bool(side), unreduced_rows=bool(unreduced_rows))
         kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2, **sent))
         pointers += unreduced_rows or [None] * 4
-        kernel(*pointers, (self.T, self.D // 8, self.local, 1, LIMIT, *made, *how), None)
+        kernel(*pointers, self.T, self.D // 8, self.local, 1, LIMIT, *made, *how, None)
 
     def wanted(self, target: int, before: int) -> dict[int, list[int]]:
         """Rows that a rank receives when the waves before `before` have been sent."""

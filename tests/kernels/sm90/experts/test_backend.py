@@ -41,7 +41,7 @@ from tests.kernels.replicas import Copied, compare, experts_of, with_replicas
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3
 reference = Reference()
-launches: list[tuple[str, int, bool]] = []
+launches: list[tuple[str, int]] = []
 
 
 def written(out: Tensor | None, made: Tensor, offsets: Tensor, dim: int = 0) -> Tensor:
@@ -97,9 +97,8 @@ class Kernels:
             ready,
             out,
             sm_margin,
-            dynamic,
         ):
-            launches.append(("fc1_act", sm_margin, dynamic))
+            launches.append(("fc1_act", sm_margin))
             _check_waiting(ready, out)
             plan = plan_of(offsets, index_S, prob_S)
             h, a = reference.fc1_act(x, Linear(w1_LHD, bias_LH), plan, act, keep_h=keep_h)
@@ -108,12 +107,10 @@ class Kernels:
 
     class grouped_gemm:
         @staticmethod
-        def grouped_gemm(
-            a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, dynamic, signal
-        ):
+        def grouped_gemm(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, signal):
             assert (bias_LN is None) == (scale_S is None)
             assert signal is None or out_SN is None, "own experts alone signal"
-            launches.append(("grouped_gemm", sm_margin, dynamic))
+            launches.append(("grouped_gemm", sm_margin))
             y = reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
             made = written(out_SN, y, offsets)
             if signal is not None:
@@ -123,9 +120,9 @@ class Kernels:
     class fc2_dgrad_dact:
         @staticmethod
         def fc2_dgrad_dact(
-            dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin, dynamic
+            dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin
         ):
-            launches.append(("fc2_dgrad_dact", sm_margin, dynamic))
+            launches.append(("fc2_dgrad_dact", sm_margin))
             _check_waiting(ready, out)
             to_dh, to_a, to_parts = out or (None, None, None)
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
@@ -163,10 +160,9 @@ class Kernels:
             zeros,
             order_L,
             sm_margin,
-            dynamic,
         ):
             assert d_index_S is None or v_index_S is None
-            launches.append(("wgrad", sm_margin, dynamic))
+            launches.append(("wgrad", sm_margin))
             if order_L is not None:
                 assert sorted(order_L.tolist()) == list(range(len(offsets) - 1))
             index = v_index_S if d_index_S is None else d_index_S
@@ -254,12 +250,12 @@ def test_poison_in_the_padding_of_rows() -> None:
 def test_each_pass_has_its_margin() -> None:
     p = make(ACT, torch.float32)
     leaves = leaves_of(p)
-    out = forward(p, leaves, "fused", margins=Margins(8, 16, 24), dynamic=False)
-    assert launches == [("fc1_act", 8, False), ("grouped_gemm", 8, False)]
+    out = forward(p, leaves, "fused", margins=Margins(8, 16, 24))
+    assert launches == [("fc1_act", 8), ("grouped_gemm", 8)]
     launches.clear()
     gradients(out, p.dout, leaves)
     expected = [("fc2_dgrad_dact", 16), ("grouped_gemm", 16), ("wgrad", 24), ("wgrad", 24)]
-    assert launches == [(name, margin, False) for name, margin in expected]
+    assert launches == expected
 
 
 def test_plan_is_that_of_the_other_backends_and_has_an_order() -> None:
@@ -330,9 +326,9 @@ def test_replicas_are_a_second_launch(bias: bool, act: Activation) -> None:
     spec = MLPSpec(act, "fused", margins, accumulate=True)
     compare(replicas_problem(act, bias=bias), 4, spec, order=ORDER)
     names = ["fc1_act", "grouped_gemm", "fc2_dgrad_dact", "grouped_gemm", "wgrad", "wgrad"]
-    alone = [(name, margin) for name, margin, _ in launches[12:]]
+    alone = [(name, margin) for name, margin in launches[12:]]
     assert alone == list(zip(names, (8, 8, 16, 16, 24, 24), strict=True))
-    twice = [(name, margin) for name, margin, _ in launches[:12]]
+    twice = [(name, margin) for name, margin in launches[:12]]
     assert twice == [one for pair in alone[:4] for one in (pair, pair)] + alone[4:] * 2
 
 

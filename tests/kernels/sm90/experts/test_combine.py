@@ -61,7 +61,7 @@ def test_equals_tensor_code_bit_for_bit(N, D, addends, K):
     kernel = module.CombineKernel(module.CombineConfig(K, addends))
     unused: list[list[int]] = [[]] * (MAX_ADDENDS - addends)
     memory = (words(y), inverse.flatten().tolist(), out, *map(words, added), *unused)
-    kernel(*map(simt.Pointer, memory), (N, D // 8), None)
+    kernel(*map(simt.Pointer, memory), N, D // 8, None)
     assert out == words(want)
 
 
@@ -72,7 +72,7 @@ def test_rounds_once_with_what_is_added():
     added = [torch.full((1, 8), 2**-8, dtype=BF16), torch.full((1, 8), 2**-8, dtype=BF16)]
     out = [0] * 4
     memory = (words(y), [0], out, *map(words, added))
-    module.CombineKernel(module.CombineConfig(1, 2))(*map(simt.Pointer, memory), (1, 1), None)
+    module.CombineKernel(module.CombineConfig(1, 2))(*map(simt.Pointer, memory), 1, 1, None)
     assert out == words(torch.full((1, 8), 1 + 2**-7, dtype=BF16))
     assert torch.equal(y + added[0] + added[1], y)
 

@@ -9,7 +9,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
-from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.tiles import TILES, configured
 from phalanx.kernels.sm90.jit.arguments import counter_of
 from tests.kernels.problems import ACTIVATIONS
@@ -76,17 +75,6 @@ def test_without_prob(tile):
     loop = configured(tile, gather=False, transposed=False)
     for counts in COUNTS.values():
         p = Fc1Problem(counts, 448, 320, SWIGLU, prob=False)
-        p.check(p.ours(loop=loop))
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [Mainloop(256, cluster=2), Mainloop(128, pingpong=True, cluster=2, gather=True)],
-    ids=str,
-)
-def test_clusters(loop):
-    for counts in COUNTS.values():
-        p = Fc1Problem(counts, 448, 320, SWIGLU, gather=loop.gather)
         p.check(p.ours(loop=loop))
 
 

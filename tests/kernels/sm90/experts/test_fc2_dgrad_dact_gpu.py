@@ -9,7 +9,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.tiles import configured
 from phalanx.kernels.sm90.jit.arguments import counter_of
 from tests.kernels.problems import ACTIVATIONS
@@ -68,13 +67,6 @@ def test_without_prob(act):
     for counts in COUNTS.values():
         p = DgradProblem(counts, 448, 320, act, prob=False)
         p.check(p.ours(loop=configured("pp128", gather=False, transposed=True)))
-
-
-def test_clusters():
-    loop = Mainloop(256, cluster=2, b_transposed=True, gather=True)
-    for counts in COUNTS.values():
-        p = DgradProblem(counts, 448, 320, SWIGLU, gather=True)
-        p.check(p.ours(loop=loop))
 
 
 @gathered

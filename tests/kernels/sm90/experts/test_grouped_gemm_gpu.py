@@ -30,8 +30,6 @@ SIZES = [(64, 64), (192, 128), (448, 2880), (704, 64), (2880, 2880), (2048, 768)
 OTHER_LOOPS = [
     Mainloop(128),
     Mainloop(192),
-    Mainloop(256, cluster=2),
-    Mainloop(128, pingpong=True, cluster=2, b_transposed=True),
 ]
 """Tiles that no table has."""
 stored = pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
@@ -85,11 +83,6 @@ def test_bits_do_not_depend_on_who_computes(tile):
     check_schedules(p, loop=configured(tile, transposed=False))
 
 
-def test_bits_do_not_depend_on_who_computes_in_clusters():
-    p = RowsProblem(COUNTS["many"], 704, 320)
-    check_schedules(p, loop=Mainloop(256, cluster=2))
-
-
 @pytest.mark.parametrize("tile", TILES)
 def test_an_expert_does_not_see_its_neighbours(tile):
     p = RowsProblem([130, 70, 65], 448, 320)
@@ -125,10 +118,9 @@ def test_other_stream_than_the_default():
 
 
 @pytest.mark.parametrize("own_counter", [True, False], ids=["own counter", "a counter"])
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-def test_a_graph_serves_every_routing(dynamic, own_counter):
+def test_a_graph_serves_every_routing(own_counter):
     p = RowsProblem([300, 200, 100, 400], 704, 320, padding=0)
-    check_graph(p, own_counter=own_counter, dynamic=dynamic)
+    check_graph(p, own_counter=own_counter)
 
 
 def test_a_capture_may_be_the_first_to_need_a_counter(monkeypatch):

@@ -204,8 +204,7 @@ def test_bits_do_not_depend_on_who_computes(tile, mode, gathered):
         {"sm_margin": 8},
         {"sm_margin": 32},
         {"sm_margin": 131},
-        {"dynamic": False},
-        {"dynamic": False, "sm_margin": 32},
+        {"sm_margin": 32},
         {"order_L": order},
         {"order_L": order.flip(0), "sm_margin": 3},
         *[{}] * 5,
@@ -266,21 +265,16 @@ def test_host_never_waits(gathered):
 
 
 @pytest.mark.parametrize(
-    ("mode", "gathered", "dynamic"),
-    [
-        ("bf16", None, True),
-        ("fp32 +=", None, True),
-        ("fp32 +=", "v", True),
-        ("bf16", "d", False),
-    ],
+    ("mode", "gathered"),
+    [("bf16", None), ("fp32 +=", None), ("fp32 +=", "v"), ("bf16", "d")],
 )
-def test_a_graph_serves_every_routing(mode, gathered, dynamic):
+def test_a_graph_serves_every_routing(mode, gathered):
     p = Problem([300, 200, 100, 400], 320, 704, padding=0, gathered=gathered)
     dtype, add = MODES[mode]
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     order = torch.arange(4, dtype=torch.int32, device="cuda")
     out = torch.empty(4, 320, 704, dtype=dtype, device="cuda")
-    options = dict(accumulate=add, dynamic=dynamic, counter=counter, order_L=order)
+    options = dict(accumulate=add, counter=counter, order_L=order)
     wgrad(**p.given, offsets=p.offsets, out_LOI=out.zero_(), **options)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -293,7 +287,7 @@ def test_a_graph_serves_every_routing(mode, gathered, dynamic):
         out.copy_(p.start() if add else torch.tensor(float("nan")))
         graph.replay()
         replayed = out.clone()
-        assert torch.equal(replayed, p.ours(mode, dynamic=dynamic))
+        assert torch.equal(replayed, p.ours(mode))
     assert counter.item() == 0
 
 

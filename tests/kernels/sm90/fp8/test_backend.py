@@ -46,7 +46,7 @@ def written_fp8(out: Quantized | None, made: Quantized, offsets: Tensor) -> Quan
 
 
 def fp8_fc1_act(
-    x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, sm_margin, dynamic
+    x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, sm_margin
 ):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w1_LHD, act.facts.halves)
@@ -57,18 +57,14 @@ def fp8_fc1_act(
     return written(to_h, h, offsets) if keep_h else None, a
 
 
-def fp8_grouped_gemm(
-    a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, sm_margin, dynamic
-):
+def fp8_grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, sm_margin):
     plan = ExpertPlan(None, scale_S, offsets, None)
     values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
     given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
     return written(out_SN, reference.rows(*given, plan), offsets)
 
 
-def fp8_fc2_dgrad_dact(
-    dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin, dynamic
-):
+def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w2_LFD).bfloat16().mT
     given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
@@ -79,9 +75,7 @@ def fp8_fc2_dgrad_dact(
     return dh, a, None if dprob is None else written(to_parts, dprob[None], offsets, 1)
 
 
-def fp8_wgrad(
-    d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, sm_margin, dynamic
-):
+def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, sm_margin):
     T = d.data_CT.shape[1]
     all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
     operands = (dequantize_columns(q, all_T, T, n) for q, n in ((d, parts), (v, 1)))

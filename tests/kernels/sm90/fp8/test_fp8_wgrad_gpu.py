@@ -170,7 +170,6 @@ def test_bits_do_not_depend_on_who_computes(mode, tile):
     order = torch.randperm(p.L, device="cuda", dtype=torch.int32)
     for change in (
         *({"sm_margin": margin} for margin in (4, 16, 131)),
-        {"dynamic": False},
         {"order_L": order},
         {},
     ):

@@ -30,7 +30,7 @@ def test_bits_do_not_depend_on_who_runs_when(recipe: Fp8Block) -> None:
     fc1 = Linear(w, parts=2, source=w).transposed
     dh, dy = quantize_rows(drawn(S, H), 2), quantize_rows(drawn(S, D))
     operands = [Operand(dh, parts=2, gradient=True), Operand(dy, gradient=True)]
-    ops = FusedFP8(0, True, recipe, keep=True)
+    ops = FusedFP8(0, recipe, keep=True)
     want = SequentialMixin.rows_and_columns(ops, dh, fc1, plan, operands)
 
     def check(got: tuple) -> None:

@@ -301,8 +301,7 @@ def check_schedules(problem: Problem, **options) -> None:
         {"sm_margin": 8},
         {"sm_margin": 32},
         {"sm_margin": 131},
-        {"dynamic": False},
-        {"dynamic": False, "sm_margin": 32},
+        {"sm_margin": 32},
         *[{}] * 5,
     ):
         check_equal(problem.ours(**options, **change), first)

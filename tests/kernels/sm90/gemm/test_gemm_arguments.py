@@ -21,10 +21,8 @@ SWIGLU = Activation("swiglu")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(columns=100, cluster=2), "columns=100, cluster=2: tiles have 128, 192 or 256"),
-        (dict(columns=256, cluster=4), "clusters 1 or 2"),
+        (dict(columns=100), "columns=100: tiles have 128, 192 or 256"),
         (dict(columns=256, pingpong=True), "at most 128 x 192 accumulators"),
-        (dict(columns=192, cluster=2, b_transposed=True), "192 transposed columns"),
     ],
 )
 def test_impossible_tiles_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Shipped kernels and clusters compile for sm_90a without a GPU, to the machine code that is meant.
+"""Shipped kernels compile for sm_90a without a GPU, to the machine code that is meant.
 
 Worker processes compile the kernels; their CUDA runtime is that of `recording`, so that they also
 report how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
@@ -20,14 +20,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
 from phalanx.kernels.sm90.fp8.act import Fp8Act
 from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
-from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.launch import compile_kernel
+from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program, export
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from tests.kernels.sm90 import recording, remembered
@@ -36,8 +35,7 @@ from tests.kernels.sm90.sass import disassembled, tool
 REGISTERS = 65536
 SMEM_BYTES = 228 * 1024
 """Shared memory of an SM, including the part that the system reserves for each thread block."""
-CLUSTERS = [Mainloop(256, cluster=2), Mainloop(128, True, 2, b_transposed=True, gather=True)]
-KERNELS = [*SHIPPED, *((GroupedGemmKernel, GemmConfig(Linear(), loop)) for loop in CLUSTERS)]
+KERNELS = SHIPPED
 LABELS = [f"{kernel.__name__} {config}" for kernel, config in KERNELS]
 
 
@@ -90,11 +88,12 @@ def compile_and_read(number: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.artifacts.CUBIN)
         sass, usage = disassembled(cubin)
-    program = Program(export(compiled, "k"), "k", len(kernel.pointers), kernel.integers)
+    program = Program(export(compiled, "k"), "k", *map(len, arguments_of(kernel)))
     launches = []
     if recording.VARIABLE in os.environ:
-        addresses = [4096 * (n + 1) for n in range(len(kernel.pointers))]
-        program(0, addresses, [512] * kernel.integers, 7)
+        pointers, integers = arguments_of(kernel)
+        addresses = [4096 * (n + 1) for n in range(len(pointers))]
+        program(0, addresses, [512] * len(integers), 7)
         launches = recording.Runtime().launches()
     facts = re.findall(r"Function (\S+?):\s*\n\s*(REG.*)", usage)
     return Code(
@@ -251,14 +250,13 @@ def test_gemms_multiply_with_wgmma(bf16, config):
 
 def test_gemms_load_by_tma(gemm, config, launches):
     assert "UTMALDG" in gemm.sass
-    assert (".MULTICAST" in gemm.sass) == (launches[0]["cluster"][0] > 1)
-    assert ("ATOMG" in gemm.sass) == config.dynamic
+    assert ".MULTICAST" not in gemm.sass and launches[0]["cluster"] == [1, 1, 1]
+    assert "ATOMG" in gemm.sass
 
 
 def test_no_fence_waits_for_the_whole_gpu(gemm, config):
     signals = isinstance(getattr(config, "epilogue", None), Linear) and config.epilogue.signals
-    if config.schedule.cluster == 1:
-        assert ("MEMBAR.ALL.GPU" in gemm.sass) == signals
+    assert ("MEMBAR.ALL.GPU" in gemm.sass) == signals
 
 
 def test_grouped_gemms_multiply_whole_tiles(grouped, config):
@@ -277,7 +275,7 @@ def test_grouped_gemms_multiply_whole_tiles(grouped, config):
 
 def test_grouped_gemms_load_and_store_what_is_meant(grouped, config):
     loop, epilogue = config.mainloop, config.epilogue
-    boxes = loop.columns // loop.box // loop.cluster + (0 if loop.gather else 1)
+    boxes = loop.columns // loop.box + (0 if loop.gather else 1)
     copies = 8 if loop.gather else 0
     num_gate_parts, steps = (
         getattr(epilogue, "num_gate_parts", 1),

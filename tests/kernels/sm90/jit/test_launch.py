@@ -24,7 +24,8 @@ runtime = Runtime()
 runtime.set("arguments_to_read", 4)
 
 def launch(a, b, sizes, config=EchoConfig()):
-    device.launch(EchoKernel, config, (a, b), sizes)
+    names = "blocks", "first", "second"
+    device.launch(EchoKernel, config, a=a, b=b, **dict(zip(names, sizes)))
 
 def words(launches):
     mask = (1 << 32) - 1
@@ -33,7 +34,7 @@ def words(launches):
 def error(*arguments):
     try:
         launch(*arguments)
-    except (ValueError, RuntimeError) as e:
+    except (TypeError, ValueError, RuntimeError) as e:
         return f"{type(e).__name__}: {e}"
 """
 
@@ -116,8 +117,10 @@ print(json.dumps(said))
 """
     misaligned, large, few, refused, fine = run(script)
     assert misaligned == "ValueError: EchoKernel: b must start at a multiple of 16 bytes"
-    assert large == "ValueError: EchoKernel takes 3 sizes below 2^31, not (1, 2, 2147483648)"
-    assert few == "ValueError: EchoKernel takes 3 sizes below 2^31, not (1, 2)"
+    given = "{'blocks': 1, 'first': 2, 'second': 2147483648}"
+    assert large == f"ValueError: EchoKernel takes integers below 2^31, not {given}"
+    names = "['a', 'b', 'blocks', 'first', 'second']"
+    assert few == f"TypeError: EchoKernel takes {names}, not ['a', 'b', 'blocks', 'first']"
     assert refused == "RuntimeError: kernel not launched: cudaErrorLaunchFailure (719)"
     assert fine is None
 

@@ -26,7 +26,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def echo(first: int, second: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor of one element, first + second."""
     out = torch.full((1,), -1, dtype=torch.int32, device="cuda") if out is None else out
-    device.launch(EchoKernel, EchoConfig(), (out, None), (1, first, second))
+    device.launch(EchoKernel, EchoConfig(), a=out, b=None, blocks=1, first=first, second=second)
     return out
 
 
@@ -57,7 +57,7 @@ def test_captured_after_prepare():
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        device.launch(EchoKernel, config, (out, None), (1, 20, 22))
+        device.launch(EchoKernel, config, a=out, b=None, blocks=1, first=20, second=22)
     assert out.item() == 0
     graph.replay()
     assert out.item() == 42

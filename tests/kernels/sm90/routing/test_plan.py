@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.routing import plan as host
 from phalanx.kernels.sm90.routing.place import MAX_PAIRS, WARPS, PlanConfig, PlanKernel
 from phalanx.kernels.sm90.routing.plan import (
@@ -57,7 +58,7 @@ def test_equals_the_plan_in_tensor_code(emulated, N, K, experts, first, L, S, ca
     out = [[UNTOUCHED] * n for n in sizes]
     kernel = emulated.PlanKernel(emulated.PlanConfig(capacity))
     memory = (idx.flatten().tolist(), prob.flatten().tolist(), *out)
-    kernel(*(simt.Pointer(m) for m in memory), (P, K, first, L, S, blocks, span), None)
+    kernel(*(simt.Pointer(m) for m in memory), P, K, first, L, S, blocks, span, None)
     want = make_plan(idx, prob, first_expert=first, local_experts=L, rows=S)
     order = want.offsets.diff().neg().sort(stable=True).indices
     wanted = (*want[:5], order)
@@ -71,7 +72,7 @@ def test_gradient_is_gathered():
     values = [0.5 * i for i in range(40)]
     index = [random.Random(i).randrange(-1, 40) for i in range(300)]
     out = [UNTOUCHED] * 300
-    kernel(*map(simt.Pointer, (values, index, out)), (40, 300), None)
+    kernel(*map(simt.Pointer, (values, index, out)), 40, 300, None)
     assert out == [values[i] if i >= 0 else 0 for i in index]
 
 
@@ -111,13 +112,17 @@ def test_gather_compiles_without_a_stack(tmp_path):
 
 def test_the_kernel_gets_all_its_arguments(monkeypatch):
     launched = []
-    monkeypatch.setattr(host, "launch", lambda *given: launched.append(given))
+    monkeypatch.setattr(
+        host, "launch", lambda kernel, config, **given: launched.append((kernel, given))
+    )
     monkeypatch.setattr(host, "check", lambda *_: None)
     monkeypatch.setattr(host, "sms", lambda _: 132)
     made = plan(*routing(4, 2, range(3)), first_expert=0, local_experts=3, rows=8)
-    ((kernel, _, tensors, sizes),) = launched
-    assert len(tensors) == len(kernel.pointers) and len(sizes) == kernel.integers
-    assert all(a is b for a, b in zip(tensors[2:8], made, strict=False))
+    ((kernel, given),) = launched
+    pointers, integers = arguments_of(kernel)
+    assert given.keys() == {*pointers, *integers}
+    names = "row_index", "row_prob", "offsets", "inverse", "needed", "order"
+    assert all(given[name] is b for name, b in zip(names, made, strict=False))
 
 
 def test_arguments_are_checked():

@@ -68,7 +68,7 @@ def run(forward, logits: Tensor, K: int, weights: str, scale=1.0, bias=None, gro
     config = forward.TopkConfig(K, -(-E // 128), bf16, weights, bias is not None, limit)
     idx, prob = [UNTOUCHED] * (T * K), [UNTOUCHED] * (T * K)
     memory = (words(logits), [] if bias is None else list(bias.numpy()), idx, prob)
-    forward.TopkKernel(config)(*map(simt.Pointer, memory), (T, E, _bits(scale)), None)
+    forward.TopkKernel(config)(*map(simt.Pointer, memory), T, E, _bits(scale), None)
     return torch.tensor(idx).view(T, K), torch.tensor(prob).view(T, K)
 
 
@@ -171,7 +171,7 @@ def test_gradient(backward, bf16, E, K, weights):
     out = [UNTOUCHED] * len(words(x))
     lists = (dprob.flatten().numpy(), idx.flatten().tolist(), prob.detach().flatten().numpy())
     memory = (*map(list, lists), words(x), out)
-    backward.TopkGradientKernel(config)(*map(simt.Pointer, memory), (T, E, _bits(scale)), None)
+    backward.TopkGradientKernel(config)(*map(simt.Pointer, memory), T, E, _bits(scale), None)
     signed = torch.tensor(out).sub(torch.tensor(out).ge(1 << 31).long() << 32).to(torch.int32)
     ours = signed.view(dtype).view(T, E).float()
     torch.testing.assert_close(ours, leaf.grad, rtol=1e-2 if bf16 else 1e-4, atol=1e-6)
