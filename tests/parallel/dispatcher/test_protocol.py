@@ -167,14 +167,10 @@ class Recorder:
         inverse_NK: Tensor,
         offsets: Tensor,
         side: Tensor,
-        *,
-        unreduced_rows: None,
     ) -> Any:
         return self.start(dx_SD, inverse_NK, side, E // R, back=True)
 
-    def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, unreduced_rows: None
-    ) -> Any:
+    def send_sums(self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any) -> Any:
         sent = self.start(signal.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
         self.made = weakref.ref(signal.out_SN)
         return sent, functools.partial(lambda _: None, signal)
