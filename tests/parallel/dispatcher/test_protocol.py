@@ -261,7 +261,12 @@ def test_the_model_says_what_symm_does(
     idx = torch.rand(T, E, generator=g).topk(K).indices.int()
     with Watch(recorder):
         received = transport.dispatch(x, idx, prob)
-        out = transport.combine(experts(received, w1, w2, recipe), received)
+        out_ND = experts(received, w1, w2, recipe)
+        if beside:
+            with pytest.raises(RuntimeError, match="sums of experts have another reader"):
+                transport.send_sums(out_ND.view_as(out_ND), received)
+        out = transport.combine(out_ND, received)
+        del out_ND
         assert not beside or recorder.made() is None  # what fc2 made is not kept for backward
         torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D, dtype=dtype))
     model = Program(R, overlaps=overlaps)

@@ -24,7 +24,7 @@ from phalanx.parallel.dispatcher.transport import (
     sms_of,
 )
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
-from tests.parallel.dispatcher.test_hierarchical import pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import pretended
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 
