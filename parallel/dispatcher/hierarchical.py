@@ -196,6 +196,7 @@ class _NodePlanner:
         # The id -1 becomes an expert of the previous node, or stays negative: no row of this node.
         idx_NK = _swapped(topk_idx_NK, self._by_local_rank) + self._first
         plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_local_rank))
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
         rows = torch.arange(len(idx_NK), dtype=torch.int32, device=idx_NK.device)
         position_N = _swapped(rows, self._by_local_rank)
         return plan._replace(

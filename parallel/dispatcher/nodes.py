@@ -95,5 +95,7 @@ def _new_nodes(ranks: Sequence[int], count: int) -> Nodes | None:
 def time_limit() -> timedelta:
     """Timeout of the world's collectives (parallel.runtime), later than the watchdog's."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    limit: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+    world = dist.group.WORLD
+    assert world is not None
+    limit: timedelta = world._get_backend(device).options._timeout
     return limit

@@ -7,7 +7,7 @@ G replica slots.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,7 +173,7 @@ class ReplicaMemory(_SharedMemory):
         from phalanx.kernels.replication.weights_triton import send_weights
 
         detached = [None if w is None else w.detach() for w in own]
-        layers = [
+        layers: list[Any] = [
             (*layer_pair(detached, layer), *layer_pair(self._weights_R, layer))
             for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
         ]

@@ -26,7 +26,8 @@ class Memory(Protocol):
 
     def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
 
-    ready: Tensor | None
+    @property
+    def ready(self) -> Tensor | None: ...
 
     def wait_sending(self) -> None: ...
 
