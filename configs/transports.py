@@ -24,12 +24,17 @@ class TransportFacts:
     """`parallel.comm_sms` means something to it."""
     graph: bool = True
     """It can be captured in a CUDA graph: the host waits for nothing."""
-    replicates_experts: bool = False
-    """It can give ranks copies of hot experts (`parallel.expert_replication`)."""
+    replicated: str = ""
+    """`module:class` of the transport with expert replication (`parallel.expert_replication`)."""
     over_nodes: bool = False
     """It takes another transport inside each node, where experts are replicated by that one."""
     fp8: bool = False
     """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales."""
+
+    @property
+    def replicates_experts(self) -> bool:
+        """True if it, or the transport inside its nodes, can replicate experts."""
+        return bool(self.replicated) or self.over_nodes
 
 
 MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS = 512, 8
@@ -49,21 +54,20 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatcher.symm:Symm",
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         comm_sms=True,
-        replicates_experts=True,
+        replicated="phalanx.parallel.dispatcher.replication.symm:ReplicatedSymm",
         fp8=True,
     ),
     "hier": TransportFacts(
         "phalanx.parallel.dispatcher.hierarchical:Hier",
         "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
         comm_sms=True,
-        replicates_experts=True,
         over_nodes=True,
         # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatcher.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
-        replicates_experts=True,
+        replicated="phalanx.parallel.dispatcher.replication.alltoall:ReplicatedAllToAll",
         fp8=True,
     ),
     "deepep": TransportFacts(

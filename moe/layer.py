@@ -13,6 +13,7 @@ Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K
 N tokens received.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,6 @@ from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.dispatcher.base import make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import addends
 from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.memory.layer_context import current_layer_context
 from phalanx.parallel.memory.recompute import checkpoint
@@ -157,15 +157,30 @@ class MoE(MoELayer):
         shared = self.shared_experts
         first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
         with record_function("moe/dispatch"):
-            received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
+            sent = self.dispatcher.send_tokens(x_TD, topk_idx_TK, topk_prob_TK)
+            if first is not None:
+                first()  # while tokens are in flight
+            received = self.dispatcher.receive_tokens(sent)
+            del sent  # it may hold rows that nobody else needs
         if received.replication_plan is not None and self.training and torch.is_grad_enabled():
             self.router.statistics.add_replication_plan(received.replication_plan)
         if self._adds:
-            more = addends(second, residual_TD)
+            addends = _addends(second, residual_TD)
             with record_function("moe/experts"):
-                return self.experts(received, more).view_as(hidden_SBD)
+                return self.experts(received, addends).view_as(hidden_SBD)
         with record_function("moe/experts"):
             out_ND = self.experts(received)
         with record_function("moe/combine"):
-            out_TD = self.dispatcher.combine(out_ND, received, second, residual_TD)
+            sums = self.dispatcher.send_sums(out_ND, received, alone=second is None)
+            # The shared experts' second half runs while sums are in flight.
+            addends = _addends(second, residual_TD)
+            out_TD = self.dispatcher.receive_sums(sums, received, addends)
         return out_TD.view_as(hidden_SBD)
+
+
+def _addends(
+    shared_fn: Callable[[], Tensor] | None, residual_TD: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Output of the shared experts, and the residual, where there are any."""
+    shared_TD = None if shared_fn is None else shared_fn()
+    return tuple(addend for addend in (shared_TD, residual_TD) if addend is not None)

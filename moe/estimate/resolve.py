@@ -13,8 +13,9 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
+from phalanx.parallel.dispatcher.replication.choice import with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts
-from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of, with_replication
+from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of
 
 _PACKAGES = frozenset(
     {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}

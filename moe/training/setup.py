@@ -36,13 +36,12 @@ from phalanx.moe.training.choices import (
 )
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
 from phalanx.parallel.dispatcher.transport import choices as transport_choices
 from phalanx.parallel.dispatcher.transport import (
     choose_transport,
     of_megatron,
-    replication_choices,
     sms_of,
-    with_replication,
 )
 from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.engine import Engine

@@ -21,14 +21,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Planner,
-    Received,
-    SharedExpertFn,
-    addends,
-    run_overlap_fn,
-)
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
 
@@ -50,10 +43,6 @@ class AllToAll(Dispatcher):
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
-        if (replication := context.transport.replication) is not None:
-            from phalanx.parallel.dispatcher.replication.alltoall import ReplicatedAllToAll
-
-            return ReplicatedAllToAll(context, replication)
         return cls(context.group, context.plan, context.recipe)
 
     @classmethod
@@ -73,31 +62,28 @@ class AllToAll(Dispatcher):
             there, reach.rows_back * back, saved=reach.received, backward=reach.received
         )
 
-    def dispatch(
+    def send_tokens(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
-    ) -> Received:
-        """Dispatch tokens; with `fp8` in its format, in which they may have come over a rail."""
+    ) -> Any:
+        """Gather tokens; with `fp8` in its format, in which they may have come over a rail."""
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
-        rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8)
-        run_overlap_fn(overlap_fn)
+        return *spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8), fp8
+
+    def receive_tokens(self, sent: Any) -> Received:
+        rows_ND, idx_NK, prob_NK, fp8 = sent
         fp8_inputs = None if fp8 is None else fp8.fp8_inputs
         return Received(rows_ND, self._plan(idx_NK, prob_NK), fp8_inputs=fp8_inputs, route=fp8)
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return collect(out_ND, self._group, addends(shared_expert_fn, residual_TD), received.route)
+        return collect(sent, self._group, addends, received.route)
 
 
 def spread(

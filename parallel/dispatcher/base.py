@@ -21,12 +21,10 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import check_routing, make_plan
-from phalanx.kernels.routing.replica_routing import route_to_replicas
-from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.local import Local
-from phalanx.parallel.dispatcher.transport import class_of
+from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 
 
@@ -50,7 +48,7 @@ class TokenChoices:
 class BudgetPlanner:
     """Planner of this rank's experts from the received routing, within the budget.
 
-    With replication, ids are expert slots (`kernels.routing.replica_routing`), some of replicas.
+    Its ids are expert slots: experts, unless there are more slots than experts.
     """
 
     def __init__(
@@ -89,10 +87,11 @@ class BudgetPlanner:
             self._budget.observe(needed, pairs)
         return plan
 
-    def route_to_replicas(
-        self, idx_NK: Tensor, experts: int, size: ReplicationSize
-    ) -> tuple[ReplicationPlan, Tensor]:
-        return route_to_replicas(idx_NK, experts, size)
+    def by_rank(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def by_arrival(self, rows: Tensor) -> Tensor:
+        return rows
 
 
 def make_dispatcher(
@@ -124,7 +123,6 @@ def make_dispatcher(
         ValueError: experts that do not divide over the ranks, or top_k above experts.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    replication = (transport.inside or transport).replication
     if experts % ranks:
         raise ValueError(
             f"{experts} experts do not divide over {pluralize(ranks, 'rank')}: "
@@ -135,13 +133,13 @@ def make_dispatcher(
             f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
         )
     local = experts // ranks
-    local_slots = local if replication is None else local + replication.slots
+    local_slots = local + transport.replica_slots
     first = 0 if group is None else dist.get_rank(group) * local_slots
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local_slots)
     if group is None:
         return Local(plan)
-    context = DispatchContext(transport, group, plan, experts, local, backend, symm)
+    context = DispatchContext(transport, group, plan, experts, local, local_slots, backend, symm)
     if recipe is not None:
         recipe_on_wire = recipe if fp8_rows else None
         context = context._replace(recipe=recipe_on_wire, quantizes=not fp8_rows)
-    return class_of(transport.name).build(context)
+    return build(context)

@@ -50,7 +50,7 @@ class GroupTopology:
     """True with `parallel.save_x=keep`: received tokens are saved for backward, not resent."""
 
     rows_back: int = 1
-    """Rows of a token that a rank sends back: 1, their sum; with replication one per expert id."""
+    """Rows of a token that a rank sends back: 1, their sum, or one per expert id."""
 
     @property
     def node_ranks(self) -> float:

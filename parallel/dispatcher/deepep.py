@@ -10,26 +10,22 @@ Sources: https://github.com/deepseek-ai/DeepEP, megatron.core.transformer.moe.fu
 Legend: T tokens per rank, D hidden, K expert ids of a token, N received rows.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Planner,
-    Received,
-    SharedExpertFn,
-    plus,
-    run_overlap_fn,
-)
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 
@@ -82,19 +78,13 @@ class DeepEP(Dispatcher):
             rows, rows, saved=int(reach.tokens * reach.wanted_ranks), pipelined=True
         )
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
-    ) -> Received:
+    def send_tokens(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Any:
         self._check(x_TD, topk_idx_TK, topk_prob_TK)
         routing = topk_idx_TK.long(), topk_prob_TK
-        rows_ND, idx_NK, prob_NK, counts, handle = self._fused_a2a.fused_dispatch(
-            x_TD, *routing, self._experts, self._group
-        )
-        run_overlap_fn(overlap_fn)
+        return self._fused_a2a.fused_dispatch(x_TD, *routing, self._experts, self._group)
+
+    def receive_tokens(self, sent: Any) -> Received:
+        rows_ND, idx_NK, prob_NK, counts, handle = sent
         N = len(rows_ND)
         if not N:  # experts need at least one row, which none of them reads
             rows_ND, prob_NK = _append_row(rows_ND, 0), _append_row(prob_NK, 0)
@@ -111,16 +101,15 @@ class DeepEP(Dispatcher):
         )
         return Received(rows_ND, plan, route=(handle, N))
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
-    ) -> Tensor:
+    def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Tensor:
         handle, N = received.route
-        out_TD, _ = self._fused_a2a.fused_combine(out_ND[:N], self._group, handle)
-        return plus(out_TD, shared_expert_fn, residual_TD)
+        out_TD: Tensor = self._fused_a2a.fused_combine(out_ND[:N], self._group, handle)[0]
+        return out_TD
+
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
+    ) -> Tensor:
+        return block_sum.plus(sent, addends)
 
 
 def _append_row(rows: Tensor, value: int) -> Tensor:

@@ -15,11 +15,8 @@ The transport inside receives rows in the order of (local rank, node, token), no
 is computed from routing in the order of ranks, so that expert rows are those of every other
 transport, and then names rows by their positions.
 
-With expert replication the transport inside replicates, in each node by itself, where its ranks
-have all rows of their experts. Neither weights nor plans pass the network.
-
 Legend: T tokens per rank, D hidden, K expert ids of a token, M nodes, G ranks of each, R = M * G,
-A = M * T tokens of a rail, N = R * T received rows, C replica slots of a rank.
+A = M * T tokens of a rail, N = R * T received rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,20 +28,14 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.alltoall import AllToAll, collect, spread
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Planner,
-    Received,
-    SharedExpertFn,
-    addends,
-)
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
+from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
     Dispatcher,
@@ -55,7 +46,6 @@ from phalanx.parallel.dispatcher.transport_class import (
 
 Inside = Symm | AllToAll
 """Transports inside a node, which forward rows that arrived in FP8."""
-_INSIDE: dict[str, type[Inside]] = {"symm": Symm, "alltoall": AllToAll}
 
 
 class _Route(NamedTuple):
@@ -74,7 +64,7 @@ class Hier(Dispatcher):
         nodes: nodes of the expert-parallel group.
         plan: planner of the received routing.
         local: number of experts of a rank.
-        replicas: C.
+        local_slots: number of expert slots of a rank.
         inside: function that builds the transport inside a node from its planner, the same on all
             nodes.
         recipe: recipe of rows that travel in FP8, inside nodes too.
@@ -86,7 +76,7 @@ class Hier(Dispatcher):
         plan: Planner,
         *,
         local: int,
-        replicas: int = 0,
+        local_slots: int,
         inside: Callable[[Planner], Inside],
         recipe: Fp8Block | None = None,
     ) -> None:
@@ -94,7 +84,7 @@ class Hier(Dispatcher):
         self._node_experts = nodes.size * local
         """Number of experts of a node."""
         self._first_expert = nodes.index * self._node_experts
-        first_slot = nodes.index * nodes.size * (local + replicas)
+        first_slot = nodes.index * nodes.size * local_slots
         self._inside = inside(_NodePlanner(plan, nodes, first_slot))
 
     @classmethod
@@ -107,10 +97,12 @@ class Hier(Dispatcher):
             in_node = c._replace(
                 transport=transport, group=nodes.inside, plan=plan, experts=experts
             )
-            return _INSIDE[transport.name].build(in_node)
+            dispatcher = build(in_node)
+            assert isinstance(dispatcher, Symm | AllToAll)
+            return dispatcher
 
-        replicas = 0 if transport.replication is None else transport.replication.slots
-        return cls(nodes, c.plan, local=c.local, replicas=replicas, inside=inside, recipe=c.recipe)
+        slots = c.local_slots
+        return cls(nodes, c.plan, local=c.local, local_slots=slots, inside=inside, recipe=c.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -142,7 +134,7 @@ class Hier(Dispatcher):
             back = Links(reach.rows_back * rows.near, rows.far)
             return TransportCosts(rows, back, saved=reach.received, backward=reach.received + sent)
         single = reach.rows_back * rail * (reach.rows_back > 1)
-        """Rows that replicas return one by one, with a buffer as in `symm`."""
+        """Rows that come back unreduced, with a buffer as in `symm`."""
         return TransportCosts(
             there=rows,
             back=rows,
@@ -154,13 +146,7 @@ class Hier(Dispatcher):
             exposed=EXPOSED,
         )
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
-    ) -> Received:
+    def send_tokens(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Any:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         over_rail, forwarded = None, None
         if self._recipe is not None:
@@ -171,20 +157,20 @@ class Hier(Dispatcher):
         idx_AK = idx_AK - self._first_expert
         in_node = (idx_AK >= 0) & (idx_AK < self._node_experts)
         idx_AK = torch.where(in_node, idx_AK, -1)
-        received = self._inside.dispatch(x_AD, idx_AK, prob_AK, overlap_fn, forwarded)
+        return self._inside.send_tokens(x_AD, idx_AK, prob_AK, forwarded), over_rail
+
+    def receive_tokens(self, sent: Any) -> Received:
+        sent_inside, over_rail = sent
+        received = self._inside.receive_tokens(sent_inside)
         return received._replace(route=_Route(received.route, over_rail))
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
+    def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Tensor:
+        return self._inside.combine(out_ND, received._replace(route=received.route.inside))
+
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        route: _Route = received.route
-        out_AD = self._inside.combine(out_ND, received._replace(route=route.inside))
-        more = addends(shared_expert_fn, residual_TD)
-        return collect(out_AD, self._nodes.rail, more, route.over_rail)
+        return collect(sent, self._nodes.rail, addends, received.route.over_rail)
 
 
 def _nodes(ranks: Sequence[Rank]) -> list[str]:
@@ -195,8 +181,8 @@ class _NodePlanner:
     """Planner of the rows of a node, by a planner of the whole group.
 
     Its rows are in the order of (local rank, node, token), with the experts of a node numbered from
-    0; the group's planner takes the order of ranks and the expert ids of the group. With
-    replication, ids are those of the ranks' L + C expert slots, and `first` is the node's first.
+    0; the group's planner takes the order of ranks and the ids of the group. Ids are expert slots,
+    and `first` is the first of the node.
     """
 
     def __init__(self, plan: Planner, nodes: Nodes, first: int) -> None:
@@ -210,6 +196,7 @@ class _NodePlanner:
         # The id -1 becomes an expert of the previous node, or stays negative: no row of this node.
         idx_NK = _swapped(topk_idx_NK, self._by_local_rank) + self._first
         plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_local_rank))
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
         rows = torch.arange(len(idx_NK), dtype=torch.int32, device=idx_NK.device)
         position_N = _swapped(rows, self._by_local_rank)
         assert plan.row_index_S is not None and plan.inverse_NK is not None  # without replicas
@@ -218,13 +205,11 @@ class _NodePlanner:
             inverse_NK=_swapped(plan.inverse_NK, self._by_node),
         )
 
-    def route_to_replicas(
-        self, idx_NK: Tensor, experts: int, size: ReplicationSize
-    ) -> tuple[ReplicationPlan, Tensor]:
-        """Plan with rows in the order of ranks, so that parts keep the FP8 blocks of experts."""
-        idx_NK = _swapped(idx_NK, self._by_local_rank)
-        plan, slot_NK = self._plan.route_to_replicas(idx_NK, experts, size)
-        return plan, _swapped(slot_NK, self._by_node)
+    def by_rank(self, rows: Tensor) -> Tensor:
+        return self._plan.by_rank(_swapped(rows, self._by_local_rank))
+
+    def by_arrival(self, rows: Tensor) -> Tensor:
+        return _swapped(self._plan.by_arrival(rows), self._by_node)
 
 
 def _swapped(rows: Tensor, blocks: tuple[int, int]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
 
@@ -12,11 +14,18 @@ class InFlight:
     def __init__(self, exchange: "Exchange") -> None:
         self._exchange = exchange
         self._transfer: Transfer | None = None
+        self.rows: Tensor | None = None
+        """Tensor of the receive buffer that the experts have returned to autograd."""
 
     def put(self, transfer: "Transfer") -> "Transfer":
         """Store a started transfer; returns it."""
         self._transfer = transfer
         return transfer
+
+    def put_rows(self, transfer: "Transfer", rows_ND: Tensor) -> Tensor:
+        """Store a started transfer and the tensor of its receive buffer; returns the latter."""
+        self._transfer, self.rows = transfer, rows_ND
+        return rows_ND
 
     @property
     def started(self) -> bool:
@@ -41,6 +50,6 @@ class InFlight:
     def wait(self) -> "Transfer":
         """Wait for all of it, and end it."""
         transfer = self.get()
-        self._transfer = None
+        self._transfer = self.rows = None
         self._exchange.wait(transfer)
         return transfer

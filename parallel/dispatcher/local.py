@@ -7,16 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Planner,
-    Received,
-    SharedExpertFn,
-    plus,
-    run_overlap_fn,
-)
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
 
@@ -41,22 +35,17 @@ class Local(Dispatcher):
     def costs(cls, reach: GroupTopology) -> TransportCosts:
         return TransportCosts()
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
-    ) -> Received:
+    def send_tokens(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        run_overlap_fn(overlap_fn)
-        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
+        return x_TD, topk_idx_TK, topk_prob_TK
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
+    def receive_tokens(self, sent: tuple[Tensor, Tensor, Tensor]) -> Received:
+        x_TD, *routing = sent
+        return Received(x_TD, self._plan(*routing))
+
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return plus(out_ND, shared_expert_fn, residual_TD)
+        return block_sum.plus(sent, addends)

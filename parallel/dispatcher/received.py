@@ -5,20 +5,16 @@ Legend: D hidden, N received rows, T tokens of a rank, K expert ids of a token.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.autograd import Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
-from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 
-SharedExpertFn = Callable[[], Tensor] | None
-"""Function whose result [T, D] is added to the combined rows; runs while these are in flight."""
-OverlapFn = Callable[[], None] | None
-"""Function that runs while rows are in flight to the experts."""
+if TYPE_CHECKING:
+    from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
+    from phalanx.kernels.routing.replication_plan import ReplicationPlan
 
 
 class Received(NamedTuple):
@@ -36,9 +32,9 @@ class Received(NamedTuple):
     """State of the transport that its `combine` needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context in which rows are saved for backward: they may be in a buffer that is reused."""
-    replicas: ReplicaExchange | None = None
+    replicas: "ReplicaExchange | None" = None
     """Exchange of replicas, whose slots in `plan` follow the ones of this rank's own experts."""
-    replication_plan: ReplicationPlan | None = None
+    replication_plan: "ReplicationPlan | None" = None
     """Plan of the ranks that share experts (with `hier` a node); None: no replication."""
 
 
@@ -53,25 +49,10 @@ class Planner(Protocol):
         """Plan of the received rows from their routing."""
         ...
 
-    def route_to_replicas(
-        self, idx_NK: Tensor, experts: int, size: ReplicationSize
-    ) -> tuple[ReplicationPlan, Tensor]:
-        """Replication plan and slots from the expert ids of received rows, by `replica_routing`."""
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """Received rows [N, ...] in the order of ranks, in which plans count them."""
         ...
 
-
-def run_overlap_fn(overlap_fn: OverlapFn) -> None:
-    """Run it, in a transport that has nothing in flight meanwhile."""
-    if overlap_fn is not None:
-        overlap_fn()
-
-
-def plus(out_TD: Tensor, shared_expert_fn: SharedExpertFn, residual_TD: Tensor | None) -> Tensor:
-    """`out_TD` with the addends, in a transport without overlap."""
-    return block_sum.plus(out_TD, addends(shared_expert_fn, residual_TD))
-
-
-def addends(shared_expert_fn: SharedExpertFn, residual_TD: Tensor | None) -> tuple[Tensor, ...]:
-    """Tensors to add to the sums of tokens, in this order."""
-    shared_TD = None if shared_expert_fn is None else shared_expert_fn()
-    return tuple(addend for addend in (shared_TD, residual_TD) if addend is not None)
+    def by_arrival(self, rows: Tensor) -> Tensor:
+        """Rows [N, ...] in the order of ranks as they are received."""
+        ...

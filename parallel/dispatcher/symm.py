@@ -13,7 +13,7 @@ Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,27 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.availability import CUTLASS_DSL
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Planner,
-    Received,
-    SharedExpertFn,
-    addends,
-)
+from phalanx.parallel.dispatcher.overlap import ExpertOverlap
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transfers import (
     Collect,
     Dispatch,
-    MoETransfers,
+    LayerCall,
     Receive,
-    SendBack,
+    SendSums,
     saving,
+    sent_routing,
 )
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
@@ -84,14 +79,9 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
-        kwargs: dict[str, Any] = dict(
-            local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
+        return cls(
+            c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
         )
-        if (replication := c.transport.replication) is not None:
-            from phalanx.parallel.dispatcher.replication.symm import ReplicatedSymm
-
-            return ReplicatedSymm(c.group, c.plan, replication, **kwargs)
-        return cls(c.group, c.plan, **kwargs)
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
@@ -123,7 +113,7 @@ class Symm(Dispatcher):
     def costs(cls, reach: GroupTopology) -> TransportCosts:
         """Costs of a token to, and a sum from, each rank with one of its experts.
 
-        With replication a buffer has all rows of a rank's tokens, though few come unreduced.
+        If rows come back unreduced, a buffer has all of a rank's tokens, though few come.
         """
         rows, single = reach.once_a_rank, reach.rows_back * reach.tokens
         several = reach.ranks > 1
@@ -136,68 +126,56 @@ class Symm(Dispatcher):
             exposed=EXPOSED,
         )
 
-    def dispatch(
+    def send_tokens(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
-    ) -> Received:
-        """Dispatch tokens; with `fp8` in its format, in which they may have come over a rail."""
-        tokens = x_TD, topk_idx_TK, topk_prob_TK
-        call, rows_ND, plan = self._bring(tokens, overlap_fn, fp8, self._transfers)
+    ) -> Any:
+        """Push tokens; with `fp8` in its format, in which they may have come over a rail."""
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
+        call = self._call(x_TD, topk_idx_TK.contiguous(), topk_prob_TK, fp8)
+        return call, Dispatch.apply(x_TD, topk_prob_TK, call)
+
+    def receive_tokens(self, sent: Any) -> Received:
+        call, pushed_ND = sent
+        rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
+        plan = self._plan(idx_NK, prob_NK)
         fp8_inputs = None if call.fp8 is None else call.fp8.fp8_inputs
         if call.overlaps:
-            return Received(rows_ND, plan, call, fp8_inputs, route=call)
+            return Received(rows_ND, plan, ExpertOverlap(call), fp8_inputs, route=call)
         if fp8_inputs is not None:
             return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=call)
         hooks = functools.partial(saving, rows_ND.detach(), call)
         return Received(rows_ND, plan, route=call, saving=hooks)
 
-    def _transfers(
-        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **kwargs: Any
-    ) -> MoETransfers:
-        """Transfers of one call."""
-        return MoETransfers(exchange, idx_TK, self._local, **kwargs)
+    def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Any:
+        return SendSums.apply(out_ND, received.route, alone), alone
 
-    def _bring[C: MoETransfers](
-        self,
-        tokens: tuple[Tensor, Tensor, Tensor],
-        overlap_fn: OverlapFn,
-        fp8: FP8Rows | None,
-        transfers: Callable[..., C],
-    ) -> tuple[C, Tensor, ExpertPlan]:
-        """Send tokens to their experts: the transfers of the call, received rows, and their plan.
+    def receive_sums(self, sent: Any, received: Received, addends: Sequence[Tensor] = ()) -> Tensor:
+        pushed_ND, alone = sent
+        return Collect.apply(pushed_ND, received.route, alone, *(a.contiguous() for a in addends))
 
-        Args:
-            tokens: tokens, expert ids and probabilities.
-            overlap_fn, fp8: as in `dispatch`.
-            transfers: constructor of the transfers of a call, as `_transfers`.
-        """
-        self._plan.check(*tokens)
-        x_TD, idx_TK, prob_TK = tokens
-        if fp8 is None and self._recipe is not None:
-            fp8 = FP8Rows(self._recipe)
+    def _call(
+        self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None
+    ) -> LayerCall:
+        """State of a call."""
+        exchange = self._exchange(x_TD, idx_TK)
+        sent = sent_routing(idx_TK, prob_TK, ranks=exchange.ranks, local=self._local)
+        kwargs = self._call_options(exchange, x_TD, fp8)
+        return LayerCall(exchange, idx_TK, sent, local=self._local, **kwargs)
+
+    def _exchange(self, x_TD: Tensor, idx_TK: Tensor) -> "Exchange":
+        """The exchange of the group for tokens of this shape."""
         (T, D), K = x_TD.shape, idx_TK.shape[1]
-        exchange = exchange_of(self._group, T, D, K, self._options)
-        overlaps, keep = exchange.overlaps and self._waits, self._options.keep
-        kwargs = dict(overlaps=overlaps, keep=keep, fp8=fp8)
-        call = transfers(exchange, x_TD, idx_TK.contiguous(), **kwargs)
-        pushed_ND = Dispatch.apply(x_TD, prob_TK, call)
-        if overlap_fn is not None:
-            overlap_fn()
-        rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
-        return call, rows_ND, self._plan(idx_NK, prob_NK)
+        return exchange_of(self._group, T, D, K, self._options)
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
-    ) -> Tensor:
-        call: MoETransfers = received.route
-        pushed_ND = SendBack.apply(out_ND, call, shared_expert_fn is None)
-        more = [addend.contiguous() for addend in addends(shared_expert_fn, residual_TD)]
-        return Collect.apply(pushed_ND, call, shared_expert_fn is None, *more)
+    def _call_options(
+        self, exchange: "Exchange", x_TD: Tensor, fp8: FP8Rows | None
+    ) -> dict[str, Any]:
+        """Arguments of `LayerCall` that a subclass shares."""
+        overlaps = exchange.overlaps and self._waits
+        return dict(hidden=x_TD.shape[1], overlaps=overlaps, keep=self._options.keep, fp8=fp8)

@@ -1,29 +1,30 @@
-"""The transfers of one call of an MoE layer over `symm`, and the autograd functions that run them.
+"""State of one call of an MoE layer over `symm`, and the autograd functions of its transfers.
 
 A call has four functions, each of which starts a transfer in one pass and ends one in the other:
 
-                Dispatch        Receive        (experts)    SendBack       Collect
-    forward     starts tokens   waits for them              starts sums    waits for them, adds
-    backward    waits, adds     starts their                waits for      starts gradients
+                Dispatch        Receive        (experts)    SendSums       Collect
+    forward     sends tokens    waits for them              sends sums     waits for them, adds
+    backward    waits, adds     sends their                 waits for      sends gradients
                                 gradients                   them           of sums
 
-Where transfers overlap the experts' kernels (`MoETransfers.overlaps`), the experts start and wait
-for some of them instead.
+Where transfers overlap the experts' kernels (`LayerCall.overlaps`), the experts start and wait for
+some of them instead (`parallel.dispatcher.overlap`). Functions call the exchange directly, so that
+a push is few frames from the layer.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows, S
-expert rows, F expert width.
+expert rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
-from phalanx.kernels.expert_mlp.backend import Rows, tensors_of
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
@@ -32,20 +33,44 @@ from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatcher.in_flight import InFlight
 
 if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
-    from phalanx.kernels.sm90.exchange.tile_progress import TileSignal
 
 
-class MoETransfers:
-    """The transfers of one call of a layer: tokens, sums, and their gradients.
+class Phase(Enum):
+    """The last transfer that a call has started."""
 
-    With `overlaps` it is the `kernels.expert_mlp.autograd.Overlap` of the experts.
+    TOKENS = "tokens to their experts"
+    SUMS = "sums to their tokens"
+    SUM_GRADS = "gradients of sums to the experts"
+    TOKEN_GRADS = "gradients of tokens to the tokens"
+
+
+class SentRouting(NamedTuple):
+    """Routing of a rank's tokens, as the exchange takes it."""
+
+    table_TK: Tensor
+    """int32 expert ids, or slots, that determine the destinations of tokens."""
+    side: Tensor
+    """Side data that travels with the tokens; may be empty."""
+    sums_TR: Tensor
+    """Received row of each sum of a token."""
+
+
+def sent_routing(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> SentRouting:
+    """Pack the routing of a rank's tokens as side data of these."""
+    probs = prob_TK.detach().contiguous()
+    return SentRouting(idx_TK, *pack_routing(idx_TK, probs, ranks=ranks, local=local))
+
+
+class LayerCall:
+    """State of one call of a layer.
 
     Args:
         exchange: exchange of the group.
         idx_TK: expert ids of this rank's tokens.
-        local: number of experts of a rank.
+        sent: their routing.
+        hidden: D.
+        local: number of expert slots of a rank.
         overlaps: True if the experts' kernels overlap the pushes.
         keep: True if received tokens are copied for the backward pass, not resent.
         fp8: format in which tokens and gradients of sums travel. Without overlap tokens are saved.
@@ -55,50 +80,37 @@ class MoETransfers:
         self,
         exchange: "Exchange",
         idx_TK: Tensor,
-        local: int,
+        sent: SentRouting,
         *,
+        hidden: int,
+        local: int,
         overlaps: bool,
         keep: bool,
         fp8: FP8Rows | None = None,
     ) -> None:
-        self.exchange, self.idx_TK, self.local = exchange, idx_TK, local
+        self.exchange, self.idx_TK, self.sent = exchange, idx_TK, sent
+        self.hidden, self.local = hidden, local
         self.overlaps, self.keep, self.fp8 = overlaps, keep, fp8
-        self.tokens_out = InFlight(exchange)
+        self.phase = Phase.TOKENS
+        self.tokens = InFlight(exchange)
         """Tokens to their experts' ranks, in the forward pass and resent in the backward."""
-        self.sums_back = InFlight(exchange)
+        self.sums = InFlight(exchange)
         """Sums of expert rows to their tokens' ranks."""
-        self.sum_grads_out = InFlight(exchange)
+        self.sum_grads = InFlight(exchange)
         """Gradients of sums to the experts' ranks."""
-        self.token_grads_back = InFlight(exchange)
+        self.token_grads = InFlight(exchange)
         """Gradients of tokens, with those of probabilities as side data, to the tokens' ranks."""
-        self.sums_TR: Tensor
-        """Received row of each sum of a token, [T, R]."""
-        self.table_TK = idx_TK
-        """Expert ids that determine the destination ranks of this rank's tokens."""
-        self.idx_NK: Tensor
-        """Expert ids of received rows."""
-        self.saved_tokens: Tensor
+        self.idx_NK: Tensor | None = None
+        """Expert ids, or slots, of received rows, once the routing has arrived."""
+        self.saved_tokens: Tensor | None = None
         """Tokens for the backward pass: the sent ones, to be resent, or the received ones."""
-        self.hidden: int
-        """D."""
-        self._fc2: tuple[TileSignal, ExpertPlan, torch.cuda.Event]
-        self._send_rest: Callable[[], None]
+        self.send_rest: Callable[[], None] | None = None
+        """Function that sends the sums that are left after the experts, with overlap."""
 
     @property
     def count(self) -> int:
         """N."""
         return self.exchange.ranks * len(self.idx_TK)
-
-    def send_out(self, rows_TD: Tensor, side: Tensor | None = None, *, all_sms: bool) -> "Transfer":
-        """Push rows of tokens to their experts' ranks."""
-        side = rows_TD.new_empty(0) if side is None else side
-        return self.exchange.start(rows_TD, self.table_TK, side, self.local, all_sms=all_sms)
-
-    def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
-        """Push received rows, or the experts' output for them, to their tokens' ranks."""
-        return self.exchange.start(
-            rows_ND, self.idx_NK, side, self.local, back=True, all_sms=all_sms
-        )
 
     def rows(self, transfer: "Transfer") -> Tensor:
         """Receive buffer of a transfer's rows, [N, D]."""
@@ -115,28 +127,22 @@ class MoETransfers:
         """Blocks of `size` int32 from all ranks: [R, size]."""
         return unpadded(self.exchange.side(transfer), self.exchange.ranks, size)
 
-    # --- overridden with expert replication (`parallel.dispatcher.replication.transfers`) ---------
+    def grad_side(self, grad_NK: Tensor | None) -> Tensor:
+        """Gradients of received probabilities as side data; zeros for None."""
+        if grad_NK is None:
+            assert self.idx_NK is not None
+            grad_NK = torch.zeros_like(self.idx_NK, dtype=torch.float32)
+        return padded(grad_NK.view(torch.int32).view(self.exchange.ranks, -1))
 
-    def route(self, prob_TK: Tensor) -> Tensor | None:
-        """Pack the routing that travels as side data of the tokens; None if it has travelled."""
-        side, self.sums_TR = pack_routing(
-            self.idx_TK, prob_TK.contiguous(), ranks=self.exchange.ranks, local=self.local
-        )
-        return side
+    # --- steps that a subclass replaces -----------------------------------------------------------
 
-    def routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
+    def receive_routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
         """Expert ids and probabilities of received rows, int32 and fp32 [N, K]."""
         T, K = self.idx_TK.shape
         self.idx_NK, prob_NK = unpack_routing(self.side(transfer, routing_size(T, K)), T, K)
         return self.idx_NK, prob_NK
 
-    def collect(self, transfer: "Transfer", addends: Sequence[Tensor] = ()) -> Tensor:
-        """Received sums, added in the order of ranks, and addends: [T, D]."""
-        from phalanx.kernels.sm90.experts.combine import combine
-
-        return combine(self.rows(transfer), self.sums_TR, addends=addends)
-
-    def packed_tokens(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
+    def receive_fp8(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
         """Register FP8 tokens, or with overlap their buffer: [N, D] without data."""
         assert self.fp8 is not None
         packed = self.packed_rows(transfer)
@@ -151,118 +157,49 @@ class MoETransfers:
         """Tensor that the experts save for the backward pass; None: the rows are resent."""
         return rows.clone() if self.keep else None
 
+    def expert_rows(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Received rows of summed expert rows, expert rows of received rows, and offsets."""
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        return plan.row_index_S, plan.inverse_NK, plan.offsets
+
     @property
     def summed(self) -> int:
         """Number of experts whose rows are sent as sums."""
         return self.local
 
-    def sums(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Received rows of these experts' rows, expert rows of received rows, and offsets."""
-        assert plan.row_index_S is not None and plan.inverse_NK is not None
-        return plan.row_index_S, plan.inverse_NK, plan.offsets
-
     @property
-    def unreduced_rows(self) -> "UnreducedRows | None":
-        """Expert rows that are sent one by one, not as part of a sum; None: there are none."""
-        return None
+    def send_options(self) -> dict[str, Any]:
+        """Further arguments of the exchange where it sums expert rows."""
+        return {}
 
-    # --- overlapped with the experts' kernels -----------------------------------------------------
-
-    @property
-    def ready(self) -> Tensor:
-        """Flags that kernels wait for before they read tokens, or gradients of sums."""
-        return self.exchange.ready_words(self.local)
-
-    def wait_rows(self) -> None:
-        """Wait for all rows that `ready` covers."""
-        (self.sum_grads_out if self.sum_grads_out.started else self.tokens_out).wait_rows()
-
-    def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
-        """Prepare fc2 of a_SF, whose sums are sent as it computes them; returns its tile signal."""
-        tokens = self.tokens_out.wait()
-        if self.keep and training:
-            self.saved_tokens = (self.rows if self.fp8 is None else self.packed_rows)(
-                tokens
-            ).clone()
-        y_SD = self.exchange.rows(tokens).new_empty(len(tensors_of(a_SF)[0]), hidden)
-        signal = self.exchange.tile_signal(y_SD, a_SF, self.summed)
-        self._fc2 = signal, plan, torch.cuda.current_stream().record_event()
-        return signal
-
-    def finish_sums(self) -> Tensor:
-        """Start to send the sums of fc2, after its launch; returns their receive buffer."""
-        signal, plan, before = self._fc2
-        sums = *self.sums(plan), before
-        transfer, self._send_rest = self.exchange.send_sums(
-            signal, *sums, unreduced_rows=self.unreduced_rows
+    def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
+        """Push received rows, or the experts' output for them, to their tokens' ranks."""
+        assert self.idx_NK is not None
+        return self.exchange.start(
+            rows_ND, self.idx_NK, side, self.local, back=True, all_sms=all_sms
         )
-        del self._fc2
-        return self.rows(self.sums_back.put(transfer))
 
-    def send_rest(self) -> None:
-        """Send the remaining sums when the experts, and the shared expert, have finished."""
-        self._send_rest()
-        del self._send_rest  # it refers to the output of fc2
+    def send_token_grads(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
+        """Start to send gradients of received tokens and probabilities back, without overlap."""
+        self.token_grads.put(self.send_back(grad_ND, self.grad_side(grad_NK), all_sms=True))
+        self.phase = Phase.TOKEN_GRADS
 
-    def send_gradient(
-        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
-    ) -> Tensor | None:
-        """Send gradients of received tokens and of their probabilities back, if there are any.
+    def collect(self, transfer: "Transfer", addends: Sequence[Tensor] = ()) -> Tensor:
+        """Received sums, added in the order of ranks, and addends: [T, D]."""
+        from phalanx.kernels.sm90.experts.combine import combine
 
-        Ends the transfer of the gradient of the sums.
-        """
-        if self.sum_grads_out.started:
-            self.sum_grads_out.wait()
-        if dx_SD is None:
-            return None
-        side = self._side_of(dprob_NK)
-        sums = *self.sums(plan), side
-        transfer = self.exchange.send_gradient(dx_SD, *sums, unreduced_rows=self.unreduced_rows)
-        self.exchange.wait_running(self.token_grads_back.put(transfer))
-        return self.rows(transfer)
-
-    def tokens(self) -> Rows:
-        """Received tokens, in the backward pass."""
-        if self.fp8 is None:
-            return self.saved_tokens if self.keep else self.rows(self.tokens_out.wait())
-        packed = self.saved_tokens if self.keep else self.packed_rows(self.tokens_out.wait())
-        return self.fp8.tokens(packed, self.hidden)
-
-    def tokens_first(self) -> Rows:
-        """Received tokens, before the gradient of the sums is read.
-
-        Exchanges are waited for in the order of their starts, so that gradient has arrived too.
-        """
-        self.sum_grads_out.wait()
-        return self.tokens()
-
-    def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
-        """Start to send gradients of received tokens and probabilities back, unless experts have.
-
-        Raises:
-            RuntimeError: received tokens had another reader than the experts.
-        """
-        back = self.token_grads_back
-        if not back.started:
-            back.put(self.send_back(grad_ND, self._side_of(grad_NK), all_sms=True))
-        elif self.rows(back.get()).data_ptr() != grad_ND.data_ptr():
-            raise RuntimeError("received tokens have another reader than the experts")
-
-    def _side_of(self, grad_NK: Tensor | None) -> Tensor:
-        if grad_NK is None:
-            grad_NK = torch.zeros_like(self.idx_NK, dtype=torch.float32)
-        return padded(grad_NK.view(torch.int32).view(self.exchange.ranks, -1))
+        return combine(self.rows(transfer), self.sent.sums_TR, addends=addends)
 
 
 class Dispatch(torch.autograd.Function):
     """Start to send tokens and routing; backward, wait for their gradients and sum them."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: MoETransfers) -> Tensor:
-        side = call.route(prob_TK)
-        call.hidden, fp8 = x_TD.shape[1], call.fp8
+    def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: LayerCall) -> Tensor:
+        fp8, (table_TK, side, _) = call.fp8, call.sent
         sent = x_TD.detach() if fp8 is None else fp8.pack_tokens(x_TD).view(torch.bfloat16)
-        transfer = call.tokens_out.put(call.send_out(sent, side, all_sms=not call.overlaps))
+        transfer = call.exchange.start(sent, table_TK, side, call.local, all_sms=not call.overlaps)
+        call.tokens.put(transfer)
         ctx.call = call
         if call.overlaps or fp8 is None:  # without overlap FP8 rows are saved at their arrival
             call.saved_tokens = sent
@@ -271,9 +208,9 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        call: MoETransfers = ctx.call
+        call: LayerCall = ctx.call
         R, (T, K) = call.exchange.ranks, call.idx_TK.shape
-        transfer = call.token_grads_back.wait()
+        transfer = call.token_grads.wait()
         probs_RTK = call.side(transfer, T * K).view(torch.float32).view(R, T, K)
         return call.collect(transfer), block_sum(probs_RTK), None
 
@@ -285,14 +222,13 @@ class Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, like_ND: Tensor, call: MoETransfers) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = call.tokens_out
-        transfer = tokens.wait_side() if call.overlaps else tokens.wait()
-        idx_NK, prob_NK = call.routing(transfer)
+    def forward(ctx: Any, like_ND: Tensor, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+        transfer = call.tokens.wait_side() if call.overlaps else call.tokens.wait()
+        idx_NK, prob_NK = call.receive_routing(transfer)
         ctx.call = call
         ctx.mark_non_differentiable(idx_NK)
         ctx.set_materialize_grads(False)
-        rows_ND = call.rows(transfer) if call.fp8 is None else call.packed_tokens(transfer, like_ND)
+        rows_ND = call.rows(transfer) if call.fp8 is None else call.receive_fp8(transfer, like_ND)
         return rows_ND, idx_NK, prob_NK
 
     @staticmethod
@@ -300,36 +236,39 @@ class Receive(torch.autograd.Function):
     def backward(
         ctx: Any, grad_ND: Tensor, _: None, grad_NK: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.call.return_gradient(grad_ND, grad_NK)
+        call: LayerCall = ctx.call
+        if call.phase is not Phase.TOKEN_GRADS:
+            call.send_token_grads(grad_ND, grad_NK)
+        elif grad_ND is not call.token_grads.rows:
+            raise RuntimeError("received tokens have another reader than the experts")
         return grad_ND, None
 
 
-class SendBack(torch.autograd.Function):
+class SendSums(torch.autograd.Function):
     """Start to send sums, unless the experts' kernels have; backward, wait for their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, out_ND: Tensor, call: MoETransfers, all_sms: bool) -> Tensor:
+    def forward(ctx: Any, out_ND: Tensor, call: LayerCall, all_sms: bool) -> Tensor:
         ctx.call = call
-        if not call.overlaps:
-            sums = call.send_back(out_ND, out_ND.new_empty(0), all_sms=all_sms)
-            return call.rows(call.sums_back.put(sums))
-        sums_ND = call.rows(call.sums_back.get())
-        if out_ND.data_ptr() != sums_ND.data_ptr():
-            raise RuntimeError("sums of experts have another reader than `combine`")
-        return sums_ND
+        if call.overlaps:
+            if out_ND is not call.sums.rows:
+                raise RuntimeError("sums of experts have another reader than `combine`")
+            return call.rows(call.sums.get())
+        transfer = call.send_back(out_ND, out_ND.new_empty(0), all_sms=all_sms)
+        call.phase = Phase.SUMS
+        return call.rows(call.sums.put(transfer))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        call: MoETransfers = ctx.call
-        grads = call.sum_grads_out
-        transfer = grads.wait_side() if call.overlaps else grads.wait()
+        call: LayerCall = ctx.call
+        transfer = call.sum_grads.wait_side() if call.overlaps else call.sum_grads.wait()
         rows = grad_ND if call.fp8 is None else call.packed_rows(transfer)
         rows = rows if call.overlaps else call.for_experts(rows)
         if call.fp8 is not None:
             rows = call.fp8.gradient_arrived(rows, grad_ND)
         if call.overlaps and not call.keep:
-            call.tokens_out.put(call.send_out(call.saved_tokens, all_sms=False))
+            resend(call, all_sms=False)
         return rows, None, None
 
 
@@ -341,29 +280,43 @@ class Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums_ND: Tensor, call: MoETransfers, all_sms: bool, *addends: Tensor
+        ctx: Any, sums_ND: Tensor, call: LayerCall, all_sms: bool, *addends: Tensor
     ) -> Tensor:
         ctx.call, ctx.all_sms, ctx.addends = call, all_sms, len(addends)
-        if call.overlaps:
+        if call.send_rest is not None:
             call.send_rest()
-        return call.collect(call.sums_back.wait(), addends)
+            call.send_rest = None  # it refers to the output of fc2
+        return call.collect(call.sums.wait(), addends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        call: MoETransfers = ctx.call
-        all_sms, fp8 = ctx.all_sms and not call.overlaps, call.fp8
+        call: LayerCall = ctx.call
+        fp8, all_sms = call.fp8, ctx.all_sms and not call.overlaps
         sent = grad_TD if fp8 is None else fp8.pack_gradient(grad_TD).view(torch.bfloat16)
-        transfer = call.sum_grads_out.put(call.send_out(sent, all_sms=all_sms))
+        transfer = call.exchange.start(
+            sent, call.sent.table_TK, sent.new_empty(0), call.local, all_sms=all_sms
+        )
+        call.sum_grads.put(transfer)
+        call.phase = Phase.SUM_GRADS
         grad_ND = call.rows(transfer) if fp8 is None else without_data(grad_TD, call.count)
         return grad_ND, None, None, *[grad_TD] * ctx.addends
 
 
+def resend(call: LayerCall, *, all_sms: bool) -> None:
+    """Start to send this rank's tokens once more, in the backward pass."""
+    tokens = call.saved_tokens
+    assert tokens is not None
+    side, table_TK = tokens.new_empty(0), call.sent.table_TK
+    call.tokens.put(call.exchange.start(tokens, table_TK, side, call.local, all_sms=all_sms))
+
+
 @contextmanager
-def saving(rows: Tensor, call: MoETransfers) -> Iterator[None]:
+def saving(rows: Tensor, call: LayerCall) -> Iterator[None]:
     """Context of the experts, whose saved received rows are resent on demand, or copied.
 
-    Other exchanges take the receive buffer before the backward pass.
+    Other exchanges take the receive buffer before the backward pass. Hooks of autograd get other
+    tensor objects than were saved, so that rows are known by their address.
     """
 
     def pack(saved: Tensor) -> Tensor | None:
@@ -374,8 +327,8 @@ def saving(rows: Tensor, call: MoETransfers) -> Iterator[None]:
     def unpack(stored: Tensor | None) -> Tensor:
         if stored is not None:
             return stored
-        call.tokens_out.put(call.send_out(call.saved_tokens, all_sms=True))
-        return call.for_experts(call.rows(call.tokens_out.wait()))
+        resend(call, all_sms=True)
+        return call.for_experts(call.rows(call.tokens.wait()))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

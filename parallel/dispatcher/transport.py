@@ -12,17 +12,12 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.transports import (
-    AUTO_SMS,
-    MAX_REPLICATED_EXPERTS,
-    MAX_REPLICATION_RANKS,
-    TRANSPORTS,
-)
+from phalanx.configs.transports import AUTO_SMS, TRANSPORTS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
-from phalanx.parallel.dispatcher.replication.options import CopyCosts, ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import (
+    DispatchContext,
     Dispatcher,
     Rank,
     Transport,
@@ -38,6 +33,15 @@ def class_of(name: str) -> type[Dispatcher]:
     """The class that an entry of `configs.transports` names."""
     transport: type[Dispatcher] = resolve_name(TRANSPORTS[name].implementation)
     return transport
+
+
+def build(context: DispatchContext) -> Dispatcher:
+    """The dispatcher of one MoE layer, with expert replication if that was chosen."""
+    chosen = context.transport
+    if chosen.replication is None:
+        return class_of(chosen.name).build(context)
+    replicated: type[Dispatcher] = resolve_name(TRANSPORTS[chosen.name].replicated)
+    return replicated.build(context)
 
 
 def of_megatron(wanted: str) -> Transport:
@@ -167,74 +171,6 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
     within = (transport.inside or transport).name
     pushes = within in TRANSPORTS and class_of(within).no_overlap is None
     return AUTO_SMS if pushes and waits_for_tokens(backend, quantizes) else 0
-
-
-def with_replication(
-    wanted: int | str, transport: Transport, *, ranks: int, local: int, costs: CopyCosts, keep: bool
-) -> Transport:
-    """The transport with `parallel.expert_replication`.
-
-    Args:
-        wanted: a number of slots, or `auto`.
-        transport: the chosen transport.
-        ranks: number of ranks that share experts: of the group, or of each node with a transport
-            inside nodes.
-        local: number of experts of each rank.
-        costs: costs of copies.
-        keep: True if weights of replicas are saved for the backward pass.
-
-    Raises:
-        ValueError: the transport cannot replicate, or the group is too large.
-    """
-    facts = TRANSPORTS.get(transport.name)
-    if wanted in (0, "auto") or ranks == 1:
-        return transport
-    if facts is None or not facts.replicates_experts:
-        raise ValueError(
-            f"parallel.expert_replication={wanted} cannot run: {transport.name} cannot replicate "
-            "experts; set parallel.dispatch=auto or parallel.expert_replication=0"
-        )
-    if ranks > MAX_REPLICATION_RANKS or ranks * local > MAX_REPLICATED_EXPERTS:
-        raise ValueError(
-            f"parallel.expert_replication={wanted} serves {MAX_REPLICATED_EXPERTS} experts on "
-            f"{MAX_REPLICATION_RANKS} ranks, "
-            f"not {ranks * local} on {ranks}: set parallel.expert_replication=0"
-        )
-    replication = ReplicationOptions(int(wanted), costs.copy, keep, costs.any)
-    if transport.inside is not None:
-        return replace(transport, inside=replace(transport.inside, replication=replication))
-    return replace(transport, replication=replication)
-
-
-def replication_choices(wanted: int | str, transport: Transport) -> list[Choice]:
-    """Line of `kernels.registry.table` on expert replication, unless it is 0."""
-    if wanted == 0:
-        return []
-    within = transport.inside or transport
-    if (options := within.replication) is not None:
-        kept = "saved for" if options.keep else "resent in"
-        where = "; in each node by itself" if transport.inside else ""
-        reason = (
-            f"parallel.expert_replication={wanted}{where}; {options.cost_text}; weights are {kept}"
-        )
-        slots = f"{options.slots} slot{'s' * (options.slots > 1)}"
-        return [Choice("replication", slots, f"{reason} the backward pass")]
-    if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
-        return [
-            Choice(
-                "replication",
-                "off",
-                f"all experts are on one rank; parallel.expert_replication={wanted}",
-            )
-        ]
-    facts = TRANSPORTS.get(transport.name)
-    if facts is None or not facts.replicates_experts:
-        reason = f"{transport.name} cannot replicate experts"
-    elif class_of(within.name).no_overlap is not None:
-        reason = f"{within.name} does not hide the exchange of replicas"
-    else:
-        reason = "replicas cost a step more than they save where ranks are nearly even"
-    return [Choice("replication", "off", f"auto; {reason}")]
 
 
 def choices(

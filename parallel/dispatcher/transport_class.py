@@ -1,4 +1,4 @@
-"""Interface of a transport: `dispatch` and `combine`, the reasons that it cannot run, its costs.
+"""Interface of a transport: its sends and receives, the reasons that it cannot run, its costs.
 
 A new transport is a subclass of `Dispatcher` and an entry that names it in `configs.transports`.
 
@@ -8,7 +8,7 @@ Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N receive
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.received import OverlapFn, Planner, Received, SharedExpertFn
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
+from phalanx.parallel.dispatcher.received import Planner, Received
+
+if TYPE_CHECKING:
+    from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,14 @@ class Transport:
     """Transport inside nodes, of a transport between nodes."""
     nodes: Nodes | None = None
     """Process groups of a transport with one inside; `planned` does not create them."""
-    replication: ReplicationOptions | None = None
+    replication: "ReplicationOptions | None" = None
     """Options of expert replication; None: no replication."""
+
+    @property
+    def replica_slots(self) -> int:
+        """Number of replica slots of a rank, in this transport or in the one inside nodes."""
+        replication = (self.inside or self).replication
+        return 0 if replication is None else replication.slots
 
 
 class Rank(NamedTuple):
@@ -63,6 +71,8 @@ class DispatchContext(NamedTuple):
     """Number of experts of all ranks."""
     local: int
     """Number of experts of this rank."""
+    local_slots: int
+    """Number of expert slots of a rank in plans: `local`, or more with replicas."""
     backend: str
     """Backend of the experts and of `kernels.routing.plan`."""
     options: SymmOptions = SymmOptions()
@@ -135,41 +145,51 @@ class Dispatcher(ABC):
         """Rows that it sends and holds, for estimates."""
 
     @abstractmethod
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
-    ) -> Received:
-        """Send tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
+    def send_tokens(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Any:
+        """Start to send tokens to the ranks of their experts.
 
         Args:
-            x_TD, topk_idx_TK, topk_prob_TK: tokens and routing; the id -1 is no expert.
-            overlap_fn: function called once, while rows are in flight if the transport overlaps.
+            x_TD: tokens, bf16 or fp32.
+            topk_idx_TK: expert ids, int32; -1 is no expert.
+            topk_prob_TK: probabilities, fp32.
+
+        Returns:
+            The argument of `receive_tokens`.
         """
 
     @abstractmethod
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
-    ) -> Tensor:
-        """Return the experts' outputs to the tokens' ranks, and sum over ranks in fp32.
+    def receive_tokens(self, sent: Any) -> Received:
+        """Plan the experts' rows, and wait for tokens unless the experts' kernels do."""
+
+    def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Any:
+        """Start to send the experts' output to the ranks of its tokens.
 
         Args:
             out_ND: output of the experts.
-            received: their input, as `dispatch` returned it.
-            shared_expert_fn: function of an addend [T, D], called while rows are in flight if the
-                transport overlaps.
-            residual_TD: addend after that.
+            received: their input, as `receive_tokens` returned it.
+            alone: no other kernel runs before `receive_sums`.
 
         Returns:
-            [T, D] in out's dtype. On GPUs the sum over ranks and addends is rounded once (not by
-            `deepep`); on one rank, and on a CPU, each addition is rounded.
+            The argument of `receive_sums`: by default the output, which that sends.
         """
+        return out_ND
+
+    @abstractmethod
+    def receive_sums(self, sent: Any, received: Received, addends: Sequence[Tensor] = ()) -> Tensor:
+        """Sum over ranks in fp32, and add `addends` [T, D] in their order.
+
+        Returns:
+            [T, D] in the dtype of the experts' output. On GPUs the sum over ranks and addends is
+            rounded once (not by `deepep`); on one rank, and on a CPU, each addition is rounded.
+        """
+
+    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
+        """Send and receive tokens, with no work in between."""
+        return self.receive_tokens(self.send_tokens(x_TD, topk_idx_TK, topk_prob_TK))
+
+    def combine(self, out_ND: Tensor, received: Received, *addends: Tensor) -> Tensor:
+        """Send and receive sums, with no work in between."""
+        return self.receive_sums(self.send_sums(out_ND, received), received, addends)
 
 
 def waits_for_tokens(backend: str, quantizes: bool = False) -> bool:

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.dense_mlp import DenseFc1, dense_fc1, dense_fc2
+from phalanx.kernels.expert_mlp.dense_halves import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
@@ -129,14 +129,13 @@ class Layer:
             received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
             return transport.combine(self.experts(received), received)
         w1, w2 = self.shared
-        records: list[DenseFc1] = []  # by the first half of the shared expert
-
-        def first() -> None:
-            records.append(dense_fc1(batch.x_TD, w1, self.spec))
-
-        received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK, first)
-        out_ND = self.experts(received)
-        return transport.combine(out_ND, received, lambda: dense_fc2(*records, w2, self.spec))
+        sent = transport.send_tokens(batch.x_TD, batch.idx_TK, batch.prob_TK)
+        half = dense_fc1(batch.x_TD, w1, self.spec)
+        received = transport.receive_tokens(sent)
+        del sent
+        sums = transport.send_sums(self.experts(received), received, alone=False)
+        addends = [dense_fc2(half, w2, self.spec)]
+        return transport.receive_sums(sums, received, addends)
 
     def both(self, transport: Dispatcher, batch: Inputs) -> tuple[Any, ...]:
         """Gradients of inputs and parameters; None for those added to buffers."""

@@ -9,7 +9,7 @@ from phalanx.configs.machines import CPU_RANKS
 from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_costs
-from tests.parallel.dispatcher.test_hierarchical import SIZE, pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
 from tests.support.training import Trained, _loaded, _train, trained

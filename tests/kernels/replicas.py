@@ -64,13 +64,13 @@ class Copied:
     def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         self.log.append("grad_buffer")
         like = dict(dtype=torch.float32)
-        self._room = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
+        self._grads = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
         self.given = [None] * len(NAMES)
-        return self._room
+        return self._grads
 
     def send_grads(self, layer: Layer) -> None:
         self.log.append(f"send_grads {layer}")
-        made = [None if g is None else g.clone() for g in layer_pair(self._room, layer)]
+        made = [None if g is None else g.clone() for g in layer_pair(self._grads, layer)]
         self.given[LAYERS.index(layer) :: 2] = made
 
     def reduce_grads(self, layer: Layer, own: list[Tensor | None]) -> None:

@@ -1,7 +1,7 @@
 """Two activations, a transport and a backend that the package lacks, as a user would add them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.backends import EXPERT_BACKENDS, ExpertBackend
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
+from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import Backend, Linear
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -19,14 +20,7 @@ from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.registry import Facts
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Planner,
-    Received,
-    SharedExpertFn,
-    plus,
-    run_overlap_fn,
-)
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 # --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
@@ -72,27 +66,19 @@ class Broadcasts(Dispatcher):
             rows, 3 * rows, saved=reach.received, backward=5, buffers=2 * reach.received
         )
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
-    ) -> Received:
+    def send_tokens(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Any:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         rows_ND, prob_NK = (_Spread.apply(t, self._group) for t in (x_TD, topk_prob_TK))
-        idx_NK = _all_rows(topk_idx_TK, self._group)
-        run_overlap_fn(overlap_fn)
+        return rows_ND, _all_rows(topk_idx_TK, self._group), prob_NK
+
+    def receive_tokens(self, sent: Any) -> Received:
+        rows_ND, idx_NK, prob_NK = sent
         return Received(rows_ND, self._plan(idx_NK, prob_NK))
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return plus(_Collect.apply(out_ND, self._group), shared_expert_fn, residual_TD)
+        return block_sum.plus(_Collect.apply(sent, self._group), addends)
 
 
 def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -149,8 +149,7 @@ class Exchange:
         """
         sources = (rows.contiguous(), table, side)
         waves = 1 if back else self._waves(local)
-
-        def send(buffers: PeerBuffers) -> None:
+        with self._next_transfer(sources, waves) as (transfer, buffers):
             push(
                 *sources,
                 buffers,
@@ -160,8 +159,7 @@ class Exchange:
                 comm_sms=0 if all_sms else self._comm_sms,
                 waves=waves,
             )
-
-        return self._begin(send, waves, sources)
+        return transfer
 
     def tile_signal(self, y_SD: Tensor, a_SF: Rows, local: int) -> TileSignal:
         """Tile-signal request for the fc2 launch whose sums `send_sums` will send.
@@ -199,24 +197,17 @@ class Exchange:
             The transfer, and a function that sends the rest, to be called before the wait.
         """
         sources, everywhere = (index_S, inverse_NK, offsets), sms(offsets.device)
-        total = self._comm_sms + everywhere
-
-        def send(
-            buffers: PeerBuffers, ctas: int = self._comm_sms, last: UnreducedRows | None = None
-        ) -> None:
-            combine_push(
-                signal.ready_rows,
-                *sources,
-                buffers,
-                tokens=self.tokens,
-                ctas=ctas,
-                total_ctas=total,
-                unreduced_rows=last,
-            )
-
-        transfer = self._begin(send, 1, (signal.out_SN, *sources), after)
+        send = functools.partial(
+            combine_push,
+            signal.ready_rows,
+            *sources,
+            tokens=self.tokens,
+            total_ctas=self._comm_sms + everywhere,
+        )
+        with self._next_transfer((signal.out_SN, *sources), after=after) as (transfer, buffers):
+            send(buffers, ctas=self._comm_sms)
         return transfer, functools.partial(
-            send, self._buffers[transfer.slot], everywhere, unreduced_rows
+            send, buffers, ctas=everywhere, unreduced_rows=unreduced_rows
         )
 
     def send_gradient(
@@ -240,8 +231,8 @@ class Exchange:
         """
         sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
         ctas = self._ctas(all_sms)
-
-        def send(buffers: PeerBuffers) -> None:
+        read = (dx_SD, *sources, side, *(unreduced_rows or ()))
+        with self._next_transfer(read) as (transfer, buffers):
             combine_push(
                 ready,
                 *sources,
@@ -252,8 +243,7 @@ class Exchange:
                 side=side,
                 unreduced_rows=unreduced_rows,
             )
-
-        return self._begin(send, 1, (dx_SD, *sources, side, *(unreduced_rows or ())))
+        return transfer
 
     def run_on_comm_stream(self, send: Callable[[], None]) -> Callable[[], None]:
         """Call `send` on the stream of pushes: after all work so far on the current stream, and
@@ -282,22 +272,25 @@ class Exchange:
         """CTAs of a kernel that sends."""
         return sms(self._memory.device) if all_sms or not self._comm_sms else self._comm_sms
 
-    def _begin(
+    @contextmanager
+    def _next_transfer(
         self,
-        send: Callable[[PeerBuffers], None],
-        waves: int,
         sources: tuple[Tensor, ...],
+        waves: int = 1,
         after: torch.cuda.Event | None = None,
-    ) -> Transfer:
-        """Start the next exchange on the stream of pushes (see `_on_push_stream`)."""
+    ) -> Iterator[tuple[Transfer, PeerBuffers]]:
+        """Context in which the next exchange is launched, on the stream of pushes.
+
+        A context adds no frames between a layer and the launch. See `_on_push_stream` for `after`.
+        """
         slot = self._next
         self._next = (slot + 1) % SLOTS
+        pushed = torch.cuda.Event()
+        transfer = Transfer(slot, self._started + 1, waves, pushed, sources)
         with self._on_push_stream(after) as stream:
-            send(self._buffers[slot])
-            pushed = torch.cuda.Event()
+            yield transfer, self._buffers[slot]
             pushed.record(stream)
         self._started += 1
-        return Transfer(slot, self._started, waves, pushed, sources)
 
     def wait(self, transfer: Transfer, *, side_only: bool = False) -> None:
         """Let the current stream wait for all ranks' rows, or for their side data alone.

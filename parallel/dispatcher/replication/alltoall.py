@@ -25,14 +25,8 @@ from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import (
-    OverlapFn,
-    Received,
-    SharedExpertFn,
-    addends,
-    run_overlap_fn,
-)
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
+from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, plan_replicas
 from phalanx.parallel.dispatcher.transport_class import DispatchContext
 
 
@@ -49,19 +43,23 @@ class ReplicatedAllToAll(AllToAll):
         self._local, self._experts, self._options = context.local, context.experts, options
         self._size = options.size(dist.get_world_size(context.group))
 
-    def dispatch(
+    @classmethod
+    def build(cls, context: DispatchContext) -> "ReplicatedAllToAll":
+        assert context.transport.replication is not None
+        return cls(context, context.transport.replication)
+
+    def send_tokens(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
-    ) -> Received:
+    ) -> Any:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
         idx_NK, prob_NK = _Routing.apply(topk_idx_TK, topk_prob_TK, self._group)
-        replication, slot_NK = self._plan.route_to_replicas(idx_NK, self._experts, self._size)
+        replication, slot_NK = plan_replicas(self._plan, idx_NK, self._experts, self._size)
         plan = self._plan(slot_NK, prob_NK)
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         local_slots = self._local + self._options.slots
@@ -75,23 +73,23 @@ class ReplicatedAllToAll(AllToAll):
             topk_idx_TK // self._local,
             fp8,
         )
-        x_SD = _Dispatch.apply(x_TD, route)
-        run_overlap_fn(overlap_fn)
-        in_order = plan._replace(row_index_S=None, inverse_NK=None)
-        replicas = _Replicas(self._group, replication, self._local, self._options.keep)
-        fp8_inputs = None if fp8 is None else fp8.fp8_inputs
+        return _Dispatch.apply(x_TD, route), plan, route, replication
+
+    def receive_tokens(self, sent: Any) -> Received:
+        x_SD, plan, route, replication = sent
         return Received(
-            x_SD, in_order, None, fp8_inputs, route, replicas=replicas, replication_plan=replication
+            x_SD,
+            plan._replace(row_index_S=None, inverse_NK=None),
+            fp8_inputs=None if route.fp8 is None else route.fp8.fp8_inputs,
+            route=route,
+            replicas=_Replicas(self._group, replication, self._local, self._options.keep),
+            replication_plan=replication,
         )
 
-    def combine(
-        self,
-        out_ND: Tensor,
-        received: Received,
-        shared_expert_fn: SharedExpertFn = None,
-        residual_TD: Tensor | None = None,
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return _Combine.apply(out_ND, received.route, *addends(shared_expert_fn, residual_TD))
+        return _Combine.apply(sent, received.route, *addends)
 
 
 class _Route(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.routing.wire import routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.peer_buffers import unpadded
 from phalanx.parallel.dispatcher.exchange import Connection, SymmOptions, connected
 
@@ -48,9 +49,13 @@ class Control:
         """Wait for side data of all ranks."""
         self._exchange.wait(transfer)
 
-    def side(self, transfer: "Transfer", size: int) -> Tensor:
-        """Blocks of `size` int32 from all ranks: [R, size]."""
-        return unpadded(self._exchange.side(transfer), self._exchange.ranks, size)
+    def all_routing(self, side: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Exchange packed routing: expert ids and probabilities of all ranks, [N, K]."""
+        transfer = self.send(side)
+        self.wait(transfer)
+        size = routing_size(tokens, slots)
+        blocks = unpadded(self._exchange.side(transfer), self._exchange.ranks, size)
+        return unpack_routing(blocks, tokens, slots)
 
 
 class _Connection(Connection):

@@ -13,17 +13,27 @@ order of expert ids in fp32, rounded once, and then the sums of owners in their 
 are those without replication bit for bit, wherever rows were computed, and so are gradients of
 tokens and probabilities. Shapes depend on the number of slots alone; nothing is read on the host.
 
-With `hier` the transport inside a node replicates, and its group is the node.
+With `hier` the transport inside a node replicates, and its group is the node: neither weights nor
+plans pass the network.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from phalanx.configs.machines import CPU_RANKS, Rates, rates_of
-from phalanx.kernels.routing.replication_plan import ReplicationSize, replica_cost
+from phalanx.kernels.routing.replica_routing import route_to_replicas
+from phalanx.kernels.routing.replication_plan import (
+    ReplicationPlan,
+    ReplicationSize,
+    replica_cost,
+)
+
+if TYPE_CHECKING:
+    from phalanx.parallel.dispatcher.received import Planner
 
 
 @dataclass(frozen=True)
@@ -94,3 +104,14 @@ def copy_cost(rates: Rates, *, width: int, keep: bool) -> int:
         bytes_per_second=rates.node_gbs * 1e9,
         seconds_per_row=6 / (rates.expert_tflops * 1e12),
     )
+
+
+def plan_replicas(
+    planner: "Planner", idx_NK: Tensor, experts: int, size: ReplicationSize
+) -> tuple[ReplicationPlan, Tensor]:
+    """Plan of a micro-batch, and the slot of every pair, from the ids of received rows.
+
+    An expert's rows are split in the order of ranks, so that parts keep its blocks of FP8.
+    """
+    plan, slot_NK = route_to_replicas(planner.by_rank(idx_NK), experts, size)
+    return plan, planner.by_arrival(slot_NK)

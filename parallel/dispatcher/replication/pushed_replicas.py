@@ -14,7 +14,8 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.replicas import Layer, layer_pair
-from phalanx.parallel.dispatcher.replication.transfers import ReplicatedTransfers
+from phalanx.kernels.routing.replication_plan import ReplicationPlan
+from phalanx.parallel.dispatcher.replication.control import Control
 
 
 class Memory(Protocol):
@@ -45,17 +46,23 @@ class PushedReplicas:
     """`kernels.expert_mlp.replicas.ReplicaExchange` of one call.
 
     Args:
-        call: transfers of the layer, whose replication plan is known.
+        control: exchange with a communication stream.
+        plan: replication plan of the micro-batch.
         memory: function of weights that returns the memory of slots for them, the same on all
             ranks.
         keep: True if weights are saved for the backward pass.
     """
 
     def __init__(
-        self, call: ReplicatedTransfers, memory: Callable[[MLPWeights], Memory], *, keep: bool
+        self,
+        control: Control,
+        plan: ReplicationPlan,
+        memory: Callable[[MLPWeights], Memory],
+        *,
+        keep: bool,
     ) -> None:
-        self._control, self._memory_of = call.control, memory
-        self._expert_RG, self.keep = call.replication.expert_RN, keep
+        self._control, self._memory_of = control, memory
+        self._expert_RG, self.keep = plan.expert_RN, keep
         self._memory: Memory
         self._first: Layer
         """Layer whose weights were sent first."""

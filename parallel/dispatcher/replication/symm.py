@@ -17,19 +17,27 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.replication.rows import ExpertOwner
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import OverlapFn, Planner, Received
+from phalanx.parallel.dispatcher.overlap import ExpertOverlap
+from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.replication import memory
 from phalanx.parallel.dispatcher.replication.control import control_of
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, plan_replicas
 from phalanx.parallel.dispatcher.replication.pushed_replicas import Memory, PushedReplicas
-from phalanx.parallel.dispatcher.replication.transfers import InOrder, Peers, ReplicatedTransfers
+from phalanx.parallel.dispatcher.replication.transfers import (
+    InOrder,
+    Peers,
+    ReplicatedCall,
+    ReplicatedRouting,
+)
 from phalanx.parallel.dispatcher.symm import Symm
-from phalanx.parallel.dispatcher.transfers import saving
+from phalanx.parallel.dispatcher.transfers import Receive, saving, sent_routing
+from phalanx.parallel.dispatcher.transport_class import DispatchContext
 
 if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.exchange import Exchange
+    pass
 
 
 class ReplicatedSymm(Symm):
@@ -57,31 +65,38 @@ class ReplicatedSymm(Symm):
         super().__init__(group, plan, local=local, options=options, waits=waits, recipe=recipe)
         self._replication = replication
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        overlap_fn: OverlapFn = None,
-        fp8: FP8Rows | None = None,
-    ) -> Received:
-        tokens = x_TD, topk_idx_TK, topk_prob_TK
-        call, rows_ND, plan = self._bring(tokens, overlap_fn, fp8, self._transfers)
-        call.planned(plan)
+    @classmethod
+    def build(cls, context: DispatchContext) -> "ReplicatedSymm":
+        c, replication = context, context.transport.replication
+        assert replication is not None
+        return cls(
+            c.group,
+            c.plan,
+            replication,
+            local=c.local,
+            options=c.options,
+            waits=c.waits,
+            recipe=c.recipe,
+        )
+
+    def receive_tokens(self, sent: Any) -> Received:
+        call, pushed_ND = sent
+        rows_ND, slot_NK, prob_NK = Receive.apply(pushed_ND, call)
+        plan = self._plan(slot_NK, prob_NK)
+        call.plan_returns(plan)
         keep = self._replication.keep and torch.is_grad_enabled()
-        replicas = PushedReplicas(call, self._memory, keep=keep)
+        replicas = PushedReplicas(call.control, call.replication, self._memory, keep=keep)
         fp8_inputs = None if call.fp8 is None else call.fp8.fp8_inputs
         received = Received(
             rows_ND,
             plan,
-            None,
-            fp8_inputs,
-            call,
+            fp8_inputs=fp8_inputs,
+            route=call,
             replicas=replicas,
             replication_plan=call.replication,
         )
         if call.overlaps:
-            return received._replace(overlap=call)
+            return received._replace(overlap=ExpertOverlap(call))
         rows_SD = InOrder.apply(rows_ND, call)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
         received = received._replace(rows_ND=rows_SD, plan=in_order)
@@ -90,15 +105,27 @@ class ReplicatedSymm(Symm):
         hooks = functools.partial(saving, rows_SD.detach(), call)
         return received._replace(saving=hooks)
 
-    def _transfers(
-        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **kwargs: Any
-    ) -> ReplicatedTransfers:
-        (T, D), K = x_TD.shape, idx_TK.shape[1]
+    def _call(
+        self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None
+    ) -> ReplicatedCall:
+        """Exchange the routing, plan replicas, and map expert ids to slots."""
+        (T, D), K, local = x_TD.shape, idx_TK.shape[1], self._local
+        exchange = self._exchange(x_TD, idx_TK)
+        ranks, rank = exchange.ranks, self._group.rank()
         control = control_of(self._group, T, D, K, self._options)
-        unreduced_rows = memory.unreduced_memory_of(self._group, T, D, K)
-        peers = Peers(control, unreduced_rows, self._group)
-        return ReplicatedTransfers(
-            exchange, peers, idx_TK, self._local, self._replication, self._plan, **kwargs
+        sent = sent_routing(idx_TK, prob_TK, ranks=ranks, local=local)
+        expert_NK, prob_NK = control.all_routing(sent.side, T, K)
+        size = self._replication.size(ranks)
+        plan, slot_NK = plan_replicas(self._plan, expert_NK, ranks * local, size)
+        return ReplicatedCall(
+            exchange,
+            Peers(control, memory.unreduced_memory_of(self._group, T, D, K)),
+            ReplicatedRouting(plan, expert_NK, slot_NK, prob_NK),
+            idx_TK,
+            # Tokens go by slots, and their routing has been sent.
+            sent._replace(table_TK=slot_NK.narrow(0, rank * T, T), side=x_TD.new_empty(0)),
+            ExpertOwner(rank, local, local + self._replication.slots),
+            **self._call_options(exchange, x_TD, fp8),
         )
 
     def _memory(self, own: MLPWeights) -> Memory:

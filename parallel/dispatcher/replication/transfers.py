@@ -41,10 +41,10 @@ Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T
 expert rows, L own experts, G replica slots, P = L + G expert slots of a rank.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -57,12 +57,9 @@ from phalanx.kernels.replication.rows import (
 )
 from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
-from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
-from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
-from phalanx.parallel.dispatcher.received import Planner
+from phalanx.parallel.dispatcher.fp8_rows import without_data
 from phalanx.parallel.dispatcher.replication.control import Control
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
-from phalanx.parallel.dispatcher.transfers import MoETransfers
+from phalanx.parallel.dispatcher.transfers import LayerCall, SentRouting
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
@@ -78,128 +75,128 @@ class UnreducedRowsMemory(Protocol):
         """Arguments for an exchange that writes expert rows to their tokens' ranks."""
 
 
+class ReplicatedRouting(NamedTuple):
+    """Routing of all ranks with expert replication."""
+
+    plan: ReplicationPlan
+    """Plan of the micro-batch."""
+    expert_NK: Tensor
+    """int32 expert ids of all ranks' tokens."""
+    slot_NK: Tensor
+    """int32 expert slots that compute these pairs."""
+    prob_NK: Tensor
+    """fp32 probabilities."""
+
+
 class Peers(NamedTuple):
     """Resources of a call beyond the main exchange."""
 
     control: Control
     unreduced_rows: UnreducedRowsMemory
-    group: dist.ProcessGroup
 
 
-class ReplicatedTransfers(MoETransfers):
-    """The transfers of one call with expert replication.
+class ReplicatedCall(LayerCall):
+    """State of one call with expert replication.
 
     Args:
         exchange: exchange of tokens and sums.
         peers: resources beyond the exchange.
+        routing: routing of all ranks, and the slots of their pairs.
         idx_TK: expert ids of this rank's tokens.
-        local: L.
-        options: options of replication.
-        planner: planner of replicas.
-        overlaps, keep, fp8: as in `MoETransfers`.
+        sent: their routing, with slots as destinations.
+        owner: owners of experts and slots.
+        hidden, overlaps, keep, fp8: as in `LayerCall`.
     """
 
     def __init__(
         self,
         exchange: "Exchange",
         peers: Peers,
+        routing: ReplicatedRouting,
         idx_TK: Tensor,
-        local: int,
-        options: ReplicationOptions,
-        planner: Planner,
-        *,
-        overlaps: bool,
-        keep: bool,
-        fp8: FP8Rows | None = None,
+        sent: SentRouting,
+        owner: ExpertOwner,
+        **kwargs: Any,
     ) -> None:
-        local_slots = local + options.slots
-        super().__init__(exchange, idx_TK, local_slots, overlaps=overlaps, keep=keep, fp8=fp8)
-        self.owner = ExpertOwner(peers.group.rank(), local, self.local)
-        self.control = peers.control
-        self.replication: ReplicationPlan
-        """Plan of the micro-batch."""
-        self._unreduced, self._planner = peers.unreduced_rows, planner
-        self._size = options.size(exchange.ranks)
-        self._routing: tuple[Tensor, Tensor]
-        self._packed: Tensor
+        super().__init__(exchange, idx_TK, sent, local=owner.local_slots, **kwargs)
+        self.owner, self.control, self.replication = owner, peers.control, routing.plan
+        self.idx_NK = routing.slot_NK
+        self._routing: ReplicatedRouting | None = routing
+        self._unreduced = peers.unreduced_rows
+        self._packed: Tensor | None = None
         """Received tokens in FP8, before their order is known."""
-        self._return_plan: ReturnPlan
-        self._rows: tuple[Tensor, Tensor]
+        self._return_plan: ReturnPlan | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
         """Received rows of expert rows, and offsets. Not the plan, which refers to this object."""
-        self._dx_SD: Tensor
+        self._dx_SD: Tensor | None = None
 
-    def route(self, prob_TK: Tensor) -> Tensor | None:
-        """Exchange the routing, plan replicas, and map expert ids to slots; returns None."""
-        (T, K), ranks, local = self.idx_TK.shape, self.exchange.ranks, self.owner.local
-        side, self.sums_TR = pack_routing(
-            self.idx_TK, prob_TK.contiguous(), ranks=ranks, local=local
-        )
-        transfer = self.control.send(side)
-        self.control.wait(transfer)
-        blocks = self.control.side(transfer, routing_size(T, K))
-        experts_NK, prob_NK = unpack_routing(blocks, T, K)
-        self.replication, self.idx_NK = self._planner.route_to_replicas(
-            experts_NK, ranks * local, self._size
-        )
-        self._routing = experts_NK, prob_NK
-        self.table_TK = self.idx_NK.narrow(0, self.owner.rank * T, T)
-        return None
-
-    def routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
-        """Expert slots of all ranks' pairs, and their probabilities."""
-        return self.idx_NK, self._routing[1]
-
-    def planned(self, plan: ExpertPlan) -> None:
+    def plan_returns(self, plan: ExpertPlan) -> None:
         """Store the plan of expert slots, and plan the return of its rows."""
         assert plan.row_index_S is not None and plan.inverse_NK is not None
+        assert self._routing is not None
         self._rows = plan.row_index_S, plan.offsets
-        pairs = self._routing[0], self.idx_NK, plan.inverse_NK
+        pairs = self._routing.expert_NK, self._routing.slot_NK, plan.inverse_NK
         self._return_plan = split_returns(*pairs, len(plan.row_index_S), self.owner)
-        del self._routing
+        self._routing = None
 
-    def packed_tokens(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
+    def receive_routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
+        """Expert slots of all ranks' pairs, and their probabilities."""
+        assert self._routing is not None
+        return self._routing.slot_NK, self._routing.prob_NK
+
+    def receive_fp8(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
         """Register FP8 tokens; without overlap `in_order` copies them from the receive buffer."""
         if self.overlaps:
-            return super().packed_tokens(transfer, like_ND)
+            return super().receive_fp8(transfer, like_ND)
         self._packed = self.packed_rows(transfer)
         return without_data(like_ND, self.count)
 
     def for_experts(self, rows: Tensor) -> Tensor:
         """Rows in the experts' order, in which their gradients come too."""
+        assert self._rows is not None
         return gather_rows(rows, *self._rows)
 
     def in_order(self, rows_ND: Tensor) -> Tensor:
         """Received tokens in the experts' order; without data if they arrived in FP8."""
         if self.fp8 is None:
             return self.for_experts(rows_ND)
-        packed = self.for_experts(self._packed)
-        del self._packed
+        assert self._packed is not None
+        packed, self._packed = self.for_experts(self._packed), None
         return self.fp8.tokens_arrived(packed, rows_ND)
 
     def saved(self, rows: Tensor) -> Tensor | None:
         """The rows themselves, if saved: in the experts' order they are not in a shared buffer."""
         return rows if self.keep else None
 
+    @property
+    def summed(self) -> int:
+        """Number of own experts: rows of replicas are no part of a sum."""
+        return self.owner.local
+
+    def expert_rows(self, plan: ExpertPlan | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Received rows of own expert rows, expert rows that are summed, and offsets."""
+        assert self._rows is not None and self._return_plan is not None
+        index_S, offsets = self._rows
+        return index_S, self._return_plan.sums_NK, offsets[: self.summed + 1]
+
+    @property
+    def send_options(self) -> dict[str, Any]:
+        """Unreduced rows, which the exchange sends with the sums."""
+        assert self._return_plan is not None
+        return dict(unreduced_rows=self._unreduced.sent(self._return_plan))
+
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
         """Push expert rows [S, D]: unreduced ones, then sums, which the push computes."""
-        rows = rows_ND.contiguous(), *self._sums, side
-        return self.exchange.send_gradient(
-            *rows, all_sms=all_sms, unreduced_rows=self.unreduced_rows
-        )
+        rows = rows_ND.contiguous(), *self.expert_rows(), side
+        return self.exchange.send_gradient(*rows, all_sms=all_sms, **self.send_options)
 
-    def collect(self, transfer: "Transfer", addends: Any = ()) -> Tensor:
-        """Sum unreduced rows per owner, then collect as without replication."""
-        pairs = self._unreduced.rows_KTD, self.idx_TK, self.table_TK
-        sum_unreduced_rows(*pairs, self.rows(transfer), self.owner)
-        return super().collect(transfer, addends)
+    def send_token_grads(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
+        """Send the stored gradient of expert rows with that of probabilities."""
+        assert self._dx_SD is not None
+        grad_SD, self._dx_SD = self._dx_SD, None
+        super().send_token_grads(grad_SD, grad_NK)
 
-    def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
-        if not self.overlaps:
-            grad_ND = self._dx_SD
-            del self._dx_SD
-        super().return_gradient(grad_ND, grad_NK)
-
-    def put_gradient(self, grad_SD: Tensor) -> Tensor:
+    def store_gradient(self, grad_SD: Tensor) -> Tensor:
         """Store the gradient of expert rows until that of probabilities is sent with it.
 
         Returns a tensor without data in its place.
@@ -207,36 +204,23 @@ class ReplicatedTransfers(MoETransfers):
         self._dx_SD = grad_SD
         return without_data(grad_SD, self.count)
 
-    # --- overlapped with the experts' kernels -----------------------------------------------------
-
-    @property
-    def summed(self) -> int:
-        """Number of own experts: rows of replicas are no part of a sum."""
-        return self.owner.local
-
-    def sums(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
-        return self._sums
-
-    @property
-    def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        index_S, offsets = self._rows
-        return index_S, self._return_plan.sums_NK, offsets[: self.summed + 1]
-
-    @property
-    def unreduced_rows(self) -> Any:
-        return self._unreduced.sent(self._return_plan)
+    def collect(self, transfer: "Transfer", addends: Sequence[Tensor] = ()) -> Tensor:
+        """Sum unreduced rows per owner, then collect as without replication."""
+        pairs = self._unreduced.rows_KTD, self.idx_TK, self.sent.table_TK
+        sum_unreduced_rows(*pairs, self.rows(transfer), self.owner)
+        return super().collect(transfer, addends)
 
 
 class InOrder(torch.autograd.Function):
     """Received rows in the experts' order, without overlap; backward stores their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, call: ReplicatedTransfers) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, call: ReplicatedCall) -> Tensor:
         ctx.call = call
         return call.in_order(rows_ND)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
-        call: ReplicatedTransfers = ctx.call
-        return call.put_gradient(grad_SD), None
+        call: ReplicatedCall = ctx.call
+        return call.store_gradient(grad_SD), None

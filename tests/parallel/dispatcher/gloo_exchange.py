@@ -32,7 +32,7 @@ NAN = 0xFF
 
 
 class GlooExchange:
-    """`kernels.sm90.exchange.exchange.Exchange`, as far as `MoETransfers` calls it."""
+    """`kernels.sm90.exchange.exchange.Exchange`, as far as `symm` calls it."""
 
     def __init__(
         self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
@@ -62,7 +62,12 @@ class GlooExchange:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, unreduced_rows: Any
+        self,
+        signal: Any,
+        index_S: Tensor,
+        inverse_NK: Tensor,
+        *rest: Any,
+        unreduced_rows: Any = None,
     ) -> tuple[Any, Any]:
         sums_ND = provider("torch").combine(signal.out_SN, inverse_NK)
         none = inverse_NK.new_empty(0)

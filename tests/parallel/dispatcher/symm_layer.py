@@ -138,8 +138,9 @@ class Layer:
                 overlap=received.overlap, fp8_inputs=received.fp8_inputs, replicas=received.replicas
             )
             out = grouped_mlp(received.rows_ND, self.weights, received.plan, self.spec, **how)
-        beside = (lambda: self.x @ self.shared) if shared else None
-        out = self.dispatcher.combine(out, received, beside, self.residual if residual else None)
+        sums = self.dispatcher.send_sums(out, received, alone=not shared)
+        addends = [self.x @ self.shared] * shared + [self.residual] * residual
+        out = self.dispatcher.receive_sums(sums, received, addends)
         leaves = [self.x, self.prob, *self.own, *[self.residual] * residual]
         made = list(torch.autograd.grad(out, leaves, self.dout, allow_unused=True))
         if self.spec.accumulate:

@@ -184,7 +184,7 @@ ROUTINGS = (
 )
 ELSEWHERE = {
     "symm": "tests/parallel/dispatcher/test_symm.py and test_symm_gpu.py: it needs GPUs",
-    "hier": "tests/parallel/dispatcher/test_hierarchical.py: it needs several nodes",
+    "hier": "tests/parallel/dispatcher/hierarchical/test_hierarchical.py: it needs several nodes",
     "deepep": "tests/parallel/dispatcher/test_deepep.py: it needs its package",
 }
 """Transports that gloo ranks of one node cannot run, and where their tests are."""
@@ -355,17 +355,17 @@ def test_empty_slots_have_no_rows() -> None:
 
 
 def test_what_is_added_follows_in_its_order() -> None:
-    """In bf16 the order shows: what is made beside comes before the residual."""
+    """In bf16 the order of addends shows."""
     dispatcher = dispatcher_of(
         "local", None, experts=1, slots=TokenChoices(1, 1), budget=Budget(1.0, CPU)
     )
     idx = torch.zeros(1, 1, dtype=torch.int32)
     received = dispatcher.dispatch(torch.ones(1, 8).bfloat16(), idx, torch.ones(1, 1))
     out, small, large = (torch.full((1, 8), v).bfloat16() for v in (1.0, 2.0**-8, -1.0))
-    got = dispatcher.combine(out, received, lambda: small, large)
+    got = dispatcher.combine(out, received, small, large)
     assert torch.equal(got, (out + small) + large)
     assert not torch.equal(got, (out + large) + small)
-    assert torch.equal(dispatcher.combine(out, received, None, large), out + large)
+    assert torch.equal(dispatcher.combine(out, received, large), out + large)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

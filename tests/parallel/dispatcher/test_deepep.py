@@ -134,8 +134,8 @@ def rank_layer(case: Case, sms: int = 0) -> tuple[Result, int, int]:
         result = run_layer(dispatcher, case, rank, ranks, within=nullcontext)
         received = dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
         sums = torch.zeros_like(received.rows_ND)
-        beside = dispatcher.combine(sums, received, lambda: case.x_TD[own])
-        assert torch.equal(beside, case.x_TD[own])
+        out = dispatcher.combine(sums, received, case.x_TD[own])
+        assert torch.equal(out, case.x_TD[own])
         assert not overflowed(budget, group)
         return result, len(received.plan.row_index_S), Buffer.sms
 

@@ -29,7 +29,7 @@ from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 from tests.kernels.problems import error, make
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
-from tests.parallel.dispatcher.test_hierarchical import NODES, pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import NODES, pretended
 from tests.support.distributed import run_distributed
 
 T, D, F, E, K = 40, 160, 136, 8, 2

@@ -167,14 +167,10 @@ class Recorder:
         inverse_NK: Tensor,
         offsets: Tensor,
         side: Tensor,
-        *,
-        unreduced_rows: None,
     ) -> Any:
         return self.start(dx_SD, inverse_NK, side, E // R, back=True)
 
-    def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, unreduced_rows: None
-    ) -> Any:
+    def send_sums(self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any) -> Any:
         sent = self.start(signal.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
         self.made = weakref.ref(signal.out_SN)
         return sent, functools.partial(lambda _: None, signal)
@@ -265,7 +261,12 @@ def test_the_model_says_what_symm_does(
     idx = torch.rand(T, E, generator=g).topk(K).indices.int()
     with Watch(recorder):
         received = transport.dispatch(x, idx, prob)
-        out = transport.combine(experts(received, w1, w2, recipe), received)
+        out_ND = experts(received, w1, w2, recipe)
+        if beside:
+            with pytest.raises(RuntimeError, match="sums of experts have another reader"):
+                transport.send_sums(out_ND.view_as(out_ND), received)
+        out = transport.combine(out_ND, received)
+        del out_ND
         assert not beside or recorder.made() is None  # what fc2 made is not kept for backward
         torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D, dtype=dtype))
     model = Program(R, overlaps=overlaps)

@@ -1,5 +1,8 @@
 """The one-sided transport where no GPU is needed: what it tells, and where it cannot run."""
 
+import contextlib
+import inspect
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.kernels.sm90.exchange import peer_buffers
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
+from phalanx.moe.layer import MoE
 from phalanx.parallel.dispatcher import exchange as exchanges
+from phalanx.parallel.dispatcher import symm
 from phalanx.parallel.dispatcher.base import TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from tests.parallel.dispatcher.test_base import dispatcher_of
@@ -82,3 +88,44 @@ def test_buffers_of_all_slots_lie_in_the_memory_one_after_the_other() -> None:
         assert (layout.rows(memory, slot) == slot + 1).all()
         assert (layout.side(memory, slot) == slot + 1).all()
     assert flags.sum() == peer_buffers.MAX_RANKS
+
+
+def test_a_push_is_few_frames_from_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven from the layer's forward to the call of the compiled kernel, which `launch` makes."""
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.exchange import exchange, push
+
+    def program_called(*_: Any) -> None:
+        frames = [frame.name for frame in traceback.extract_stack()]
+        calls.append(frames[frames.index(test_a_push_is_few_frames_from_the_layer.__name__) + 1 :])
+
+    def launch(*arguments: Any) -> None:
+        program_called(*arguments)
+
+    calls: list[list[str]] = []
+    T, K, D = 4, 2, 8
+    stand_in: Any = object.__new__(exchange.Exchange)
+    stand_in.ranks, stand_in.tokens, stand_in._comm_sms, stand_in._stream = 2, T, 0, None
+    stand_in._next = stand_in._started = stand_in._waited = 0
+    flags = torch.zeros(2, dtype=torch.int64)
+    buffers = peer_buffers.PeerBuffers(*[flags] * 5, rank=0, limit_ms=1)
+    rows_ND = torch.zeros(2 * T, D, dtype=torch.bfloat16)
+    stand_in._buffers, stand_in._rows = [buffers] * SLOTS, [rows_ND] * SLOTS
+    monkeypatch.setattr(symm, "exchange_of", lambda *_: stand_in)
+    monkeypatch.setattr(push, "launch", launch)
+    monkeypatch.setattr(push, "require", lambda *_, **__: None)
+    monkeypatch.setattr(push, "sms", lambda _: 8)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    event = SimpleNamespace(record=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    planner: Any = SimpleNamespace(check=lambda *_: None)
+    group: Any = None
+    transport = symm.Symm(group, planner, local=2, options=exchanges.SymmOptions())
+    idx = torch.zeros(T, K, dtype=torch.int32)
+    transport.send_tokens(torch.zeros(T, D).bfloat16(), idx, torch.ones(T, K))
+    assert calls == [
+        ["send_tokens", "apply", "forward", "start", "push", "launch", "program_called"]
+    ]
+    assert len(calls[0]) <= 7
+    assert "self.dispatcher.send_tokens(" in inspect.getsource(MoE._forward)

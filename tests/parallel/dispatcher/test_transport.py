@@ -12,6 +12,7 @@ import torch.distributed as dist
 from phalanx.configs.transports import TRANSPORTS
 from phalanx.kernels.registry import table
 from phalanx.kernels.routing.replication_plan import ReplicationSize
+from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts, ReplicationOptions
 from phalanx.parallel.dispatcher.transport import (
     LOCAL,
@@ -19,13 +20,11 @@ from phalanx.parallel.dispatcher.transport import (
     choose_transport,
     of_megatron,
     planned,
-    replication_choices,
     resolve,
     sms_of,
-    with_replication,
 )
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
-from tests.parallel.dispatcher.test_hierarchical import pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import pretended
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 

@@ -30,10 +30,10 @@ from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE, pretended
 from tests.parallel.dispatcher.replication import test_replication as flat
 from tests.parallel.dispatcher.replication.test_replication import EXPERTS, TOP_K, Made
 from tests.parallel.dispatcher.replication.test_symm import CHANGES, WAYS, layer, same
-from tests.parallel.dispatcher.test_hierarchical import RANKS, SIZE, pretended
 from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist

@@ -131,7 +131,7 @@ def layer(
         out = grouped_mlp(
             received.rows_ND, weights, received.plan, spec, replicas=received.replicas
         )
-        out = dispatcher.combine(out, received, None, own.x[turn])
+        out = dispatcher.combine(out, received, own.x[turn])
         out.backward(own.dout[turn])
         replicas = (
             0

@@ -100,8 +100,9 @@ def layer(
         x, prob = own.x[turn].requires_grad_(), own.prob[turn].requires_grad_()
         received = dispatcher.dispatch(x, own.idx[turn], prob)
         out = experts(received, weights, spec)
-        beside = (lambda x=x: x * 0.5) if shared else None
-        out = dispatcher.combine(out, received, beside, own.x[turn])
+        sums = dispatcher.send_sums(out, received, alone=not shared)
+        addends = [x * 0.5] * shared + [own.x[turn]]
+        out = dispatcher.receive_sums(sums, received, addends)
         replicas = (
             0
             if received.replication_plan is None

@@ -181,26 +181,26 @@ def test_an_overflowed_step_fits_when_run_again() -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
 
 
-def told_inside(case: Case) -> tuple[Tensor, Tensor]:
-    """Tokens and experts that the transport inside a node is given on this rank."""
+def sent_inside(case: Case) -> tuple[Tensor, Tensor]:
+    """Tokens and expert ids that the transport inside a node sends on this rank."""
     own, dispatcher = slice(dist.get_rank() * 6, dist.get_rank() * 6 + 6), made("hier")
-    given: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
     inside = dispatcher._inside  # type: ignore[attr-defined]
-    dispatch = inside.dispatch
+    send_tokens = inside.send_tokens
 
-    def told(x: Tensor, idx: Tensor, *rest: Any) -> Any:
-        given.append((x, idx))
-        return dispatch(x, idx, *rest)
+    def record(x: Tensor, idx: Tensor, *rest: Any) -> Any:
+        calls.append((x, idx))
+        return send_tokens(x, idx, *rest)
 
-    inside.dispatch = told
+    inside.send_tokens = record
     dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
-    return given[0]
+    return calls[0]
 
 
 def test_inside_a_node_there_are_its_experts_alone() -> None:
     """Counted from 0, as pushes go to the rank that an expert's number gives."""
     case = make_case("unequal", torch.bfloat16)
-    for rank, (x, idx) in enumerate(run_distributed(told_inside, RANKS, case)):
+    for rank, (x, idx) in enumerate(run_distributed(sent_inside, RANKS, case)):
         node, place = divmod(rank, SIZE)
         rail = torch.cat([torch.arange(6) + 6 * r for r in (place, place + SIZE)])
         assert torch.equal(x, case.x_TD[rail])
@@ -210,14 +210,14 @@ def test_inside_a_node_there_are_its_experts_alone() -> None:
 
 def sent(case: Case) -> list[int]:
     """Bytes that this rank's rail all-gathers and all-to-alls take, forward."""
-    pluralize: list[int] = []
+    sizes: list[int] = []
     rail = [dist.get_rank() % SIZE, dist.get_rank() % SIZE + SIZE]
     gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
 
     def count(function: Any) -> Any:
         def called(out: Tensor, x: Tensor, group: Any) -> None:
             if dist.get_process_group_ranks(group) == rail:
-                pluralize.append(x.nbytes)
+                sizes.append(x.nbytes)
             function(out, x, group=group)
 
         return called
@@ -230,7 +230,7 @@ def sent(case: Case) -> list[int]:
         dispatcher.combine(experts(received, case.w_EDD[:2]), received)
     finally:
         dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
-    return pluralize
+    return sizes
 
 
 def test_a_token_crosses_the_network_once_to_each_node() -> None:

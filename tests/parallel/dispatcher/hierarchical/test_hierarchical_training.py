@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.dispatcher.test_hierarchical import RANKS, SIZE, pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.training import _loaded, _train
 
