@@ -31,7 +31,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",
@@ -112,18 +112,23 @@ class Experts(MegatronModule):
             for expert in self.w2:
                 self.config.output_layer_init_method(expert)
 
-    def forward(self, received: Received, addends: Sequence[Tensor] = ()) -> Tensor:
+    def forward(
+        self,
+        received: Received,
+        addends: Sequence[Tensor] = (),
+        memory: LayerContext = INACTIVE,
+    ) -> Tensor:
         """Sum of the outputs of this rank's experts for each received row, by probability.
 
         Args:
             received: rows and plan.
             addends: up to two [N, D] to be added to the sums.
+            memory: context of the layer.
 
         Returns:
             out_ND; without addends 0 for a row that none of these experts reads.
         """
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
-        memory = current_layer_context()
         with received.saving():
             return grouped_mlp(
                 received.rows_ND,

@@ -33,7 +33,7 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import addends
 from phalanx.parallel.dispatcher.transport_class import Transport
-from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
 
@@ -133,29 +133,36 @@ class MoE(MoELayer):
         intermediate_tensors: None = None,
         padding_mask: None = None,
         residual: Tensor | None = None,
+        memory: LayerContext = INACTIVE,
     ) -> tuple[Tensor, None]:
         """Output of the layer [s, B, D], and no bias: biases are added inside.
 
         Args:
             hidden_states: normalised hidden states [s, B, D].
             residual: added to the output, also [s, B, D].
+            memory: context of the transformer layer.
 
         Raises:
             ValueError: a padding mask, or a resumed forward of Megatron-Core's partial graphs.
         """
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
-        if current_layer_context().recomputes("moe"):
+        if memory.recomputes("moe"):
             return checkpoint(self._forward, hidden_states, addend=residual), None
-        return self._forward(hidden_states, residual), None
+        return self._forward(hidden_states, residual, memory), None
 
-    def _forward(self, hidden_SBD: Tensor, residual_SBD: Tensor | None = None) -> Tensor:
+    def _forward(
+        self,
+        hidden_SBD: Tensor,
+        residual_SBD: Tensor | None = None,
+        memory: LayerContext = INACTIVE,
+    ) -> Tensor:
         x_TD = hidden_SBD.flatten(0, 1)
         residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
         with record_function("moe/route"):
             topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
         shared = self.shared_experts
-        first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
+        first, second = (None, None) if shared is None else shared.halves(hidden_SBD, memory)
         with record_function("moe/dispatch"):
             received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
         if received.clones is not None and self.training and torch.is_grad_enabled():
@@ -163,9 +170,9 @@ class MoE(MoELayer):
         if self._adds:
             more = addends(second, residual_TD)
             with record_function("moe/experts"):
-                return self.experts(received, more).view_as(hidden_SBD)
+                return self.experts(received, more, memory).view_as(hidden_SBD)
         with record_function("moe/experts"):
-            out_ND = self.experts(received)
+            out_ND = self.experts(received, memory=memory)
         with record_function("moe/combine"):
             out_TD = self.dispatcher.combine(out_ND, received, second, residual_TD)
         return out_TD.view_as(hidden_SBD)
