@@ -47,8 +47,8 @@ from phalanx.moe.model import embedding
 from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.grouped_attention import GroupedAttention, over_heads
-from phalanx.moe.model.loss import cross_entropy
-from phalanx.moe.model.mtp_loss import mtp_loss
+from phalanx.moe.model.loss import LossContext, cross_entropy
+from phalanx.moe.model.mtp_loss import add_losses_ahead, keep_predictions, token_shift
 from phalanx.moe.model.norm import norm_class
 from phalanx.moe.model.output_projection import OutputProjection
 from phalanx.moe.model.precision import compute_dtype, recipe, with_recipe
@@ -329,7 +329,7 @@ def build(
     block = TransformerBlockSubmodules(layer_specs=[layer(i) for i in ids], layer_norm=norm)
     mtp = None
     if m.mtp_layers:
-        patches.losses_ahead_by(mtp_loss)
+        patches.losses_ahead_by(keep_predictions)
         # Built like the last decoder layer, also where this chunk has no decoder layer.
         mtp = get_gpt_mtp_block_spec_for_backend(
             config=config,
@@ -378,11 +378,67 @@ class LanguageModel(GPTModel):
         angles = angles[0] if isinstance(angles, tuple) else angles
         return hidden, packed_seq_params.angles(angles), *rest
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+    def forward(self, *args: Any, losses: LossContext | None = None, **kwargs: Any) -> Tensor:
+        """Loss of each token [B, S], or logits [B, S, V] without labels; else hidden states.
+
+        Args:
+            args, kwargs: arguments of Megatron-Core's class.
+            losses: facts on the losses, on the stage that computes them.
+        """
+        output: Tensor = super().forward(
+            *args,
+            output_processor=self._output,
+            output_processor_context=losses or LossContext(),
+            **kwargs,
+        )
+        return output
+
+    def _output(self, *, hidden_states: Tensor, context: LossContext, **call: Any) -> Tensor:
+        """Output of the last stage; Megatron-Core calls it in place of its own computation.
+
+        Args:
+            hidden_states: [S, B, D]; with multi-token prediction those that predict each token
+                ahead follow along the first dimension.
+            context: facts on the losses.
+            call: other arguments of the hook of Megatron-Core.
+        """
+
+        def logits(hidden_SBD: Tensor) -> Tensor:
+            logits_SBV, _ = call["output_layer"](
+                hidden_SBD,
+                weight=call["output_weight"],
+                runtime_gather_output=call["runtime_gather_output"],
+            )
+            return logits_SBV
+
+        labels = call["labels"]
+        if self.config.mtp_num_layers:
+            hidden_states, *ahead = hidden_states.chunk(1 + self.config.mtp_num_layers)
+            if labels is not None and self.training:
+                hidden_states = add_losses_ahead(
+                    [hidden_states, *ahead],
+                    labels,
+                    call["loss_mask"],
+                    context,
+                    token_loss=lambda x, y: self.compute_language_model_loss(y, logits(x)),
+                    shift=token_shift(self.pg_collection.cp, call["packed_seq_params"]),
+                    config=self.config,
+                )
+        logits_SBV = logits(hidden_states)
+        if labels is None:
+            return logits_SBV.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits_SBV, context.expected_grad)
+
+    def compute_language_model_loss(
+        self,
+        labels: Tensor,
+        logits: Tensor,
+        expected_grad: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Loss of each token, fp32 [B, S], of logits [S, B, V], which it may overwrite."""
         if not self.config.cross_entropy_loss_fusion:
             return super().compute_language_model_loss(labels, logits)
-        return cross_entropy(logits, labels, self.pg_collection.tp)
+        return cross_entropy(logits, labels, self.pg_collection.tp, expected_grad)
 
 
 class _NormProvider(LocalSpecProvider):

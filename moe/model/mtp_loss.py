@@ -6,72 +6,65 @@ so that few labels weigh as much as many, and counts correct predictions by a pa
 Legend: B sequences, S tokens of this rank, K tokens ahead.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from torch import Tensor
 
+from phalanx.moe.model.loss import LossContext
 
-class _Weights(NamedTuple):
-    labels_K: Tensor
-    losses: list[Tensor]
-
-
-_WEIGHTS: ContextVar[_Weights | None] = ContextVar("labels_ahead", default=None)
+Shift = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Shift of [B, S] by one token within sequences and documents; with it, the sum of the result."""
 
 
-@contextlib.contextmanager
-def labels_ahead(labels_K: Tensor) -> Iterator[list[Tensor]]:
-    """Divide losses of tokens ahead by these numbers, and append them to the list.
+def keep_predictions(hidden_states: Tensor, **_: Any) -> Tensor:
+    """Hidden states as they are, in place of `process_mtp_loss`, which would add the losses.
 
-    Outside of this context they are divided by the labels that the model was called with.
+    The model adds them itself, where it has their `LossContext`.
     """
-    weights = _Weights(labels_K, [])
-    token = _WEIGHTS.set(weights)
-    try:
-        yield weights.losses
-    finally:
-        _WEIGHTS.reset(token)
+    return hidden_states
 
 
-def mtp_loss(
-    hidden_states: Tensor,
-    labels: Tensor | None,
+def token_shift(cp_group: Any, packed_seq_params: Any) -> Shift:
+    """Megatron-Core's shift of tokens, labels and masks for one call of a model."""
+    return lambda x: roll_tensor(x, cp_group=cp_group, packed_seq_params=packed_seq_params)
+
+
+def add_losses_ahead(
+    hidden_states: list[Tensor],
+    labels: Tensor,
     loss_mask: Tensor | None,
-    output_layer: Callable[..., Any],
-    output_weight: Tensor | None,
-    runtime_gather_output: bool | None,
-    is_training: bool,
-    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    context: LossContext,
+    *,
+    token_loss: Callable[[Tensor, Tensor], Tensor],
+    shift: Shift,
     config: Any,
-    cp_group: Any = None,
-    packed_seq_params: Any = None,
-    **_: Any,
 ) -> Tensor:
-    """Hidden states that predict the next token; their gradient includes that of the losses.
+    """Hidden states that predict the next token; their gradient includes that of the losses ahead.
 
-    Arguments are those of `process_mtp_loss`. `hidden_states` is the concatenation, along its first
-    dimension, of the states that predict the next token and each token ahead.
+    Args:
+        hidden_states: [S, B, D] each, which predict the next token and each token ahead.
+        labels: [B, S], of the next token.
+        loss_mask: bool [B, S]: labels that count; None counts all.
+        context: receives the losses ahead.
+        token_loss: losses [B, S] from hidden states and labels.
+        shift: see `Shift`.
+        config: TransformerConfig with the factor of the losses.
     """
-    next_SBD, *ahead = hidden_states.chunk(1 + config.mtp_num_layers)
-    if labels is None or not is_training:
-        return next_SBD
+    next_SBD, *ahead = hidden_states
     mask = torch.ones_like(labels, dtype=torch.bool) if loss_mask is None else loss_mask
-    weights, shift = _WEIGHTS.get(), {"cp_group": cp_group, "packed_seq_params": packed_seq_params}
     for k, hidden_SBD in enumerate(ahead):
-        logits, _ = output_layer(
-            hidden_SBD, weight=output_weight, runtime_gather_output=runtime_gather_output
-        )
-        labels, _ = roll_tensor(labels, **shift)
-        mask, number = roll_tensor(mask, **shift)
-        number = number.clamp(min=1) if weights is None else weights.labels_K[k]
-        loss_BS = mask * compute_language_model_loss(labels, logits)
-        if weights is not None:
-            weights.losses.append(loss_BS.detach().sum() / number)
+        labels, _ = shift(labels)
+        mask, number = shift(mask)
+        if context.labels_ahead_K is None:
+            number = number.clamp(min=1)
+        else:
+            number = context.labels_ahead_K[k]
+        loss_BS = mask * token_loss(hidden_SBD, labels)
+        if context.labels_ahead_K is not None:
+            context.losses_ahead.append(loss_BS.detach().sum() / number)
         scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
         next_SBD = MTPLossAutoScaler.apply(next_SBD, scale * loss_BS / number)
     return next_SBD
