@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import pluralize, overrides
+from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -100,7 +100,8 @@ def nothing_left(cfg: Config) -> list[str]:
     lines = [start.note] if start.note else []
     lines.append(
         f"nothing was left to do: {path} is of step {step}, and this run ends at step {run.steps}; "
-        f"a larger run.steps trains on, {run_start.start_over_override()} or another run.name starts over"
+        f"a larger run.steps trains on, {run_start.start_over_override()} or another run.name "
+        "starts over"
     )
     if run.record_routing and not Path(run.record_routing).exists():
         lines.append(
