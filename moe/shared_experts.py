@@ -61,7 +61,7 @@ class SharedExperts(SharedExpertMLP):
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
                     first_half = dense_fc1(x_ND, w1, self.spec)
-                    memory.drop("mlp", [first_half.h_NH], first_half.again)
+                    memory.drop("mlp", [first_half.h_NH], first_half.recompute)
                     pending.append(first_half)
 
         def second() -> Tensor:

@@ -64,7 +64,7 @@ class DenseMLP(MLP):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
         first = dense_fc1(hidden_states.flatten(0, 1), w1, self.spec)
-        memory.drop("mlp", [first.h_NH], first.again)
+        memory.drop("mlp", [first.h_NH], first.recompute)
         return dense_fc2(first, w2, self.spec).view_as(hidden_states), None
 
     def _with_bias(self, hidden_states: Tensor) -> Tensor:
