@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.kernels.expert_mlp.dense_halves import DenseFc1, dense_fc1, dense_fc2
+from phalanx.kernels.expert_mlp.dense_mlp import DenseFc1, dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
 from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.parallel.megatron.gathered import gathered

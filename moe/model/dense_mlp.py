@@ -2,7 +2,7 @@
 
 Megatron-Core's MLP writes the activated gate, its product with the up projection and their
 gradients by separate kernels, and saves them all. In these kernels activation and gradients are
-part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_halves`).
+part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_mlp`).
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.dense_halves import dense_fc1, dense_fc2
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
