@@ -29,6 +29,7 @@ from phalanx.configs.schema import MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
@@ -82,7 +83,7 @@ class Experts(MegatronModule):
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
         if spec.interleaved:
-            self.w1.gated_runs = RUN  # for parallel.megatron.matrices
+            facts_of(self.w1).gated_run = RUN
         if config.perform_initialization:
             self._initialize()
 
@@ -96,7 +97,7 @@ class Experts(MegatronModule):
         parameter.allreduce = False
         # A stacked bias is a matrix; parallel.engine exempts vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
-        parameter.adds_to_main_grad = self.spec.accumulate  # for parallel.engine
+        facts_of(parameter).adds_to_main_grad = self.spec.accumulate
         return parameter
 
     @torch.no_grad()
@@ -138,7 +139,9 @@ class Experts(MegatronModule):
                 overlap=received.overlap,
                 fp8_inputs=received.fp8_inputs,
                 addends=addends,
-                on_saved_h=partial(memory.offload, "expert_h") if memory.offloads("expert_h") else None,
+                on_saved_h=partial(memory.offload, "expert_h")
+                if memory.offloads("expert_h")
+                else None,
                 replicas=received.replicas,
             )
 
