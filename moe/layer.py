@@ -157,22 +157,32 @@ class MoE(MoELayer):
         residual_SBD: Tensor | None = None,
         memory: LayerContext = INACTIVE,
     ) -> Tensor:
+        """Output of the layer [s, B, D]: the four steps, one after the other."""
         x_TD = hidden_SBD.flatten(0, 1)
         residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
+        shared_fc1 = shared_fc2 = None
+        if self.shared_experts is not None:  # each part overlaps one exchange of tokens
+            shared_fc1, shared_fc2 = self.shared_experts.halves(hidden_SBD, memory)
+
+        # 1. K experts and their weights for every token.
         with record_function("moe/route"):
             topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
-        shared = self.shared_experts
-        first, second = (None, None) if shared is None else shared.halves(hidden_SBD, memory)
+
+        # 2. Tokens go to the ranks of their experts, and come as rows in the order of experts.
         with record_function("moe/dispatch"):
-            received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
+            received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, shared_fc1)
         if received.clones is not None and self.training and torch.is_grad_enabled():
             self.router.statistics.add_clones(received.clones)
-        if self._adds:
-            more = addends(second, residual_TD)
-            with record_function("moe/experts"):
-                return self.experts(received, more, memory).view_as(hidden_SBD)
+
+        # 3. The weighted sum of this rank's experts for every received token. The fused experts add
+        # shared experts and residual as well, if there is nothing to combine.
+        added = addends(shared_fc2, residual_TD) if self._adds else ()
         with record_function("moe/experts"):
-            out_ND = self.experts(received, memory=memory)
+            out_ND = self.experts(received, added, memory)
+        if self._adds:
+            return out_ND.view_as(hidden_SBD)
+
+        # 4. Rows go back, and those of a token are added, with shared experts and residual.
         with record_function("moe/combine"):
-            out_TD = self.dispatcher.combine(out_ND, received, second, residual_TD)
+            out_TD = self.dispatcher.combine(out_ND, received, shared_fc2, residual_TD)
         return out_TD.view_as(hidden_SBD)

@@ -246,7 +246,11 @@ def _layer(
     m, layer_recipe = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
     moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute
-    spec = replace(moe.spec, recompute_h="expert_h" in recomputed, save_unquantized="norm" in recomputed)
+    spec = replace(
+        moe.spec,
+        recompute_h="expert_h" in recomputed,
+        save_unquantized="norm" in recomputed,
+    )
     moe = replace(moe, spec=spec)
     mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(
