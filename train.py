@@ -140,12 +140,12 @@ def _room(cfg: "Config") -> list[Exception]:
     matrices = 3 * m.layers * m.moe.experts * m.moe.ffn + m.vocab_size
     if matrices * m.hidden < _LARGE:
         return []
-    from phalanx.moe.estimate.room import refuse_here
+    from phalanx.moe.estimate.free_memory import launch_refusal
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if cfg.parallel.world_size not in (0, world):
         return []  # it is to run elsewhere
-    refusal = refuse_here(cfg, world)
+    refusal = launch_refusal(cfg, world)
     return [ConfigError(refusal)] if refusal else []
 
 

@@ -36,7 +36,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.weights": ("auto", "scratch", "resident"),
     "parallel.save_x": ("redispatch", "keep"),
     "parallel.comm_sms": ("auto",),
-    "parallel.clones": ("auto",),
+    "parallel.expert_replication": ("auto",),
     "parallel.grad_dtype": ("fp32", "bf16"),
     "data.source": ("embedded", "indexed", "synthetic"),
     "optim.kind": ("adamw", "muon"),

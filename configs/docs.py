@@ -80,9 +80,9 @@ def _classes(tree: ast.Module) -> Iterator[tuple[str, dict[str, str]]]:
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """Annotated names that are followed by a string."""
     for field, after in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                yield field.target.id, " ".join(str(after.value.value).split())
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                yield name, " ".join(str(text).split())
 
 
 def _cell(value: object) -> str:

@@ -7,7 +7,7 @@ they carry FP8.
 from collections.abc import Iterator
 from dataclasses import fields
 
-from phalanx.configs.knobs import pluralize, listed, repair
+from phalanx.configs.knobs import listed, pluralize, repair
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.transports import TRANSPORTS
 

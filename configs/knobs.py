@@ -36,7 +36,10 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "train_iters": ("run.steps",),
 }
 
-RENAMED: dict[str, str] = {"run.precision": "precision"}
+RENAMED: dict[str, str] = {
+    "run.precision": "precision",
+    "parallel.clones": "parallel.expert_replication",
+}
 """Knobs that were, and the group or knob that takes the same values now."""
 
 

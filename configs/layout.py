@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.formats import layout_fp8_problems
-from phalanx.configs.knobs import changed, pluralize, get, repair
+from phalanx.configs.knobs import changed, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
-from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
+from phalanx.configs.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS, TRANSPORTS
 
 
 def stage_ranks(cfg: Config, world: int) -> int:
@@ -39,10 +39,12 @@ def micro_batches(cfg: Config, world: int) -> int:
     return cfg.data.global_batch // (cfg.data.micro_batch * data_parallel_size(cfg, world))
 
 
-def clone_slots(cfg: Config, world: int) -> int:
-    """Guest slots of a rank: `parallel.clones`; none where `auto` is left to the transport, or the
-    experts of a layer are on one rank."""
-    wanted = cfg.parallel.clones
+def replica_slots(cfg: Config, world: int) -> int:
+    """Replica slots of a rank: `parallel.expert_replication`.
+
+    None where `auto` is left to the transport, or the experts of a layer are on one rank.
+    """
+    wanted = cfg.parallel.expert_replication
     return 0 if isinstance(wanted, str) or expert_parallel_size(cfg, world) == 1 else wanted
 
 
@@ -189,13 +191,13 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
     yield from _shared_heads(cfg, left)
     left //= p.context
     if left % p.pipeline:
-        reason = f"does not divide {pluralize(world, 'rank')} / (tensor={p.tensor} x context={p.context})"
+        split = f"(tensor={p.tensor} x context={p.context})"
+        reason = f"does not divide {pluralize(world, 'rank')} / {split}"
         yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
 
 
 def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
-    """Heads of linear attention, which tensor and context ranks share out; context ranks are of
-    `ranks`."""
+    """Heads of linear attention, divided among tensor ranks and the context ranks of `ranks`."""
     p, a, at = cfg.parallel, cfg.model.linear_attention, "model.linear_attention"
     size = p.tensor * p.context
     cut = {f"{at}.key_heads": a.key_heads, f"{at}.value_heads": a.value_heads}
@@ -287,13 +289,13 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         reason = f"keeps tokens on their rank, and the experts are on {size} ranks"
         yield repair(cfg, "parallel.dispatch", reason, "alltoall")
     yield from layout_fp8_problems(cfg, size)
-    yield from _clones(cfg, size)
+    yield from _replication(cfg, size)
 
 
-def _clones(cfg: Config, ranks: int) -> Iterator[str]:
+def _replication(cfg: Config, ranks: int) -> Iterator[str]:
     """Yield the reasons against replicas of experts; `ranks` share those of a layer."""
-    p, path, experts = cfg.parallel, "parallel.clones", cfg.model.moe.experts
-    if p.clones in (0, "auto"):
+    p, path, experts = cfg.parallel, "parallel.expert_replication", cfg.model.moe.experts
+    if p.expert_replication in (0, "auto"):
         return
     transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
     # The ranks of a node are known when the transport is (parallel.dispatcher.transport).
@@ -301,13 +303,13 @@ def _clones(cfg: Config, ranks: int) -> Iterator[str]:
     if cfg.kernels.backend in ("megatron", "cudnn"):
         reason = f"is not possible with kernels.backend={cfg.kernels.backend}"
         yield repair(cfg, path, reason, 0)
-    elif transport is not None and not transport.clones:
-        can = " or ".join(name for name, facts in TRANSPORTS.items() if facts.clones)
+    elif transport is not None and not transport.replicates_experts:
+        can = " or ".join(name for name, facts in TRANSPORTS.items() if facts.replicates_experts)
         reason = f"is not possible with parallel.dispatch={p.dispatch}, only with {can}"
         yield repair(cfg, path, reason, 0)
-    elif group_shares and (ranks > CLONED_RANKS or experts > CLONED_EXPERTS):
-        reason = f"serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not {experts} on "
-        yield repair(cfg, path, f"{reason}{ranks}", 0)
+    elif group_shares and (ranks > MAX_REPLICATION_RANKS or experts > MAX_REPLICATED_EXPERTS):
+        most = f"{MAX_REPLICATED_EXPERTS} experts on {MAX_REPLICATION_RANKS} ranks"
+        yield repair(cfg, path, f"serves {most}, not {experts} on {ranks}", 0)
 
 
 def _sequence(cfg: Config, world: int) -> Iterator[str]:

@@ -31,6 +31,9 @@ def qkv_dim(a: LinearAttentionConfig) -> int:
 
 
 def input_dim(a: LinearAttentionConfig) -> int:
-    """Outputs of the input projection: queries, keys, values, gates of the output, and for each
-    value head how much it writes and forgets."""
+    """Outputs of the input projection.
+
+    Queries, keys, values, gates of the output, and two numbers per value head: how much it writes
+    and forgets.
+    """
     return qkv_dim(a) + a.value_heads * (HEAD_DIM + 2)

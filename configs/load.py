@@ -37,10 +37,10 @@ from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
     RENAMED,
-    pluralize,
     did_you_mean,
     knobs,
     overrides,
+    pluralize,
     sections,
     suggest,
     visible,
@@ -248,8 +248,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _lay_out(config: Config, experiment: str) -> str:
-    """Take the ranks that an experiment is laid out for, where nothing else says how many; a line
-    that says so."""
+    """Set the ranks that an experiment is laid out for, if unknown; returns a line on it."""
     own = ranks_of_experiment(experiment)
     if not own or config.parallel.world_size:
         return ""

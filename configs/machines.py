@@ -64,8 +64,8 @@ class Rates:
     node_gbs: float
     copies_us: float = 400
     """Fixed cost of copies for a layer, in microseconds: launches for few rows, and rows that
-    travel by themselves. Measured as the time of layers of Qwen3-30B-A3B and DeepSeek-V3 on two H200s
-    beyond that of the rows and weights that moved (docs/dispatch.md)."""
+    travel by themselves. Measured as the time of layers of Qwen3-30B-A3B and DeepSeek-V3 on two
+    H200s beyond that of the rows and weights that moved (docs/dispatch.md)."""
 
 
 CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0, copies_us=0)

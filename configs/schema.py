@@ -245,8 +245,7 @@ class ModelConfig:
 
 @dataclass
 class SmMarginConfig:
-    """Number of SMs (streaming multiprocessors) that `fused` and `cudnn` expert kernels leave free;
-    of `cudnn` in clusters of two."""
+    """Number of SMs that `fused` and `cudnn` expert kernels leave free, of `cudnn` in pairs."""
 
     forward: int = 0
     """SMs that the fused expert kernels leave free in the forward pass, for example for NCCL."""
@@ -391,13 +390,13 @@ class ParallelConfig:
 
     A step that needs more rows is rerun with larger buffers; no token is dropped.
     """
-    clones: int | str = 0
-    """Guest slots of a rank for copies of other ranks' hot experts, micro-batch by micro-batch.
+    expert_replication: int | str = 0
+    """Replica slots of a rank for copies of other ranks' hot experts, micro-batch by micro-batch.
 
     With uneven routing ranks then share their rows, and results are the same bit for bit
-    (docs/dispatch.md). 0 clones nothing, and `auto` nothing either: clones cost a step more than
-    they save where ranks are nearly even. `symm` and `alltoall` clone where a number says so, and
-    `hier` in each node by itself. `save_x=keep` keeps guests' weights.
+    (docs/dispatch.md). 0 makes no copies, and neither does `auto`: they cost a step more than they
+    save where ranks are nearly even. A number of slots works with `symm` and `alltoall`, and with
+    `hier` in each node by itself. `save_x=keep` keeps the replicas' weights.
     """
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""

@@ -24,16 +24,16 @@ class TransportFacts:
     """`parallel.comm_sms` means something to it."""
     graph: bool = True
     """It can be captured in a CUDA graph: the host waits for nothing."""
-    clones: bool = False
-    """It can give ranks copies of hot experts (`parallel.clones`)."""
+    replicates_experts: bool = False
+    """It can give ranks copies of hot experts (`parallel.expert_replication`)."""
     over_nodes: bool = False
-    """It takes another transport inside each node, where experts are cloned by that one."""
+    """It takes another transport inside each node, where experts are replicated by that one."""
     fp8: bool = False
     """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales."""
 
 
-CLONED_EXPERTS, CLONED_RANKS = 512, 8
-"""Most experts of a layer, and most ranks that share them, of which some can be cloned."""
+MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS = 512, 8
+"""Most experts of a layer, and most ranks that share them, of which some can be replicated."""
 
 AUTO_SMS = 16
 """Number of SMs that `parallel.comm_sms=auto` takes for pushes, as in docs/performance.md."""
@@ -49,21 +49,21 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatcher.symm:Symm",
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         comm_sms=True,
-        clones=True,
+        replicates_experts=True,
         fp8=True,
     ),
     "hier": TransportFacts(
         "phalanx.parallel.dispatcher.hierarchical:Hier",
         "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
         comm_sms=True,
-        clones=True,
+        replicates_experts=True,
         over_nodes=True,
         # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatcher.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
-        clones=True,
+        replicates_experts=True,
         fp8=True,
     ),
     "deepep": TransportFacts(

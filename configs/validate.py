@@ -15,16 +15,16 @@ from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
-from phalanx.configs.knobs import pluralize, get, overrides, repair
+from phalanx.configs.knobs import get, overrides, pluralize, repair
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
     fit_to_ranks,
-    ranks_of_experiment,
     largest_divisor,
     layout_problems,
     logit_interval,
     micro_batches,
+    ranks_of_experiment,
     wsd_decay_steps,
 )
 from phalanx.configs.linear_attention import linear_layers

@@ -53,8 +53,10 @@ def statistics() -> Statistics:
 
 @contextlib.contextmanager
 def watched(on_lookup: Callable[[str], None]) -> Iterator[None]:
-    """Inside, call `on_lookup` with the label of each entry before this process looks it up, which
-    may take a compilation."""
+    """Inside, call `on_lookup` with the label of each entry before its lookup.
+
+    A lookup may take a compilation.
+    """
     _WATCHING.append(on_lookup)
     try:
         yield
@@ -117,8 +119,10 @@ class Cache:
 
     @contextlib.contextmanager
     def claimed(self, name: str) -> Iterator[bytes | None]:
-        """The entry `name`, or None: then the block builds it and calls `write`, while other
-        processes that need it wait."""
+        """The entry `name`, or None: then the block builds it and calls `write`.
+
+        Meanwhile other processes that need it wait.
+        """
         for on_lookup in _WATCHING:
             on_lookup(name[: -len("-.o") - _DIGITS])
         data = self.read(name)

@@ -11,7 +11,7 @@ Legend: L local experts, D hidden, F expert width, N received rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
@@ -25,12 +25,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.schema import MoEConfig
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import fp8_row, width
+from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 
@@ -89,7 +92,7 @@ class Experts(MegatronModule):
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         device = torch.cuda.current_device()
-        parameter = torch.nn.Parameter(
+        parameter: Any = torch.nn.Parameter(
             torch.empty(shape, dtype=self.config.params_dtype, device=device)
         )
         # Reduced over expert-data parallelism, not over all of data parallelism. Also with one
@@ -98,7 +101,7 @@ class Experts(MegatronModule):
         # A stacked bias is a matrix; parallel.engine exempts vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
         facts_of(parameter).adds_to_main_grad = self.spec.accumulate
-        return parameter
+        return cast(torch.nn.Parameter, parameter)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -207,3 +210,39 @@ def _in_runs(canonical: ShardedTensor, parameter: Tensor) -> ShardedTensorFactor
         return torch.cat(runs).view(parameter.shape)
 
     return ShardedTensorFactory(canonical.key, parameter, build, merge, canonical.replica_id)
+
+
+def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:
+    """Saved bytes of the experts of a layer in FP8 or not: h, and the plan of the rows.
+
+    The inputs are saved by the dispatcher or by the norm before the router.
+    """
+    return {"expert_h": h_bytes(cfg, counts, fp8=fp8), "moe": 8 * counts.rows}
+
+
+def h_bytes(cfg: Config, counts: TokenCounts, *, fp8: bool) -> int:
+    """Bytes of the first projection of all expert rows."""
+    e, parts = cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
+    if fp8 and cfg.precision.hidden == "fp8":
+        return counts.rows * fp8_row(parts * e.ffn, parts)
+    return counts.rows * width(cfg) * parts * e.ffn
+
+
+def backward_bytes(cfg: Config, counts: TokenCounts, local: int) -> int:
+    """Peak of the backward pass of `local` experts, over its steps in their order."""
+    m, e, k = cfg.model, cfg.model.moe, cfg.kernels
+    parts, element = ACTIVATIONS[e.activation].halves, width(cfg)
+    row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
+    w1, w2 = (local * n * m.hidden * e.ffn * element for n in (parts, 1))
+    dh, tokens = parts * row_f, counts.received * m.hidden * element
+    copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
+    # In FP8 all operands of weight gradients are transposed while x's gradient is live.
+    transposed = row_f + row_d if saves_fp8_inputs(cfg) and k.backend == "fused" else 0
+    dw2 = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
+    return max(
+        copies * row_d + row_f + dh + row_f * copies,
+        copies * (row_d + w2) + dh + row_f,
+        copies * (row_d + w1) + dh + dw2,
+        dh + row_d + tokens + transposed + (w1 + w2 if dw2 else 0),
+        tokens + w1 + w2,  # placeholders for autograd, or gradients
+    )

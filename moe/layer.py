@@ -171,8 +171,8 @@ class MoE(MoELayer):
         # 2. Tokens go to the ranks of their experts, and come as rows in the order of experts.
         with record_function("moe/dispatch"):
             received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, shared_fc1)
-        if received.clones is not None and self.training and torch.is_grad_enabled():
-            self.router.statistics.add_clones(received.clones)
+        if received.replication_plan is not None and self.training and torch.is_grad_enabled():
+            self.router.statistics.add_replication_plan(received.replication_plan)
 
         # 3. The weighted sum of this rank's experts for every received token. The fused experts add
         # shared experts and residual as well, if there is nothing to combine.

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
@@ -21,14 +22,17 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.schema import ModelConfig, RouterConfig
+from phalanx.configs.formats import fp8_row, width
+from phalanx.configs.schema import Config, ModelConfig, RouterConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
+from phalanx.moe.experts import h_bytes
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.router import balance
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.router import forced_choice
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 from phalanx.moe.shared_experts import MEGATRON
 
 QUICK_GELU_SLOPE = 1.702
@@ -106,6 +110,11 @@ class StockRouter(KeepsPrecision, TopKRouter):
     """Megatron-Core's router with exact counts, our statistics and our forced balance."""
 
     local_tokens_per_expert: Tensor
+    num_experts: int
+    topk: int
+    is_mtp_layer: bool
+    tp_cp_group: dist.ProcessGroup
+    tp_dp_cp_group: dist.ProcessGroup
 
     def __init__(
         self,
@@ -269,3 +278,15 @@ def _fusable(activation: Activation, shared_ffn: int) -> bool:
     if activation.kind == "swiglu":
         return not (activation.limit or activation.offset)
     return activation.kind == "quick_geglu" and not shared_ffn
+
+
+def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:
+    """Saved bytes of the experts of a layer in FP8 or not, without the router's.
+
+    Rows as received and sorted by expert, the activated product, and with biases the projection
+    plus bias; in FP8 the transposed inputs of linear layers.
+    """
+    m, rows = cfg.model, counts.rows
+    x, a = (fp8_row(n) if fp8 else width(cfg) * n for n in (m.hidden, m.moe.ffn))
+    h = h_bytes(cfg, counts, fp8=fp8)
+    return {"moe": h * (2 if m.bias else 1) + rows * x, "expert_a": rows * a}

@@ -46,8 +46,9 @@ def whole_sequences(x_BSC: Tensor, sections: Sequence[int], group: dist.ProcessG
 
 
 def own_tokens(x_BTc: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All heads at this rank's tokens, from this rank's heads at all tokens: `whole_sequences` of
-    one section undone.
+    """All heads at this rank's tokens, from this rank's heads at all tokens.
+
+    The inverse of `whole_sequences` for one section.
 
     Args:
         x_BTc: [B, R S, C / R], of any floating dtype and strides.

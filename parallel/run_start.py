@@ -86,7 +86,8 @@ def decide(run: RunConfig, record: Record, newest: Place | None) -> Start:
     began = "from scratch" if record.origin == SCRATCH else f"from {record.origin}"
     raise ConfigError(
         f"run.resume={run.resume}: {run.dir}/{run.name} has started {began} and has checkpoints: "
-        f"set run.resume=auto to go on from {newest}, {start_over_override()} to set its checkpoints aside and "
+        f"set run.resume=auto to go on from {newest}, {start_over_override()} to set "
+        "its checkpoints aside and "
         "start over, or another run.name"
     )
 

@@ -15,9 +15,10 @@ Suites (default: all):
   flash     forward pass of FlashDMoE's layer at 4096, 8192 and 16384 tokens a GPU
   scaling   forward pass of these layers on pairs of GPUs, against all of them
   skew      all tokens to one GPU, against the time of its experts
-  clones    layers with uneven routing, with clones of hot experts and without, against balanced
+  replication  layers with uneven routing, with expert replication and without, against balanced
             routing; symm alone, or the first of --dispatch
-  rows      dispatch of rows in FP8, quantised before, against that in bf16, and layers; as clones
+  rows      dispatch of rows in FP8, quantised before, against that in bf16, and layers; as
+  replication
 
 Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and
 captured in CUDA graphs. Times are medians of interleaved rounds, the L2 cache flushed before each,
@@ -54,8 +55,8 @@ RUNS = {
     "flash": "whole",
     "scaling": "whole",
     "skew": "whole",
-    "clones": "clones",
-    "rows": "clones",
+    "replication": "replication",
+    "rows": "replication",
 }
 """Module of each suite, which is a function of the same name."""
 

@@ -22,6 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,20 +54,30 @@ def targets() -> list[Target]:
     found = [
         Target(
             f"{kernel.__name__} {config}",
-            lambda kernel=kernel, config=config: [launch.entry_name(kernel, config)],
-            lambda cache_folder, kernel=kernel, config=config: launch.build(
-                kernel, config, Cache(cache_folder)
-            ),
+            partial(_entries, launch.entry_name, kernel, config),
+            partial(_build, launch.build, kernel, config),
         )
         for kernel, config in SHIPPED
     ]
     for layer in fa4_shipped.SHIPPED:
-        entries, make = partial(fa4_shipped.entries, layer), partial(fa4_shipped.build, layer)
-        found.append(Target(f"flash-attn-4 {layer}", entries, make))
+        entries = partial(fa4_shipped.entries, layer)
+        found.append(Target(f"flash-attn-4 {layer}", entries, partial(fa4_shipped.build, layer)))
     for rows in quack_library.SHIPPED:
         make = partial(quack_library.build, rows)
-        found.append(Target(f"QuACK {rows}", lambda rows=rows: [rows.entry], make))
+        found.append(Target(f"QuACK {rows}", partial(_entry, rows), make))
     return found
+
+
+def _entries(entry_name: Callable[..., str], kernel: Any, config: Any) -> list[str]:
+    return [entry_name(kernel, config)]
+
+
+def _entry(rows: Any) -> list[str]:
+    return [rows.entry]
+
+
+def _build(build: Callable[..., object], kernel: Any, config: Any, cache_folder: Path) -> object:
+    return build(kernel, config, Cache(cache_folder))
 
 
 def build(number: int, cache_folder: Path) -> tuple[float, str]:

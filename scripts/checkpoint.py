@@ -146,11 +146,15 @@ def _meant(folder: Place) -> list[Place]:
 
 def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
     """([(name, shape, dtype)], common state), read without running code from the files."""
-    from phalanx.parallel.checkpoint import safe_pickle  # brings torch, which takes seconds
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # takes seconds
+
+    from phalanx.parallel.checkpoint import safe_pickle
 
     metadata = safe_pickle.read_metadata(folder, record.files)
     held = sorted(metadata.state_dict_metadata.items())
-    tensors = [(k, v.size, v.properties.dtype) for k, v in held if hasattr(v, "size")]
+    tensors = [
+        (k, v.size, v.properties.dtype) for k, v in held if isinstance(v, TensorStorageMetadata)
+    ]
     return tensors, safe_pickle.read_common(folder, metadata)
 
 

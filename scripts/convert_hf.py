@@ -259,8 +259,11 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def bars() -> Iterator[Callable[..., Advance]]:
-    """Progress bars on stderr, one at a time: each appears with its first progress and is closed
-    when the next one appears, as two at a time would move the cursor."""
+    """Progress bars on stderr, one at a time.
+
+    Each appears with its first progress and is closed when the next one appears, as two at a time
+    would move the cursor.
+    """
     with ExitStack() as open_one:
 
         def bar(label: str, unit: str = " pieces") -> Advance:

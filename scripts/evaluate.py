@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.moe.data.text_rows import read_keys
 from phalanx.moe.inference import command
-from phalanx.moe.inference.command import positive, predictor_of, told
+from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.reader import may_leave
@@ -39,7 +39,7 @@ _CPU_TOKENS = 2048
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
-    return told("evaluate", lambda: evaluate(args))
+    return report_errors("evaluate", lambda: evaluate(args))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Print a row for each file, and one for all of them.
 
     Raises:
-        ValueError, CheckpointError, OSError: reported by `told`.
+        ValueError, CheckpointError, OSError: reported by `report_errors`.
     """
     positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
     if args.json and not args.json.parent.is_dir():
@@ -116,8 +116,8 @@ def evaluate(args: argparse.Namespace) -> None:
     print(table(scored))
     if args.json:
         numbers = {name: content(each) for name, each in scored.items()}
-        text = json.dumps(header | {"files": numbers}, indent=2, allow_nan=False)
-        args.json.write_text(text + "\n")
+        report = json.dumps(header | {"files": numbers}, indent=2, allow_nan=False)
+        args.json.write_text(report + "\n")
 
 
 def _batch_on_cpu(context: int) -> int:

@@ -15,7 +15,8 @@ The second form draws the choices of --tokens tokens: --weight 3=8 makes expert 
 likely as one that is not named. Without --weight all experts are equally likely.
 
 A run that replays OUT starts over with the first token after the last. scripts/routing_load.py
-shows how even it is. It needs no GPU."""
+shows how even it is. It needs no GPU.
+"""
 
 import argparse
 import sys

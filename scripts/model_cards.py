@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def card(model: str, records: dict[str, OwnRecord]) -> str:
         f"{model_size(cfg)}, {of_token} a token of a sequence of {SEQUENCE}. "
         f"[Configuration](../../configs/model/{model}.yaml).",
         "## Measured",
-        "Tokens a second and GPU are means of steps 41 to 50 from scratch, with their deviation; "
+        "Tokens per second and GPU are means of steps 41 to 50 from scratch, with their deviation; "
         "each record has its command, versions and remarks.",
         _table(records),
         f"The latest one, at commit {latest.commit}:",
@@ -65,7 +66,7 @@ def card(model: str, records: dict[str, OwnRecord]) -> str:
         parts.append(f"![losses of runs of {model} over each other]({_from_cards(picture)})")
         parts.append(f"[Losses of every step]({losses}), drawn by `scripts/plot_losses.py`.")
     parts += ["## Parity with transformers", _parity(model, family_of(cfg))]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(map(_wrapped, parts)) + "\n"
 
 
 def index(models: Sequence[str]) -> str:
@@ -73,6 +74,13 @@ def index(models: Sequence[str]) -> str:
     links = "\n".join(f"- [{model}]({model}.md)" for model in models)
     about = "One page for each model that was trained here, written by `scripts/model_cards.py`"
     return f"# Model cards\n\n{about} from [records](../measured/training).\n\n{links}\n"
+
+
+def _wrapped(part: str) -> str:
+    """A part of a page in lines of at most 120 columns, unless it is a table, code or a picture."""
+    if part.startswith(("|", "```", "!", "#")):
+        return part
+    return textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(records: dict[str, OwnRecord]) -> str:

@@ -1,5 +1,6 @@
 """Helpers of pictures: matplotlib, titles, smoothing, and steps that are left out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.configs import programs
@@ -59,7 +60,7 @@ def not_finite(records: list[dict[str, Any]], key: str) -> list[int]:
     return [r["step"] for r in records if key in r and not is_finite(r[key])]
 
 
-def left_out(steps: list[int]) -> str:
+def left_out(steps: Sequence[int]) -> str:
     """`3 steps with a loss that is NaN or infinite are left out: 7, 9, 10`."""
     named = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
     several = "step" if len(steps) == 1 else "steps"

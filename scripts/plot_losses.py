@@ -222,8 +222,10 @@ def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def table(curves: Curves, parts: int | None) -> str:
-    """Mean loss of the first run in each part of the common steps or tokens, and the differences
-    of the other runs to it."""
+    """Mean loss of the first run in each part of the common steps, and the others' differences.
+
+    Parts are of tokens where steps have different numbers of tokens.
+    """
     names, lines = heads(list(curves))
     if over_tokens(curves):
         unit, rows = "tokens", _by_tokens(list(curves.values()), parts)
@@ -311,7 +313,7 @@ def plot(curves: Curves, path: Path, title: str) -> None:
         positions = [curve.tokens[s] for s in losses] if by_tokens else list(losses)
         mean = list(centred_means(losses, window).values())
         points.append((positions, mean))
-        line = {"color": colour, "linestyle": "-" if i == 0 else "--"}
+        line: dict[str, Any] = {"color": colour, "linestyle": "-" if i == 0 else "--"}
         line |= {"marker": "o", "markersize": 4} if len(mean) <= _FEW else {}
         if window > 1:
             above.plot(positions, list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)

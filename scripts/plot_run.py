@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""One picture of a run: loss, gradient norm, learning rate, tokens/s, expert load, dead experts,
-and the largest attention logits if they were measured.
+"""One picture of a run: loss, gradient norm, learning rate, tokens/s, load and dead experts.
+
+The largest attention logits are in it if they were measured.
 
     python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
 
@@ -107,7 +108,7 @@ def hosts(folder: Path) -> dict[str, str]:
         return {}
     try:
         named = yaml.safe_load(launches[-1].read_text())["hosts"]
-        values = {}
+        values: dict[str, str] = {}
         for each in named:
             for part in str(each["ranks"]).split(", "):
                 first, _, last = part.partition("-")

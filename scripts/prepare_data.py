@@ -36,8 +36,8 @@ from phalanx.configs.knobs import pluralize
 from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing
 from phalanx.moe.data.documents import (
     Counts,
-    Recipe,
     Shard,
+    Tokenization,
     load_tokenizer,
     make_shards,
     write_shard,
@@ -198,7 +198,7 @@ def prepare(args: argparse.Namespace) -> None:
 # --- plan -----------------------------------------------------------------------------------------
 
 
-def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
+def make_recipe(args: argparse.Namespace) -> tuple[Tokenization, Sidecar]:
     """Recipe, and the description of the result without its counts."""
     if args.bytes:
         name, sha256, vocab_size, eod, path = BYTES, "", 256, BYTES_EOD, ""
@@ -220,7 +220,7 @@ def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
     dtype = smallest_dtype(vocab_size)
     described = Sidecar(name, sha256, vocab_size, eod, dtype, documents=0, tokens=0)
     reading = replace(read_keys(args.key), lines=args.lines)
-    return Recipe(path, eod, dtype, reading), described
+    return Tokenization(path, eod, dtype, reading), described
 
 
 def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
@@ -295,7 +295,7 @@ def parts_folder(output: Path, plan: str, overwrite: bool) -> Iterator[Path]:
 def tokenize(
     shards: Sequence[Shard],
     todo: Sequence[Shard],
-    recipe: Recipe,
+    recipe: Tokenization,
     folder: Path,
     workers: int,
     limit: Limit,
@@ -347,7 +347,7 @@ def watch_parent() -> None:
 
 def join(
     shards: Sequence[Shard],
-    recipe: Recipe,
+    recipe: Tokenization,
     described: Sidecar,
     folder: Path,
     output: Path,
@@ -399,7 +399,7 @@ def join(
     )
 
 
-def keep_tokenizer(recipe: Recipe, output: Path) -> None:
+def keep_tokenizer(recipe: Tokenization, output: Path) -> None:
     """Copy tokenizer.json next to the output, for sampling from a model trained on it."""
     copy = tokenizer_beside(str(output))
     if recipe.tokenizer:

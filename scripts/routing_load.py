@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""How uneven a recorded routing is over expert-parallel ranks, and what clones do about it.
+"""Imbalance of a recorded routing over expert-parallel ranks, and the effect of replication.
 
-    python scripts/routing_load.py FILE [--expert 2 4 8] [--clones 0 1 2 4] [--tokens 4096]
+    python scripts/routing_load.py FILE [--expert 2 4 8] [--replica-slots 0 1 2 4] [--tokens 4096]
         [--micro-batches M] [--cost ROWS] [--least ROWS] [--json OUT]
 
 FILE is what run.record_routing wrote. Its tokens are one step, cut into micro-batches of --tokens a
 rank; with --micro-batches 1 the numbers are those that a replay logs (model.moe.router.replay). For
-each number of ranks and of guest slots the table has
+each number of ranks and of replica slots the table has
 
   busiest expert   its tokens over the mean in the worst layer (`load_max` of a run), and on average
                    over layers
   busiest rank     its rows over the mean, micro-batch by micro-batch, with what copies cost: on
-                   average over layers (`rank_load_cloned` of a run, without clones its
-                   `rank_load_uncloned`), and in the worst layer
-  cloned           copies of experts, of a layer and micro-batch
+                   average over layers (`rank_load_with_replicas` of a run, without replication its
+                   `rank_load_without_replicas`), and in the worst layer
+  replicas         copies of experts, of a layer and micro-batch
   capacity_factor  the least parallel.capacity_factor with which no step is run again
 
 It needs no GPU. A copy of an expert costs as many rows as in a run in bf16 on H200s, unless --cost
@@ -36,19 +36,19 @@ from phalanx.configs.knobs import pluralize
 from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import RecordingFacts, read_facts, read_layer
-from phalanx.parallel.dispatcher.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_cost
 from phalanx.scripts.reader import may_leave
 
-_COST = cost_of_copy(rates_of("", "h200"), width=2, keep=False)
+_COST = copy_cost(rates_of("", "h200"), width=2, keep=False)
 _HEADS = (
     "ranks",
-    "clones",
+    "slots",
     "micro-batches",
     "busiest expert, worst layer",
     "busiest expert, mean",
     "busiest rank, mean",
     "busiest rank, worst layer",
-    "cloned",
+    "replicas",
     "capacity_factor",
 )
 
@@ -67,18 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 facts.experts,
                 ranks=ranks,
                 tokens=args.tokens,
-                clones=Clones(slots, args.cost, least=args.least),
+                replication=ReplicationOptions(slots, args.cost, least=args.least),
                 micro_batches=args.micro_batches,
             )
             for ranks in args.expert
-            for slots in args.clones
+            for slots in args.replica_slots
         ]
         print(f"{heading(facts, args)}\n\n{table(loads)}")
         for ranks in args.expert:
             if (batch := ranks * args.tokens) > facts.tokens:
-                print(
-                    f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} take the recorded ones again."
-                )
+                print(f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} repeat the recorded ones.")
         if args.json:
             settings = {"recorded": asdict(facts), "tokens": args.tokens}
             settings |= {"cost": args.cost, "least": args.least}
@@ -96,7 +94,14 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument
     add("file", type=Path, metavar="FILE")
     add("--expert", type=int, nargs="+", default=[2, 4, 8], metavar="R", help="ranks of a group")
-    add("--clones", type=int, nargs="+", default=[0, 1, 2, 4], metavar="N", help="slots of a rank")
+    add(
+        "--replica-slots",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2, 4],
+        metavar="N",
+        help="slots of a rank",
+    )
     add("--tokens", type=int, default=4096, metavar="T", help="of a rank and micro-batch")
     add("--micro-batches", type=int, metavar="M", help="default: as many as were recorded")
     add("--cost", type=int, default=_COST, metavar="ROWS", help=f"of a copy; default: {_COST:,}")
@@ -114,7 +119,7 @@ def check(args: argparse.Namespace, experts: int) -> None:
     parts = args.micro_batches
     for option, least, values in (
         ("expert", 1, args.expert),
-        ("clones", 0, args.clones),
+        ("replica-slots", 0, args.replica_slots),
         ("tokens", 1, [args.tokens]),
         ("micro-batches", 1, [] if parts is None else [parts]),
         ("cost", 0, [args.cost]),
@@ -131,16 +136,16 @@ def check(args: argparse.Namespace, experts: int) -> None:
 
 def heading(facts: RecordingFacts, args: argparse.Namespace) -> str:
     """Heading of the table: the recording, and the assumed costs."""
-    clones = Clones(0, args.cost, least=args.least)
+    options = ReplicationOptions(0, args.cost, least=args.least)
     return (
         f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
         f"{pluralize(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts; "
-        f"{args.tokens:,} tokens a rank and micro-batch; {clones.weighed}"
+        f"{args.tokens:,} tokens a rank and micro-batch; {options.cost_text}"
     )
 
 
 def table(loads: Iterable[RecordedLoad]) -> str:
-    """A row of Markdown for each number of ranks and of clones."""
+    """A row of Markdown for each number of ranks and of replica slots."""
     rows = []
     for load in loads:
         layers = load.layers.values()
@@ -149,10 +154,10 @@ def table(loads: Iterable[RecordedLoad]) -> str:
             mean(layer.load_max for layer in layers),
             load.busiest_rank,
             max(layer.busiest_rank for layer in layers),
-            load.cloned,
+            load.replicas,
             load.capacity_factor,
         )
-        sizes = (load.ranks, load.clones, load.micro_batches)
+        sizes = (load.ranks, load.replica_slots, load.micro_batches)
         rows.append([*map(str, sizes), *(f"{ratio:.2f}" for ratio in ratios)])
     lines = [_HEADS, ["---:"] * len(_HEADS), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.configs.knobs import pluralize
 from phalanx.moe.inference import command
-from phalanx.moe.inference.command import positive, predictor_of, told
+from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.scripts.reader import may_leave
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
-    return told("sample", lambda: sample(args))
+    return report_errors("sample", lambda: sample(args))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def sample(args: argparse.Namespace) -> None:
     """Print a continuation of every prompt.
 
     Raises:
-        ValueError, CheckpointError, OSError: reported by `told`.
+        ValueError, CheckpointError, OSError: reported by `report_errors`.
     """
     positive(tokens=args.tokens, context=args.context)
     import torch

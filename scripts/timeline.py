@@ -33,7 +33,7 @@ KINDS = (
     (
         "exchange",
         r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"
-        r"|lend_kernel|give_back_kernel|take_back_kernel",
+        r"|send_weights_kernel|signal_grads_kernel|reduce_grads_kernel",
     ),
     (
         "experts",
@@ -44,7 +44,7 @@ KINDS = (
         "plan, sums",
         r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"
         r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect"
-        r"|router_|part_rows|sum_singles|add_parts|count_chunks|place_kernel|split_order",
+        r"|router_|split_returns|sum_unreduced_rows|add_parts|count_chunks|assign_pairs_kernel|split_order",
     ),
     ("loss", r"cross_entropy|CrossEntropy"),
     ("norm", r"(?i)rms_?norm|layer_?norm|norm_weight_gradient"),
@@ -138,7 +138,7 @@ def read(path: Path) -> Trace:
             records = [r for r in content["traceEvents"] if r.get("ph") == "X"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"{path} is no trace of torch.profiler") from None
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    kinds: tuple[str, ...] = ("kernel", "gpu_memcpy", "gpu_memset")
     events = [
         Event(r["ts"], r["ts"] + r["dur"], r.get("args", {}).get("stream", 0), r["name"])
         for r in records
@@ -244,14 +244,15 @@ def _title(facts: dict[str, Any]) -> str:
 def _content(trace: Trace) -> dict[str, Any]:
     """The trace in the format that `read` accepts."""
     kind = "kernel" if trace.on_gpu else "cpu_op"
-    records = []
+    records = list[dict[str, Any]]()
     for begin, end, stream, name, stack, call in trace.events:
         event_args = {"stream": stream} if trace.on_gpu else {"stack": stack, "call": call}
-        place = {"ts": begin, "dur": end - begin, "tid": stream, "args": event_args}
-        records.append({"ph": "X", "cat": kind, "name": name, **place})
+        place = {"ts": begin, "dur": end - begin, "tid": stream}
+        records.append({"ph": "X", "cat": kind, "name": name, **place, "args": event_args})
     for time, name in trace.steps:
-        place = {"ts": time, "dur": 0, "tid": 0, "args": {"first_kernel": trace.on_gpu}}
-        records.append({"ph": "X", "cat": "user_annotation", "name": name, **place})
+        place = {"ts": time, "dur": 0, "tid": 0}
+        about = {"first_kernel": trace.on_gpu}
+        records.append({"ph": "X", "cat": "user_annotation", "name": name, **place, "args": about})
     return {"traceEvents": records} | ({"phalanx": trace.facts} if trace.facts else {})
 
 

@@ -33,6 +33,8 @@ def test_code_refers_to_what_exists(folder: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pages_refer_to_what_exists(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # names what there was
     assert dead(page, pages.without_blocks(page.read_text("utf-8"))) == []
 
 

@@ -16,6 +16,7 @@ With documents there is one sequence, B = 1; `documents.before` of its keys prec
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -210,7 +211,7 @@ def _flex_with_sinks(
     mask: BlockMask,
     scale: float,
 ) -> torch.Tensor:
-    flex = functools.partial(
+    flex: Callable[..., Any] = functools.partial(
         flex_attention, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
     if q.device.type == "cuda":
@@ -234,7 +235,7 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
         )
     # Without the option inductor autotunes the kernels of sums at their first run, so that bits
     # would depend on the GPU's load at that time.
-    options = {"deterministic": True}
+    options: dict[str, Any] = {"deterministic": True}
     return torch.compile(_flex_with_sinks, dynamic=False, fullgraph=True, options=options)
 
 

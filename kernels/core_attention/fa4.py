@@ -82,8 +82,10 @@ def run_forward(
     window: int,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the logarithm of the softmax denominator of each row: fp32 [B, H, S], or
-    [H, T] with documents."""
+    """`attention`, and the logarithm of the softmax denominator of each row.
+
+    The latter is fp32 [B, H, S], or [H, T] with documents.
+    """
     out, lse = _outputs(q, v)
     lse, layout = (lse, _batch_first) if documents is None else (lse[0], _single_sequence)
     with calling() as library:
@@ -150,10 +152,14 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = run_forward(q, k, v, sinks, scale, window, documents)
         if top is not None:
-            heads = (x.permute(1, 2, 0, 3) for x in (q, k))
-            how = dict(scale=scale, window=window, documents=documents)
             raise_max_logits(
-                top, *heads, **how, lse_BHS=lse.view(out.size(1), out.size(2), out.size(0))
+                top,
+                q.permute(1, 2, 0, 3),
+                k.permute(1, 2, 0, 3),
+                scale=scale,
+                window=window,
+                documents=documents,
+                lse_BHS=lse.view(out.size(1), out.size(2), out.size(0)),
             )
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.scale, ctx.window, ctx.documents = scale, window, documents

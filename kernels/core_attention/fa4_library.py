@@ -85,8 +85,7 @@ class _Names(dict[Any, Any]):
 
 @contextlib.contextmanager
 def named() -> Iterator[set[str]]:
-    """Inside a `FakeTensorMode`, collect the names of entries that calls look up, without
-    compiling."""
+    """Inside a `FakeTensorMode`, collect the names of looked up entries, without compiling."""
     names: set[str] = set()
     with contextlib.ExitStack() as stack:
         for function, label in _KERNELS.items():

@@ -165,8 +165,9 @@ def join(
     *,
     mscale: float,
 ) -> None:
-    """Write the keys, n channels of kv and then the shared part, rotated, and the values, the other
-    channels of kv; see `kernels.core_attention.latent`.
+    """Write keys and values from kv and the shared part; see `kernels.core_attention.latent`.
+
+    Keys are n channels of kv and then the shared part, rotated; values are the other channels.
 
     Args:
         kv_SBHm, shared_SBF, k_SBHd, v_SBHv: any strides with contiguous channels; k and v do not

@@ -1,10 +1,10 @@
-"""The largest attention logit of each head on an NVIDIA GPU, in Triton; see
-`kernels.core_attention.max_logit`.
+"""The largest attention logit of each head on an NVIDIA GPU, in Triton.
 
-A program has a block of queries of one head and iterates over the keys that they see. Between two
-products it has one instruction per element, the maximum; masks are computed only in tiles at the
-edges. Registers and shared memory allow two programs on an SM, so that the products of one overlap
-the other. Programs of a head combine by an atomic maximum, whose result does not depend on order.
+See `kernels.core_attention.max_logit`. A program has a block of queries of one head and iterates
+over the keys that they see. Between two products it has one instruction per element, the maximum;
+masks are computed only in tiles at the edges. Registers and shared memory allow two programs on an
+SM, so that the products of one overlap the other. Programs of a head combine by an atomic maximum,
+whose result does not depend on order.
 
 Legend: B batch, H query heads, G key-value heads, S queries, T keys, d channels.
 """

@@ -9,6 +9,8 @@ Legend: S positions, B batch, G groups, N heads of a group, R = N - 2 of them qu
 M = G * N, P programs along positions, C programs along heads.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -343,7 +345,7 @@ def join(
     along = triton.cdiv(G * N, heads)
     turns = max(1, triton.cdiv(triton.cdiv(S * B, rows), max(1, _PROGRAMS // along)))
     programs = triton.cdiv(triton.cdiv(S * B, rows), turns), along
-    fp32 = dict(dtype=torch.float32, device=dqkv_SBGNd.device)
+    fp32: dict[str, Any] = dict(dtype=torch.float32, device=dqkv_SBGNd.device)
     weight_parts = torch.empty(programs[0] * programs[1], 2, d, **fp32) if normed else None
     bias_parts = torch.empty(programs[0], G, N, d, **fp32) if biased else None
     if dqkv_SBGNd.numel():

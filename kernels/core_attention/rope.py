@@ -107,8 +107,7 @@ def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
 
 
 class RotateInPlace(torch.autograd.Function):
-    """`rope_` by the kernel: not a torch custom operator, which cannot be differentiable and in
-    place."""
+    """`rope_` by the kernel; a torch custom operator cannot be differentiable and in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, freqs: Tensor, *options: Any) -> Tensor:

@@ -17,11 +17,11 @@ _ELEMENTS = 4096
 
 @triton.jit
 def cos_sin(angle):  # type: ignore[no-untyped-def]
-    """Cosine and sine of fp32 angles up to 2^20, to 1e-7: less code than libdevice's, and no slow
-    branch.
+    """Cosine and sine of fp32 angles up to 2^20, to 1e-7.
 
-    The nearest multiple of pi / 2 is subtracted in two parts, the first exactly, since an FMA does
-    not round its product; the polynomials are those of the Cephes library.
+    Less code than libdevice's, and no slow branch. The nearest multiple of pi / 2 is subtracted in
+    two parts, the first exactly, since an FMA does not round its product; the polynomials are those
+    of the Cephes library.
     """
     n = tl.floor(angle * 0.6366197723675814 + 0.5)
     r = tl.fma(n, -1.5707963705062866, angle)
@@ -38,8 +38,10 @@ def cos_sin(angle):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotated(u, v, cos, sin):  # type: ignore[no-untyped-def]
-    """Pairs (u, v) rotated by an angle, with the same rounding for every caller: a rounded product
-    is added to an exact one."""
+    """Pairs (u, v) rotated by an angle, with the same rounding for every caller.
+
+    A rounded product is added to an exact one.
+    """
     return tl.fma(u, cos, -(v * sin)), tl.fma(v, cos, u * sin)
 
 

@@ -57,8 +57,7 @@ class Overlap(Protocol):
 
     @property
     def ready(self) -> Tensor:
-        """Flags that kernels wait for before they read rows of x, or of out's gradient in the
-        backward pass."""
+        """Flags that kernels wait for before they read rows of x, or backward of out's gradient."""
         ...
 
     def wait_rows(self) -> None:
@@ -85,8 +84,9 @@ class Overlap(Protocol):
     def send_gradient(
         self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
-        """Send gradients of expert rows, to be summed, and of probabilities, before the weight
-        gradients are computed.
+        """Send gradients of expert rows, to be summed, and of probabilities.
+
+        Called before the weight gradients are computed.
 
         Returns:
             [N, D], to be read only at the end of this overlap.

@@ -212,8 +212,7 @@ class Backend(Protocol):
         ...
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
-        """Operand of `wgrad`, whose contraction runs over rows; one that is so already is returned
-        unchanged."""
+        """Operand of `wgrad`, whose contraction runs over rows; returned unchanged if it is one."""
         ...
 
     def rows_and_columns(
@@ -326,7 +325,7 @@ class SequentialMixin:
 class UnquantizedMixin(SequentialMixin):
     """`quantize` and `columns` of a backend without a recipe."""
 
-    def quantize(self, x: Tensor, *, gradient: bool = False) -> Tensor:
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Rows:
         return x
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:

@@ -1,5 +1,4 @@
-"""The expert MLP as torch custom ops, for `kernels.expert_mlp.module.GroupedMLP` under
-torch.compile.
+"""The expert MLP as torch custom ops, for `GroupedMLP` under torch.compile.
 
 Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
 They compute in the dtypes of their arguments, under autocast too, and save and recompute what

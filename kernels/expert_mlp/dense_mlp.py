@@ -102,6 +102,7 @@ class _Fc1(torch.autograd.Function):
         ops = backend_of(spec, "forward")
         x = ops.quantize(x_ND)
         h_NH, a = ops.fc1_act(x, fc1, plan, spec.activation)
+        assert h_NH is not None  # keep_h is the default
         ctx.save_for_backward(w1, *tensors_of(saved_input(x_ND, x, spec)))
         _save_context(ctx, plan, spec, w1)
         ctx.gradient = gradient
@@ -179,6 +180,7 @@ def _compute_h(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor]:
     h_NH, _ = ops.fc1_act(
         ops.quantize(x_ND), _fc1_layer(w1, spec), one_group(x_ND), spec.activation
     )
+    assert h_NH is not None  # keep_h is the default
     return (h_NH,)
 
 

@@ -72,7 +72,8 @@ def grouped_mlp(
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
     if replicas is not None and spec.backend == "cudnn":
         raise ValueError(
-            "kernels=cudnn has no expert replication: set parallel.clones=0 or kernels=torch"
+            "kernels=cudnn has no expert replication: set parallel.expert_replication=0 or "
+            "kernels=torch"
         )
     if addends and (overlap is not None or plan.inverse_NK is None):
         raise ValueError("addends: only for sums over experts, not with overlap or in expert order")

@@ -7,6 +7,8 @@ Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.lin
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -80,7 +82,8 @@ class GroupedMLP(nn.Module):
         self.activation = Activation(activation) if isinstance(activation, str) else activation
         self.backend, self.margins, self.dynamic = backend, margins, dynamic
         self._chosen: dict[tuple[str, torch.dtype], Flat] = {}
-        width, where = self.activation.width(ffn), dict(device=device, dtype=dtype)
+        width = self.activation.width(ffn)
+        where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
         self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
@@ -128,7 +131,8 @@ class GroupedMLP(nn.Module):
         dtype = _autocast_dtype(x.device)
         if dtype is not None:
             x_TD = _cast(x_TD, dtype)
-            weights = MLPWeights(*(w if w is None else _cast(w, dtype) for w in weights))
+            b1, b2 = (b if b is None else _cast(b, dtype) for b in (self.b1, self.b2))
+            weights = MLPWeights(_cast(self.w1, dtype), _cast(self.w2, dtype), b1, b2)
         spec = self._spec(x.device, x_TD.dtype)
         plan = make_plan(
             as_int32(topk_idx.reshape(-1, self.top_k), self.experts),

@@ -56,9 +56,9 @@ class ReplicaExchange(Protocol):
         ...
 
     def ready(self, layer: Layer) -> Tensor | None:
-        """Flags for a kernel that waits for the replicas' weights of a layer itself, in place of
-        `wait`, and so starts with those that arrive first (`kernels.sm90.exchange.ready`).
+        """Flags for a kernel that waits for the replicas' weights of a layer itself.
 
+        It needs no `wait`, and starts with those that arrive first (`kernels.sm90.exchange.ready`).
         None: only `wait` is available.
         """
         ...
@@ -78,16 +78,14 @@ class ReplicaExchange(Protocol):
         ...
 
     def send_grads(self, layer: Layer) -> None:
-        """Start sending the gradients of a layer in `grad_buffer`, which are complete, to the
-        owners: fc1's, then fc2's."""
+        """Start sending the complete gradients in `grad_buffer` to the owners, fc1's first."""
         ...
 
     def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        """Add the gradients that other ranks computed for this rank's experts, in place and in the
-        order of ranks: fc1's, then fc2's.
+        """Add the gradients that other ranks computed for this rank's experts: fc1's, then fc2's.
 
-        After the second call the current stream sees both complete. Work that is launched between
-        the calls may overlap the first.
+        They are added in place and in the order of ranks. After the second call the current stream
+        sees both complete. Work that is launched between the calls may overlap the first.
 
         Args:
             layer: fc1 or fc2.

@@ -33,8 +33,7 @@ from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_p
 
 
 class Grouped(UnquantizedMixin):
-    """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
-    CPU.
+    """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16, and on a CPU also fp32.
 
     On a CPU every GEMM is one in fp32, whose result is rounded. Weights of own experts and replicas
     are concatenated for each use.
@@ -117,12 +116,12 @@ class Grouped(UnquantizedMixin):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None = None) -> Tensor:
-    """[S, I] x [L, I, O] -> [S, O], times an expert's alpha, or [O, S] x [S, I] -> [L, O, I]; split
-    along S by the offsets.
+    """[S, I] x [L, I, O] -> [S, O] or [O, S] x [S, I] -> [L, O, I]; split along S by the offsets.
 
-    A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
-    for which CUDA takes groups that end anywhere; others need multiples of 8 rows. The first group
-    starts at row 0: in a plan of replicas it is one of the rows before theirs, which is dropped.
+    The first is multiplied by an expert's alpha. A weight gradient passes a transposed row-major
+    and a row-major matrix, the one pair of layouts for which CUDA takes groups that end anywhere;
+    others need multiples of 8 rows. The first group starts at row 0: in a plan of replicas it is
+    one of the rows before theirs, which is dropped.
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(

@@ -186,8 +186,10 @@ def padded(x_SC: Tensor, offsets: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def relocate(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
-    """Copy rows of every expert from offsets `starts` in x to `new_starts` in a matrix of `rows`
-    rows, which is 0 elsewhere."""
+    """Rows of every expert copied from offsets `starts` in x to `new_starts` in a new matrix.
+
+    It has `rows` rows and is 0 elsewhere.
+    """
     L = len(starts) - 1
     row = torch.arange(rows, dtype=torch.int32, device=x.device)
     expert = torch.searchsorted(new_starts[1:], row, right=True, out_int32=True)

@@ -50,8 +50,8 @@ def quantize_rows(
         quantized = definition.quantize_rows(x_RC, parts, dtype)
         if out is None:
             return quantized
-        for to, values in zip(out, quantized, strict=True):
-            to.copy_(values)
+        for target, values in zip(out, quantized, strict=True):
+            target.copy_(values)
         return out
     from phalanx.kernels.quantize import rows_triton
 

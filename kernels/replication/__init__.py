@@ -1,1 +1,1 @@
-"""What moves between ranks for clones of hot experts: rows by themselves, weights, gradients."""
+"""Exchanges between ranks for expert replication: unreduced rows, weights, gradients."""

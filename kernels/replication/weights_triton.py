@@ -3,7 +3,7 @@
 Grids are fixed, whatever the plan: every program looks at all slots, takes its part of those that
 concern this rank, and leaves at once where there are none.
 
-Legend: R ranks, L own experts of a rank, G guest slots of a rank.
+Legend: R ranks, L own experts of a rank, G replica slots of a rank.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 )
 
 _WARPS = 16
-_LENT = 8192
-"""int32 of a piece that a program copies."""
+_SENT = 8192
+"""int32 words of a piece that a program copies."""
 _ADDED = 4096
-"""Gradients of a piece that a program adds."""
+"""Elements of a piece of gradients that a program adds."""
 _AHEAD = 4
-"""Pieces under way, in shared memory: beside a GEMM a few SMs fill a link only if they need not
-wait for each (docs/kernels/log.md)."""
+"""Pieces in flight, in shared memory: a few SMs next to a GEMM fill a link only if they need not
+wait for each piece (docs/kernels/log.md)."""
 
 
 @triton.jit
-def lend_kernel(  # type: ignore[no-untyped-def]
+def send_weights_kernel(  # type: ignore[no-untyped-def]
     w,
     b,
     w_memory_R,
@@ -47,7 +47,7 @@ def lend_kernel(  # type: ignore[no-untyped-def]
     next_b_memory_R,
     next_w_words,
     next_b_words,
-    held,
+    slot_experts,
     begins,
     flags_R,
     state,
@@ -71,25 +71,40 @@ def lend_kernel(  # type: ignore[no-untyped-def]
         _raise(flags_R + rank, RUNNING * RANKS + rank, 1, epoch)
     for wave in range(waves):
         first, end = tl.load(begins + wave), tl.load(begins + wave + 1)
-        _lend(w, w_memory_R, w_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
+        _send(w, w_memory_R, w_words, slot_experts, first, end, rank, ranks, L, G, WORDS, AHEAD)
         if BIAS:
-            _lend(b, b_memory_R, b_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
+            _send(b, b_memory_R, b_words, slot_experts, first, end, rank, ranks, L, G, WORDS, AHEAD)
         if _last(state + COUNTS_AT + wave):
             _raise(flags_R, wave * RANKS + rank, ranks, epoch)
-    _lend(next_w, next_w_memory_R, next_w_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
+    _send(
+        next_w, next_w_memory_R, next_w_words, slot_experts, 0, G, rank, ranks, L, G, WORDS, AHEAD
+    )
     if NEXT_BIAS:
-        _lend(next_b, next_b_memory_R, next_b_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
+        _send(
+            next_b,
+            next_b_memory_R,
+            next_b_words,
+            slot_experts,
+            0,
+            G,
+            rank,
+            ranks,
+            L,
+            G,
+            WORDS,
+            AHEAD,
+        )
     if _last(state + COUNTS_AT + SECOND):
         tl.store(state + EPOCH_AT, epoch)
         _raise(flags_R, SECOND * RANKS + rank, ranks, epoch)
 
 
 @triton.jit
-def _lend(  # type: ignore[no-untyped-def]
+def _send(  # type: ignore[no-untyped-def]
     own,
     memory_R,
     words,
-    held,
+    slot_experts,
     first_slot,
     end_slot,
     rank,
@@ -101,11 +116,11 @@ def _lend(  # type: ignore[no-untyped-def]
 ):
     piece = tl.arange(0, WORDS)
     for number in range(first_slot * ranks, end_slot * ranks):
-        guest = number % ranks * G + number // ranks
-        expert = tl.load(held + guest)
+        replica = number % ranks * G + number // ranks
+        expert = tl.load(slot_experts + replica)
         if (expert >= 0) & (expert // L == rank):
             source = own + (expert - rank * L).to(tl.int64) * words
-            to = _slot(memory_R, guest, G, words, tl.int32)
+            to = _slot(memory_R, replica, G, words, tl.int32)
             first, step = tl.program_id(0) * WORDS, tl.num_programs(0) * WORDS
             for begin in tl.range(first, words, step, num_stages=AHEAD):
                 at = begin + piece
@@ -113,15 +128,15 @@ def _lend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot(memory_R, guest, G, size, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a rank has the guest, of `size` numbers of 4 bytes."""
-    address = tl.load(memory_R + guest // G) + (guest % G).to(tl.int64) * size * 4
+def _slot(memory_R, replica, G, size, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointer to a replica slot in its rank's memory, of `size` elements of 4 bytes."""
+    address = tl.load(memory_R + replica // G) + (replica % G).to(tl.int64) * size * 4
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _last(count):  # type: ignore[no-untyped-def]
-    """Whether all programs have come here, and their stores can be published."""
+    """True in the last program to arrive: the stores of all can be published."""
     tl.debug_barrier()
     before = tl.atomic_add(count, 1, sem="acq_rel", scope="sys")
     last = before == tl.num_programs(0) - 1
@@ -141,23 +156,22 @@ def _raise(flags_R, number, ranks, epoch):  # type: ignore[no-untyped-def]
 def _await(  # type: ignore[no-untyped-def]
     flags_R, part, rank, ranks, epoch, limit, report, RANKS: tl.constexpr
 ):
-    """Until all ranks have raised a part's flag; after `limit` ns it reports who has not, and stops
-    with an error."""
+    """Wait for all ranks' flags of a part; after `limit` ns report the late rank and trap."""
     own = tl.load(flags_R + rank) + 4 * part * RANKS
     for r in range(ranks):
         flag = (own + 4 * r).to(tl.pointer_type(tl.int32))
-        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        began = tl.zeros([], tl.int64)
-        while found - epoch < 0:
-            now = globaltimer()
-            began = tl.where(began == 0, now, began)
-            if now - began > limit:
+        flag_epoch = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        start = tl.zeros([], tl.int64)
+        while flag_epoch - epoch < 0:
+            time = globaltimer()
+            start = tl.where(start == 0, time, start)
+            if time - start > limit:
                 tl.store(report + 1, epoch)
-                tl.store(report + 2, found)
+                tl.store(report + 2, flag_epoch)
                 tl.store(report, r + 1)
                 tl.debug_barrier()
                 _stop()
-            found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            flag_epoch = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 
@@ -169,7 +183,7 @@ def _stop():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def give_back_kernel(  # type: ignore[no-untyped-def]
+def signal_grads_kernel(  # type: ignore[no-untyped-def]
     flags_R,
     state,
     part,
@@ -188,9 +202,9 @@ def give_back_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def take_back_kernel(  # type: ignore[no-untyped-def]
+def reduce_grads_kernel(  # type: ignore[no-untyped-def]
     own,
-    held,
+    slot_experts,
     memory_R,
     flags_R,
     state,
@@ -213,73 +227,74 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
         _raise(flags_R + rank, RUNNING * RANKS + rank, 1, epoch)
     _await(flags_R, part, rank, ranks, epoch, limit, report, RANKS)
     piece = tl.arange(0, SIZE)
-    for guest in range(ranks * G):
-        expert = tl.load(held + guest)
+    for replica in range(ranks * G):
+        expert = tl.load(slot_experts + replica)
         if (expert >= 0) & (expert // L == rank):
             to = own + (expert - rank * L).to(tl.int64) * size
-            room = _slot(memory_R, guest, G, size, tl.float32)
+            grads = _slot(memory_R, replica, G, size, tl.float32)
             first, step = tl.program_id(0) * SIZE, tl.num_programs(0) * SIZE
             for begin in tl.range(first, size, step, num_stages=AHEAD):
                 at = begin + piece
-                grad = tl.load(room + at, mask=at < size, other=0.0)
+                grad = tl.load(grads + at, mask=at < size, other=0.0)
                 total = tl.load(to + at, mask=at < size, other=0.0).to(tl.float32) + grad
                 tl.store(to + at, total.to(own.dtype.element_ty), mask=at < size)
-            # Another slot may have the same expert, whose pieces other threads may have read.
+            # Another slot may have the same expert, whose pieces other threads may have read:
+            # without the barrier their sums would be lost.
             tl.debug_barrier()
 
 
-# A rank raises flags at all ranks, by the number of the call, from 1. `PeerBuffers` of lending and
-# of giving back have no rows and no side data, and int32 [MAX_WAVES + 2, MAX_RANKS] flags, 0 at
-# first: in a call of lending
+# A rank raises flags at all ranks, by the number of the call, from 1. `PeerBuffers` of weights and
+# of gradients have no rows and no side data, and int32 [MAX_WAVES + 2, MAX_RANKS] flags, 0 at
+# first: in a call of `send_weights`
 #
-#     parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is lent first
+#     parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is sent first
 #     SECOND                     all slots have those of the other one
-#     RUNNING                    of this rank alone: `send_weights` has its SMs
+#     RUNNING                    of this rank only: `send_weights` has its SMs
 #
-# and in one of giving back
+# and in a call of `reduce_grads`
 #
 #     0 and 1    gradients of fc1, and of fc2, are complete
-#     RUNNING    of this rank alone: `reduce_grads` has its SMs
+#     RUNNING    of this rank only: `reduce_grads` has its SMs
 SECOND, RUNNING = MAX_WAVES, MAX_WAVES + 1
 
-Lending = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""A layer's weights, and biases or None, as in `send_weights`; and int64 addresses of each rank's slots for
-either."""
+SentLayer = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Weights of a layer, its biases or None, and int64 addresses of each rank's slots for both."""
 
 
 def send_weights(
-    layers: Sequence[Lending],
+    layers: Sequence[SentLayer],
     expert_RG: Tensor,
     begins_W: Tensor,
     buffers: PeerBuffers,
     *,
     sms: int,
 ) -> None:
-    """`kernels.replication.weights.send_weights` of two layers, in one launch: kernels that follow would wait
-    for SMs.
+    """`kernels.replication.weights.send_weights` of two layers, in one launch.
+
+    A second launch would wait for SMs.
 
     Args:
-        layers: the first and the second one. Weights are contiguous, an expert's in a multiple of
+        layers: the first and the second layer. Weights are contiguous, an expert's in a multiple of
             16 bytes, as in all memory of slots.
         expert_RG: int32, contiguous.
         begins_W: int32, `kernels.sm90.exchange.peer_buffers.wave_begins` of G slots.
-        buffers: of lending.
-        sms: SMs that it takes.
+        buffers: flags of weights.
+        sms: number of SMs.
 
     Raises:
-        ValueError: weights that do not lie one after the other.
+        ValueError: weights that are not contiguous.
     """
     R, G = expert_RG.shape
-    given: list[Tensor | int] = []
+    args: list[Tensor | int] = []
     for w_L, b_L, w_memory_R, b_memory_R in layers:
         both = [w_L, w_L if b_L is None else b_L]
         for own_L in both:
             _check(own_L)
         words = [own_L[0].numel() * own_L.element_size() // 4 for own_L in both]
-        given += [own_L.view(len(own_L), -1).view(torch.int32) for own_L in both]
-        given += [w_memory_R, b_memory_R, *words]
-    lend_kernel[(sms,)](
-        *(*given, expert_RG, begins_W, buffers.flags_R, buffers.state),
+        args += [own_L.view(len(own_L), -1).view(torch.int32) for own_L in both]
+        args += [w_memory_R, b_memory_R, *words]
+    send_weights_kernel[(sms,)](
+        *(*args, expert_RG, begins_W, buffers.flags_R, buffers.state),
         *(len(begins_W) - 1, buffers.rank, R, len(layers[0][0]), G),
         BIAS=layers[0][1] is not None,
         NEXT_BIAS=layers[1][1] is not None,
@@ -288,16 +303,20 @@ def send_weights(
         RANKS=MAX_RANKS,
         SECOND=SECOND,
         RUNNING=RUNNING,
-        WORDS=_LENT,
+        WORDS=_SENT,
         AHEAD=_AHEAD,
         num_warps=_WARPS,
     )
 
 
 def send_grads(buffers: PeerBuffers, layer: int) -> None:
-    """Say to all ranks that gradients of a layer, 0 for fc1 and then 1 for fc2, which kernels
-    before this one have made in this rank's slots, are complete."""
-    give_back_kernel[(1,)](
+    """Signal all ranks that this rank's gradients of a layer are complete, after earlier kernels.
+
+    Args:
+        buffers: flags of gradients.
+        layer: 0 for fc1, then 1 for fc2.
+    """
+    signal_grads_kernel[(1,)](
         *(buffers.flags_R, buffers.state, layer, buffers.rank, len(buffers.flags_R)),
         LAST=layer == 1,
         EPOCH_AT=EPOCH,
@@ -316,22 +335,21 @@ def reduce_grads(
     layer: int,
     sms: int,
 ) -> None:
-    """`kernels.replication.weights.reduce_grads`, once all ranks have given a layer's gradients back for
-    the last time that this one has.
+    """`kernels.replication.weights.reduce_grads`, once all ranks have signalled.
 
-    It waits in the SMs that it is going to need: GEMMs of other streams would take those that are
-    free when the flags come.
+    It waits on the SMs that it needs: GEMMs of other streams would take SMs that are free when the
+    flags arrive.
 
     Args:
-        own_L, expert_RG: as of `send_weights`.
+        own_L, expert_RG: as in `send_weights`.
         memory_R: int64, addresses of [G, ...] of each rank.
-        buffers: of giving back.
-        layer: as of `send_grads`.
-        sms: as of `send_weights`.
+        buffers: flags of gradients.
+        layer: as in `send_grads`.
+        sms: as in `send_weights`.
     """
     R, G = expert_RG.shape
     _check(own_L)
-    take_back_kernel[(sms,)](
+    reduce_grads_kernel[(sms,)](
         *(own_L, expert_RG, memory_R, buffers.flags_R, buffers.state, buffers.report),
         *(layer, 1_000_000 * buffers.limit_ms, own_L[0].numel()),
         *(buffers.rank, R, len(own_L), G),

@@ -1,6 +1,6 @@
-"""The order in which the fused scheduler takes experts, of own experts and of guests apart.
+"""Order in which the fused scheduler takes experts, split into own experts and replicas.
 
-Legend: P places of a rank, of which L are own experts' and the ones behind them guests'.
+Legend: P expert slots of a rank: L of own experts, then those of replicas.
 """
 
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def split_order(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:
-    """The order of the first `own` places, and that of the places behind them, counted from these.
+    """Order of the first `own` slots, and of the slots behind them, numbered from 0.
 
-    One launch of Triton on CUDA, with the bits of `split_order_by_sort`.
+    One Triton launch on CUDA, with the bits of `split_order_by_sort`.
 
     Args:
-        order_P: int32, each place once.
+        order_P: int32, each slot once.
         own: L, at most P.
     """
     if not order_P.is_cuda:
@@ -25,6 +25,6 @@ def split_order(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:
 
 def split_order_by_sort(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:
     """The definition of `split_order`."""
-    behind = (order_P >= own).to(torch.uint8)
-    apart_P = order_P.index_select(0, behind.sort(stable=True).indices)
-    return apart_P[:own], apart_P[own:] - own
+    is_replica = (order_P >= own).to(torch.uint8)
+    split_P = order_P.index_select(0, is_replica.sort(stable=True).indices)
+    return split_P[:own], split_P[own:] - own

@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 @triton.jit
-def split_order_kernel(order, to, P, own, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
-    i = tl.arange(0, PLACES)
-    place = tl.load(order + i, mask=i < P, other=PLACES)
-    first = (place < own).to(tl.int32)
-    behind = 1 - first
-    at_first = tl.cumsum(first, 0) - 1
-    at_behind = own + tl.cumsum(behind, 0) - 1  # what is past the end comes last
-    at = tl.where(first > 0, at_first, at_behind)
-    tl.store(to + at, place - own * behind, mask=i < P)
+def split_order_kernel(order, out, P, own, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, SLOTS)
+    slot = tl.load(order + i, mask=i < P, other=SLOTS)
+    is_own = (slot < own).to(tl.int32)
+    is_replica = 1 - is_own
+    own_index = tl.cumsum(is_own, 0) - 1
+    replica_index = own + tl.cumsum(is_replica, 0) - 1  # masked lanes come last
+    index = tl.where(is_own > 0, own_index, replica_index)
+    tl.store(out + index, slot - own * is_replica, mask=i < P)
 
 
 def split_order_in_triton(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:
-    """As `split_order`."""
-    P, made_P = len(order_P), torch.empty_like(order_P)
+    """`kernels.routing.split_order.split_order` on CUDA."""
+    P, split_P = len(order_P), torch.empty_like(order_P)
     if P:
-        places = triton.next_power_of_2(P)
-        split_order_kernel[(1,)](order_P, made_P, P, own, PLACES=places, num_warps=1)
-    return made_P[:own], made_P[own:]
+        slots = triton.next_power_of_2(P)
+        split_order_kernel[(1,)](order_P, split_P, P, own, SLOTS=slots, num_warps=1)
+    return split_P[:own], split_P[own:]

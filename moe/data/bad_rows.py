@@ -1,7 +1,7 @@
-"""Rows of an input that give no document as they are broken: where they lie, how many are too many.
+"""Broken rows of an input, which give no document: their location and the limit on their number.
 
-Default of prepare_data is none: the first ends it. With `--skip-bad` they are left out, counted,
-and listed in a file beside the data.
+By default prepare_data fails at the first one. With `--skip-bad` they are left out, counted, and
+listed in a file next to the data.
 """
 
 import re
@@ -21,15 +21,15 @@ class Bad:
 
     path: str
     start: int
-    """Byte that its number counts from."""
+    """Byte offset at which `number` starts to count."""
     number: int
-    """Line that it begins in, or row, from 1; 0 of a whole file."""
+    """First line of the row, or row of a Parquet file, from 1; 0 for a complete file."""
     reason: str
     """Kind of fault, by which bad rows are counted."""
     detail: str = ""
 
     def place(self) -> str:
-        """path:line, or path: row N. Reads what lies before `start` to count its lines."""
+        """path:line, or path: row N. Reads the file up to `start` to count its lines."""
         if self.start == ROW:
             return f"{self.path}: row {self.number}"
         if not self.number:
@@ -45,21 +45,21 @@ class BadRow(DataError):
 
 
 class TooManyBad(DataError):
-    """An input has more broken rows than may be left out; what is prepared of it is kept."""
+    """An input has more broken rows than may be left out; finished shards are kept."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How many broken rows are left out: `--skip-bad`."""
+    """Number of broken rows that may be left out: `--skip-bad`."""
 
     text: str
     count: int | None
-    """None where a share is given."""
+    """None if a share is set."""
     share: float = 0.0
 
     @staticmethod
     def read(text: str) -> "Limit":
-        """Of `100` or `0.1%`. Raises DataError."""
+        """Parse `100` or `0.1%`. Raises DataError."""
         if re.fullmatch(r"\d{1,18}", text):
             return Limit(text, int(text))
         if re.fullmatch(r"\d{1,3}(\.\d+)?%", text) and float(text[:-1]) <= 100:
@@ -67,20 +67,20 @@ class Limit:
         raise DataError(f"--skip-bad {text} is neither a count, as 100, nor a share, as 0.1%")
 
     def check(self, bad: list[Bad], rows: int | None = None) -> None:
-        """Refuse more bad rows than these; of a share once all `rows` are known.
+        """Raise if there are more bad rows than allowed; a share is checked once `rows` is known.
 
         Raises:
             BadRow: none may be left out.
-            TooManyBad: fewer may be.
+            TooManyBad: some may be left out, but fewer.
         """
         if self.allows(len(bad), rows):
             return
         if self.count == 0:
-            raise BadRow(f"{bad[0]}; mend it, or leave such rows out with --skip-bad N")
+            raise BadRow(f"{bad[0]}; fix it, or leave such rows out with --skip-bad N")
         of = "" if rows is None else f" of {rows:,}"
         raise TooManyBad(
-            f"{len(bad):,} bad rows{of} are more than --skip-bad {self.text}: {told(bad)}; mend "
-            "them, or go on with a higher --skip-bad"
+            f"{len(bad):,} bad rows{of} are more than --skip-bad {self.text}: {summary(bad)}; fix "
+            "them, or continue with a higher --skip-bad"
         )
 
     def allows(self, bad: int, rows: int | None) -> bool:
@@ -90,15 +90,15 @@ class Limit:
 
 
 def by_reason(bad: Iterable[Bad]) -> dict[str, list[Bad]]:
-    """Those of each reason, the most frequent first."""
-    found: dict[str, list[Bad]] = {}
+    """Bad rows by reason, the most frequent reason first."""
+    reasons: dict[str, list[Bad]] = {}
     for each in bad:
-        found.setdefault(each.reason, []).append(each)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        reasons.setdefault(each.reason, []).append(each)
+    return dict(sorted(reasons.items(), key=lambda item: -len(item[1])))
 
 
-def told(bad: Iterable[Bad]) -> str:
-    """Counts by reason, each with the first place."""
+def summary(bad: Iterable[Bad]) -> str:
+    """Counts by reason, each with the first location."""
     return ", ".join(
         f"{len(some):,} {reason} (first {some[0].place()})"
         for reason, some in by_reason(bad).items()
@@ -106,21 +106,21 @@ def told(bad: Iterable[Bad]) -> str:
 
 
 def listing(bad: Iterable[Bad]) -> Iterable[str]:
-    """A line for each: place, tab, what is wrong. `bad` are in the order of the input."""
-    path, pluralize, lines = "", 0, 0
+    """A line for each: location, tab, fault. `bad` are in the order of the input."""
+    path, offset, lines = "", 0, 0
     for each in bad:
         place = each.place() if each.start <= 0 else ""
-        if not place:  # the lines of a file are counted once, not anew for each of its bad rows
-            if path != each.path or each.start < pluralize:
-                path, pluralize, lines = each.path, 0, 0
-            lines += _lines_before(path, each.start, pluralize)
-            pluralize = each.start
+        if not place:  # count the lines of a file once, not for each of its bad rows
+            if path != each.path or each.start < offset:
+                path, offset, lines = each.path, 0, 0
+            lines += _lines_before(path, each.start, offset)
+            offset = each.start
             place = f"{path}:{lines + each.number}"
         yield f"{place}\t{each.reason}{each.detail}\n"
 
 
 def _lines_before(path: str, stop: int, start: int = 0) -> int:
-    """Lines that begin at bytes [start, stop) of a file."""
+    """Number of lines that start at bytes [start, stop) of a file."""
     if stop == start:
         return 0
     lines, left = int(start == 0), stop - start - int(start == 0)

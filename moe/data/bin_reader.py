@@ -1,7 +1,7 @@
-"""Reads tokens of a .bin file, and notices when somebody changes it under a run.
+"""Reads tokens of a .bin file, and detects changes of the file during a run.
 
-Takes the place of Megatron-Core's memory map, whose reader dies of SIGBUS without a word when the
-file is cut: a read through the open file returns less, and that can be told.
+Replaces Megatron-Core's memory map, whose reader is killed by SIGBUS when the file is truncated: a
+read through the open file returns fewer bytes, which can be reported.
 """
 
 import os
@@ -13,7 +13,7 @@ from phalanx.moe.data.host_cache import DataError
 
 
 class BinReader:
-    """One open .bin file; what IndexedDataset asks of its `bin_reader`. Threads may share it."""
+    """An open .bin file, as `bin_reader` of IndexedDataset. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
@@ -23,7 +23,7 @@ class BinReader:
         """`count` ids from byte `offset` on.
 
         Raises:
-            DataError: the file cannot be read, or is not what it was when the run started.
+            DataError: the file cannot be read, or has changed since the run started.
         """
         size = count * np.dtype(dtype).itemsize
         try:
@@ -33,8 +33,8 @@ class BinReader:
         except OSError as error:
             raise DataError(f"{self._path} cannot be read: {error}") from None
         raise DataError(
-            f"{self._path} was changed while this run reads it; restore the data or make it again, "
-            "and start the run again: it goes on from its newest checkpoint"
+            f"{self._path} was changed while this run reads it; restore or rebuild the data, and "
+            "restart the run: it continues from its newest checkpoint"
         )
 
     def _seen(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The .bin/.idx pairs of a run, checked before anything is built: weights, split, ids, lengths.
 
 Between `moe.data.token_files`, which opens one pair, and `moe.data.datasets`, which makes rows of
-all. Imports neither torch nor Megatron-Core, so that a command line is checked in a moment.
+all. Imports neither torch nor Megatron-Core, so that checking a command line is fast.
 """
 
 import math
@@ -20,12 +20,12 @@ from phalanx.moe.data.token_files import Corpus, Sidecar, open_corpus
 PARTS = ("training", "validation")
 
 PADDING = 128
-"""Rows of the embedding come in multiples of it. Not of it times `parallel.tensor`, as elsewhere:
-the model would change with the layout, and a checkpoint would fit one of them only."""
+"""Multiple to which the rows of the embedding are padded. Unlike elsewhere not times
+`parallel.tensor`: the model would depend on the layout, and a checkpoint would fit one only."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """Training or validation part of one pair."""
 
     documents: int
@@ -34,24 +34,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Blend:
-    """Checked pairs, and how they are mixed."""
+    """Checked pairs and their weights."""
 
     corpora: list[Corpus]
-    parts: list[list[Part]]
-    """Of each pair, training and validation."""
+    parts: list[list[SplitPart]]
+    """Training and validation part of each pair."""
     weights: list[float] | None
-    """Of each pair: its training tokens, where data.blend has no weights; None of one alone."""
+    """Weight of each pair; its training tokens if data.blend has none. None for a single pair."""
     split: str
     """Weights of the parts, as Megatron-Core reads them."""
 
     @property
     def shares(self) -> list[float]:
-        """Of the samples, of 1."""
+        """Fraction of the samples of each pair."""
         weights = self.weights or [1.0]
         return [weight / sum(weights) for weight in weights]
 
     def epochs(self, tokens: int) -> list[float]:
-        """How often each training part is read in a run of so many tokens."""
+        """Epochs of each training part in a run of `tokens` tokens."""
         return [
             tokens * share / training.tokens
             for share, (training, _) in zip(self.shares, self.parts, strict=True)
@@ -69,13 +69,13 @@ def open_blend(
 
     Args:
         prefixes: of the pairs.
-        weights: of each; None takes their tokens.
+        weights: of each pair; None takes their numbers of tokens.
         cfg: split and sequence length.
-        vocab_size: above all ids.
-        sizes: samples wanted of each part.
+        vocab_size: upper bound of the ids.
+        sizes: samples needed of each part.
 
     Raises:
-        DataError: a pair is missing, damaged, too short, or not made for this vocabulary.
+        DataError: a pair is missing, damaged, too short, or prepared for another vocabulary.
     """
     corpora = [opened(prefix, cfg) for prefix in prefixes]
     described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
@@ -97,7 +97,7 @@ def opened(prefix: str, cfg: DataConfig) -> Corpus:
 
 
 def parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """-> prefixes, and weights if they were given (megatron.core.datasets.utils has no checks)."""
+    """-> prefixes, and weights if there are any (megatron.core.datasets.utils checks nothing)."""
     entries = [str(entry).strip() for entry in blend]
     numbers = [_number(entry) for entry in entries]
     if not entries:
@@ -138,7 +138,7 @@ def parse_split(split: str, sizes: Sequence[int]) -> str:
 
 
 def bounds(split: str) -> list[tuple[float, float]]:
-    """Where training and validation part begin and end, of 1: Megatron-Core's `split_matrix`."""
+    """Bounds of training and validation part in [0, 1]: Megatron-Core's `split_matrix`."""
     weights = np.array([float(part) for part in split.split(",")] + [0.0, 0.0])[:3]
     ends = [0.0]
     for weight in (weights / weights.sum()).tolist():
@@ -154,7 +154,7 @@ def _number(text: str) -> float | None:
 
 
 def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) -> None:
-    """Pairs by prefix are of one tokenizer, with ids of a vocabulary. Raises DataError."""
+    """Check that pairs have one tokenizer, with ids below `vocab_size`. Raises DataError."""
     largest = max((sidecar.vocab_size for _, sidecar in described), default=0)
     for prefix, sidecar in described:
         if sidecar.vocab_size > vocab_size:
@@ -171,14 +171,16 @@ def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) 
             )
 
 
-def _check_length(corpus: Corpus, cfg: DataConfig, split: str, sizes: Sequence[int]) -> list[Part]:
-    """Every part that is used must hold one sequence. -> training and validation part."""
+def _check_length(
+    corpus: Corpus, cfg: DataConfig, split: str, sizes: Sequence[int]
+) -> list[SplitPart]:
+    """Check that every part in use has at least one sequence. -> training and validation part."""
     parts = []
     for name, size, within in zip(PARTS, sizes, bounds(split), strict=True):
         total = len(corpus.lengths)
         low, high = (round(bound * float(total)) for bound in within)
         tokens = int(corpus.lengths[low:high].sum(dtype=np.int64))
-        parts.append(Part(high - low, tokens))
+        parts.append(SplitPart(high - low, tokens))
         if size and tokens <= cfg.sequence_length:
             raise DataError(
                 f"data.sequence_length={cfg.sequence_length} is longer than the data: the {name} "

@@ -1,9 +1,9 @@
 """Rows of .bin/.idx pairs: Megatron-Core's datasets, checked before and indexed once per host.
 
-Between `moe.data.blend` (checked files) and `moe.data.loader` (what the trainer sees). Splits,
-blends, shuffling and sample indices are Megatron-Core's; ours are the endless epochs and the place
-where an index is kept. Invariant: row i depends on the data and on data.*, never on the number of
-steps, ranks or hosts.
+Between `moe.data.blend` (checked files) and `moe.data.loader` (the trainer's interface). Splits,
+blends, shuffling and sample indices are Megatron-Core's; endless epochs and the cache of the index
+are added here. Invariant: row i depends on the data and on data.*, never on the number of steps,
+ranks or hosts.
 Legend: S tokens of a sequence.
 """
 
@@ -27,7 +27,7 @@ from megatron.core.datasets.utils import Split
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.bin_reader import BinReader
-from phalanx.moe.data.blend import PARTS, Part, open_blend, parse_blend
+from phalanx.moe.data.blend import PARTS, SplitPart, open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
 from phalanx.moe.data.packing import positions
 from phalanx.moe.data.remote_files import READERS
@@ -70,7 +70,7 @@ class Indexed:
         return row
 
     def positions(self, index: int) -> np.ndarray:
-        """int64 [S + 1]: places of the tokens of a row in their pieces of documents."""
+        """int64 [S + 1]: positions of the tokens of a row in their pieces of documents."""
         return positions(self._rows.pieces(index))
 
     def source(self, index: int) -> int:
@@ -80,16 +80,19 @@ class Indexed:
 
 @dataclass
 class _IndexConfig(GPTDatasetConfig):
-    """Megatron-Core's settings. Its own index cache stays off (`path_to_cache` empty): there only
-    global rank 0 writes, so that a host without a shared cache would find nothing."""
+    """Megatron-Core's settings.
+
+    Its own index cache stays off (`path_to_cache` empty): there only global rank 0 writes, so that
+    a host without a shared cache would find nothing.
+    """
 
     index_folder: Path = Path()
     corpora: dict[str, Corpus] = field(default_factory=dict)
-    """By local prefix."""
+    """Corpus by local prefix."""
 
 
 class _Tokens:
-    """What GPTDataset asks of a tokenizer; without resets and masks it uses none of it."""
+    """Tokenizer attributes that GPTDataset reads; unused without resets and masks."""
 
     eod = 0
     vocab_size = None
@@ -104,11 +107,11 @@ class Plan:
     fingerprint: str
     """Digest of data and settings."""
     sources: list[list[Source]]
-    """What is read of each source, by part; none of a part that is not read."""
+    """Sources of each part; empty for a part that is not read."""
 
 
 def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
-    """Find and check the sources; `sizes` are the samples wanted of each part. Raises DataError."""
+    """Find and check the sources; `sizes` are the samples needed of each part. Raises DataError."""
     cache = cache_folder(cfg.cache)
     if cfg.source == "embedded":
         prefixes, weights = [embedded(cache)], None
@@ -147,7 +150,7 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
 
 
 def _source(
-    name: str, corpus: Corpus, part: Part, samples: float, share: float, sequence: int
+    name: str, corpus: Corpus, part: SplitPart, samples: float, share: float, sequence: int
 ) -> Source:
     return Source(
         name=name,
@@ -160,8 +163,8 @@ def _source(
     )
 
 
-def _bytes_per_token(corpus: Corpus, part: Part) -> float | None:
-    """Exact for ids that are bytes, where all but the ends of documents are text."""
+def _bytes_per_token(corpus: Corpus, part: SplitPart) -> float | None:
+    """UTF-8 bytes per token; exact if ids are bytes, since all but the end tokens are text."""
     sidecar = corpus.sidecar
     if sidecar is None:
         return None
@@ -171,7 +174,7 @@ def _bytes_per_token(corpus: Corpus, part: Part) -> float | None:
 
 
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
-    """Training and validation rows. Raises DataError if the index cannot be kept in data.cache."""
+    """Training and validation rows. Raises DataError if data.cache cannot hold the index."""
     built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
     views = []
     readers = READERS if any(corpus.remote for corpus in checked.config.corpora.values()) else 1
@@ -180,7 +183,7 @@ def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]
         mark = digest([checked.fingerprint, part])
         views.append(Indexed(rows, size, vocab_size, mark, sources, readers))
         for source in getattr(rows, "datasets", [rows]) if size else ():
-            source[0]  # builds the index now, while every rank is here to hear of a failure
+            source[0]  # builds the index here, where a failure can be reported on every rank
     return views
 
 
@@ -191,17 +194,17 @@ class _Builder(BlendedMegatronDatasetBuilder):
     def build_generic_dataset(
         cls: type, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
     ) -> Any:
-        """None for a part of which no sample is wanted: it may be empty."""
+        """Build a dataset; None for a part without samples, which may be empty."""
         if cls is BlendedDataset:
             return _Blend(*args) if args[2] else None
         return cls(*args) if args[3] else None
 
 
 class _Endless(MegatronDataset):
-    """Epoch after epoch of a part of one .bin/.idx pair, each shuffled with its own seed.
+    """Endless epochs of a part of one .bin/.idx pair, each shuffled with a seed of its own.
 
-    GPTDataset would shuffle all epochs of a run together, so that the order would change with
-    run.steps, and with it the meaning of a cursor.
+    GPTDataset would shuffle all epochs of a run together: the order, and so the meaning of a
+    cursor, would depend on run.steps.
     """
 
     def __init__(
@@ -237,17 +240,18 @@ class _Endless(MegatronDataset):
         return sys.maxsize
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        epoch, offset = self._found(index)
+        epoch, offset = self._locate(index)
         return {"text": epoch.row(offset), "prefix": self.config.corpora[self.dataset_path].prefix}
 
     def pieces(self, index: int) -> np.ndarray:
         """int64 [P]: tokens of the pieces of documents in a row, in their order."""
-        epoch, offset = self._found(index)
+        epoch, offset = self._locate(index)
         return epoch.pieces(offset)
 
-    def _found(self, index: int) -> "tuple[_Epoch, int]":
+    def _locate(self, index: int) -> "tuple[_Epoch, int]":
+        """The epoch of a sample, and its number there."""
         number, offset = divmod(int(index), self._epoch_samples)
-        current = self._current  # another loader's thread may replace it meanwhile
+        current = self._current  # another loader's thread may replace it concurrently
         if current is None or current[0] != number:
             current = self._current = (number, self._epoch(number))
         return current[1], offset
@@ -275,14 +279,14 @@ class _Epoch(GPTDataset):
             return shared_arrays(config.index_folder, "epoch", key, build)
 
     def row(self, index: int) -> np.ndarray:
-        """int64 [S + 1]."""
+        """Tokens of a row, int64 [S + 1]."""
         return self._query_document_sample_shuffle_indices(index)[0]
 
     def pieces(self, index: int) -> np.ndarray:
-        """int64 [P]: tokens that the row has of each of its documents, in their order."""
+        """int64 [P]: tokens of each document in the row, in their order."""
         sample = self.shuffle_index[index]
-        # Of the row's first and last token's document: number in the order of the epoch, and how
-        # many of its tokens lie before.
+        # For the documents of the row's first and last token: number in the order of the epoch,
+        # and offset of the token in the document.
         (first, skipped), (last, before) = self.sample_index[sample : sample + 2].tolist()
         documents = self.document_index[first : last + 1]
         lengths_P = self.dataset.sequence_lengths[documents].astype(np.int64)
@@ -292,10 +296,10 @@ class _Epoch(GPTDataset):
 
 
 class _Blend(BlendedDataset):
-    """Which source each row comes from, by weight alone: a longer run has the same start."""
+    """Source of each row, by weight alone, so that a longer run starts with the same rows."""
 
     def pieces(self, index: int) -> np.ndarray:
-        """As those of the row's source."""
+        """int64 [P]: tokens of the pieces of documents in a row."""
         source, row = self.dataset_index[index], self.dataset_sample_index[index]
         return self.datasets[source].pieces(row)  # type: ignore[no-any-return]
 
@@ -311,7 +315,7 @@ class _Blend(BlendedDataset):
 
 @contextlib.contextmanager
 def _without_cache_warning() -> Iterator[None]:
-    """Megatron-Core warns that it does not write its own index cache; that is meant."""
+    """Suppress Megatron-Core's warning that it writes no index cache of its own, as intended."""
     names = ("gpt_dataset", "blended_dataset")
     loggers = [logging.getLogger(f"megatron.core.datasets.{name}") for name in names]
 

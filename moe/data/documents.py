@@ -1,8 +1,8 @@
-"""Documents of text files, and their ids: what a worker of prepare_data does.
+"""Documents of text files and their ids: the work of a prepare_data worker.
 
-Files are cut into shards; `write_shard` turns one into ids, document lengths and counts on disk.
-Invariants: the shards in order hold the documents in order, wherever the cuts fall; a shard whose
-lengths file exists is complete. Imports neither torch nor Megatron-Core: workers start fast.
+Files are split into shards; `write_shard` turns one into ids, document lengths and counts on disk.
+Invariants: the shards in order hold the documents in order, for any split; a shard whose lengths
+file exists is complete. Imports neither torch nor Megatron-Core, so that workers start fast.
 """
 
 import functools
@@ -23,8 +23,8 @@ BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How text becomes ids; the same for all workers."""
+class Tokenization:
+    """Conversion of text to ids; the same for all workers."""
 
     tokenizer: str
     """Path of tokenizer.json; empty for bytes."""
@@ -35,7 +35,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one task of a worker covers: a part of a large file, or several small files."""
+    """Input of one task of a worker: a part of a large file, or several small files."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -46,24 +46,24 @@ class Shard:
         return folder / f"{self.number:07d}.bin"
 
     def counts(self, folder: Path) -> Path:
-        """What `Counts.read` reads."""
+        """File that `Counts.read` reads."""
         return folder / f"{self.number:07d}.json"
 
     def lengths(self, folder: Path) -> Path:
-        """Written last: where it exists the shard is complete."""
+        """File of document lengths, which is written last: if it exists the shard is complete."""
         return folder / f"{self.number:07d}.npy"
 
 
 @dataclass
 class Counts:
-    """What a shard saw besides documents."""
+    """Counts of a shard besides its documents."""
 
     text_bytes: int = 0
     """UTF-8 bytes of the documents."""
     empty: int = 0
     """Rows without text."""
     without_tokens: int = 0
-    """Rows whose text the tokenizer makes nothing of."""
+    """Rows whose text has no tokens."""
     bad: list[Bad] = field(default_factory=list)
     """Broken rows, which are left out."""
 
@@ -74,7 +74,7 @@ class Counts:
 
 
 def make_shards(files: Sequence[str], reading: Reading, chunk: int) -> list[Shard]:
-    """Cut large files, put small ones together; a function of files and chunk size only."""
+    """Split large files and group small ones; depends on files and chunk size only."""
     shards: list[Shard] = []
     pieces: list[Piece] = []
     size = 0
@@ -102,50 +102,50 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer
 
 
-def write_shard(shard: Shard, recipe: Recipe, folder: Path, limit: Limit) -> int:
-    """Write one shard; it appears complete or not at all. Returns its bytes of input.
+def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) -> int:
+    """Write one shard atomically. Returns its bytes of input.
 
-    A text without tokens is no document, as in Megatron-LM's tools/preprocess_data.py: it would be
-    an end of nothing. Raises DataError if it has more broken rows than a whole input may have.
+    A text without tokens is no document, as in Megatron-LM's tools/preprocess_data.py. Raises
+    DataError if the shard has more broken rows than the full input may have.
     """
     end = np.array([recipe.eod], recipe.dtype).tobytes()
     ids, lengths, counts = shard.ids(folder), shard.lengths(folder), shard.counts(folder)
-    made: list[int] = []
-    seen = Counts()
+    document_lengths: list[int] = []
+    total = Counts()
     with Path(f"{ids}.tmp").open("wb") as stream:
-        found = (row for piece in shard.pieces for row in rows(piece, recipe.reading))
-        for batch in batches(with_text(found, seen, limit)):
+        texts = (row for piece in shard.pieces for row in rows(piece, recipe.reading))
+        for batch in batches(with_text(texts, total, limit)):
             for text, row in zip(batch, encode(batch, recipe), strict=True):
                 if not len(row):
-                    seen.without_tokens += 1
+                    total.without_tokens += 1
                     continue
                 stream.write(row.tobytes())
                 stream.write(end)
-                made.append(len(row) + 1)
-                seen.text_bytes += len(text.encode())
+                document_lengths.append(len(row) + 1)
+                total.text_bytes += len(text.encode())
     with Path(f"{lengths}.tmp").open("wb") as stream:
-        np.save(stream, np.array(made, np.int32))
-    Path(f"{counts}.tmp").write_text(json.dumps(asdict(seen)))
+        np.save(stream, np.array(document_lengths, np.int32))
+    Path(f"{counts}.tmp").write_text(json.dumps(asdict(total)))
     for path in (ids, counts, lengths):
         sync(Path(f"{path}.tmp"))
         os.replace(f"{path}.tmp", path)
     return shard.size
 
 
-def with_text(found: Iterator[str | Bad], seen: Counts, limit: Limit) -> Iterator[str]:
-    """Those that are not empty; the others are counted, up to a limit for broken rows."""
-    for text in found:
+def with_text(texts: Iterator[str | Bad], counts: Counts, limit: Limit) -> Iterator[str]:
+    """Texts that are not empty; empty and broken rows are counted, up to a limit for the latter."""
+    for text in texts:
         if isinstance(text, Bad):
-            seen.bad.append(text)
-            limit.check(seen.bad)
+            counts.bad.append(text)
+            limit.check(counts.bad)
         elif text:
             yield text
         else:
-            seen.empty += 1
+            counts.empty += 1
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Documents in lists of about a million characters."""
+    """Lists of texts of about a million characters."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -158,7 +158,7 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def encode(texts: list[str], recipe: Recipe) -> Iterator[np.ndarray]:
+def encode(texts: list[str], recipe: Tokenization) -> Iterator[np.ndarray]:
     """Ids of each text.
 
     As in Hugging Face's libraries, a special token spelled out in a text becomes that token.

@@ -1,7 +1,7 @@
 """data.cache: folders that one process of a host builds and all of its processes read.
 
-Holds the embedded corpus and sample indices. Invariant: a folder is complete or absent, whoever is
-killed when.
+Holds the embedded corpus and sample indices. Invariant: a folder is complete or absent, even if a
+process is killed.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ def cache_folder(cache: str) -> Path:
         return Path(cache or "~/.cache/phalanx").expanduser().absolute()
     except RuntimeError:
         raise DataError(
-            "there is no home folder to cache in; set data.cache to a writable folder"
+            "there is no home folder for the cache; set data.cache to a writable folder"
         ) from None
 
 
 def built_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return the folder `target`; if absent, `build` fills a private one that is renamed to it.
 
-    One process builds while the others wait for its lock. Where the file system has no locks, or
-    none across hosts, several may build; the first rename wins, and all see one result. What a
-    killed process left is removed by the next that builds.
+    One process builds while the others wait for its lock. On a file system without locks, or
+    without locks across hosts, several may build; the first rename wins, and all see one result.
+    The next build removes leftovers of a killed process.
     Raises DataError if the cache cannot be written.
     """
     if target.is_dir():
@@ -58,7 +58,7 @@ def built_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 def _build(target: Path, build: Callable[[Path], None], alone: bool) -> None:
     stem = f".{target.name}.{socket.gethostname()}."
-    if alone:  # then nobody on this host is writing what is there
+    if alone:  # then no process on this host is writing the existing folders
         for stale in target.parent.glob(f"{stem}*"):
             shutil.rmtree(stale, ignore_errors=True)
     private = target.parent / f"{stem}{os.getpid()}"
@@ -76,14 +76,14 @@ def _build(target: Path, build: Callable[[Path], None], alone: bool) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put the contents of a file on the disk: its rename must not outlive a crash without them."""
+    """Flush a file to disk before its rename, which may otherwise survive a crash without it."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Yields whether the file system has locks (Lustre and NFS may be mounted without)."""
+    """Lock a file; yields False if the file system has no locks, as some Lustre and NFS mounts."""
     with path.open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -98,7 +98,7 @@ def _lock(path: Path) -> Iterator[bool]:
 def shared_arrays(
     folder: Path, kind: str, key: dict[str, Any], build: Callable[[], Sequence[np.ndarray]]
 ) -> tuple[np.ndarray, ...]:
-    """Arrays of `build`, kept in `folder` under a digest of `key` and mapped by all processes."""
+    """Arrays of `build`, stored in `folder` under a digest of `key`, memory-mapped."""
 
     def write(private: Path) -> None:
         for number, array in enumerate(build()):
@@ -113,23 +113,23 @@ def shared_arrays(
     return tuple(np.asarray(array) for array in mapped)
 
 
-Part = tuple[int, Callable[[int, int], bytes]]
-"""Of a file its size, and how to read (offset, bytes)."""
+FilePart = tuple[int, Callable[[int, int], bytes]]
+"""(size of a file, function that reads (offset, bytes))."""
 
 
 @contextlib.contextmanager
-def opened_parts(*paths: Path) -> Iterator[list[Part]]:
-    """Local files for `stamp`, open meanwhile."""
+def opened_parts(*paths: Path) -> Iterator[list[FilePart]]:
+    """Local files for `stamp`, open inside the block."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(path.open("rb")).fileno() for path in paths]
 
-        def part(file: int) -> Part:
+        def part(file: int) -> FilePart:
             return os.fstat(file).st_size, lambda at, count: os.pread(file, count, at)
 
         yield [part(file) for file in files]
 
 
-def stamp(parts: Sequence[Part], blocks: int = 64, block: int = 1 << 16) -> str:
+def stamp(parts: Sequence[FilePart], blocks: int = 64, block: int = 1 << 16) -> str:
     """Digest of sizes and of evenly spaced blocks of each file (of all of it below 4 MiB).
 
     Args:

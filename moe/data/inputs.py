@@ -1,4 +1,4 @@
-"""Input files of a command line: which files of its folders are taken, and which are not."""
+"""Input files of a command line: the files of its folders that are used or left out."""
 
 import os
 from collections import Counter
@@ -22,15 +22,15 @@ _SHOWN = 3
 
 @dataclass
 class Inputs:
-    """Files in their order, and what was found beside them."""
+    """Input files in their order, and files that were left out."""
 
     files: list[str] = field(default_factory=list)
     """Absolute paths."""
     left: dict[str, list[str]] = field(default_factory=dict)
-    """What was left out of folders, by reason; folders end in a slash."""
+    """Entries of folders that were left out, by reason; folders end in a slash."""
 
     def report(self) -> Iterator[str]:
-        """Lines on what is taken and what is not."""
+        """Lines on the files that are used and left out."""
         kinds = Counter(ending(path) for path in self.files)
         taken = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
         size = sum(os.stat(path).st_size for path in self.files)
@@ -39,7 +39,7 @@ class Inputs:
             yield f"left out: {self.left_out()}"
 
     def left_out(self) -> str:
-        """Counts by reason, each with some names."""
+        """Counts by reason, each with some names, in words."""
         parts = []
         for reason, names in self.left.items():
             shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
@@ -48,37 +48,37 @@ class Inputs:
 
 
 def find_inputs(inputs: Sequence[str]) -> Inputs:
-    """Files in the order given; those of folders are sorted. A file that is named is taken.
+    """Input files in the order of the command line; those of folders are sorted.
 
     Raises:
-        DataError: one does not exist, cannot be read as text, or a folder has nothing to take.
+        DataError: one does not exist, cannot be read as text, or a folder has no usable file.
     """
-    found = Inputs()
+    result = Inputs()
     for entry in inputs:
         path = Path(entry).expanduser().absolute()
         if path.is_dir():
-            before = len(found.files)
-            found.files += map(str, _of_folder(path, found.left))
-            if len(found.files) == before:
-                raise DataError(f"{path} holds no {NAMES} files; left out: {found.left_out()}")
+            before = len(result.files)
+            result.files += map(str, _of_folder(path, result.left))
+            if len(result.files) == before:
+                raise DataError(f"{path} holds no {NAMES} files; left out: {result.left_out()}")
         elif not path.is_file():
             raise DataError(f"{path} does not exist")
         elif kind_of(path) is None:
             raise DataError(f"{path} is none of {NAMES}")
         else:
-            found.files.append(str(path))
-    return found
+            result.files.append(str(path))
+    return result
 
 
 def _of_folder(root: Path, left: dict[str, list[str]]) -> list[Path]:
     taken: list[Path] = []
     for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        entries = [(name, _of_no_use(here / name)) for name in sorted(folders)]
+        parent = Path(folder)
+        entries = [(name, _skipped_folder(parent / name)) for name in sorted(folders)]
         folders[:] = [name for name, reason in entries if not reason]
-        entries += [(name, _not_text(here / name)) for name in sorted(names)]
+        entries += [(name, _not_text(parent / name)) for name in sorted(names)]
         for name, reason in entries:
-            path = here / name
+            path = parent / name
             if reason:
                 slash = "/" * path.is_dir()
                 left.setdefault(reason, []).append(f"{path.relative_to(root)}{slash}")
@@ -87,7 +87,7 @@ def _of_folder(root: Path, left: dict[str, list[str]]) -> list[Path]:
     return sorted(taken)
 
 
-def _of_no_use(folder: Path) -> str:
+def _skipped_folder(folder: Path) -> str:
     """Why a folder is left out; empty if it is searched."""
     if folder.name.startswith("."):
         return "hidden"

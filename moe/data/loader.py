@@ -1,9 +1,9 @@
-"""What the trainer sees of data: datasets indexed by sample, and a loader whose state is a number.
+"""The trainer's interface to data: datasets indexed by sample, and a loader with one cursor.
 
-Last stage before the model: row i of a dataset is S + 1 tokens; `Loader` hands each data parallel
-rank its micro-batches of tokens and labels. Invariants: row i depends on the data and on data.*,
+Last stage before the model: row i of a dataset is S + 1 tokens; `Loader` yields the micro-batches
+of tokens and labels of a data parallel rank. Invariants: row i depends on the data and on data.*,
 never on the number of steps, ranks or hosts; each global batch is the same multiset of rows for
-every data parallel size. Hence `consumed_samples` is the whole cursor.
+every data parallel size. Hence `consumed_samples` is the complete cursor.
 Legend: B sequences of a micro-batch, S tokens of a sequence.
 """
 
@@ -33,14 +33,14 @@ class Samples(Protocol):
     fingerprint: str
     """Digest of all that determines the rows: equal on every rank, and for a resumed run."""
     sources: Sequence[Source]
-    """What is read of each source; none for random tokens."""
+    """Sources of the rows; empty for random tokens."""
 
     def source(self, index: int) -> int:
-        """Number in `sources` of the one that a row comes from."""
+        """Index in `sources` of the source of a row."""
         ...
 
     def positions(self, index: int) -> np.ndarray:
-        """int64 [S + 1]: places of the tokens of row i in their pieces of documents."""
+        """int64 [S + 1]: positions of the tokens of row i in their pieces of documents."""
         ...
 
     def __len__(self) -> int: ...
@@ -53,13 +53,13 @@ def build_datasets(
     """Datasets for training and, unless `valid_samples` is 0, validation.
 
     A dataset starts over, in another order, when its source is exhausted. Every rank must call
-    this: one process of a host builds what is missing in data.cache, and an error or different data
+    this: one process of a host builds missing files in data.cache, and an error or different data
     on one rank raises the same DataError on all.
     """
     data, sizes = cfg.data, (train_samples, valid_samples)
     if train_samples < 1:
         raise DataError(
-            "there is nothing to train on: run.steps x data.global_batch is not positive"
+            "there are no training samples: run.steps x data.global_batch is not positive"
         )
     if data.source == "synthetic":
         train, valid = (Synthetic(vocab_size, data, size, part) for part, size in enumerate(sizes))
@@ -74,9 +74,9 @@ def build_datasets(
 def find_sources(
     cfg: Config, vocab_size: int, train_samples: int, valid_samples: int
 ) -> tuple[Sequence[Source], Sequence[Source]]:
-    """What would be read for training and validation, without ranks and without an index.
+    """Sources of training and validation, without ranks and without an index.
 
-    For checks before a launch; `build_datasets` has the same as `sources` of its datasets.
+    For checks before a launch; equal to `sources` of the datasets of `build_datasets`.
     """
     if cfg.data.source == "synthetic":
         return (), ()
@@ -111,7 +111,7 @@ class Synthetic:
 
 
 def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
-    """`work()` on every rank; if it fails on one, or marks differ, all raise the same DataError."""
+    """Run `work` on every rank; if one fails, or marks differ, all raise the same DataError."""
     error, result = None, None
     try:
         result = work()
@@ -126,10 +126,10 @@ def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
         raise error
     assert result is not None
     data = {"data": mark(result)}
-    found = differences(gather(settings_of(data, data))) if dist.is_initialized() else []
-    if found:
+    differing = differences(gather(settings_of(data, data))) if dist.is_initialized() else []
+    if differing:
         raise DataError(
-            f"hosts differ: {found[0]}: copy the files of data.blend to every host, or use one "
+            f"hosts differ: {differing[0]}: copy the files of data.blend to every host, or use one "
             "Python everywhere for data.source=embedded"
         )
     return result
@@ -140,12 +140,12 @@ class Loader:
 
     With `consumed` samples used so far, the next micro-batches of the ranks are rows
     consumed + dp_rank * B + [0, B). So the micro-batches of a step are the same for every data
-    parallel size; only who runs which, and when, differs. Ranks with equal `dp_rank` get equal
-    batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned if `pin`).
-    With `documents` positions count from the beginning of each piece of a document, and there is a
-    loss_mask, bool [B, S]: whether the label is of the token's document. A row of more pieces than
-    `places`, unless that is 0, is a DataError. `dataset` may be replaced by a longer one with the
-    same rows.
+    parallel size; only their assignment to ranks and their order differ. Ranks with equal `dp_rank`
+    get equal batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned
+    if `pin`). With `documents` positions count from the start of each piece of a document, and
+    there is a loss_mask, bool [B, S]: true if the label belongs to the token's document. A row of
+    more pieces than `places`, unless that is 0, is a DataError. `dataset` may be replaced by a
+    longer one with the same rows.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
 
@@ -173,7 +173,7 @@ class Loader:
         self.micro_batches = global_batch // self._stride
         self._pin = pin
         self.documents, self._places = documents, places
-        # Of files one; of an object store, whose answers take their time, more.
+        # One thread for files; more for an object store, which has a high latency.
         self._thread = ThreadPoolExecutor(getattr(dataset, "readers", 1), "loader")
         self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
         self._positions: torch.Tensor | None = None
@@ -193,7 +193,7 @@ class Loader:
         return batch
 
     def next_step(self) -> list[Batch]:
-        """All micro-batches of one optimizer step, to run it once or again."""
+        """All micro-batches of one optimizer step, which may be rerun."""
         if self.consumed_samples + self.micro_batches * self._stride > len(self.dataset):
             raise IndexError(f"the dataset ends at sample {len(self.dataset)}")
         return [next(self) for _ in range(self.micro_batches)]
@@ -205,11 +205,11 @@ class Loader:
         return [start + j for start in starts for j in range(self._micro_batch)]
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor: samples handed to all ranks together."""
+        """The cursor: samples consumed by all ranks together."""
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a cursor, of whatever data parallel size it was saved at."""
+        """Continue from a cursor, which may be of another data parallel size."""
         self._drop()
         self.consumed_samples = int(state["consumed_samples"])
 
@@ -223,7 +223,7 @@ class Loader:
             self._ahead.pop().cancel()
 
     def _fetch(self) -> None:
-        """Keep one step, but at least two micro-batches, of reads in flight."""
+        """Keep reads of one step, but at least two micro-batches, in flight."""
         while len(self._ahead) < max(2, self.micro_batches):
             start = self.consumed_samples + len(self._ahead) * self._stride
             if start + self._stride > len(self.dataset):
@@ -231,12 +231,12 @@ class Loader:
             self._ahead.append(self._thread.submit(self._rows, start + self._first))
 
     def packing(self, sequences: int = 256) -> Packing:
-        """Of the first sequences of the dataset, the same for every rank and resume."""
+        """Packing of the first sequences of the dataset, equal on every rank and after a resume."""
         numbers = range(min(sequences, len(self.dataset)))
         return packing(self.dataset.positions(i)[:-1] for i in numbers)
 
     def _rows(self, start: int) -> tuple[np.ndarray, ...]:
-        """Tokens, and of documents positions, [B, S + 1]."""
+        """Tokens, and with `documents` positions, each [B, S + 1]."""
         numbers = range(start, start + self._micro_batch)
         tokens = np.stack([self.dataset[i] for i in numbers])
         if not self.documents:
@@ -245,18 +245,21 @@ class Loader:
 
     def _positions_of(self, number: int) -> np.ndarray:
         position = self.dataset.positions(number)
-        held = int((position[:-1] == 0).sum())
-        if 0 < self._places < held:
+        pieces = int((position[:-1] == 0).sum())
+        if 0 < self._places < pieces:
             raise DataError(
-                f"sample {number} has {held} documents, more than the {self._places} that "
-                f"attention has places for; set data.max_documents={held}, or "
-                "kernels.attention=flex, which needs no number"
+                f"sample {number} has {pieces} documents, and attention has slots for "
+                f"{self._places}; set data.max_documents={pieces}, or kernels.attention=flex, "
+                "which has no such limit"
             )
         return position
 
     def _finish(self, rows: torch.Tensor, positions: torch.Tensor | None = None) -> Batch:
-        """[B, S + 1] -> batch. Pins in the caller's thread: a CUDA call from another one would
-        break a graph capture, and would go to device 0."""
+        """Build a batch from rows [B, S + 1].
+
+        Pins in the caller's thread: a CUDA call of another thread would break a graph capture, and
+        would use device 0.
+        """
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if positions is not None:
             batch = {

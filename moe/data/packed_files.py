@@ -1,4 +1,4 @@
-"""Kinds of input files by their names, and their bytes, whether packed (.gz, .zst) or not."""
+"""Kinds of input files by their names, and their bytes, compressed (.gz, .zst) or not."""
 
 import gzip
 import io
@@ -16,7 +16,7 @@ NAMES = ".jsonl, .json, .txt (or .gz, .zst of these) and .parquet"
 
 
 def ending(path: str | Path) -> str:
-    """`.jsonl.gz` of a name, in small letters; empty where it is of no known kind."""
+    """Ending of a name, such as `.jsonl.gz`, in lower case; empty for an unknown kind."""
     name = Path(path).name.lower()
     packed = next((end for end in PACKED if name.endswith(end)), "")
     kind = Path(name.removesuffix(packed)).suffix
@@ -24,21 +24,21 @@ def ending(path: str | Path) -> str:
 
 
 def kind_of(path: str | Path) -> str | None:
-    """`jsonl`, `json`, `txt` or `parquet`; None of another file."""
+    """`jsonl`, `json`, `txt` or `parquet`; None for another file."""
     return KINDS.get(ending(path).removesuffix(".gz").removesuffix(".zst"))
 
 
 def is_packed(path: str | Path) -> bool:
-    """Whether a file must be read from its beginning."""
+    """Is a file compressed, so that it can only be read from its start?"""
     return str(path).lower().endswith(PACKED)
 
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked; a packed one cannot be sought in.
+    """The decompressed bytes of a file; a compressed one does not support seek.
 
     Raises:
-        DataError: it is packed, and is damaged.
+        DataError: it is compressed, and damaged.
         OSError: it cannot be read.
     """
     try:
@@ -53,20 +53,20 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 
 def _damaged(path: str, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be unpacked: {error}; fetch or pack it again")
+    return DataError(f"{path} cannot be decompressed: {error}; download or compress it again")
 
 
 def _open(path: str) -> Any:
     if path.lower().endswith(".gz"):
         return gzip.open(path, "rb")
     if path.lower().endswith(".zst"):
-        with open(path, "rb"):  # whose errors name the file as others do
+        with open(path, "rb"):  # its errors name the file, pyarrow's do not
             return io.BufferedReader(arrow(path).input_stream(path, compression="zstd"), 1 << 20)
     return open(path, "rb")
 
 
 def arrow(path: str) -> Any:
-    """pyarrow, which reads Parquet and zstd."""
+    """The pyarrow module, which reads Parquet and zstd. Raises DataError without it."""
     try:
         import pyarrow
     except ImportError:

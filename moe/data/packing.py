@@ -1,7 +1,7 @@
-"""Pieces of documents in the rows of a dataset: positions, and what they are on average.
+"""Pieces of documents in the rows of a dataset: positions, and average statistics.
 
-A row of S + 1 tokens is cut from documents that follow one another; a document that does not fit
-goes on in the next row, as a piece of its own. Positions count from the beginning of a piece.
+A row of S + 1 tokens is cut from concatenated documents; a document that does not fit continues in
+the next row, as a separate piece. Positions count from the start of a piece.
 
 Legend: S tokens of a sequence, P pieces in a row.
 """
@@ -13,46 +13,46 @@ import numpy as np
 
 
 def positions(lengths_P: np.ndarray) -> np.ndarray:
-    """int64 [S + 1]: each token's place in its piece; lengths are of all tokens of a row."""
+    """Position of each token in its piece, int64 [S + 1]; lengths cover all tokens of a row."""
     ends_P = np.cumsum(lengths_P, dtype=np.int64)
     return np.arange(ends_P[-1]) - np.repeat(ends_P - lengths_P, lengths_P)
 
 
 def pieces(position_S: np.ndarray) -> np.ndarray:
-    """int64 [P]: tokens of each piece, of the positions of a sequence."""
-    begins_P = np.flatnonzero(position_S == 0)
-    return np.diff(begins_P, append=len(position_S))
+    """Tokens of each piece, int64 [P], from the positions of a sequence."""
+    starts_P = np.flatnonzero(position_S == 0)
+    return np.diff(starts_P, append=len(position_S))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How sequences are packed, on average over some of them."""
+    """Average packing of some sequences."""
 
     sequences: int
-    """That were looked at."""
+    """Number of sequences."""
     documents: float
-    """Pieces of documents in a sequence."""
+    """Pieces of documents per sequence."""
     most: int
-    """In one of the sequences."""
+    """Most pieces in one of the sequences."""
     length: float
-    """Tokens of a piece."""
+    """Tokens per piece."""
     saved: float
-    """Of the pairs of a query and a key that causal attention sees in a whole sequence, of 1."""
+    """Fraction of the query-key pairs of causal attention over full sequences that is saved."""
 
     def __str__(self) -> str:
         return (
-            f"{self.documents:.1f} documents a sequence (most {self.most}) of {self.length:,.0f} "
+            f"{self.documents:.1f} documents per sequence (most {self.most}) of {self.length:,.0f} "
             f"tokens; {self.saved:.0%} of causal attention saved"
         )
 
 
 def packing(position_rows: Iterable[np.ndarray]) -> Packing:
-    """Of sequences of equal length, at least one, by the positions of their tokens."""
-    counts, tokens, pairs, whole = [], 0, 0, 0
+    """Packing of one or more sequences of equal length, from the positions of their tokens."""
+    counts, tokens, pairs, all_pairs = [], 0, 0, 0
     for position_S in position_rows:
         counts.append(len(pieces(position_S)))
         tokens += len(position_S)
-        pairs += int(position_S.sum()) + len(position_S)  # a token sees those before it, and itself
-        whole += len(position_S) * (len(position_S) + 1) // 2
-    total = sum(counts)
-    return Packing(len(counts), total / len(counts), max(counts), tokens / total, 1 - pairs / whole)
+        pairs += int(position_S.sum()) + len(position_S)  # a token attends to itself as well
+        all_pairs += len(position_S) * (len(position_S) + 1) // 2
+    total, saved = sum(counts), 1 - pairs / all_pairs
+    return Packing(len(counts), total / len(counts), max(counts), tokens / total, saved)

@@ -1,9 +1,9 @@
-"""Token files in an object store: what is small is copied to data.cache, tokens are read by range.
+"""Token files in an object store: small files are copied to data.cache, tokens are read by range.
 
-Between `moe.data.token_files`, which checks a pair, and the store. A copy is made once on a host
-for each version of an object, by its address, size and mark. Megatron-Core has a path for S3 too:
-there only global rank 0 copies the index, a missing object is taken to be there, and each read
-fetches a block of 256 MiB, which suits no shuffled documents.
+Between `moe.data.token_files`, which checks a pair, and the store. A host copies each version of an
+object once, identified by address, size and mark. Megatron-Core supports S3 too: there only global
+rank 0 copies the index, a missing object is not detected, and each read fetches a block of 256 MiB,
+which does not suit shuffled documents.
 """
 
 import time
@@ -25,9 +25,9 @@ from phalanx.moe.data.host_cache import (
 from phalanx.parallel.object_store import CHUNK, Entry, Refused, Remote, persist
 
 NAME = "corpus"
-_LOOKS = 30.0  # seconds between looks at whether the object is still the same
+_CHECK_SECONDS = 30.0  # between checks that the object is unchanged
 READERS = 8
-"""Threads that read samples ahead: an answer of a store takes tens of milliseconds."""
+"""Threads that read samples ahead: a request to a store takes tens of milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -35,46 +35,46 @@ class RemotePair:
     """A pair whose .bin stays in the store."""
 
     prefix: str
-    """Of the local copies of its .idx, and of an empty .bin, which Megatron-Core asks for."""
+    """Prefix of the local copy of its .idx, and of an empty .bin, which Megatron-Core needs."""
     binary: Remote
     entry: Entry
-    """Of the .bin."""
+    """Entry of the .bin."""
     stamp: str
 
     def reader(self) -> "RemoteBinReader":
-        """Of its tokens."""
+        """Reader of its tokens."""
         return RemoteBinReader(self.binary, self.entry)
 
 
 class RemoteBinReader:
-    """A .bin in a store; what IndexedDataset asks of its `bin_reader`. Threads may share it."""
+    """A .bin in a store, as `bin_reader` of IndexedDataset. Threads may share it."""
 
     def __init__(self, binary: Remote, entry: Entry) -> None:
-        self._binary, self._entry, self._looked = binary, entry, time.monotonic()
+        self._binary, self._entry, self._checked = binary, entry, time.monotonic()
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """`count` ids from byte `offset` on.
 
         Raises:
-            DataError: the object cannot be read, or is not what it was when the run started.
+            DataError: the object cannot be read, or has changed since the run started.
         """
         stop = offset + count * np.dtype(dtype).itemsize
-        raw = _asked(lambda: persist(lambda: self._binary.read(offset, stop)))
-        if time.monotonic() - self._looked > _LOOKS:
-            self._looked = time.monotonic()
-            same = _asked(lambda: persist(self._binary.entry)) == self._entry
+        raw = _request(lambda: persist(lambda: self._binary.read(offset, stop)))
+        if time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            same = _request(lambda: persist(self._binary.entry)) == self._entry
         else:
             same = True
         if len(raw) == stop - offset and same:
             return np.frombuffer(raw, dtype)
         raise DataError(
-            f"{self._binary} was changed while this run reads it; restore the data or make it "
-            "again, and start the run again: it goes on from its newest checkpoint"
+            f"{self._binary} was changed while this run reads it; restore or rebuild the data, and "
+            "restart the run: it continues from its newest checkpoint"
         )
 
 
 def remote_pair(address: str, cache: Path) -> RemotePair:
-    """Copy the index of a pair to `cache`, if need be.
+    """Copy the index of a pair to `cache`, unless it is there.
 
     Raises:
         DataError: an object is missing or cannot be read, or the cache cannot be written.
@@ -88,42 +88,42 @@ def remote_pair(address: str, cache: Path) -> RemotePair:
                 f"{path} does not exist; data.blend takes prefixes of .bin/.idx without the ending"
             )
         entries.append(entry)
-    held, wanted = entries
+    bin_entry, idx_entry = entries
 
     def build(folder: Path) -> None:
-        _copy(index, wanted, folder / f"{NAME}.idx")
+        _copy(index, idx_entry, folder / f"{NAME}.idx")
         (folder / f"{NAME}.bin").touch()
         with opened_parts(folder / f"{NAME}.idx") as (copied,):
-            tokens = held.size, lambda at, count: _read(binary, at, count)
+            tokens = bin_entry.size, lambda at, count: _read(binary, at, count)
             (folder / "stamp").write_text(stamp([tokens, copied]))
-        _unchanged(binary, held)
+        _unchanged(binary, bin_entry)
 
-    key = [address, [held.size, held.mark], [wanted.size, wanted.mark]]
+    key = [address, [bin_entry.size, bin_entry.mark], [idx_entry.size, idx_entry.mark]]
     folder = built_once(cache / "objects" / digest(key), build)
     mark = (folder / "stamp").read_text()
-    return RemotePair(str(folder / NAME), binary, held, mark)
+    return RemotePair(str(folder / NAME), binary, bin_entry, mark)
 
 
 def beside(entry: str, cache: str) -> str:
-    """Local prefix of .json and .tokenizer.json of an entry of `data.blend`, as far as in reach."""
+    """Local prefix of .json and .tokenizer.json of an entry of `data.blend`, if reachable."""
     if not is_address(entry):
         return str(Path(entry).expanduser())
     try:
         return described(entry, cache_folder(cache))
-    except DataError:  # out of reach is like not there any more
+    except DataError:  # an unreachable file counts as missing
         return entry
 
 
 def described(address: str, cache: Path) -> str:
-    """Prefix of local copies of .json and .tokenizer.json of a pair, as far as they are there."""
+    """Prefix of local copies of those of .json and .tokenizer.json that a pair has."""
     paths = [Remote(f"{address}{ending}") for ending in (".json", ".tokenizer.json")]
-    found = [(path, entry) for path in paths if (entry := _entry(path, optional=True))]
+    existing = [(path, entry) for path in paths if (entry := _entry(path, optional=True))]
 
     def build(folder: Path) -> None:
-        for path, entry in found:
+        for path, entry in existing:
             _copy(path, entry, folder / (NAME + path.address.removeprefix(address)))
 
-    key = [[path.address, entry.size, entry.mark] for path, entry in found]
+    key = [[path.address, entry.size, entry.mark] for path, entry in existing]
     return str(built_once(cache / "objects" / digest([address, key]), build) / NAME)
 
 
@@ -133,7 +133,7 @@ def _entry(path: Remote, optional: bool = False) -> Entry | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        # Whoever may not list a bucket is told so where there is nothing.
+        # Without permission to list a bucket, a missing object is answered with "denied".
         if optional and isinstance(error, Refused) and error.denied:
             return None
         raise DataError(f"{error} (data.blend)") from None
@@ -149,15 +149,15 @@ def _copy(path: Remote, entry: Entry, to: Path) -> None:
 
 def _unchanged(path: Remote, entry: Entry) -> None:
     if _entry(path) != entry:
-        raise DataError(f"{path} was changed while it was read; start again (data.blend)")
+        raise DataError(f"{path} was changed while it was read; restart (data.blend)")
 
 
 def _read(path: Remote, at: int, count: int) -> bytes:
-    return _asked(lambda: persist(lambda: path.read(at, at + count)))
+    return _request(lambda: persist(lambda: path.read(at, at + count)))
 
 
-def _asked[T](work: Callable[[], T]) -> T:
-    """An OSError here is not one of the cache."""
+def _request[T](work: Callable[[], T]) -> T:
+    """Turn an OSError of the store into a DataError, unlike one of the cache."""
     try:
         return work()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Whether a tokenizer is that of a run's data, by what lies beside its files, and of the model.
+"""Checks that a tokenizer belongs to a run's data, by the files next to it, and to the model.
 
-One check for import, export, sample.py, evaluate.py and run.sample_every. Imports no torch.
+Shared by import, export, sample.py, evaluate.py and run.sample_every. Imports no torch.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from phalanx.moe.data.token_files import Sidecar
 
 
 def prefixes(data: Mapping[str, Any]) -> list[str]:
-    """Prefixes on this host of the descriptions of a run's data.
+    """Local prefixes of the descriptions (sidecars) of a run's data.
 
     Args:
         data: the data section of its configuration.
@@ -25,7 +25,7 @@ def prefixes(data: Mapping[str, Any]) -> list[str]:
 
 
 def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
-    """Descriptions of a run's data, as far as the files are still there.
+    """Descriptions of a run's data whose files still exist.
 
     Raises:
         DataError: one cannot be read.
@@ -34,41 +34,41 @@ def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
     return [Sidecar.read(path) for path in paths if path.is_file()]
 
 
-def check_of_data(tokenizer: Path, described: list[Sidecar], way_out: str = "") -> None:
-    """Refuse a tokenizer.json that data was not made with.
+def check_of_data(tokenizer: Path, described: list[Sidecar], remedy: str = "") -> None:
+    """Check that data was prepared with a tokenizer.json.
 
     Args:
         tokenizer: the file.
-        described: descriptions of the data; any goes with none.
-        way_out: what a person can do.
+        described: descriptions of the data; without any, every tokenizer passes.
+        remedy: advice for the user.
 
     Raises:
-        DataError: it is another one.
+        DataError: the data was prepared with another one.
     """
     sums = {each.tokenizer_sha256 for each in described}
     if sums and hashlib.sha256(tokenizer.read_bytes()).hexdigest() not in sums:
         names = ", ".join(sorted({each.tokenizer for each in described}))
-        hint = f": {way_out}" if way_out else ""
+        hint = f": {remedy}" if remedy else ""
         raise DataError(f"tokenizer {tokenizer} is not that of the data, which is {names}{hint}")
 
 
 def check_of_model(
-    tokenizer: Path, ids: Mapping[str, int], vocab_size: int, way_out: str = ""
+    tokenizer: Path, ids: Mapping[str, int], vocab_size: int, remedy: str = ""
 ) -> None:
-    """Refuse a tokenizer whose tokens a model does not have.
+    """Check that a model's vocabulary includes all tokens of a tokenizer.
 
     Args:
         tokenizer: its file or folder.
         ids: of its tokens; it may have fewer than the model.
         vocab_size: of the model.
-        way_out: what a person can do.
+        remedy: advice for the user.
 
     Raises:
         DataError: an id is outside the vocabulary.
     """
     token = max(ids, key=ids.__getitem__, default="")
     if ids and ids[token] >= vocab_size:
-        hint = f": {way_out}" if way_out else ""
+        hint = f": {remedy}" if remedy else ""
         raise DataError(
             f"tokenizer {tokenizer} has ids up to {ids[token]} ({token!r}), but "
             f"model.vocab_size={vocab_size}: it is not that of the model{hint}"

@@ -1,6 +1,6 @@
-"""What a run reads of each data source: the table of the start page, and bytes behind its tokens.
+"""Data sources of a run: the table of the start page, and bytes per token.
 
-Built by `moe.data.datasets` from files that were checked, before anything is read of them.
+Built by `moe.data.datasets` from checked files, before any token is read.
 """
 
 from collections.abc import Sequence
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """The training or validation part of one source, and how much of it is read."""
+    """The training or validation part of one source, and the number of samples read."""
 
     name: str
     """Last parts of its prefix, or `embedded`."""
     weight: float
-    """Share of the samples, of 1."""
+    """Fraction of the samples."""
     documents: int
-    """Of the part."""
+    """Documents in the part."""
     tokens: int
-    """Of the part."""
+    """Tokens in the part."""
     epoch_samples: int
     """Samples in one epoch of the part."""
     samples: float
-    """Read of it: by the whole run, or by each validation."""
+    """Samples read by the complete run, or by each validation."""
     bytes_per_token: float | None
-    """UTF-8 bytes of text over tokens, ends of documents counted as tokens; None if not known."""
+    """UTF-8 bytes of text over tokens, end tokens included; None if not known."""
 
     @property
     def epochs(self) -> float:
-        """How often the part is read, by the whole run or by each validation."""
+        """Epochs of the part in the complete run, or in each validation."""
         return self.samples / self.epoch_samples
 
 
 def table(training: Sequence[Source], validation: Sequence[Source]) -> str:
-    """A row for each source and part; empty for random tokens, which have neither end nor epoch."""
+    """Table with a row for each source and part; empty for random tokens."""
     rows = [("data source", "part", "weight", "documents", "tokens", "epochs")]
     for part, sources in (("training", training), ("each validation", validation)):
         rows += [

@@ -1,8 +1,8 @@
-"""Rows of text files: texts, and what is broken about those that are none.
+"""Rows of text files: texts, and faults of broken rows.
 
-A `Piece` is a part of a file that one worker reads. Lines belong to the piece that they begin in,
-so that every row is read once, wherever files are cut. Invariant: a fault of one row is a `Bad` in
-its place, and the next row follows; a fault of a file is a DataError.
+A `Piece` is a part of a file that one worker reads. A line belongs to the piece in which it starts,
+so that every row is read once for any split. Invariant: a broken row yields a `Bad`, and the next
+row follows; a broken file raises a DataError.
 """
 
 import codecs
@@ -25,12 +25,12 @@ _BROKEN = (ValueError, RecursionError)  # of JSON; ValueError also for integers 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become texts."""
+    """Options that select the text of a row."""
 
     key: str = "text"
     """JSON key or Parquet column of the text."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Of the kinds of files that have another one."""
+    """Key for kinds of files that have another one."""
     lines: bool = False
     """Each line of a .txt is a row, not each file."""
 
@@ -49,29 +49,29 @@ class Piece:
     stop: int
 
 
-def read_keys(given: list[str]) -> Reading:
-    """`--key text`, `--key parquet=content`, or both. Raises DataError."""
+def read_keys(options: list[str]) -> Reading:
+    """Parse `--key text`, `--key parquet=content`, or both. Raises DataError."""
     kinds = [kind for kind in KINDS.values() if kind != "txt"]
-    own: dict[str, str] = {}
-    of_all: list[str] = []
-    for text in given:
+    by_kind: dict[str, str] = {}
+    general: list[str] = []
+    for text in options:
         kind, equals, name = text.partition("=")
         if not equals or kind not in kinds:
-            of_all.append(text)
-        elif kind in own:
-            raise DataError(f"--key {text}: {kind} has the key {own[kind]} already; give one")
+            general.append(text)
+        elif kind in by_kind:
+            raise DataError(f"--key {text}: {kind} already has the key {by_kind[kind]}; give one")
         else:
-            own[kind] = name
-    if len(of_all) > 1 or "" in (*of_all, *own.values()):
+            by_kind[kind] = name
+    if len(general) > 1 or "" in (*general, *by_kind.values()):
         raise DataError(
-            f"--key {' --key '.join(given)}: give one name for all files, and KIND=NAME for "
-            f"{', '.join(kinds)} where it is another"
+            f"--key {' --key '.join(options)}: give one name for all files, and KIND=NAME for "
+            f"{', '.join(kinds)} if it differs there"
         )
-    return Reading(of_all[0] if of_all else "text", own)
+    return Reading(general[0] if general else "text", by_kind)
 
 
 def cut(path: str, reading: Reading, chunk: int) -> Iterator[tuple[Piece, int]]:
-    """Pieces of one file, each with its bytes."""
+    """Pieces of one file of about `chunk` bytes, each with its number of bytes."""
     kind, size = kind_of(path), os.stat(path).st_size
     if kind == "parquet":
         metadata = open_parquet(path, reading.key_of(path)).metadata
@@ -99,7 +99,7 @@ def read(piece: Piece, reading: Reading) -> Iterator[str]:
 
 
 def rows(piece: Piece, reading: Reading) -> Iterator[str | Bad]:
-    """Texts of a piece, empty where a row has none, and what is wrong with other rows."""
+    """Texts of a piece, empty for rows without text, and faults of broken rows."""
     key = reading.key_of(piece.path)
     if piece.form == "parquet":
         yield from _parquet(piece, key)
@@ -119,18 +119,18 @@ def rows(piece: Piece, reading: Reading) -> Iterator[str | Bad]:
 
 
 def _lines(piece: Piece, stream: BinaryIO) -> Iterator[bytes]:
-    """Lines that begin in a piece, without their ends and the mark that a file may begin with."""
-    at, whole = 0, is_packed(piece.path)
+    """Lines that start in a piece, without line ends and a byte order mark."""
+    at, entire = 0, is_packed(piece.path)
     if piece.start:
         stream.seek(piece.start - 1)
-        at = piece.start - 1 + len(stream.readline())  # ends the line that the piece before has
-    while (whole or at < piece.stop) and (line := stream.readline()):
+        at = piece.start - 1 + len(stream.readline())  # the rest of the previous piece's last line
+    while (entire or at < piece.stop) and (line := stream.readline()):
         yield (line if at else _without_mark(line)).rstrip(b"\r\n")
         at += len(line)
 
 
 def _without_mark(raw: bytes) -> bytes:
-    """What follows a byte order mark, which is no text."""
+    """Bytes without a leading byte order mark."""
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
@@ -187,10 +187,10 @@ def _is_array(path: str) -> bool:
 
 
 def _array(path: str, stream: BinaryIO, key: str) -> Iterator[str | Bad]:
-    """Rows of a JSON array, of which a part is held at a time.
+    """Rows of a JSON array, which is read incrementally.
 
     Raises:
-        DataError: it is no JSON: nobody knows where the next row would begin.
+        DataError: it is not JSON, so that the start of the next row is unknown.
     """
     text = _Growing(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""))
     try:
@@ -204,70 +204,72 @@ def _array(path: str, stream: BinaryIO, key: str) -> Iterator[str | Bad]:
                     raise ValueError("a comma before the end of the array")
         text.take("]")
         if text.next():
-            raise ValueError("more behind the end of the array")
+            raise ValueError("text after the end of the array")
     except _BROKEN as error:
         raise DataError(f"{path}:{text.line}: not JSON: {error}") from None
 
 
 class _Growing:
-    """A text that is read on as its values are taken."""
+    """A JSON text that is read in blocks while its values are parsed."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
-        self._stream, self._held, self._at = stream, "", 0
+        self._stream, self._buffer, self._at = stream, "", 0
         self._decode = json.JSONDecoder().raw_decode
         self.line = 1
-        """Of what comes next."""
+        """Line of the next character."""
 
     def next(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """The next character that is not whitespace; empty at the end."""
         while True:
-            spaces = _SPACE.match(self._held, self._at)
+            spaces = _SPACE.match(self._buffer, self._at)
             assert spaces is not None
-            self._pass(len(spaces[0]))
-            if self._at < len(self._held) or not self._more():
-                return self._held[self._at : self._at + 1]
+            self._advance(len(spaces[0]))
+            if self._at < len(self._buffer) or not self._read():
+                return self._buffer[self._at : self._at + 1]
 
-    def take(self, wanted: str) -> None:
-        """Pass over a character that must come next."""
-        if (found := self.next()) != wanted:
-            raise ValueError(f"expecting {wanted!r}, found {found or 'the end of the file'!r}")
-        self._pass(1)
+    def take(self, expected: str) -> None:
+        """Skip a character, which must come next."""
+        if (character := self.next()) != expected:
+            found = character or "the end of the file"
+            raise ValueError(f"expecting {expected!r}, found {found!r}")
+        self._advance(1)
 
     def value(self) -> Any:
-        """The value that comes next."""
+        """Parse the next value."""
         while True:
             try:
-                value, end = self._decode(self._held, self._at)
+                value, end = self._decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
-                # Is it at the end of what was read, or wrong wherever that ends?
-                cut = error.msg.startswith("Unterminated") or error.pos > len(self._held) - 32
+                # An error near the end of the buffer may only mean that the value is incomplete.
+                cut = error.msg.startswith("Unterminated") or error.pos > len(self._buffer) - 32
                 wrong = error.pos - self._at
-                if not cut or not self._more():
-                    self._pass(wrong)
+                if not cut or not self._read():
+                    self._advance(wrong)
                     raise ValueError(error.msg) from None
                 continue
-            length, whole = end - self._at, end < len(self._held)  # a number may go on
-            if whole or not self._more():
-                self._pass(length)
+            # A number at the end of the buffer may continue in the next block.
+            length, complete = end - self._at, end < len(self._buffer)
+            if complete or not self._read():
+                self._advance(length)
                 return value
 
-    def _pass(self, count: int) -> None:
-        self.line += self._held.count("\n", self._at, self._at + count)
+    def _advance(self, count: int) -> None:
+        self.line += self._buffer.count("\n", self._at, self._at + count)
         self._at += count
 
-    def _more(self) -> bool:
-        """Read on; false at the end of the file. What is passed is let go."""
-        self._held, self._at = self._held[self._at :], 0
-        more = self._stream.read(max(_BLOCK, len(self._held)))
-        self._held += more
-        return bool(more)
+    def _read(self) -> bool:
+        """Drop parsed text and read a block; False at the end of the file."""
+        self._buffer, self._at = self._buffer[self._at :], 0
+        block = self._stream.read(max(_BLOCK, len(self._buffer)))
+        self._buffer += block
+        return bool(block)
 
 
 # --- Parquet --------------------------------------------------------------------------------------
 
 
 def open_parquet(path: str, key: str) -> Any:
-    """pyarrow.parquet.ParquetFile that has the text column."""
+    """Open a pyarrow.parquet.ParquetFile, which must have the text column."""
     types = arrow(path).types
     from pyarrow import ArrowException, parquet
 

@@ -2,7 +2,8 @@
 
 First stage of the data flow: `moe.data.loader` builds datasets only over pairs that passed
 `open_corpus`, and `scripts/prepare_data.py` writes such pairs. Invariant: one interpreter gives one
-embedded corpus on every host. Imports neither torch nor Megatron-Core: prepare_data starts at once.
+embedded corpus on every host. Imports neither torch nor Megatron-Core, so that prepare_data starts
+fast.
 """
 
 import functools
@@ -41,14 +42,14 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Contents of prefix.json: how prefix.bin and prefix.idx came to be."""
+    """Contents of prefix.json: origin and format of prefix.bin and prefix.idx."""
 
     tokenizer: str
     """Name shown in messages; `BYTES` for bytes."""
     tokenizer_sha256: str
     """Digest of the tokenizer.json; empty for bytes."""
     vocab_size: int
-    """All ids are below it."""
+    """Upper bound of the ids."""
     eod: int
     """Id that ends each document."""
     dtype: str
@@ -58,25 +59,25 @@ class Sidecar:
     plan: str = ""
     """Digest of inputs and options of the preparation."""
     text_bytes: int = 0
-    """UTF-8 bytes of all documents; 0 where that is not known."""
+    """UTF-8 bytes of all documents; 0 if that is not known."""
     skipped: int = 0
     """Rows of the input that gave no document."""
     bad_rows: int = 0
-    """Those of them that were broken."""
+    """Skipped rows that were broken."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
     def read(path: Path) -> "Sidecar":
-        """Raises DataError if the file is not what `write` makes."""
+        """Read a file of `write`. Raises DataError if it is none."""
         try:
             content = dict(json.loads(path.read_bytes()))
         except (ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path} is not a JSON object ({error}); move it away") from None
         kinds = {field.name: field.type for field in fields(Sidecar)}
         later = {f.name: f.default for f in fields(Sidecar) if f.default is not MISSING}
-        content = later | content  # files of before have none of them
+        content = later | content  # older files lack these fields
         bad = [k for k, kind in kinds.items() if type(content.get(k)) is not kind]
         if bad:
             raise DataError(f"{path} does not describe data (no valid {bad[0]!r}); move it away")
@@ -89,15 +90,15 @@ class Corpus:
 
     prefix: str
     lengths: np.ndarray
-    """int32 [documents], tokens of each; memory-mapped where each document is one sequence."""
+    """Tokens of each document, int32 [documents]; memory-mapped if each is one sequence."""
     dtype: str
     sidecar: Sidecar | None
     stamp: str
-    """Digest of samples of both files: equal wherever the same data lies."""
+    """Digest of samples of both files, equal for equal data at any location."""
     remote: RemotePair | None = None
-    """Of a pair in an object store."""
+    """Remote files of a pair in an object store."""
     joined: bool = False
-    """Whether documents have several sequences, or none, in the index."""
+    """True if documents have several sequences, or none, in the index."""
 
     @property
     def documents(self) -> int:
@@ -111,15 +112,15 @@ class Corpus:
 
 
 def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
-    """Check that prefix.bin, prefix.idx and (if there) prefix.json are whole and agree.
+    """Check that prefix.bin, prefix.idx and an optional prefix.json are complete and agree.
 
     Args:
         prefix: path without the ending, or an address of an object store.
         cache: folder of data.cache, for the index of an address; None is the default one.
 
     Raises:
-        DataError: they are not, or cannot be read.
-        OSError: a file is there and cannot be read.
+        DataError: they are missing or damaged, or do not agree.
+        OSError: a file exists and cannot be read.
 
     Layout of .idx: header, int32 length and int64 byte offset of each sequence, int64 document
     boundaries (megatron/core/datasets/indexed_dataset.py, _IndexWriter).
@@ -144,15 +145,15 @@ def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
     ):  # multimodal files have one more array of bytes
         state = "truncated" if size < expected else "damaged"
         raise DataError(
-            f"{index} is {state}: {size} bytes, its header announces {expected}; make it again"
+            f"{index} is {state}: {size} bytes, its header announces {expected}; rebuild it"
         )
     if sequences == 0:
         raise DataError(f"{index} describes an empty corpus: no sequences")
     if boundaries < 2:
         raise DataError(
             f"{index} has lost its document boundaries: {sequences} sequences and no end of a "
-            "document; make it again with scripts/prepare_data.py, or with end_document() after "
-            "each document where Megatron-Core's IndexedDatasetBuilder writes it"
+            "document; rebuild it with scripts/prepare_data.py, or with end_document() after "
+            "each document if Megatron-Core's IndexedDatasetBuilder writes it"
         )
     raw = np.memmap(copied, mode="r")
     lengths = np.frombuffer(raw, np.int32, sequences, HEADER.size)
@@ -166,70 +167,71 @@ def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
     announced = int(offsets[-1]) + int(lengths[-1]) * np.dtype(dtype).itemsize
     if announced == 0:
         raise DataError(f"{index} describes an empty corpus: no tokens")
-    held = os.stat(binary).st_size if remote is None else remote.entry.size
-    if held != announced:
-        problem = "is truncated" if held < announced else "does not belong to its index"
+    actual = os.stat(binary).st_size if remote is None else remote.entry.size
+    if actual != announced:
+        problem = "is truncated" if actual < announced else "does not belong to its index"
         raise DataError(
-            f"{binary} {problem}: {held} bytes, {index} describes {announced}; make both again"
+            f"{binary} {problem}: {actual} bytes, {index} describes {announced}; rebuild both"
         )
     sidecar_file = Path(f"{beside}.json")
     sidecar = Sidecar.read(sidecar_file) if sidecar_file.is_file() else None
     mark = remote.stamp if remote else _stamp(Path(binary), Path(index))
     if joined := not _one_each(documents, sequences):
         lengths = _joined(index, offsets, documents, announced, np.dtype(dtype).itemsize)
-        mark = digest([mark, "by document"])  # rows of sequences were others
+        mark = digest([mark, "by document"])  # rows by sequence would differ
     corpus = Corpus(prefix, lengths, dtype, sidecar, mark, remote, joined)
     _check_sidecar(corpus, announced // np.dtype(dtype).itemsize)
     return corpus
 
 
 def tokenizer_beside(prefix: str) -> Path:
-    """Where scripts/prepare_data.py keeps the tokenizer.json that has made prefix.bin."""
+    """Copy of the tokenizer.json of prefix.bin, written by scripts/prepare_data.py."""
     return Path(f"{prefix}.tokenizer.json")
 
 
 def _read_header(index: str, file: Path) -> tuple[int, int, str]:
-    """Sequences, document boundaries and dtype that the file of an `index` announces."""
+    """Sequences, document boundaries and dtype in the header of an `index`."""
     with file.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC:
         raise DataError(
             f"{index} is not a Megatron index: it starts with {raw[:9]!r}, not {MAGIC!r}; "
-            "make it again"
+            "rebuild it"
         )
     if len(raw) < HEADER.size:
         raise DataError(
-            f"{index} is truncated: {pluralize(len(raw), 'byte')}, the header alone has {HEADER.size}"
+            f"{index} is truncated: {pluralize(len(raw), 'byte')}, "
+            f"the header alone has {HEADER.size}"
         )
     _, version, code, sequences, boundaries = HEADER.unpack(raw)
     if version != 1:
         raise DataError(
-            f"{index} has format version {version}; only version 1 is known; make it again"
+            f"{index} has format version {version}; only version 1 is known; rebuild it"
         )
     if code not in DTYPES:
-        raise DataError(f"{index} has dtype code {code}, which is no integer type; make it again")
+        raise DataError(f"{index} has dtype code {code}, which is no integer type; rebuild it")
     return sequences, boundaries, DTYPES[code]
 
 
 def _check_order(
     index: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, width: int
 ) -> None:
-    """Sequences of `width` bytes a token lie one after another, and so do documents of them."""
+    """Check that sequences (`width` bytes per token) and documents are contiguous and ordered."""
     ordered = offsets[0] == 0 and documents[0] == 0
     for start in range(0, len(lengths), _ENTRIES):
-        here, behind = slice(start, start + _ENTRIES), offsets[start + 1 : start + 1 + _ENTRIES]
-        ends = offsets[here] + lengths[here].astype(np.int64) * width
-        ordered &= lengths[here].min() >= 0 and (ends[: len(behind)] == behind).all()
+        block, following = slice(start, start + _ENTRIES), offsets[start + 1 : start + 1 + _ENTRIES]
+        ends = offsets[block] + lengths[block].astype(np.int64) * width
+        ordered &= lengths[block].min() >= 0 and (ends[: len(following)] == following).all()
     for start in range(0, len(documents), _ENTRIES):
         ordered &= (np.diff(documents[start : start + _ENTRIES + 1]) >= 0).all()
     if not ordered:
         raise DataError(
-            f"{index} is damaged: its sequences or documents are out of order; make it again"
+            f"{index} is damaged: its sequences or documents are out of order; rebuild it"
         )
 
 
 def _one_each(documents: np.ndarray, sequences: int) -> bool:
-    """Whether document i is sequence i, as it is in what prepare_data writes."""
+    """Is document i sequence i, as in files of prepare_data?"""
     return len(documents) == sequences + 1 and all(
         (np.diff(documents[start : start + _ENTRIES + 1]) == 1).all()
         for start in range(0, sequences, _ENTRIES)
@@ -239,14 +241,14 @@ def _one_each(documents: np.ndarray, sequences: int) -> bool:
 def _joined(
     index: str, offsets: np.ndarray, documents: np.ndarray, size: int, width: int
 ) -> np.ndarray:
-    """int32 [documents]: tokens of each, whose sequences lie one behind another in the .bin."""
-    begins = np.full(len(documents), size, np.int64)
+    """Tokens of each document, int32 [documents], whose sequences are contiguous in the .bin."""
+    starts = np.full(len(documents), size, np.int64)
     inside = documents < len(offsets)
-    begins[inside] = offsets[documents[inside]]
-    lengths = np.diff(begins) // width
+    starts[inside] = offsets[documents[inside]]
+    lengths = np.diff(starts) // width
     if lengths.max() > np.iinfo(np.int32).max:
         raise DataError(
-            f"{index} has a document of {lengths.max()} tokens; the most is 2**31 - 1: cut it"
+            f"{index} has a document of {lengths.max()} tokens; the most is 2**31 - 1: split it"
         )
     return lengths.astype(np.int32)
 
@@ -255,35 +257,35 @@ def _check_sidecar(corpus: Corpus, tokens: int) -> None:
     described = corpus.sidecar
     if described is None:
         return
-    wanted = (described.dtype, described.documents, described.tokens)
-    found = (corpus.dtype, corpus.documents, tokens)
-    for name, a, b in zip(("dtype", "documents", "tokens"), wanted, found, strict=True):
+    expected = (described.dtype, described.documents, described.tokens)
+    actual = (corpus.dtype, corpus.documents, tokens)
+    for name, a, b in zip(("dtype", "documents", "tokens"), expected, actual, strict=True):
         if a != b:
             raise DataError(
-                f"{corpus.prefix}.json says {name} {a}, but .bin and .idx have {b}; make all again"
+                f"{corpus.prefix}.json says {name} {a}, but .bin and .idx have {b}; rebuild all"
             )
 
 
 def _stamp(*paths: Path) -> str:
-    """Of local files."""
+    """Stamp of local files."""
     with opened_parts(*paths) as parts:
         return stamp(parts)
 
 
 def embedded(cache: Path, library: Path | None = None) -> str:
-    """Build the embedded corpus in `cache` unless it is there; return its prefix.
+    """Build the embedded corpus in `cache` unless it exists; return its prefix.
 
     Documents are the .py files of the running interpreter's standard library (or of `library`)
-    without tests and without what is generated for one machine. A token is a byte; byte 0 ends a
-    document. The order is that of a digest of the relative path: the same everywhere, and mixed, so
-    that both parts of `data.split` look alike. The name carries a digest of the contents.
-    Any number of processes may call this at the same time.
+    without tests and files generated for one machine. A token is a byte; byte 0 ends a document.
+    Documents are ordered by a digest of their relative path: the same order on every host, and
+    mixed, so that both parts of `data.split` are similar. The name carries a digest of the
+    contents. Any number of processes may call this at the same time.
     """
     root = _library(library)
     documents = list(_texts(root))
     if not documents:
         raise DataError(
-            f"{root} holds no .py files to train on; set data.source=indexed and data.blend"
+            f"{root} has no .py files to train on; set data.source=indexed and data.blend"
         )
     digest = hashlib.sha256()
     for text in documents:
@@ -293,7 +295,7 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     try:
         open_corpus(str(target / "corpus"))
     except DataError as error:
-        raise DataError(f"{error} (delete {target}, and it will be built again)") from None
+        raise DataError(f"{error} (delete {target}, and it will be rebuilt)") from None
     return str(target / "corpus")
 
 
@@ -303,8 +305,8 @@ def embedded_tokens(library: Path | None = None) -> int:
     return sum(len(text) + 1 for text in _texts(_library(library)))
 
 
-def _library(given: Path | None) -> Path:
-    return Path(sysconfig.get_path("stdlib")) if given is None else given
+def _library(library: Path | None) -> Path:
+    return Path(sysconfig.get_path("stdlib")) if library is None else library
 
 
 def _texts(root: Path) -> Iterator[bytes]:
@@ -315,15 +317,15 @@ def _texts(root: Path) -> Iterator[bytes]:
 
 
 def _sources(root: Path) -> list[Path]:
-    found: list[str] = []
+    paths: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [
             f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith("config-")
         ]
         names = [f for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
-        found += [Path(folder, name).relative_to(root).as_posix() for name in names]
-    found.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
-    return [root / path for path in found if (root / path).is_file()]
+        paths += [Path(folder, name).relative_to(root).as_posix() for name in names]
+    paths.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
+    return [root / path for path in paths if (root / path).is_file()]
 
 
 def _write_bytes(prefix: Path, documents: list[bytes]) -> None:
@@ -341,14 +343,14 @@ def _write_bytes(prefix: Path, documents: list[bytes]) -> None:
 
 
 def smallest_dtype(vocab_size: int) -> str:
-    """NumPy dtype of ids below `vocab_size`, by the rule of Megatron-Core's DType.optimal_dtype."""
+    """NumPy dtype of ids below `vocab_size`, as in Megatron-Core's DType.optimal_dtype."""
     return "uint16" if vocab_size < 65500 else "int32"
 
 
 def write_index(path: Path, dtype: str, lengths: np.ndarray) -> None:
     """Write the .idx of a .bin in which each document is one sequence.
 
-    The same bytes as Megatron-Core's IndexedDatasetBuilder.finalize makes of it, which takes torch.
+    The bytes equal those of Megatron-Core's IndexedDatasetBuilder.finalize, which needs torch.
 
     Args:
         path: of the .idx.

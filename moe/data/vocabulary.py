@@ -1,6 +1,6 @@
-"""The vocabulary of a model that leaves it to the data (`model.vocab_size=0`).
+"""Vocabulary of a model that takes it from the data (`model.vocab_size=0`).
 
-Imports neither torch nor Megatron-Core, so that a command line is checked in a moment.
+Imports neither torch nor Megatron-Core, so that checking a command line is fast.
 """
 
 import math
@@ -14,10 +14,10 @@ from phalanx.moe.data.token_files import Sidecar
 
 
 def fill(cfg: Config) -> None:
-    """Set `model.vocab_size`, if it is 0, by the tokenizer of `data.blend`.
+    """Set a `model.vocab_size` of 0 to that of the tokenizer of `data.blend`.
 
     Raises:
-        DataError: nothing tells it, or the data cannot be read.
+        DataError: the data has no description, or cannot be read.
     """
     if cfg.model.vocab_size:
         return
@@ -25,17 +25,17 @@ def fill(cfg: Config) -> None:
     described = _described(cfg, prefixes)
     if not described:
         for prefix in prefixes:
-            opened(prefix, cfg.data)  # whose errors matter more
+            opened(prefix, cfg.data)  # its errors matter more
         raise DataError(
-            f"nothing tells the vocabulary of {prefixes[0]}.bin, for want of {prefixes[0]}.json "
-            "beside it; set model.vocab_size to the number of ids of its tokenizer"
+            f"the vocabulary of {prefixes[0]}.bin is unknown, as {prefixes[0]}.json is missing; "
+            "set model.vocab_size to the number of ids of its tokenizer"
         )
     multiple = math.lcm(PADDING, max(1, cfg.parallel.tensor))
     cfg.model.vocab_size = -(-_ids(described) // multiple) * multiple
 
 
 def shown(cfg: Config) -> str:
-    """`512, of which 400 are ids of wiki/tokenizer.json`; empty where the data does not tell.
+    """`512, of which 400 are ids of wiki/tokenizer.json`; empty if the data has no description.
 
     Raises:
         DataError: the data has more ids, or several tokenizers.
@@ -55,6 +55,6 @@ def _ids(described: list[tuple[str, Sidecar]]) -> int:
 
 
 def _described(cfg: Config, prefixes: list[str]) -> list[tuple[str, Sidecar]]:
-    """Pairs by prefix that have a description beside them."""
+    """(prefix, description) of the pairs that have one."""
     paths = [(prefix, Path(f"{beside(prefix, cfg.data.cache)}.json")) for prefix in prefixes]
     return [(prefix, Sidecar.read(path)) for prefix, path in paths if path.is_file()]

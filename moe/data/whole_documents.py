@@ -1,8 +1,8 @@
-"""Documents of several sequences as Megatron-Core's datasets see them: whole.
+"""Presents documents of several sequences to Megatron-Core's datasets as one sequence each.
 
-Its datasets split, shuffle and cut by sequence, and a sequence there is a document only if the
-index was written so. The sequences of a document lie one behind another in the .bin, so that a
-document is a range of it, as a sequence is.
+Its datasets split, shuffle and cut by sequence, and a sequence is a document only if the index was
+written that way. The sequences of a document are contiguous in the .bin, so that a document is a
+range of it, like a sequence.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class WholeDocuments:
-    """The index of an IndexedDataset, with document i where that has sequence i.
+    """The index of an IndexedDataset, with document i in place of sequence i.
 
     Args:
         index: of the dataset.
@@ -30,6 +30,6 @@ class WholeDocuments:
     def __getitem__(self, number: int) -> tuple[np.int64, np.int32, None]:
         """Byte offset, tokens, and no mode."""
         first, pointers = self._index.document_indices[number], self._index.sequence_pointers
-        # Behind the last sequence there may be documents without any.
+        # Documents after the last sequence are empty.
         pointer = pointers[first] if first < len(pointers) else np.int64(0)
         return pointer, self.sequence_lengths[number], None

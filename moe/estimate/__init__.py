@@ -1,8 +1,8 @@
-"""What a run would take, from its configuration alone: memory, traffic, time. No GPU, no groups.
+"""Memory, traffic and step time of a run, from its configuration alone: no GPU, no process groups.
 
-`weights` and `activations` count bytes, `pipeline` says how many micro-batches a stage holds,
-`memory` adds them up for every stage, `traffic` counts what experts send and `heads` what linear
-attention does, `timing` divides by the rates of a machine (configs/machines.py), `advice` looks for
-overrides that fit. The page that shows it is `moe.estimate.dry_run`; `room` is what a run asks
-before it is built, about the machine that it is on.
+`weights` and `activations` count bytes, `pipeline` counts micro-batches in flight on a stage,
+`memory` adds both up per stage, `traffic` counts the bytes of expert dispatch and `heads` those of
+linear attention, `timing` divides by the rates of a machine (configs/machines.py), `advice` looks
+for overrides that fit. `moe.estimate.dry_run` prints the page; `free_memory` compares a run with
+the memory of the current machine before anything is built.
 """

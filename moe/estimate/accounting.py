@@ -52,19 +52,21 @@ def parameters(model: ModelConfig, *, mtp: bool = True) -> Parameters:
 
 
 def model_size(model: ModelConfig) -> str:
-    """`tiny: 3.4 M parameters, 1.0 M active a token`, as published ones are counted: without
-    multi-token prediction (MTP), told apart, and active ones without the input embedding."""
+    """`tiny: 3.4 M parameters, 1.0 M active per token`, counted as published models are.
+
+    Multi-token prediction (MTP) is listed separately; active ones exclude the input embedding.
+    """
     total, active = parameters(model, mtp=False).total, active_parameters(model).total
-    predicting = parameters(model).total - total
-    more = f" (+ {count(predicting)} MTP)" if predicting else ""
-    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active a token"
+    mtp = parameters(model).total - total
+    more = f" (+ {count(mtp)} MTP)" if mtp else ""
+    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active per token"
 
 
 def active_parameters(model: ModelConfig, *, mtp: bool = False) -> Parameters:
-    """Parameters that one token meets: `top_k` experts, and no input embedding (it is looked up).
+    """Parameters used by one token: `top_k` experts, and no input embedding (it is looked up).
 
-    So count DeepSeek (36.6 B, rounded to 37) and OpenAI (3.6 B, 5.1 B). Qwen3's 3.3 B adds the
-    input embedding, Moonlight's 2.24 B leaves out the head as well.
+    DeepSeek (36.6 B, rounded to 37) and OpenAI (3.6 B, 5.1 B) count this way. Qwen3's 3.3 B adds
+    the input embedding, Moonlight's 2.24 B leaves out the head as well.
     """
     active = _count(model, mtp=mtp, experts=model.moe.top_k)
     head = model.vocab_size * model.hidden
@@ -91,15 +93,17 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def delta_rule_products(m: ModelConfig) -> int:
-    """Multiply-adds of a token in one linear attention beside its projections: the convolution, and
-    four products with the state of each value head, as Megatron-LM counts them."""
+    """Multiply-adds per token of one linear attention, without its projections.
+
+    The convolution, and four products with the state of each value head, as Megatron-LM counts.
+    """
     a = m.linear_attention
     return TAPS * qkv_dim(a) + 4 * a.value_heads * HEAD_DIM**2
 
 
-def at_most(cfg: Config) -> str:
-    """What is to be said behind FLOPs where attention does less than whole sequences ask for."""
-    return ", at most: attention as in whole sequences" if cfg.data.document_mask else ""
+def flops_note(cfg: Config) -> str:
+    """Text after a FLOP count, if document masks make attention cheaper than counted."""
+    return ", upper bound: attention over full sequences" if cfg.data.document_mask else ""
 
 
 def bf16_peak(name: str) -> float | None:
@@ -127,7 +131,7 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
-    h, e, predicted = m.hidden, m.moe, m.mtp_layers if mtp else 0
+    h, e, mtp_layers = m.hidden, m.moe, m.mtp_layers if mtp else 0
     dense, sparse = _layers(m, mtp=mtp)
     state = linear_layers(m)
     full = dense + sparse - state
@@ -142,10 +146,10 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
         router=sparse * e.experts * (h + bias),
         routed_experts=sparse * experts * (mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
         shared_experts=sparse * (mlp_weights(m, e.shared_ffn) + e.shared_gate * h),
-        # Two before the halves of a layer, one at the end; a prediction layer has its own end, and
-        # norms both of its inputs.
-        norms=(full + state) * 2 * h + inner_norms + h + predicted * 3 * h,
-        mtp_projection=predicted * 2 * h * h,
+        # Two per layer (before attention and MLP) and a final one; a prediction layer has a final
+        # norm of its own, and one for each of its two inputs.
+        norms=(full + state) * 2 * h + inner_norms + h + mtp_layers * 3 * h,
+        mtp_projection=mtp_layers * 2 * h * h,
         head=0 if m.tie_embeddings else m.vocab_size * h,
     )
 
@@ -156,7 +160,7 @@ def _layers(m: ModelConfig, *, mtp: bool) -> tuple[int, int]:
 
 
 def attention_parameters(m: ModelConfig, *, linear: bool) -> int:
-    """Of one attention, linear or not, without norms."""
+    """Parameters of one attention, linear or not, without norms."""
     if not linear:
         return _attention_weights(m) + _attention_vectors(m)
     a = m.linear_attention

@@ -1,11 +1,11 @@
-"""Bytes that a micro-batch keeps for its backward pass, and that this needs on top.
+"""Bytes that a micro-batch saves for its backward pass, and extra bytes the backward pass needs.
 
-Counted from what the modules save, and checked against allocations on an H200
-(tests/moe/estimate/test_memory.py), with Transformer Engine's attention and norms. Tensors that two
-operations share count once. bf16 unless said.
+Counted from the tensors that modules save, and checked against allocations on an H200
+(tests/moe/estimate/test_memory.py), with Transformer Engine's attention and norms. A tensor shared
+by two operations counts once. bf16 unless stated.
 
-Legend: T tokens of a rank before sequence parallelism cuts them, N received tokens, S expert rows,
-L experts of a rank, D hidden, F expert width, H = 2F if gated.
+Legend: T tokens of a rank before sequence parallelism splits them, N received tokens, S expert
+rows, L experts of a rank, D hidden, F expert width, H = 2F if gated.
 """
 
 from dataclasses import dataclass, replace
@@ -15,75 +15,52 @@ import torch
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
-from phalanx.configs.layout import clone_slots, expert_parallel_size
-from phalanx.configs.linear_attention import HEAD_DIM, input_dim
+from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.providers import rows_for
-from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.moe import experts, stock_moe
 from phalanx.moe.estimate.traffic import costs, nodes, overlaps
 from phalanx.moe.estimate.weights import LayerKind
-from phalanx.moe.experts import activation_of
-from phalanx.moe.model.dense_mlp import uses_expert_kernels
-from phalanx.moe.router.router import slots
+from phalanx.moe.model import dense_mlp, gated_delta_net, grouped_attention
+from phalanx.moe.model.attention import latent_saved_tensors
+from phalanx.moe.router import router
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
 from phalanx.parallel.dispatcher.capacity import Budget
 
-_CHUNK = 64
-"""Positions of a chunk of flash-linear-attention's kernels."""
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of one rank's micro-batch."""
-
-    tokens: int
-    """T."""
-    local_tokens: int
-    """Where sequence parallelism has cut them over tensor ranks, as experts get them."""
-    received: int
-    """N."""
-    rows: int
-    """S kept."""
-    worst_rows: int
-    """S if all tokens of the expert-parallel group went to this rank."""
-
-
-def sizes(cfg: Config, world: int) -> Sizes:
-    """Of a rank, with the budget of expert rows at `parallel.capacity_factor`."""
+def sizes(cfg: Config, world: int) -> TokenCounts:
+    """Sizes of a rank, with the budget of expert rows at `parallel.capacity_factor`."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
     tokens = d.micro_batch * d.sequence_length // p.context
     local = tokens // p.tensor
     ranks = expert_parallel_size(cfg, world)
-    held = slots(e.router, experts=e.experts, top_k=e.top_k)
-    places = e.experts // ranks + clone_slots(cfg, world)
-    worst = held.most(local, ranks, places)
-    if cfg.kernels.backend == "megatron":  # it takes what comes; balanced here
+    expert_slots = router.slots(e.router, experts=e.experts, top_k=e.top_k)
+    local_slots = e.experts // ranks + replica_slots(cfg, world)
+    worst = expert_slots.max_rows(local, ranks, local_slots)
+    if cfg.kernels.backend == "megatron":  # no row budget; balanced load assumed
         rows = min(worst, local * e.top_k)
     else:
         budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
-        pairs = budget.rows(local, e.top_k, ranks, places, most=worst)
+        pairs = budget.rows(local, e.top_k, ranks, local_slots, most=worst)
         backend = cfg.kernels.backend
-        rows, worst = (rows_for(n, places, backend) for n in (pairs, worst))
-    return Sizes(tokens, local, ranks * local, rows, worst)
+        rows, worst = (rows_for(n, local_slots, backend) for n in (pairs, worst))
+    return TokenCounts(tokens, local, ranks * local, rows, worst)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Bytes of one layer."""
+class LayerMemory:
+    """Activation bytes of one layer."""
 
     saved: int
-    """From the forward pass until the backward pass of the layer."""
+    """GPU memory held from the layer's forward pass until its backward pass."""
     backward: int
-    """Most that its backward pass holds beside what is saved, recomputation included."""
-    moved: int = 0
-    """In host memory meanwhile (`run.offload`); in neither of the others."""
+    """Peak of its backward pass on top of `saved`, recomputation included."""
+    offloaded: int = 0
+    """Bytes moved to host memory (`run.offload`), not counted in the other two."""
 
 
-Parts = dict[str, int]
-"""Bytes that a layer keeps, by what they are of."""
-
-_AGAIN: dict[str, tuple[str, ...]] = {
+_RECOMPUTED: dict[str, tuple[str, ...]] = {
     "norm": ("norm",),
     "mla_up": ("queries_keys_values", "latents"),
     "attention": ("out",),
@@ -92,9 +69,9 @@ _AGAIN: dict[str, tuple[str, ...]] = {
     "moe_act": ("expert_a",),
     "moe": ("shared", "expert_h", "expert_a", "moe"),
 }
-"""What a layer keeps no more where that is computed again; with `full` nothing but its input."""
+"""Groups of tensors that a name of run.recompute frees; with `full` only the input is saved."""
 
-_MOVED: dict[str, tuple[str, ...]] = {
+_OFFLOADED: dict[str, tuple[str, ...]] = {
     "residual": ("residual",),
     "attention": ("queries_keys_values", "out"),
     "expert_h": ("expert_h",),
@@ -102,12 +79,12 @@ _MOVED: dict[str, tuple[str, ...]] = {
 
 
 class Activations:
-    """Of the layers and the ends of a model on one rank.
+    """Activation memory of the layers and the output head of a model on one rank.
 
     Args:
         cfg: valid; `kernels.backend`, `kernels.attention` and `parallel.dispatch` are resolved.
         world: ranks.
-        rows: S, instead of what `sizes` says.
+        rows: S, if other than that of `sizes`.
     """
 
     def __init__(self, cfg: Config, world: int, rows: int | None = None) -> None:
@@ -115,90 +92,87 @@ class Activations:
         self.sizes = sizes(cfg, world)
         if rows is not None:
             self.sizes = replace(self.sizes, rows=rows)
-        self._wide = width(cfg) // 2
-        """fp32 doubles all that is bf16 otherwise."""
 
-    def by_kind(self) -> dict[LayerKind, Layer]:
-        """Of layers of every kind."""
+    def per_layer_kind(self) -> dict[LayerKind, LayerMemory]:
+        """Memory of a layer of every kind."""
         both = (False, True)
-        found = {}
+        layers = {}
         for fp8, linear in product(both, both):
-            found[LayerKind(True, fp8, linear)] = self.dense_layer(fp8, linear)
-            found[LayerKind(False, fp8, linear)] = self.moe_layer(fp8, linear)
-        return found
+            layers[LayerKind(True, fp8, linear)] = self.dense_layer(fp8, linear)
+            layers[LayerKind(False, fp8, linear)] = self.moe_layer(fp8, linear)
+        return layers
 
-    def dense_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
-        """A layer with a dense MLP; by the recipe (`fp8`) or not, as most layers are by default."""
-        fp8_dense = self._fp8_dense(fp8)
-        ffn = self._cfg.model.dense_ffn
-        gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
-        act = ACTIVATIONS[self._cfg.model.moe.activation]
-        saved = self._mlp(ffn)
+    def dense_layer(self, fp8: bool | None = None, linear: bool = False) -> LayerMemory:
+        """Memory of a layer with a dense MLP; `fp8` None follows the recipe of most layers."""
+        cfg, fp8_dense = self._cfg, self._fp8_dense(fp8)
+        saved = dense_mlp.saved_bytes(cfg, self.sizes, cfg.model.dense_ffn, fp8=fp8_dense)
+        backward = dense_mlp.backward_bytes(cfg, self.sizes)
         more = self._fp8_inputs(1, instead=True) if fp8_dense else 0
-        if self._by_experts_kernels(ffn, fp8_dense):
-            saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
-        return self._layer({"dense": saved}, gradients, fp8_dense, more, linear)
+        return self._layer({"dense": saved}, backward, fp8_dense, more, linear)
 
-    def moe_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
-        """A layer with experts; by the recipe (`fp8`) or not, as most layers are by default."""
-        fp8_dense, shared = self._fp8_dense(fp8), self._cfg.model.moe.shared_ffn
-        parts = self._experts(is_fp8(self._cfg) and fp8 is not False)
-        parts["shared"] = self._shared(fp8_dense)
+    def moe_layer(self, fp8: bool | None = None, linear: bool = False) -> LayerMemory:
+        """Memory of a layer with experts; `fp8` None follows the recipe of most layers."""
+        cfg, fp8_dense, shared = self._cfg, self._fp8_dense(fp8), self._cfg.model.moe.shared_ffn
+        parts = self._experts(is_fp8(cfg) and fp8 is not False)
+        parts["shared"] = dense_mlp.saved_bytes(cfg, self.sizes, shared, fp8=fp8_dense)
         more = self._fp8_inputs(1, instead=False) if fp8_dense and shared else 0
-        return self._layer(parts, self._experts_backward(), fp8_dense, more, linear)
+        local = cfg.model.moe.experts // expert_parallel_size(cfg, self._world)
+        backward = experts.backward_bytes(cfg, self.sizes, local) + self.replica_memory().backward
+        backward += costs(cfg, self._world).backward * width(cfg) * cfg.model.hidden
+        return self._layer(parts, backward, fp8_dense, more, linear)
 
-    def freed(self, kind: LayerKind, name: str) -> int:
-        """What computing `name` again frees in a layer that keeps all else."""
+    def bytes_freed(self, kind: LayerKind, name: str) -> int:
+        """Bytes that recomputing `name` frees in a layer that saves everything else."""
         run = self._cfg.run
-        sizes = []
-        for again in ([], [name]):
-            changed = replace(self._cfg, run=replace(run, recompute=again, offload=[]))
+        saved = []
+        for recompute in ([], [name]):
+            changed = replace(self._cfg, run=replace(run, recompute=recompute, offload=[]))
             other = Activations(changed, self._world, self.sizes.rows)
-            sizes.append(other.by_kind()[kind].saved)
-        return sizes[0] - sizes[1]
+            saved.append(other.per_layer_kind()[kind].saved)
+        return saved[0] - saved[1]
 
-    def head(self) -> Layer:
-        """Final norm, logits and loss; those of multi-token prediction as well."""
+    def head(self) -> LayerMemory:
+        """Memory of final norm, logits and loss, multi-token prediction included."""
         m, s, t = self._cfg.model, self.sizes, self._cfg.parallel.tensor
-        logits = 2 * s.tokens * m.vocab_size // t * self._wide
-        hidden = 2 * s.local_tokens * m.hidden * self._wide
+        element = width(self._cfg)
+        logits = s.tokens * m.vocab_size // t * element
+        hidden = s.local_tokens * m.hidden * element
         fused = self._cfg.kernels.backend != "megatron" and (
             self._cfg.kernels.gradient_accumulation_fusion
         )
-        weight = 0 if fused else 2 * m.vocab_size * m.hidden // t * self._wide
-        # The gradient of the logits takes their place.
-        return Layer((1 + m.mtp_layers) * (logits + 2 * hidden), hidden * t + weight)
+        weight = 0 if fused else m.vocab_size * m.hidden // t * element
+        # The gradient of the logits is written over them.
+        return LayerMemory((1 + m.mtp_layers) * (logits + 2 * hidden), hidden * t + weight)
 
     def prediction_extra(self) -> int:
-        """Saved by a multi-token-prediction layer beside a layer: norms, and what joins them."""
-        return 8 * 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
+        """Bytes that a multi-token-prediction layer saves in addition: norms and projection."""
+        return 8 * self.sizes.local_tokens * self._cfg.model.hidden * width(self._cfg)
 
     def _fp8_dense(self, fp8: bool | None) -> bool:
-        """Whether linear layers beside the routed experts follow the recipe."""
+        """Do linear layers other than the routed experts follow the recipe?"""
         cfg = self._cfg
         on = quantizes(cfg) if fp8 is None else fp8
         return on and cfg.precision.dense == "fp8" and cfg.kernels.backend != "megatron"
 
     def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
-        """What the output of a norm takes more in FP8, kept by each linear layer that reads it,
-        `instead` of in bf16 or beside that. Tensor parallel ranks each keep the whole."""
-        if not self._keeps_fp8():
+        """Extra bytes of FP8 copies of a norm's output, one for each linear layer that reads it.
+
+        They are saved `instead` of the bf16 output or in addition to it. Every tensor parallel
+        rank saves the full copy.
+        """
+        if not saves_fp8_inputs(self._cfg):
             return 0
         hidden, s = self._cfg.model.hidden, self.sizes
-        kept = s.tokens * readers * fp8_row(hidden)
-        return kept - (s.local_tokens * 2 * hidden if instead else 0)
-
-    def _keeps_fp8(self) -> bool:
-        """Linear layers keep their inputs in FP8."""
-        return is_fp8(self._cfg) and self._cfg.precision.wgrad == "fp8"
+        copies = s.tokens * readers * fp8_row(hidden)
+        return copies - (s.local_tokens * 2 * hidden if instead else 0)
 
     def _projections(self) -> int:
-        """What inputs of attention's projections take more in FP8.
+        """Extra bytes of FP8 inputs of attention's projections.
 
-        Core attention keeps the input of the last one in bf16 too.
+        Core attention saves the input of the output projection in bf16 too.
         """
         a, s = self._cfg.model.attention, self.sizes
-        if not self._keeps_fp8():
+        if not saves_fp8_inputs(self._cfg):
             return 0
         readers, latents, v = 1, list[int](), a.head_dim
         if a.kind == "mla":
@@ -208,184 +182,92 @@ class Activations:
         more += s.tokens * sum(fp8_row(rank) for rank in latents)
         return self._fp8_inputs(readers, instead=True) + more
 
-    def _layer(self, mlp: Parts, backward: int, fp8: bool, more: int, linear: bool) -> Layer:
-        """A layer whose MLP saves `mlp`, and of its input `more` in FP8."""
-        hidden = 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
-        # Inputs and outputs of two norms; output of attention plus bias. Who computes norms again
-        # keeps no inputs in FP8.
+    def _layer(
+        self, mlp: SavedTensors, backward: int, fp8: bool, more: int, linear: bool
+    ) -> LayerMemory:
+        """Memory of a layer whose MLP saves `mlp`, and `more` bytes of its input in FP8."""
+        hidden = self.sizes.local_tokens * self._cfg.model.hidden * width(self._cfg)
+        # Inputs and outputs of two norms; output of attention plus bias. Recomputing norms frees
+        # their FP8 copies too.
         norms = 2 * hidden + more + (self._projections() if fp8 and not linear else 0)
-        attention, in_backward = self._linear() if linear else (self._attention(), 0)
-        backward = max(backward, in_backward)
+        attention = self._attention(linear)
+        if linear:
+            backward = max(backward, gated_delta_net.backward_bytes(self._cfg, self.sizes))
         parts = attention | {"residual": 2 * hidden, "norm": norms} | mlp
         parts["bias"] = int(self._cfg.model.bias) * hidden
-        run, moved = self._cfg.run, 0
+        run, offloaded = self._cfg.run, 0
         if "full" in run.recompute:
-            moved = hidden if run.offload else 0
-            return Layer(hidden - moved, sum(parts.values()) - hidden + backward, moved)
-        again = sum(parts.pop(part, 0) for name in run.recompute for part in _AGAIN[name])
-        moved = sum(parts.pop(part, 0) for name in run.offload for part in _MOVED[name])
-        return Layer(sum(parts.values()), backward + again, moved)
+            offloaded = hidden if run.offload else 0
+            held = sum(parts.values()) - hidden + backward
+            return LayerMemory(hidden - offloaded, held, offloaded)
+        recomputed = sum(parts.pop(part, 0) for name in run.recompute for part in _RECOMPUTED[name])
+        offloaded = sum(parts.pop(part, 0) for name in run.offload for part in _OFFLOADED[name])
+        return LayerMemory(sum(parts.values()), backward + recomputed, offloaded)
 
-    def _linear(self) -> tuple[Parts, int]:
-        """What flash-linear-attention and the modules around it save and need, in chunks of 64.
+    def _attention(self, linear: bool) -> SavedTensors:
+        """Saved bytes of attention, of any kind."""
+        if linear:
+            return gated_delta_net.saved_tensors(self._cfg, self.sizes)
+        if self._cfg.model.attention.kind == "mla":
+            return latent_saved_tensors(self._cfg, self.sizes)
+        return grouped_attention.saved_tensors(self._cfg, self.sizes)
 
-        As much where context ranks have some heads over whole sequences: gradients on their way
-        between ranks take less than the kernels did before.
-        """
-        a, wide = self._cfg.model.linear_attention, 2 * self._wide
-        tokens = self.sizes.tokens // self._cfg.parallel.tensor
-        keys, values = 2 * a.key_heads * HEAD_DIM, a.value_heads * HEAD_DIM
-        # The input projection, of which the convolution's input is a part, and a copy of its gates;
-        # normalised queries and keys, and values, as the kernels read them; solved systems; the
-        # output, and what the last projection reads.
-        kept = input_dim(a) + values + keys + values + a.value_heads * _CHUNK + 2 * values
-        numbers = 4 * 6 * a.value_heads  # decays and their sums, beta, norms
-        # States of all chunks and their gradients; gradients of queries and keys of every value
-        # head, twice, and of values.
-        states = 2 * a.value_heads * HEAD_DIM**2 // _CHUNK
-        saved = tokens * (wide * kept + numbers)
-        return {"linear": saved}, tokens * wide * (states + 6 * values)
-
-    def _attention(self) -> Parts:
-        """Query, key and value as the kernel takes them, its output and statistics; latents."""
-        a, s, t = self._cfg.model.attention, self.sizes, self._cfg.parallel.tensor
-        latents = kept = down = 0
-        if a.kind == "mla":
-            qk, out = a.heads * (a.qk_nope_dim + a.qk_rope_dim), a.heads * a.v_dim
-            taken = 2 * qk + out
-            # Down-projections and their norms' outputs, cut along the sequence.
-            latents = a.q_lora_rank + a.kv_lora_rank
-            down = latents + a.qk_rope_dim
-        else:
-            q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-            taken, out = q + 2 * kv, q
-            if a.output_gate:
-                kept += 2 * q  # the gate, and what core attention made before it
-            if a.qk_norm and a.qk_norm_over == "projection":
-                kept += q + kv  # copies of query and key, which the norms save
-            elif 0 < a.rotary_dim < a.head_dim:
-                # Steps of their own: the projection whole, of which values are a view, and with
-                # norms the query cut out of it.
-                kept += q + kv + (q + kv if a.qk_norm else 0)
-            elif a.qk_norm and a.kv_heads >= t:
-                # The projection whole, of which values may be a view.
-                if self._cfg.kernels.attention == "te":
-                    kept += q + 2 * kv
-                else:
-                    taken += q + kv
-            elif a.qk_norm and self._cfg.kernels.norm == "te":
-                kept += q + kv  # copies of query and key, which the norm saves
-            elif a.qk_norm:
-                kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
-            elif a.kv_heads < t and self._cfg.kernels.attention in ("sdpa", "flex", "fa4"):
-                taken += q + kv  # values are a view of the projection, which stays whole
-        wide = 2 * self._wide
-        sizes = {
-            "queries_keys_values": wide * taken,
-            "latents": wide * latents,
-            "out": wide * out + 4 * a.heads,
-            "projected": wide * (kept + down),
-        }
-        return {name: s.tokens * size // t for name, size in sizes.items()}
-
-    def _mlp(self, ffn: int) -> int:
-        """Of a dense MLP: projection, activated half, linear half, product."""
-        parts = 2 * ACTIVATIONS[self._cfg.model.moe.activation].halves + 1
-        return self.sizes.tokens * 2 * self._wide * parts * ffn // self._cfg.parallel.tensor
-
-    def _shared(self, fp8: bool) -> int:
-        """Of shared experts: the projection alone by the kernels of the routed ones, which make the
-        rest again."""
-        ffn, act = self._cfg.model.moe.shared_ffn, ACTIVATIONS[self._cfg.model.moe.activation]
-        if not self._by_experts_kernels(ffn, fp8):
-            return self._mlp(ffn)
-        return self.sizes.tokens * 2 * self._wide * act.halves * ffn
-
-    def _by_experts_kernels(self, ffn: int, fp8: bool) -> bool:
-        """A dense MLP or shared experts run by the kernels of the routed ones."""
-        cfg, recipe = self._cfg, Fp8Block() if fp8 else None
-        spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
-        return uses_expert_kernels(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias)
-
-    def _experts(self, fp8: bool) -> Parts:
-        """Saved by route, dispatch and experts, without the input, which attention's norm saves."""
-        m, e, s, p = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.precision
-        halves = ACTIVATIONS[e.activation].halves
-        h = 2 * s.rows * halves * e.ffn * self._wide
-        if fp8 and p.hidden == "fp8":
-            h = s.rows * fp8_row(halves * e.ffn, halves)
-        routing = s.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * s.received * e.top_k
-        if self._cfg.kernels.backend == "megatron":
-            # Rows as they came and sorted by expert, the activated product, and with biases the
-            # projection plus bias; of FP8 what linear layers save, transposed.
-            x, a = (2 * s.rows * n * self._wide for n in (m.hidden, e.ffn))
-            if fp8:
-                x, a = s.rows * fp8_row(m.hidden), s.rows * fp8_row(e.ffn)
-            return {"moe": routing + h * (2 if m.bias else 1) + x, "expert_a": a}
-        sent = costs(self._cfg, self._world)
-        received = sent.kept * 2 * m.hidden * self._wide
+    def _experts(self, fp8: bool) -> SavedTensors:
+        """Saved by router, dispatch and experts, without the input, which the norm saves."""
+        cfg, p, hidden = self._cfg, self._cfg.precision, self._cfg.model.hidden
+        if cfg.kernels.backend == "megatron":
+            parts = stock_moe.saved_tensors(cfg, self.sizes, fp8=fp8)
+            parts["moe"] += router.saved_bytes(cfg, self.sizes)
+            return parts
+        parts, sent = experts.saved_tensors(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)
+        received = sent.saved * width(cfg) * hidden
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
-            # A copy beside what router and transport have in bf16; under exchanges that overlap
-            # experts, what is sent again is quantized again.
-            resent = overlaps(self._cfg, self._world)
-            kept = sent.kept if resent else max(sent.kept, self._arriving())
-            received = kept * fp8_row(m.hidden)
-        replicas = self.replicas().saved
-        return {"moe": routing + 8 * s.rows + received + replicas, "expert_h": h}
+            # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
+            # experts quantize once more the tokens that they send a second time.
+            resent = overlaps(cfg, self._world)
+            tokens = sent.saved if resent else max(sent.saved, self._received())
+            received = tokens * fp8_row(hidden)
+        parts["moe"] += router.saved_bytes(cfg, self.sizes) + received
+        parts["moe"] += self.replica_memory().saved
+        return parts
 
-    def _arriving(self) -> int:
-        """Tokens; none to compare with those of a group that sends some (`moe.estimate.rows`)."""
+    def _received(self) -> int:
+        """Received tokens; 0 if a transport for one rank stands in for a larger group.
+
+        `moe.estimate.rows` compares such a layer with one of a group that sends tokens.
+        """
         one_rank = TRANSPORTS[self._cfg.parallel.dispatch].one_rank
         alone = expert_parallel_size(self._cfg, self._world) == 1
         return 0 if one_rank and not alone else self.sizes.received
 
-    def guest_slots(self) -> int:
-        """Bytes of guests' weights and of their gradients in fp32."""
-        e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
-        one = self._cfg.model.hidden * e.ffn
-        return slots * (ACTIVATIONS[e.activation].halves + 1) * one * (2 * self._wide + 4)
+    def replica_slot_bytes(self) -> int:
+        """Bytes of the replicas' weights and of their fp32 gradients."""
+        e, replicas = self._cfg.model.moe, replica_slots(self._cfg, self._world)
+        matrix = self._cfg.model.hidden * e.ffn
+        element = width(self._cfg) + 4  # gradients in fp32
+        return replicas * (ACTIVATIONS[e.activation].halves + 1) * matrix * element
 
-    def replicas(self) -> Layer:
-        """Of a layer whose hot experts are cloned: guests' weights, their gradients in fp32, and
-        what is exchanged of the larger matrix, unless they are in memory of the exchanges; own
-        gradients in fp32 if they have no buffer, and, where one call takes all experts, their
-        larger matrix once more."""
-        e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
-        if not slots:
-            return Layer(0, 0)
-        ranks, wide = expert_parallel_size(self._cfg, self._world), 2 * self._wide
-        halves, one = ACTIVATIONS[e.activation].halves, self._cfg.model.hidden * e.ffn
-        expert, own, k = (halves + 1) * one, e.experts // ranks, self._cfg.kernels
-        kept = slots * expert * wide if self._cfg.parallel.save_x == "keep" else 0
+    def replica_memory(self) -> LayerMemory:
+        """Memory of expert replication in one layer; zero without it.
+
+        Weights and fp32 gradients of the replicas, and exchange buffers of the larger matrix,
+        unless these are in memory of a one-sided transport; fp32 gradients of local experts if
+        they have no buffer; one more copy of the larger matrix if a single call takes all experts.
+        """
+        e, replicas = self._cfg.model.moe, replica_slots(self._cfg, self._world)
+        if not replicas:
+            return LayerMemory(0, 0)
+        ranks, element = expert_parallel_size(self._cfg, self._world), width(self._cfg)
+        halves, matrix = ACTIVATIONS[e.activation].halves, self._cfg.model.hidden * e.ffn
+        expert, local, k = (halves + 1) * matrix, e.experts // ranks, self._cfg.kernels
+        saved = replicas * expert * element if self._cfg.parallel.save_x == "keep" else 0
         backward = 0
         if not costs(self._cfg, self._world).buffers:
             over_nodes = TRANSPORTS[self._cfg.parallel.dispatch].over_nodes
-            lenders = ranks // nodes(self._cfg, self._world) if over_nodes else ranks
-            backward = self.guest_slots() + 3 * lenders * slots * halves * one * 4
+            owners = ranks // nodes(self._cfg, self._world) if over_nodes else ranks
+            backward = self.replica_slot_bytes() + 3 * owners * replicas * halves * matrix * 4
         if not k.gradient_accumulation_fusion:
-            backward += own * expert * 4
+            backward += local * expert * 4
         if k.backend != "fused":
-            backward += (own + slots) * halves * one * wide
-        return Layer(kept, backward)
-
-    def _experts_backward(self) -> int:
-        """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""
-        m, e, s, k = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.kernels
-        halves = ACTIVATIONS[e.activation].halves
-        wide, local = self._wide, e.experts // expert_parallel_size(self._cfg, self._world)
-        row_d, row_f = 2 * s.rows * m.hidden * wide, 2 * s.rows * e.ffn * wide
-        w1, w2 = (2 * local * n * m.hidden * e.ffn * wide for n in (halves, 1))
-        dh, tokens = halves * row_f, 2 * s.received * m.hidden * wide
-        copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
-        around = costs(self._cfg, self._world).backward * 2 * m.hidden * wide
-        # In FP8 all operands of weight gradients are transposed beside x's gradient.
-        beside = row_f + row_d if self._keeps_fp8() and k.backend == "fused" else 0
-        kept = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
-        steps = (
-            copies * row_d + row_f + dh + row_f * copies,
-            copies * (row_d + w2) + dh + row_f,
-            copies * (row_d + w1) + dh + kept,
-            dh + row_d + tokens + beside + (w1 + w2 if kept else 0),
-            tokens + w1 + w2,  # placeholders for autograd, or gradients
-        )
-        return max(steps) + around + self.replicas().backward
+            backward += (local + replicas) * halves * matrix * element
+        return LayerMemory(saved, backward)

@@ -1,4 +1,4 @@
-"""What to change when a run does not fit: overrides, what each comes to, and which are enough."""
+"""Overrides for a run that does not fit: the bytes needed with each, and which are enough."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.memory import host_needed, needed
-from phalanx.moe.estimate.modules import cheapest
+from phalanx.moe.estimate.memory_options import cheapest
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import largest_factor
 
@@ -18,7 +18,7 @@ _MOST_TOGETHER = 5
 """Overrides in one suggestion."""
 
 _FEW = 2
-"""Single overrides that are enough, below which several together are looked for."""
+"""With fewer single overrides that are enough, sets of several are searched too."""
 
 Changes = dict[str, Any]
 """Values by knob."""
@@ -27,17 +27,17 @@ Need = Callable[[Config, int], int]
 """Bytes that a valid configuration needs on a number of ranks."""
 
 
-def suggestions(cfg: Config, world: int, machine: Machine, room: int) -> list[tuple[str, int]]:
+def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> list[tuple[str, int]]:
     """(overrides, bytes needed with them), the least needed first.
 
-    Those that are enough by themselves; if few are, a set of several that is; and more ranks, as
-    many as it takes. If nothing is enough, what helps.
+    Overrides that are enough alone; if there are few, a set of several that is enough; and a
+    larger number of ranks. If nothing is enough, overrides that reduce memory.
 
     Args:
-        cfg: as given, with `auto` in it.
+        cfg: as set by the user, with `auto` in it.
         world: ranks.
-        machine: decides what `auto` takes.
-        room: bytes that a rank may need.
+        machine: decides the values of `auto`.
+        available: bytes that a rank may need.
     """
 
     def need(trial: Config, ranks: int) -> int:
@@ -45,36 +45,40 @@ def suggestions(cfg: Config, world: int, machine: Machine, room: int) -> list[tu
 
     kinds = list(_layouts(cfg, world))
     known = resolved(cfg, world, machine.node_gpus)
-    if known.kernels.backend != "megatron":  # which takes as many rows as come
-        factor = largest_factor(known, world, room)
+    if known.kernels.backend != "megatron":  # it has no row budget
+        factor = largest_factor(known, world, available)
         if factor is not None and factor < cfg.parallel.capacity_factor:
             kinds.append([{"parallel.capacity_factor": factor}])
-    found = _by_module(cfg, world, machine, need, room)
-    if not found:
+    pairs = _by_module(cfg, world, machine, need, available)
+    if not pairs:
         kinds.append([{"run.recompute": ["full"], "run.offload": ["residual"]}])
-    found += enough(cfg, world, need, room, kinds)
-    found += enough(cfg, world, need, room, [[{"parallel.world_size": n} for n in _doubles(world)]])
-    fit = [pair for pair in found if pair[1] <= room]
-    return sorted(fit or found, key=lambda pair: pair[1])
+    pairs += enough(cfg, world, need, available, kinds)
+    more_ranks: list[Changes] = [{"parallel.world_size": n} for n in _doubles(world)]
+    pairs += enough(cfg, world, need, available, [more_ranks])
+    fit = [pair for pair in pairs if pair[1] <= available]
+    return sorted(fit or pairs, key=lambda pair: pair[1])
 
 
 def enough(
-    cfg: Config, world: int, need: Need, room: int, kinds: list[list[Changes]]
+    cfg: Config, world: int, need: Need, available: int, kinds: list[list[Changes]]
 ) -> list[tuple[str, int]]:
-    """As `suggestions`, of any need.
+    """Suggestions for any function `need`; result and arguments as of `suggestions`.
 
     Args:
-        kinds: changes to choose from; of a kind, which begins with the least change, one is taken.
+        kinds: groups of alternative changes, the smallest change first; at most one of a group is
+            applied.
     """
     trial = _Trial(cfg, world, need)
-    singly = [(pair, kind) for kind in kinds if (pair := trial.best(kind, {}, room)) is not None]
-    helping = [pair for pair, _ in singly]
-    found = [pair for pair in helping if pair[1] <= room]
-    others = [kind for pair, kind in singly if pair[1] > room]
-    if len(found) < _FEW and (together := _together(trial, others, room)):
-        found.append(together)
-    told = sorted(found or helping, key=lambda pair: pair[1])
-    return [(overrides(changes), size) for changes, size in told]
+    single_changes = [
+        (p, kind) for kind in kinds if (p := trial.best(kind, {}, available)) is not None
+    ]
+    helping = [pair for pair, _ in single_changes]
+    sufficient = [pair for pair in helping if pair[1] <= available]
+    others = [kind for pair, kind in single_changes if pair[1] > available]
+    if len(sufficient) < _FEW and (together := _together(trial, others, available)):
+        sufficient.append(together)
+    pairs = sorted(sufficient or helping, key=lambda pair: pair[1])
+    return [(overrides(changes), size) for changes, size in pairs]
 
 
 _STATES: tuple[Changes, ...] = (
@@ -82,14 +86,16 @@ _STATES: tuple[Changes, ...] = (
     {"optim.moments": "bf16"},
     {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"},
 )
-"""What activations leave too little for, and what it may round, the less first."""
+"""Smaller optimizer states to combine with recomputation, the least rounding first."""
 
 
 def _by_module(
-    cfg: Config, world: int, machine: Machine, need: Need, room: int
+    cfg: Config, world: int, machine: Machine, need: Need, available: int
 ) -> list[tuple[str, int]]:
-    """The cheapest parts of layers to compute again or to move to host memory, if these are
-    enough, or with what states of the optimizer take less."""
+    """The cheapest parts of layers to recompute or offload that are enough.
+
+    With smaller states of the optimizer if nothing is enough otherwise; empty if nothing is then.
+    """
     known, before = resolved(cfg, world, machine.node_gpus), None
     for wanted in _STATES:
         states = {path: value for path, value in wanted.items() if get(cfg, path) != value}
@@ -100,12 +106,14 @@ def _by_module(
 
         def fits(values: Changes, states: Changes = states, trial: _Trial = trial) -> bool:
             size = trial.size(states | values)
-            return size is not None and size <= room and _hosts(cfg, world, values, machine)
+            return (
+                size is not None and size <= available and _fits_host(cfg, world, values, machine)
+            )
 
         values = cheapest(known, world, machine, fits)
         if values is not None:
             changes = {k: v for k, v in (states | values).items() if get(cfg, k) != v}
-            if changes == states:  # which are advice of their own
+            if changes == states:  # suggested separately
                 return []
             size = trial.size(changes)
             assert size is not None
@@ -113,8 +121,8 @@ def _by_module(
     return []
 
 
-def _hosts(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
-    """Whether hosts have what is moved there."""
+def _fits_host(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
+    """Does host memory suffice for what is offloaded?"""
     if not values["run.offload"]:
         return True
     known = resolved(changed(cfg, values), world, machine.node_gpus)
@@ -122,20 +130,24 @@ def _hosts(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
 
 
 class _Trial:
-    """Bytes that changes of a configuration come to."""
+    """Bytes that a configuration needs with changes."""
 
     def __init__(self, cfg: Config, world: int, need: Need) -> None:
         self._cfg, self._world, self._need = cfg, world, need
         self.before = need(cfg, world)
 
-    def best(self, kind: list[Changes], others: Changes, room: int) -> tuple[Changes, int] | None:
-        """The first of a kind that is enough with `others`, or that which helps most; None if none
-        helps by a hundredth."""
+    def best(
+        self, kind: list[Changes], others: Changes, available: int
+    ) -> tuple[Changes, int] | None:
+        """The first of `kind` that is enough with `others`, else the one that saves most.
+
+        None if none saves 1 %.
+        """
         sizes = [(others | changes, self.size(others | changes)) for changes in kind]
         known = [(changes, size) for changes, size in sizes if size is not None]
         before = self.size(others) or self.before
         helping = [pair for pair in known if pair[1] < 0.99 * before]
-        if fit := [pair for pair in helping if pair[1] <= room]:
+        if fit := [pair for pair in helping if pair[1] <= available]:
             return fit[0]
         return min(helping, key=lambda pair: pair[1], default=None)
 
@@ -150,27 +162,29 @@ class _Trial:
             return None
 
 
-def _together(trial: _Trial, kinds: list[list[Changes]], room: int) -> tuple[Changes, int] | None:
-    """Several changes that are enough: again and again the one that helps most."""
+def _together(
+    trial: _Trial, kinds: list[list[Changes]], available: int
+) -> tuple[Changes, int] | None:
+    """Several changes that are enough together, chosen greedily by what saves most."""
     chosen: Changes = {}
     left = list(kinds)
     for _ in range(_MOST_TOGETHER):
-        tried = [(trial.best(kind, chosen, room), kind) for kind in left]
+        tried = [(trial.best(kind, chosen, available), kind) for kind in left]
         helping = [(pair, kind) for pair, kind in tried if pair is not None]
         if not helping:
             return None
         (chosen, size), kind = min(helping, key=lambda item: item[0][1])
         left.remove(kind)
-        if size <= room:
+        if size <= available:
             return chosen, size
     return None
 
 
 def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
-    """What the same ranks can do, by kind."""
+    """Groups of alternative changes with the same number of ranks."""
     p, d = cfg.parallel, cfg.data
     even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
-    yield [{"data.micro_batch": size} for size in halves(d.micro_batch)]
+    yield [{"data.micro_batch": size} for size in halvings(d.micro_batch)]
     yield [{"parallel.distributed_optimizer": True}]
     yield [{"parallel.grad_dtype": "bf16"}]
     yield [{"optim.moments": "bf16"}]
@@ -187,6 +201,6 @@ def _doubles(size: int) -> list[int]:
     return [2 * size, 4 * size, 8 * size]
 
 
-def halves(size: int) -> list[int]:
-    """Halves, quarters, ... down to 1."""
+def halvings(size: int) -> list[int]:
+    """Half of `size`, a quarter, ... down to 1."""
     return [size // 2**n for n in range(1, size.bit_length())]

@@ -1,16 +1,16 @@
-"""`run.dry_run=true`: what a run would take on any number of ranks, on one page, without a GPU."""
+"""`run.dry_run=true`: one page on memory and step time with any number of ranks, without a GPU."""
 
 import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
-from phalanx.configs.knobs import pluralize, get
+from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
-    clone_slots,
     data_parallel_size,
     expert_parallel_size,
     micro_batches,
+    replica_slots,
     stage_ranks,
 )
 from phalanx.configs.machines import MACHINES, Machine
@@ -20,8 +20,8 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.accounting import (
-    at_most,
     bf16_peak,
+    flops_note,
     flops_per_token,
     fp8_peak,
     model_size,
@@ -29,7 +29,7 @@ from phalanx.moe.estimate.accounting import (
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
-from phalanx.moe.estimate.modules import parts
+from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
@@ -54,25 +54,25 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     """
     machine = MACHINES[cfg.run.machine]
     known = resolved(cfg, world, machine.node_gpus)
-    room = machine.room
-    fits = needed(known, world) <= room and host_needed(known, world) <= machine.host_room
+    available = machine.room
+    fits = needed(known, world) <= available and host_needed(known, world) <= machine.host_room
     sections = [
         ("Phalanx, dry run", _run(known, world, machine)),
         ("Process groups", _groups(known, world)),
-        (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, room)),
+        (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, available)),
         (
-            "Activations that can be computed again or moved, the cheapest a byte first",
-            _parts(known, world, machine),
+            "Activations to recompute or offload, cheapest per byte first",
+            _options(known, world, machine),
         ),
         ("Experts of one layer", _experts(known, world)),
         ("Expected step", _time(known, world, machine)),
     ]
     if not fits:
         sections.append(
-            ("What would help, the least memory first", _advice(cfg, world, machine, room))
+            ("Overrides that reduce memory, least first", _advice(cfg, world, machine, available))
         )
-    elif asks := list(_opt_ins(cfg, world, machine, room)):
-        sections.append(("Off unless set, as it costs accuracy or memory", iter(asks)))
+    elif lines := list(_opt_ins(cfg, world, machine, available)):
+        sections.append(("Off by default: costs accuracy or memory", iter(lines)))
     text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
     return redacted(text) + "\n", 0 if fits else 2
 
@@ -83,18 +83,18 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"model     {model_size(m)}"
     if ids := shown(cfg):
         yield f"vocab     {ids}"
-    convention = f"Megatron convention{at_most(cfg)}"
-    yield f"work      {work(flops)} a token at sequence {d.sequence_length} ({convention})"
+    convention = f"Megatron convention{flops_note(cfg)}"
+    yield f"work      {work(flops)} per token at sequence {d.sequence_length} ({convention})"
     yield f"ranks     {world} x {machine.name}, {described(cfg)}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
     elif quantizes(cfg) and k.backend in EMULATES:
-        said = f"{k.backend} multiplies values of {cfg.precision.recipe} in bf16"
-        yield f"emulated  {said}; the time to quantize them is not counted"
+        emulation = f"{k.backend} multiplies {cfg.precision.recipe} values in bf16"
+        yield f"emulated  {emulation}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"
     sms = cfg.parallel.comm_sms if overlaps(cfg, world) else 0
-    yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
+    yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
         f"{pluralize(micro_batches(cfg, world), 'micro-batch')} x "
@@ -103,22 +103,22 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
 
 
 def _copies(cfg: Config, world: int) -> str:
-    """Of expert weights, in FP8."""
+    """FP8 copies of expert weights, in words."""
     copies = max(fp8_copy_bytes(cfg, world))
     if not copies:
-        return f"no FP8 copies: {cfg.kernels.backend} experts multiply values of FP8 in bf16"
+        return f"no FP8 copies: {cfg.kernels.backend} experts multiply FP8 values in bf16"
     return f"FP8 copies of experts {cfg.precision.weights}, {storage(copies)}"
 
 
 def _graph(cfg: Config) -> str:
-    """Whether steps are captured, and why not."""
+    """The value of run.graph, and why steps are not captured."""
     if cfg.run.graph == capture.CAPTURED:
         return cfg.run.graph
     return f"{cfg.run.graph}: {capture.not_capturable(cfg) or f'run.graph={cfg.run.graph}'}"
 
 
 def _groups(cfg: Config, world: int) -> Iterator[str]:
-    """Sizes and the ranks that rank 0 meets, in Megatron-Core's order of dimensions."""
+    """Sizes of the groups and rank 0's peers, in Megatron-Core's order of dimensions."""
     p, expert = cfg.parallel, expert_parallel_size(cfg, world)
     data, stage = data_parallel_size(cfg, world), stage_ranks(cfg, world)
     rows = [
@@ -135,7 +135,7 @@ def _groups(cfg: Config, world: int) -> Iterator[str]:
         yield f"{name:<12} {size:>5}  {', '.join(ranks)}"
 
 
-def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
+def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterator[str]:
     stages = stage_memory(cfg, world)
     worst = max(stages, key=lambda m: m.peak)
     shown = {0: "embedding", len(stages) - 1: "output"} if len(stages) > 1 else {0: "only"}
@@ -152,11 +152,11 @@ def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[st
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
     if worst.weights.padding_bytes:
         pads = ", ".join(storage(stages[i].weights.padding_bytes) for i in sorted(shown))
-        yield f"of the peaks, {pads} pad buffers, in which Muon's ranks own whole matrices"
+        yield f"the peaks include {pads} of buffer padding, as Muon's ranks own whole matrices"
     if worst.validation:
         yield (
-            f"of that, {storage(worst.validation)} for validations, which cannot use the memory of "
-            "captured steps"
+            f"the peak includes {storage(worst.validation)} for validations, which cannot use the "
+            "memory of captured steps"
         )
     if exchange := exchange_bytes(cfg, world):
         yield (
@@ -166,38 +166,37 @@ def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[st
     yield (
         f"stage {worst.stage} needs {storage(_with_reserve(worst.peak + exchange, machine))} of "
         f"{machine.memory_gib} GiB with {machine.reserved_gib} GiB for CUDA and NCCL: "
-        f"{_verdict(cfg, world, room)}"
+        f"{_verdict(cfg, world, available)}"
     )
 
 
-def _parts(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
-    """What each name of `run.recompute` and `run.offload` saves and costs alone, the cheapest a
-    byte first."""
-    yield "of a run that keeps all".ljust(28) + "saves".rjust(12) + "costs a step".rjust(16)
+def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+    """Savings and cost of each name of `run.recompute` and `run.offload` alone."""
+    yield "alone".ljust(28) + "saves".rjust(12) + "time per step".rjust(16)
     total = step_time(cfg, world, machine).total
-    for part in parts(cfg, world, machine):
-        chosen = part.name in get(cfg, part.knob)
-        text = f"{part.knob}={part.name}".ljust(28) + storage(part.saved).rjust(12)
-        text += f"{part.seconds:.3f} s".rjust(16) + f"{part.seconds / total:5.1%}".rjust(8)
+    for option in memory_options(cfg, world, machine):
+        chosen = option.name in get(cfg, option.knob)
+        text = f"{option.knob}={option.name}".ljust(28) + storage(option.saved).rjust(12)
+        text += f"{option.seconds:.3f} s".rjust(16) + f"{option.seconds / total:5.1%}".rjust(8)
         yield text + "  set" * chosen
     if host := host_needed(cfg, world):
         verdict = "" if host <= machine.host_room else ": does not fit; set run.recompute instead"
         yield (
-            f"host memory of a rank {storage(host)}, of {machine.host_gib:g} GiB assumed, by "
-            f"copies at {machine.host_gbs:g} GB/s each way assumed{verdict}"
+            f"host memory of a rank {storage(host)} of {machine.host_gib:g} GiB (assumed), copied "
+            f"at {machine.host_gbs:g} GB/s each way (assumed){verdict}"
         )
 
 
-def _verdict(cfg: Config, world: int, room: int) -> str:
-    """Whether the run fits, and with how many expert rows."""
-    factor = largest_factor(cfg, world, room)
+def _verdict(cfg: Config, world: int, available: int) -> str:
+    """Does the run fit, and up to how many expert rows?"""
+    factor = largest_factor(cfg, world, available)
     if factor is None:
-        return "does not fit, however few rows the experts have"
+        return "does not fit, not even with balanced experts"
     if factor == math.inf:
-        return "fits, whatever the routing"
+        return "fits with any routing"
     if cfg.kernels.backend == "megatron":
         return f"fits, up to {factor:g} x the balanced rows"
-    fits = needed(cfg, world) <= room
+    fits = needed(cfg, world) <= available
     verdict = "fits, up to" if fits else "does not fit; it would with"
     return f"{verdict} parallel.capacity_factor={factor:g}"
 
@@ -209,33 +208,35 @@ def _with_reserve(size: int, machine: Machine) -> int:
 def _experts(cfg: Config, world: int) -> Iterator[str]:
     s, t = sizes(cfg, world), traffic(cfg, world)
     yield f"received  {s.received} tokens, {storage(s.received * row_bytes(cfg))}"
-    factor, (given, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
+    factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
     load = "balanced" if cfg.kernels.backend == "megatron" else f"capacity_factor {factor:g}"
-    cases = {load: given} | ({"all tokens to one rank": worst} if worst != given else {})
+    cases = {load: budget} | ({"all tokens to one rank": worst} if worst != budget else {})
     for case, m in cases.items():
         yield (
-            f"rows      {m.rows} ({case}): {storage(m.layer)} of activations kept a layer, "
-            f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
+            f"rows      {m.rows} ({case}): {storage(m.layer)} of saved activations per layer, "
+            f"{storage(m.rank)} in total; dispatch buffers {storage(buffer_bytes(cfg, world))}"
         )
-    if slots := clone_slots(cfg, world):
-        held, outside = Activations(cfg, world), costs(cfg, world).buffers
-        layer = held.replicas()
-        size = held.guest_slots() if outside else layer.saved + layer.backward
-        when = "of all layers" if outside else "in the backward pass of a layer"
-        yield f"clones    {slots} guest slots: {storage(size)} for weights and gradients {when}"
+    if replicas := replica_slots(cfg, world):
+        act, one_sided = Activations(cfg, world), costs(cfg, world).buffers
+        layer = act.replica_memory()
+        size = act.replica_slot_bytes() if one_sided else layer.saved + layer.backward
+        scope = "of all layers" if one_sided else "in the backward pass of a layer"
+        yield (
+            f"replicas  {replicas} replica slots: {storage(size)} for weights and gradients {scope}"
+        )
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
         f"{t.nodes:.2f} nodes on average"
     )
-    for name, rows in (("there", t.there), ("back", t.back)):
+    for name, rows in (("dispatch", t.dispatch), ("combine", t.combine)):
         yield (
-            f"{name:<10}{rows.far:.2f} rows of a token over the network, "
+            f"{name:<10}{rows.far:.2f} rows per token over the network, "
             f"{rows.near:.2f} inside nodes"
         )
     yield (
-        f"bytes     of a token {_bytes(t.forward)} forward, {_bytes(t.backward)} backward; "
+        f"bytes     per token {_bytes(t.forward)} forward, {_bytes(t.backward)} backward; "
         f"{storage(int(t.forward.total * s.local_tokens))} and "
-        f"{storage(int(t.backward.total * s.local_tokens))} a micro-batch"
+        f"{storage(int(t.backward.total * s.local_tokens))} per micro-batch"
     )
 
 
@@ -258,8 +259,8 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(cfg.model, d.sequence_length)
     best, exchanged = bound(cfg, world, machine), ""
     if t.exchange:
-        how = "partly beside the experts" if overlaps(cfg, world) else "between computation"
-        exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
+        timing = "partly overlapped" if overlaps(cfg, world) else "not overlapped"
+        exchanged = f", {cfg.parallel.dispatch} exchanges {timing} with experts"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
         f"step {t.total:.3f} s: {rate} ({_utilisation(cfg, tokens / t.total * flops, machine)}): "
@@ -267,7 +268,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     )
     yield (
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
-        "all else overlapped, with any transport"
+        "everything else overlapped, with any transport"
     )
     for match in matching_records(cfg, world, machine.name):
         yield _compared(match)
@@ -287,13 +288,13 @@ def _tflops(m: Machine, fp8: bool) -> str:
 
 
 def _utilisation(cfg: Config, flops: float, machine: Machine) -> str:
-    """Of the dense peak of bf16; in FP8 runs also of that of FP8."""
+    """Utilisation relative to the dense peak of bf16, in FP8 runs also to that of FP8."""
     bf16, fp8 = (flops / 1e12 / (peak(machine.name) or math.inf) for peak in (bf16_peak, fp8_peak))
     return f"mfu {bf16:.0%} of bf16, {fp8:.0%} of FP8" if is_fp8(cfg) else f"mfu {bf16:.0%}"
 
 
 def _compared(match: Match) -> str:
-    """A line on what others or we have measured."""
+    """A line with a published or measured speed of a comparable run."""
     r, layout = match.record, "" if match.same_layout else ", another layout"
     return (
         f"{'published' if isinstance(r, Published) else 'measured'} "
@@ -303,15 +304,15 @@ def _compared(match: Match) -> str:
     )
 
 
-def _opt_ins(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
-    for override, more, price in opt_ins(cfg, world, machine, room):
-        yield f"{override}: {storage(abs(more))} {'more' if more > 0 else 'less'}; {price}"
+def _opt_ins(cfg: Config, world: int, machine: Machine, available: int) -> Iterator[str]:
+    for override, more, effect in opt_ins(cfg, world, machine, available):
+        yield f"{override}: {storage(abs(more))} {'more' if more > 0 else 'less'}; {effect}"
 
 
-def _advice(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
-    found = suggestions(cfg, world, machine, room)
-    for overrides, size in found:
-        verdict = "fits" if size <= room else "not enough"
+def _advice(cfg: Config, world: int, machine: Machine, available: int) -> Iterator[str]:
+    pairs = suggestions(cfg, world, machine, available)
+    for overrides, size in pairs:
+        verdict = "fits" if size <= available else "not enough"
         yield f"{overrides}: {storage(_with_reserve(size, machine))}, {verdict}"
-    if not any(size <= room for _, size in found):
-        yield "no set of them is enough: take more ranks (parallel.world_size) or a smaller model"
+    if not any(size <= available for _, size in pairs):
+        yield "no set of them is enough: use more ranks (parallel.world_size) or a smaller model"

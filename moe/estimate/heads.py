@@ -1,7 +1,7 @@
-"""What linear attention sends between context ranks: heads for tokens, and back.
+"""Traffic of linear attention between context ranks: all-to-all from tokens to heads, and back.
 
-Between its projections a rank has some heads over whole sequences (`parallel.context`); that is as
-much to keep and to compute as all heads over its own tokens, but for these two exchanges.
+Between its projections a rank has some of the heads over full sequences (`parallel.context`). It
+saves and computes as much as with all heads over its own tokens; only these exchanges are added.
 """
 
 from phalanx.configs.formats import width
@@ -12,19 +12,21 @@ from phalanx.parallel.dispatcher.costs import Links
 
 
 def heads_traffic(cfg: Config, machine: Machine) -> Links:
-    """Bytes of one layer and one token, forward and backward; tensor ranks each have a part of a
-    sequence's tokens."""
+    """Bytes of one layer and one token, forward and backward.
+
+    Tensor ranks each have a part of a sequence's tokens.
+    """
     p, a = cfg.parallel, cfg.model.linear_attention
-    # Outputs of the input projection there, inputs of the output projection back; gradients take
-    # the same ways, and so does all that is computed again.
+    # Outputs of the input projection to heads, inputs of the output projection back to tokens;
+    # gradients take the same exchanges in reverse, and recomputation repeats the forward ones.
     passes = 3 if "full" in cfg.run.recompute else 2
     sent = passes * (input_dim(a) + a.value_heads * HEAD_DIM) * width(cfg)
-    # Context ranks are as many ranks apart as tensor parallelism has.
+    # Neighbouring context ranks are `parallel.tensor` ranks apart.
     near = min(p.context, max(1, machine.node_gpus // p.tensor))
     return Links(sent * (near - 1) / p.context, sent * (p.context - near) / p.context)
 
 
 def heads_seconds(cfg: Config, machine: Machine) -> float:
-    """Of the same; nothing runs beside it."""
+    """Seconds of that traffic, which nothing overlaps."""
     sent = heads_traffic(cfg, machine)
     return sent.near / (machine.node_gbs * 1e9) + sent.far / (machine.network_gbs * 1e9)

@@ -1,8 +1,8 @@
-"""What Muon costs: the matrices that it makes orthogonal, who owns them, and the products.
+"""Cost of Muon: the matrices that it orthogonalizes, their owners, and the matrix products.
 
-A data parallel rank of the sharded optimizer owns whole parameters (parallel.megatron.matrices).
-Megatron-Core deals those of each bucket of gradients out in order of size, each to the rank that
-has least, and gives all ranks as much room as the one that has most; so does this.
+A data parallel rank of the sharded optimizer owns complete parameters (parallel.megatron.matrices).
+Megatron-Core assigns those of each gradient bucket in order of size, each to the least loaded rank,
+and pads the buffers of all ranks to the largest; this module does the same.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ from phalanx.configs.schema import Config
 from phalanx.moe.estimate.accounting import projections
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
-"""Elements of a bucket whose reduction overlaps, at least; more of many ranks (Megatron-Core)."""
+"""Minimum elements of a bucket whose reduction overlaps, in total and per rank (Megatron-Core)."""
 _FULL = 0.9
-"""How full of parameters Megatron-Core has a bucket be before it deals them out."""
+"""Fraction of a bucket that Megatron-Core fills with parameters before it assigns them."""
 
 
 class Stack(NamedTuple):
-    """Matrices of one parameter, whole: of one shape, and others of other shapes."""
+    """Matrices of one unsharded parameter: a number of one shape, and others of other shapes."""
 
     number: int
     rows: int
     columns: int
     expert: bool = False
     others: tuple[tuple[int, int, int], ...] = ()
-    """Number, rows and columns of these."""
+    """(number, rows, columns) of each other shape."""
 
     @property
     def elements(self) -> int:
-        """Of all of them."""
+        """Elements of all matrices."""
         return sum(number * rows * columns for number, rows, columns in self._shapes())
 
     @property
     def flops(self) -> float:
-        """Of one Newton-Schulz iteration: X X^T, its square, and their product with X."""
+        """FLOPs of one Newton-Schulz iteration: X X^T, its square, and their product with X."""
         total = 0.0
         for number, rows, columns in self._shapes():
             short, long = sorted((rows, columns))
@@ -49,11 +49,11 @@ class Stack(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Of the rank that has most."""
+    """Matrices of the most loaded rank."""
 
     elements: int
     flops: float
-    """Of one iteration."""
+    """FLOPs of one Newton-Schulz iteration."""
     padding: int
     """Elements of the buffers of gradients and of parameters that belong to no parameter."""
 
@@ -61,8 +61,16 @@ class Share(NamedTuple):
 def stacks(
     cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, linear: int = 0
 ) -> list[Stack]:
-    """Of so many layers with and without experts, of which `mtp` are prediction layers and `linear`
-    have linear attention; none for an optimizer other than Muon."""
+    """Matrices of a number of layers; none for an optimizer other than Muon.
+
+    Args:
+        cfg: valid.
+        world: ranks.
+        dense: layers without experts.
+        sparse: layers with experts.
+        mtp: prediction layers among these.
+        linear: layers with linear attention among all of them.
+    """
     if cfg.optim.kind != "muon":
         return []
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
@@ -88,8 +96,8 @@ def stacks(
     ]
 
 
-def owned(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
-    """What the ranks of a stage hold, dealt out; all of it if nothing is sharded.
+def largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
+    """Largest share of a rank of a stage; all of it if nothing is sharded.
 
     Args:
         cfg: valid.
@@ -102,16 +110,19 @@ def owned(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
     bucket = max(_BUCKET, _BUCKET_OF_RANK * data_parallel_size(cfg, world)) if p.overlap else None
     if not p.distributed_optimizer:
         replicas = copies = 1
-    # Tensor parallel ranks each keep their part of a dense matrix, and each compute all of it.
+    # Each tensor parallel rank stores its part of a dense matrix, and computes all of it.
     dense = [(s.elements // p.tensor, s.flops) for s in held if not s.expert]
     experts = [(s.elements, s.flops) for s in held if s.expert]
-    shares = (_dealt(dense, replicas, bucket), _dealt(experts, copies, bucket))
+    shares = (_assigned(dense, replicas, bucket), _assigned(experts, copies, bucket))
     elements, flops, padding = (sum(values) for values in zip(*shares, strict=True))
     return Share(elements, flops, padding)  # type: ignore[arg-type]
 
 
-def _dealt(sizes: list[tuple[int, float]], ranks: int, bucket: int | None) -> Share:
-    """Of (elements, FLOPs) of each parameter; `bucket` elements or more are dealt out at once."""
+def _assigned(sizes: list[tuple[int, float]], ranks: int, bucket: int | None) -> Share:
+    """Largest share of parameters of some (elements, FLOPs), assigned in buckets to ranks.
+
+    A bucket has at least `bucket` elements; None makes one bucket.
+    """
     most, flops, waiting = 0, 0.0, list[tuple[int, float]]()
     for i, size in enumerate(reversed(sizes)):
         waiting.append(size)

@@ -1,4 +1,4 @@
-"""What every `auto` comes to on Hopper GPUs with all optional packages."""
+"""Values of every `auto` on Hopper GPUs with all optional packages."""
 
 import copy
 
@@ -12,8 +12,8 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
-from phalanx.parallel.dispatcher.clones import Costs
-from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of, with_clones
+from phalanx.parallel.dispatcher.replication.options import CopyCosts
+from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of, with_replication
 
 _PACKAGES = frozenset(
     {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}
@@ -24,7 +24,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     """A copy without `auto` in kernels, transport, SMs of exchanges, graph and FP8 weights.
 
     Raises:
-        ConfigError: a choice that no Hopper GPU can run, or no group of so many ranks.
+        ConfigError: no Hopper GPU can run a choice, or no group has that number of ranks.
     """
     cfg = _with_transport(cfg, world, node_gpus)
     if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
@@ -38,40 +38,40 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
 def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
     """A copy with kernels, transport and SMs."""
     cfg = copy.deepcopy(cfg)
-    k, wanted = cfg.kernels, cfg.parallel.comm_sms
+    k, comm_sms = cfg.kernels, cfg.parallel.comm_sms
     expert = expert_parallel_size(cfg, world)
-    known = facts(cfg, world, device="cuda", capability=(9, 0), packages=_PACKAGES, compiles=True)
+    hopper = facts(cfg, world, device="cuda", capability=(9, 0), packages=_PACKAGES, compiles=True)
     try:
-        k.backend = resolve("grouped_mlp", k.backend, known).backend
-        k.attention = resolve("attention", k.attention, known).backend
-        k.norm = resolve("norm", k.norm, known).backend
+        k.backend = resolve("grouped_mlp", k.backend, hopper).backend
+        k.attention = resolve("attention", k.attention, hopper).backend
+        k.norm = resolve("norm", k.norm, hopper).backend
     except KernelUnavailable as error:
         raise ConfigError(str(error)) from error
     cfg.run.device = "cuda"
-    if k.backend == "megatron" and cfg.parallel.dispatch != "auto":  # which has its own
-        cfg.parallel.comm_sms = 0 if wanted == "auto" else wanted
+    if k.backend == "megatron" and cfg.parallel.dispatch != "auto":  # it has its own dispatcher
+        cfg.parallel.comm_sms = 0 if comm_sms == "auto" else comm_sms
         return cfg
-    refusals = {name: class_of(name).refuse_dtype(known.dtype) for name in TRANSPORTS}
+    refusals = {name: class_of(name).refuse_dtype(hopper.dtype) for name in TRANSPORTS}
     try:
-        # Experts' ranks are neighbours, and begin with a node.
-        taken = planned(
+        # Ranks of an expert-parallel group are consecutive, and start at a node.
+        plan = planned(
             cfg.parallel.dispatch,
             ranks=expert,
             node_ranks=node_gpus,
             refusals=refusals,
         )
-        taken = with_clones(
-            cfg.parallel.clones,
-            taken,
-            ranks=expert if taken.inside is None else node_gpus,
+        plan = with_replication(
+            cfg.parallel.expert_replication,
+            plan,
+            ranks=expert if plan.inside is None else node_gpus,
             local=cfg.model.moe.experts // expert,
-            costs=Costs(0, 0),
+            costs=CopyCosts(0, 0),
             keep=False,
         )
     except ValueError as error:
         raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
-    cfg.parallel.dispatch = taken.name
-    clones = (taken.inside or taken).clones
-    cfg.parallel.clones = 0 if clones is None else clones.slots
-    cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend, quantizes_on_arrival(cfg))
+    cfg.parallel.dispatch = plan.name
+    replication = (plan.inside or plan).replication
+    cfg.parallel.expert_replication = 0 if replication is None else replication.slots
+    cfg.parallel.comm_sms = sms_of(comm_sms, plan, k.backend, quantizes_on_arrival(cfg))
     return cfg

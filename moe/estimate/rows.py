@@ -1,7 +1,7 @@
-"""What the budget of expert rows costs a rank: at `parallel.capacity_factor`, and at worst.
+"""Memory of a rank's budget of expert rows: at `parallel.capacity_factor`, and at worst.
 
-By difference: from a rank that keeps no expert rows, and from one whose tokens stay where they are
-and that has no guests.
+Computed as the difference from a rank without expert rows, and from one that sends no tokens and
+has no replicas.
 """
 
 import copy
@@ -16,43 +16,43 @@ from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Bytes of a rank with a number of expert rows, in the pipeline stage that has most."""
+    """Bytes of a number of expert rows, on a rank of the pipeline stage with most."""
 
     rows: int
     """S."""
     layer: int
-    """What the experts of a layer keep for its backward pass; 0 if that computes it again."""
+    """Bytes that the experts of a layer save for its backward pass; 0 if it recomputes them."""
     rank: int
-    """What they keep in all layers and micro-batches in flight, and the backward pass of one."""
+    """Saved bytes of all layers and micro-batches in flight, and one layer's backward pass."""
 
 
 def row_memory(cfg: Config, world: int) -> tuple[RowMemory, RowMemory]:
-    """With the rows of the budget, and with those of all tokens of a group on one rank.
+    """Memory of the budgeted rows, and of the rows if all tokens of a group meet on one rank.
 
     Args:
         cfg: valid, with resolved kernels (`moe.estimate.resolved`).
         world: ranks.
     """
     s = sizes(cfg, world)
-    return _with(cfg, world, s.rows), _with(cfg, world, s.worst_rows)
+    return _row_memory(cfg, world, s.rows), _row_memory(cfg, world, s.worst_rows)
 
 
-def largest_factor(cfg: Config, world: int, room: int) -> float | None:
-    """Most expert rows that fit, over the balanced load: the largest `parallel.capacity_factor`.
+def largest_factor(cfg: Config, world: int, available: int) -> float | None:
+    """Largest `parallel.capacity_factor` that fits: expert rows over the balanced load.
 
     Args:
-        cfg, world: as of `row_memory`.
-        room: bytes of a rank, for all that `stage_memory` and `exchange_bytes` count.
+        cfg, world: as for `row_memory`.
+        available: bytes of a rank for everything in `stage_memory` and `exchange_bytes`.
 
     Returns:
-        In hundredths, rounded down; infinity if no routing needs more than fits, None if not even
-        balanced experts fit.
+        The factor, rounded down to hundredths; infinity if the worst routing fits, None if not
+        even balanced experts do.
     """
-    s, beside = sizes(cfg, world), exchange_bytes(cfg, world)
+    s, exchange = sizes(cfg, world), exchange_bytes(cfg, world)
     balanced = s.local_tokens * cfg.model.moe.top_k
 
     def fits(rows: int) -> bool:
-        return max(m.peak for m in stage_memory(cfg, world, rows)) + beside <= room
+        return max(m.peak for m in stage_memory(cfg, world, rows)) + exchange <= available
 
     if fits(s.worst_rows):
         return math.inf
@@ -66,20 +66,19 @@ def largest_factor(cfg: Config, world: int, room: int) -> float | None:
 
 
 def buffer_bytes(cfg: Config, world: int) -> int:
-    """What dispatch holds at the peak of the stage where that is most, whatever the routing: of
-    tokens, and of guests.
+    """Bytes of dispatch buffers at the peak, on the stage with most, under the worst routing.
 
     Args:
-        cfg, world: as of `row_memory`.
+        cfg, world: as for `row_memory`.
     """
-    staying, most = copy.deepcopy(cfg), sizes(cfg, world).worst_rows
-    staying.parallel.dispatch, staying.parallel.clones = "local", 0
-    stages = zip(stage_memory(cfg, world, most), stage_memory(staying, world, most), strict=True)
+    local, most = copy.deepcopy(cfg), sizes(cfg, world).worst_rows
+    local.parallel.dispatch, local.parallel.expert_replication = "local", 0
+    stages = zip(stage_memory(cfg, world, most), stage_memory(local, world, most), strict=True)
     return exchange_bytes(cfg, world) + max(a.peak - b.peak for a, b in stages)
 
 
-def _with(cfg: Config, world: int, rows: int) -> RowMemory:
+def _row_memory(cfg: Config, world: int, rows: int) -> RowMemory:
     some, none = (Activations(cfg, world, n).moe_layer() for n in (rows, 0))
     stages = zip(stage_memory(cfg, world, rows), stage_memory(cfg, world, 0), strict=True)
-    kept = max(a.saved - b.saved for a, b in stages)
-    return RowMemory(rows, some.saved - none.saved, kept + some.backward - none.backward)
+    saved = max(a.saved - b.saved for a, b in stages)
+    return RowMemory(rows, some.saved - none.saved, saved + some.backward - none.backward)

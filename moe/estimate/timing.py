@@ -1,13 +1,13 @@
-"""Time of a step: work of the slowest stage over the rates of a machine, expected and at best.
+"""Step time: work of the slowest stage over the rates of a machine, expected and at best.
 
 Expected: GEMMs, core attention, elementwise work and the exchanges of experts and of linear
-attention follow one another, as they do in this code; of pushes beside the experts
-(`parallel.comm_sms`) only a part is waited for. Gradient reduction hides behind all that where
-`parallel.overlap` is on. Stragglers, uneven routing and the host are left out.
+attention run one after another, as they do in this code; exchanges that overlap the experts
+(`parallel.comm_sms`) are exposed in part. Gradient reduction overlaps all of it if
+`parallel.overlap` is on. Stragglers, uneven routing and host time are not counted.
 
-At best: matrix products and core attention alone, with everything else behind them, whatever the
-transport. Others hide exchanges under the work on another micro-batch (DualPipe, arXiv 2412.19437;
-Megatron-Core's combined 1F1B), so that a sum of both would be no bound.
+At best: matrix products and core attention alone, with everything else overlapped, for any
+transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
+Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlaps, traffic
-from phalanx.moe.estimate.weights import LayerKind, halves, layer_kinds, stage_weights
+from phalanx.moe.estimate.weights import LayerKind, layer_kinds, split_masters, stage_weights
 
 
 @dataclass(frozen=True)
@@ -48,48 +48,48 @@ class StepTime:
     attention: float
     elementwise: float
     exchange: float
-    """Tokens to experts and back."""
+    """Dispatch and combine of expert tokens."""
     heads: float
-    """Heads of linear attention to context ranks and back."""
+    """All-to-all of linear attention's heads between context ranks."""
     offload: float
-    """Copies to and from host memory that take longer than what they run beside."""
+    """Exposed part of copies to and from host memory."""
     waiting: float
     """Pipeline bubble."""
     gradients: float
-    """Reduction and parameter gathering that nothing hides."""
+    """Exposed part of gradient reduction and parameter gathering."""
     optimizer: float
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A step of a layout that no transport and no overlap makes shorter, at a machine's rates."""
+    """Lower bound of a step of a layout with any transport and overlap, at a machine's rates."""
 
     seconds: float
     limit: str
-    """What takes them: `matrix products`, `network` or `links inside a node`."""
+    """The bottleneck: `matrix products`, `network` or `links inside a node`."""
 
 
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
-    """Of a step; `cfg` has resolved kernels."""
+    """Expected time of a step; `cfg` has resolved kernels."""
     exchange, heads = _exchange(cfg, world, machine), heads_seconds(cfg, machine)
     stages = []
     for work in _stages(cfg, world, machine):
-        written = _PASSES * work.written + _PASSES_AGAIN * work.filled
+        written = _PASSES * work.written + _RECOMPUTE_PASSES * work.refilled
         elementwise = written / (machine.memory_gbs * 1e9)
         sent = (work.tokens * work.sparse * exchange, work.tokens * work.linear * heads)
         busy = (*work.seconds, elementwise, *sent)
-        stages.append((*busy, _copies(sum(busy), work.moved, machine)))
+        stages.append((*busy, _copies(sum(busy), work.offloaded, machine)))
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
     gemm, experts, attention, elementwise, exchange, heads, offload = (count * t for t in slow)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
-        # The last micro-batch's backward pass is what there is to hide behind.
+        # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
     wait = step_seconds(seconds, count, cfg.parallel.virtual_pipeline) - count * max(seconds)
     return StepTime(
@@ -97,15 +97,18 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     )
 
 
-def _copies(seconds: float, moved: float, machine: Machine) -> float:
-    """Seconds of a micro-batch that wait for copies to host memory, beside its forward pass, a
-    third of the work, and from there, beside its backward pass."""
-    copy = moved / (machine.host_gbs * 1e9)
+def _copies(seconds: float, offloaded: float, machine: Machine) -> float:
+    """Exposed seconds of a micro-batch's copies to and from host memory.
+
+    Copies to the host overlap the forward pass, a third of the work, and copies back overlap the
+    backward pass.
+    """
+    copy = offloaded / (machine.host_gbs * 1e9)
     return max(0.0, copy - seconds / 3) + max(0.0, copy - seconds * 2 / 3)
 
 
 def bound(cfg: Config, world: int, machine: Machine) -> Bound:
-    """Of a step with balanced experts, `run.recompute` and the pipeline's schedule as in `cfg`.
+    """Bound of a step with balanced experts, `run.recompute` and the pipeline schedule of `cfg`.
 
     Links run at their line rate, both kinds at once.
     """
@@ -126,78 +129,78 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     slow = stages[seconds.index(max(seconds))]
     total = step_seconds(seconds, micro_batches(cfg, world), cfg.parallel.virtual_pipeline)
     total += _update(cfg, world, machine)[1]
-    return Bound(total, max(slow, key=lambda what: slow[what]))
+    return Bound(total, max(slow, key=lambda name: slow[name]))
 
 
 class _Flops(NamedTuple):
-    """Forward and backward of a token, without recomputation."""
+    """FLOPs of a token, forward and backward, without recomputation."""
 
     projections: float
-    """Of one attention, on average over the layers."""
+    """Projections of one attention, average over the layers."""
     core: float
-    """Of one core attention or delta rule, on average over the layers."""
+    """Core attention or delta rule of a layer, average over the layers."""
     mlp: float
-    """Of one dense MLP."""
+    """One dense MLP."""
     routed: float
     shared: float
     head: float
     """Output layer, of all losses."""
-    joining: float
-    """What a prediction layer has beside a layer."""
+    mtp_projection: float
+    """Input projection of a multi-token-prediction layer."""
 
 
 def _flops(cfg: Config) -> _Flops:
     """`moe.estimate.accounting.flops_per_token` by part."""
     m, e = cfg.model, cfg.model.moe
-    linear, whole = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
+    linear, total = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
     layers = m.layers + m.mtp_layers
     matrix = 6.0 * m.hidden * (ACTIVATIONS[e.activation].halves + 1)
     mlp, routed, shared = matrix * m.dense_ffn, matrix * e.ffn * e.top_k, matrix * e.shared_ffn
-    head, joining = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
-    rest = head + m.mtp_layers * joining + e.dense_layers * mlp
+    head, mtp_projection = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
+    rest = head + m.mtp_layers * mtp_projection + e.dense_layers * mlp
     rest += (layers - e.dense_layers) * (routed + shared)
     state = 6.0 * linear_layers(m) * delta_rule_products(m)
-    projections, core = (linear - state - rest) / layers, (whole - linear + state) / layers
-    return _Flops(projections, core, mlp, routed, shared, head, joining)
+    projections, core = (linear - state - rest) / layers, (total - linear + state) / layers
+    return _Flops(projections, core, mlp, routed, shared, head, mtp_projection)
 
 
 class _Work(NamedTuple):
-    """Of a micro-batch on one stage."""
+    """Work of a micro-batch on one stage."""
 
     seconds: tuple[float, float, float]
-    """GEMMs, experts, core attention."""
+    """Seconds of GEMMs, experts, core attention."""
     written: float
-    """Bytes that layers keep if nothing is recomputed."""
-    filled: float
-    """Bytes of what is computed again part by part, and copied to where it was."""
-    moved: float
-    """Bytes to host memory, and from there."""
+    """Bytes that layers save if nothing is recomputed."""
+    refilled: float
+    """Bytes that selective recomputation restores."""
+    offloaded: float
+    """Bytes copied to host memory, and back."""
     sparse: int
     """MoE layers."""
     linear: int
     """Layers of linear attention."""
     tokens: int
-    """Of a rank; tensor ranks share the work on a sequence."""
+    """Tokens of a rank; tensor ranks share the work on a sequence."""
 
 
 def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
-    f, again, tokens = _flops(cfg), _again(cfg), sizes(cfg, world).local_tokens
-    core_work = again.core + _measuring(cfg)
-    kept, ends = _kept(cfg, world)
-    filled, moved = _filled(cfg, world), _moved(cfg, world)
+    f, factors, tokens = _flops(cfg), _work_factors(cfg), sizes(cfg, world).local_tokens
+    core_work = factors.core + _logit_products(cfg)
+    saved, head_saved = _saved(cfg, world)
+    refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0, tokens)
     stages = [none for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
-        kinds, mtp, end = layer_kinds(cfg, letters, first), letters.count("m"), letters.count("L")
+        kinds, mtp, head = layer_kinds(cfg, letters, first), letters.count("m"), letters.count("L")
         first += letters.count("t")
         sparse = [kind for kind in kinds if not kind.dense]
-        gemm = (end * f.head + mtp * f.joining) / machine.dense_tflops
+        gemm = (head * f.head + mtp * f.mtp_projection) / machine.dense_tflops
         for kind in kinds:
-            mlp = again.mlp * f.mlp if kind.dense else again.shared * f.shared
-            gemm += (again.projections * f.projections + mlp) / rates[kind.fp8].dense
-        experts = sum(again.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
+            mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
+            gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
+        experts = sum(factors.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
         core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         stage = i % cfg.parallel.pipeline
@@ -208,9 +211,9 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
                 before.seconds[1] + more[1],
                 before.seconds[2] + more[2],
             ),
-            before.written + sum(kept[kind] for kind in kinds) + end * ends,
-            before.filled + sum(filled[kind] for kind in kinds),
-            before.moved + sum(moved[kind] for kind in kinds),
+            before.written + sum(saved[kind] for kind in kinds) + head * head_saved,
+            before.refilled + sum(refilled[kind] for kind in kinds),
+            before.offloaded + sum(offloaded[kind] for kind in kinds),
             before.sparse + len(sparse),
             before.linear + sum(kind.linear for kind in kinds),
             tokens,
@@ -218,9 +221,11 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     return stages
 
 
-def _measuring(cfg: Config) -> float:
-    """Part of core attention, forward and backward, that the largest logits take: products of
-    queries and keys once more, in the steps that measure them."""
+def _logit_products(cfg: Config) -> float:
+    """Work to measure the largest attention logits, as a fraction of core attention.
+
+    Products of queries and keys are computed once more in the steps that measure them.
+    """
     a, every = cfg.model.attention, logit_interval(cfg.optim)
     if not every:
         return 0.0
@@ -229,8 +234,8 @@ def _measuring(cfg: Config) -> float:
     return key / (key + value) / 3 / every
 
 
-class _Again(NamedTuple):
-    """Work with what is computed again, over work without it."""
+class _WorkFactors(NamedTuple):
+    """Work with recomputation over work without it."""
 
     projections: float
     core: float
@@ -239,55 +244,62 @@ class _Again(NamedTuple):
     routed: float
 
 
-def _again(cfg: Config) -> _Again:
-    """A forward pass is a third of the work; the first product of an MLP its gated share of it."""
-    m, how = cfg.model, set(cfg.run.recompute)
+def _work_factors(cfg: Config) -> _WorkFactors:
+    """Factors by part of a layer.
+
+    A forward pass is a third of the work, and an MLP's first product its gated share of that.
+    """
+    m, recompute = cfg.model, set(cfg.run.recompute)
     gated = ACTIVATIONS[m.moe.activation].halves
-    first, whole = gated / (gated + 1) / 3, 1 / 3
-    everything = whole if "full" in how else 0.0
-    of_moe = whole if how & {"moe", "full"} else 0.0
+    first, forward = gated / (gated + 1) / 3, 1 / 3
+    full = forward if "full" in recompute else 0.0
+    moe = forward if recompute & {"moe", "full"} else 0.0
     weights = [rows * columns for rows, columns in projections(m.hidden, m.attention)]
     up = 0.0
-    if "mla_up" in how:  # all but the down-projections and that of the output
+    if "mla_up" in recompute:  # all but the down-projections and that of the output
         of_query, of_keys = 1 if m.attention.q_lora_rank else 0, -2
         up = (weights[of_query] + weights[of_keys]) / sum(weights) / 3
-    mlp = first if "mlp" in how else 0.0
-    return _Again(
-        projections=1 + everything + up,
-        core=1 + (whole if how & {"attention", "full"} else 0.0),
-        mlp=1 + everything + mlp,
-        shared=1 + of_moe + mlp,
-        routed=1 + of_moe + (first if "expert_h" in how else 0.0),
+    mlp = first if "mlp" in recompute else 0.0
+    return _WorkFactors(
+        projections=1 + full + up,
+        core=1 + (forward if recompute & {"attention", "full"} else 0.0),
+        mlp=1 + full + mlp,
+        shared=1 + moe + mlp,
+        routed=1 + moe + (first if "expert_h" in recompute else 0.0),
     )
 
 
-def _filled(cfg: Config, world: int) -> dict[LayerKind, int]:
-    """Of a layer of each kind: bytes of parts that are computed again where they were."""
+def _refilled(cfg: Config, world: int) -> dict[LayerKind, int]:
+    """Bytes that selective recomputation restores, of a layer of each kind."""
     act = _balanced(cfg, world)
-    again = [name for name in cfg.run.recompute if name in ("norm", "mla_up", "attention", "mlp")]
-    return {kind: sum(act.freed(kind, name) for name in again) for kind in act.by_kind()}
+    names = [name for name in cfg.run.recompute if name in ("norm", "mla_up", "attention", "mlp")]
+    return {
+        kind: sum(act.bytes_freed(kind, name) for name in names) for kind in act.per_layer_kind()
+    }
 
 
-def _moved(cfg: Config, world: int) -> dict[LayerKind, int]:
-    """Of a layer of each kind: bytes to host memory, rows that nobody takes included."""
-    return {kind: layer.moved for kind, layer in Activations(cfg, world).by_kind().items()}
+def _offloaded(cfg: Config, world: int) -> dict[LayerKind, int]:
+    """Bytes copied to host memory, of a layer of each kind, unused expert rows included."""
+    return {
+        kind: layer.offloaded for kind, layer in Activations(cfg, world).per_layer_kind().items()
+    }
 
 
-_PASSES_AGAIN = 6.0
-"""Times that a part that is computed again is written or read: made of as much, and copied."""
+_RECOMPUTE_PASSES = 6.0
+"""Reads and writes of a recomputed tensor: its inputs, itself, and a copy to its old storage."""
 _PASSES = 6.0
-"""Times that what a layer keeps is written or read by elementwise work, forward and backward."""
+"""Reads and writes of a saved tensor by elementwise work, forward and backward."""
 
 
 def _exchange(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds a token and MoE layer."""
+    """Seconds of dispatch and combine per token and MoE layer."""
     sent: Traffic = traffic(cfg, world)
     bytes_ = sent.forward + sent.backward
     near, far = bytes_.near / (machine.node_gbs * 1e9), bytes_.far / (machine.network_gbs * 1e9)
-    how = costs(cfg, world)
+    transport = costs(cfg, world)
     if overlaps(cfg, world):
-        near *= how.exposed
-    if how.pipelined and cfg.kernels.backend != "megatron":
+        near *= transport.exposed
+    if transport.pipelined and cfg.kernels.backend != "megatron":
         return max(near, far)
     return near + far
 
@@ -300,12 +312,12 @@ class _Rates(NamedTuple):
 
 
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
-    """Of a layer in FP8 or not."""
+    """Rates of a layer in FP8 or not."""
     m, p, backend = machine, cfg.precision, cfg.kernels.backend
     fast = fp8 and backend in MULTIPLIES_FP8
 
     def mixed(slow: float, quick: float) -> float:
-        """A third of the work are weight gradients."""
+        """Mean rate if weight gradients, a third of the work, may be in bf16."""
         return quick if p.wgrad == "fp8" else 3 / (2 / quick + 1 / slow)
 
     dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
@@ -316,30 +328,29 @@ def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     )
 
 
-def _kept(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
-    """Activation bytes of a layer of each kind and of the ends if nothing is recomputed.
+def _saved(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
+    """Activation bytes of a layer of each kind and of the head if nothing is recomputed.
 
-    Of experts, rows that tokens take; others are never touched.
+    Unused expert rows are never touched and so not counted.
     """
     act = _balanced(cfg, world)
-    kept = {kind: layer.saved for kind, layer in act.by_kind().items()}
-    return kept, act.head().saved
+    saved = {kind: layer.saved for kind, layer in act.per_layer_kind().items()}
+    return saved, act.head().saved
 
 
 def _balanced(cfg: Config, world: int) -> Activations:
-    """Of layers that keep all, with balanced experts."""
+    """Activations without recomputation and offloading, with balanced experts."""
     run = replace(cfg.run, recompute=[], offload=[])
     parallel = replace(cfg.parallel, capacity_factor=1.0)
     return Activations(replace(cfg, run=run, parallel=parallel), world)
 
 
 _FP32_RATE = 0.1
-"""Of matrix products in fp32, to those in bf16."""
+"""Rate of matrix products in fp32 relative to bf16."""
 
 
 _MUON_BYTES = 60
-"""An element, read and written between the state and the products of Muon: momentum, norm, casts,
-scale."""
+"""Bytes read and written per element around Muon's products: momentum, norm, casts, scale."""
 
 
 def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
@@ -354,8 +365,8 @@ def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
     for w in stage_weights(cfg, world):
         sent = w.dense * (replicas - 1) / replicas + w.expert * (copies - 1) / copies
         reduction = max(reduction, sent * each / (link * 1e9))
-        # Moments and master weights are read and written; gradients also cleared and measured.
-        state = w.optimizer_bytes * (4 / 3 if halves(cfg) else 1)  # with masters' upper halves
+        # Moments and master weights are read and written; gradients read, zeroed and normed.
+        state = w.optimizer_bytes * (4 / 3 if split_masters(cfg) else 1)  # with their upper halves
         touched = 2 * state + 3 * w.gradient_bytes
         touched += _MUON_BYTES * w.by_muon.elements
         seconds = touched / (machine.memory_gbs * 1e9)

@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer state of each pipeline stage, in numbers and bytes.
 
-Counts are `moe.estimate.accounting`'s, by layer, cut as Megatron-Core cuts them: matrices of
+Counts are `moe.estimate.accounting`'s, by layer, sharded as in Megatron-Core: matrices of
 attention and dense MLPs over tensor ranks, experts over expert ranks, norms, router and output
-biases not at all. Its distributed optimizer shards the state of experts over the replicas of an
-expert, and of all else over data and context parallel ranks.
+biases not at all. Its distributed optimizer shards the state of experts over the expert-data
+parallel ranks, and of all else over data and context parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -33,29 +33,29 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Weights:
-    """Of one rank."""
+    """Weights, gradients and optimizer state of one rank."""
 
     dense: int
-    """Parameters that all data parallel ranks hold."""
+    """Parameters replicated over data parallel ranks."""
     expert: int
     """Parameters of this rank's experts."""
     parameter_bytes: int
     gradient_bytes: int
     """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
     by_muon: muon.Share
-    """What this rank makes orthogonal; nothing without Muon."""
+    """Matrices that this rank orthogonalizes; none without Muon."""
     padding_bytes: int
-    """Of both buffers, where ranks own unequal shares of Muon's matrices."""
+    """Padding of both buffers, because ranks own unequal shares of Muon's matrices."""
     optimizer_bytes: int
     """This rank's shard: fp32 master weights (bf16 runs) and moments of `optim.moments`.
 
-    Two moments of AdamW, one of Muon, whose matrices are not cut: the largest shard.
-    Masters of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
+    Two moments of AdamW, one of Muon, whose matrices are not split: the largest shard.
+    Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
     """
 
 
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
-    """Of a rank of each pipeline stage."""
+    """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     matrices: list[list[muon.Stack]] = [[] for _ in stages]
     first_layer = 0
@@ -65,37 +65,37 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         dense, expert = _chunk(cfg, world, letters, first_layer)
         stages[stage][0] += dense
         stages[stage][1] += expert
-        of_dense = dense_layers(cfg, letters, first_layer)
-        sparse = layers - of_dense + mtp
+        without_experts = dense_layers(cfg, letters, first_layer)
+        sparse = layers - without_experts + mtp
         linear = linear_in(cfg, letters, first_layer)
-        counts = dict(dense=of_dense, sparse=sparse, mtp=mtp, linear=linear)
+        counts = dict(dense=without_experts, sparse=sparse, mtp=mtp, linear=linear)
         matrices[stage] += muon.stacks(cfg, world, **counts)
         first_layer += layers
     return [
-        _weights(cfg, world, dense, expert, of_muon)
-        for (dense, expert), of_muon in zip(stages, matrices, strict=True)
+        _weights(cfg, world, dense, expert, stacks)
+        for (dense, expert), stacks in zip(stages, matrices, strict=True)
     ]
 
 
-def halves(cfg: Config) -> bool:
-    """Are weights the upper half of their master copies (parallel.megatron.adam)?"""
+def split_masters(cfg: Config) -> bool:
+    """Are weights the upper 16 bits of their master copies (parallel.megatron.adam)?"""
     both = in_bf16(cfg) and cfg.optim.moments == "bf16"
     return both and cfg.parallel.distributed_optimizer
 
 
 class LayerKind(NamedTuple):
-    """What a layer is made of."""
+    """Properties of a layer that decide its memory and time."""
 
     dense: bool
-    """It has a dense MLP instead of experts."""
+    """A dense MLP instead of experts."""
     fp8: bool
-    """Its linear layers follow the recipe of the run."""
+    """Linear layers in the recipe of the run."""
     linear: bool = False
-    """Its attention is linear."""
+    """Linear attention."""
 
 
 def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
-    """Of a chunk's layers: those of the decoder, the first of which is `first`, then prediction."""
+    """Kinds of a chunk's layers: decoder layers from number `first`, then prediction layers."""
     decoder = range(first, first + letters.count("t"))
     prediction = [cfg.model.layers] * letters.count("m")
     return [
@@ -105,12 +105,12 @@ def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
 
 
 def dense_layers(cfg: Config, letters: str, first: int) -> int:
-    """How many of a chunk's decoder layers, the first of which is `first`, have a dense MLP."""
+    """Number of a chunk's decoder layers, from number `first`, with a dense MLP."""
     return max(0, min(letters.count("t"), cfg.model.moe.dense_layers - first))
 
 
 def linear_in(cfg: Config, letters: str, first: int) -> int:
-    """How many of a chunk's decoder layers, from `first` on, have linear attention."""
+    """Number of a chunk's decoder layers, from number `first`, with linear attention."""
     return sum(is_linear(cfg.model, i) for i in range(first, first + letters.count("t")))
 
 
@@ -120,22 +120,23 @@ def _chunk(cfg: Config, world: int, letters: str, first: int) -> tuple[int, int]
     h, bias = m.hidden, int(m.bias)
     p = parameters(m)
     mtp = letters.count("m")
-    of_dense = dense_layers(cfg, letters, first)
-    sparse = letters.count("t") - of_dense + mtp
+    without_experts = dense_layers(cfg, letters, first)
+    sparse = letters.count("t") - without_experts + mtp
     all_dense = m.moe.dense_layers
     all_sparse = m.layers - all_dense + m.mtp_layers
-    layers = of_dense + sparse
+    layers = without_experts + sparse
 
-    whole = bias * h  # the output bias of attention, and of a dense MLP
+    unsharded = bias * h  # the output bias of attention, and of a dense MLP
     linear = linear_in(cfg, letters, first)
     full = layers - linear
     attention, state = (attention_parameters(m, linear=each) for each in (False, True))
     mlp = _share(p.dense_mlp, all_dense)
     gate = m.moe.shared_gate * h
     shared = _share(p.shared_experts, all_sparse) - gate
-    dense = full * ((attention - whole) // tensor + whole + attention_norms(m, linear=False))
-    dense += linear * (state // tensor + attention_norms(m, linear=True)) + layers * 2 * h
-    dense += of_dense * ((mlp - whole) // tensor + whole)
+    inner_norms, state_norms = (attention_norms(m, linear=each) for each in (False, True))
+    dense = full * ((attention - unsharded) // tensor + unsharded + inner_norms)
+    dense += linear * (state // tensor + state_norms) + layers * 2 * h
+    dense += without_experts * ((mlp - unsharded) // tensor + unsharded)
     dense += sparse * (shared // tensor + gate + _share(p.router, all_sparse))
     dense += mtp * (2 * h * h // tensor + 3 * h)
     table = m.vocab_size * h // tensor
@@ -151,31 +152,29 @@ def _share(total: int, layers: int) -> int:
     return total // layers if layers else 0
 
 
-def _weights(
-    cfg: Config, world: int, dense: int, expert: int, of_muon: list[muon.Stack]
-) -> Weights:
+def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon.Stack]) -> Weights:
     p = cfg.parallel
-    everything = dense + expert
+    elements = dense + expert
     grad = 2 if p.grad_dtype == "bf16" else _FP32
     moment = 2 if cfg.optim.moments == "bf16" else _FP32
-    master = 2 if halves(cfg) else _FP32
+    master = 2 if split_masters(cfg) else _FP32
     if not in_bf16(cfg):
-        master = 0  # the parameters are their own
+        master = 0  # the fp32 parameters are the master weights
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
     if not p.distributed_optimizer:
         replicas = copies = 1
-    share = muon.owned(cfg, world, of_muon)
-    dense_left = dense - sum(s.elements for s in of_muon if not s.expert) // p.tensor
-    expert_left = expert - sum(s.elements for s in of_muon if s.expert)
+    share = muon.largest_share(cfg, world, stacks)
+    dense_left = dense - sum(s.elements for s in stacks if not s.expert) // p.tensor
+    expert_left = expert - sum(s.elements for s in stacks if s.expert)
     state = (master + 2 * moment) * (-(-dense_left // replicas) - (-expert_left // copies))
     state += (master + moment) * share.elements
     padding = share.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
     return Weights(
         dense,
         expert,
-        parameter_bytes=everything * width(cfg),
-        gradient_bytes=everything * grad,
+        parameter_bytes=elements * width(cfg),
+        gradient_bytes=elements * grad,
         by_muon=share,
         padding_bytes=padding,
         optimizer_bytes=state,
@@ -183,10 +182,10 @@ def _weights(
 
 
 def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
-    """Of each stage: bf16 placeholders that Transformer Engine keeps for good, one a shape.
+    """Bytes on each stage of bf16 placeholders that Transformer Engine caches, one per shape.
 
-    Where linear layers add weight gradients straight to the buffers, Megatron-Core hands autograd
-    an unused tensor of the weight's shape, which comes from a cache.
+    When linear layers add weight gradients directly to the buffers, Megatron-Core passes autograd
+    an unused tensor of the weight's shape, which comes from that cache.
     """
     m, a, t = cfg.model, cfg.model.attention, cfg.parallel.tensor
     if not (cfg.kernels.gradient_accumulation_fusion and in_bf16(cfg)):
@@ -220,7 +219,7 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
 
 
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
-    """Of each stage: FP8 copies of expert weights in both layouts, of all layers or of one.
+    """Bytes on each stage of FP8 copies of expert weights in both layouts, of all layers or one.
 
     Args:
         cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.

@@ -1,9 +1,9 @@
-"""Weights from and to Hugging Face folders, of the families of `families`.
+"""Conversion of weights from and to Hugging Face folders, for the families of `families`.
 
-`convert` is the file to read first. No file here imports transformers.
+Start reading at `convert`. No file here imports transformers.
 
 Megatron-Bridge builds the model with its own classes and fills it, and depends on transformers and
-most of what it can train. Here a model is never built: one process without a GPU holds a region of
+many libraries of models. Here no model is built: one process without a GPU holds a region of
 tensors at a time, all names, shapes and dtypes are compared before the first is written, and the
 checkpoint is that of this trainer.
 """

@@ -1,7 +1,7 @@
-"""config.json of Hugging Face and the model section of a configuration, each from the other.
+"""Conversion between config.json of Hugging Face and the model section of a configuration.
 
-Importing reads field by field; one that nothing has read and that is not harmless is refused by
-name. Exporting writes every field whose absence transformers would fill with a value of its own.
+Import reads field by field; an unread field that is not harmless is an error. Export writes every
+field that transformers would otherwise set to a default.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from phalanx.moe.hf.writing import WRITERS, refused
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEADS_FILL_HIDDEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
-"""Families whose heads have hidden_size / num_attention_heads channels where nothing says so."""
+"""Families whose heads have hidden_size / num_attention_heads channels by default."""
 
 
 def to_knobs(values: dict[str, Any]) -> dict[str, Any]:
-    """Knobs of the model section that a config.json determines; `mtp_layers` as it says.
+    """Knobs of the model section that a config.json determines.
 
-    The coefficients of balancing losses are among them where it has any.
+    They include coefficients of balancing losses, if it has any.
 
     Raises:
-        ConversionError: it is of no known family, its model has no counterpart here, or it has a
-            field that is not known.
+        ConversionError: it has no known family, a model without a counterpart, or an unknown
+            field.
     """
     config = Fields(values)
     named = config.get("model_type")
@@ -37,62 +37,62 @@ def to_knobs(values: dict[str, Any]) -> dict[str, Any]:
         raise ConversionError(f"config.json has model_type={shown(named)}, not one of {known}")
     kind = FAMILIES[family]
     config.demand(kind.demanded)
-    found = dict(kind.fixed)
+    knobs = dict(kind.fixed)
     for name, knob in kind.fields.items():
         if name == "head_dim" and family in _HEADS_FILL_HIDDEN and config.get(name) is None:
             heads = number(config, "num_attention_heads", least=1)
-            found[knob] = number(config, "hidden_size") // heads  # as transformers has it
+            knobs[knob] = number(config, "hidden_size") // heads  # transformers' default
         else:
-            found[knob] = value_of(config, name, knob)
-    found |= from_rope(config, _rotated_heads(family, found))
-    found |= READERS[family](config, found)
-    check_one_expert(found)
+            knobs[knob] = value_of(config, name, knob)
+    knobs |= from_rope(config, _rotated_heads(family, knobs))
+    knobs |= READERS[family](config, knobs)
+    check_one_expert(knobs)
     check_quantised(config)
     besides(values)
     config.refuse_unread(HARMLESS | kind.harmless | {*TOKENS, "max_position_embeddings"})
-    return found
+    return knobs
 
 
 def prediction_prefix(config: dict[str, Any], layer: int) -> str:
-    """How names of a layer of multi-token prediction begin.
+    """Prefix of tensor names of a layer of multi-token prediction.
 
     Args:
-        config: config.json, which `to_knobs` takes.
-        layer: its number, where those of the decoder come first.
+        config: config.json that `to_knobs` accepts.
+        layer: number of the layer, counted after those of the decoder.
     """
     family = str(config["model_type"])
     names = FAMILIES[ALIASES.get(family, family)].names
     return names.prediction or f"model.layers.{layer}."
 
 
-def _rotated_heads(family: str, found: dict[str, Any]) -> Heads:
-    latent, share = found["attention.kind"] == "mla", FAMILIES[family].partial_rotary
+def _rotated_heads(family: str, knobs: dict[str, Any]) -> Heads:
+    latent, share = knobs["attention.kind"] == "mla", FAMILIES[family].partial_rotary
     if share is None:
         return Heads(latent=latent, silence=family != "gpt_oss")
-    return Heads(channels=found["attention.head_dim"], share=share)
+    return Heads(channels=knobs["attention.head_dim"], share=share)
 
 
 def besides(values: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says that no knob holds, and an export repeats: special tokens, context.
+    """Fields of a config.json without a knob that an export repeats: special tokens, context.
 
     Raises:
         ConversionError: a token is no id.
     """
-    config, kept = Fields(values), {}
+    config, extra = Fields(values), {}
     for name in TOKENS:
         ids = config.get(name)
         each = ids if isinstance(ids, list) else [ids]
         if ids is not None and not all(type(i) is int and i >= 0 for i in each):
             raise ConversionError(f"config.json has {name}={shown(ids)}; expected an id")
         if ids is not None and ids != []:
-            kept[name] = ids
+            extra[name] = ids
     if config.get("max_position_embeddings") is not None:
-        kept["max_position_embeddings"] = number(config, "max_position_embeddings", least=1)
-    return kept
+        extra["max_position_embeddings"] = number(config, "max_position_embeddings", least=1)
+    return extra
 
 
 def _is_over_top_k(m: ModelConfig) -> bool:
-    """Probabilities of all experts that are normalised over the best are a softmax of these."""
+    """True if normalized probabilities of the top k experts equal a softmax over the top k."""
     return m.moe.router.normalize and m.moe.top_k > 1
 
 
@@ -101,7 +101,7 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
 
     Args:
         m: the model section of a configuration.
-        context: tokens in a sequence, where the rotary embedding does not tell of more.
+        context: tokens in a sequence, unless the rotary embedding reaches further.
         dtype: of the weights, by torch's name.
 
     Raises:

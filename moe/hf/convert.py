@@ -1,8 +1,8 @@
-"""A Hugging Face folder to a checkpoint that a run can start from, and a checkpoint to a folder.
+"""Import of a Hugging Face folder as a checkpoint, and export of a checkpoint as a folder.
 
-Both walk over the regions of `hf.weights` and hold one at a time, on one process without a GPU. All
-names, shapes and dtypes are compared before anything is written; the result appears under its name
-when it is complete.
+Both iterate over the regions of `hf.weights` and hold one at a time, on one process without a GPU.
+All names, shapes and dtypes are compared before anything is written; the result is renamed to its
+final name when it is complete.
 """
 
 import json
@@ -23,7 +23,7 @@ from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
 from phalanx.moe.hf.shards import Shards
-from phalanx.moe.hf.source import Source, read_json
+from phalanx.moe.hf.source import SourceFolder, read_json
 from phalanx.moe.hf.tokens import (
     GENERATION,
     Chosen,
@@ -32,14 +32,14 @@ from phalanx.moe.hf.tokens import (
     imported_tokens,
     special_tokens,
 )
-from phalanx.moe.hf.weights import Region, regions
+from phalanx.moe.hf.weights import TensorRegion, regions
 from phalanx.parallel.checkpoint.saved_knobs import SavedKnobs, understood
 from phalanx.parallel.object_store import Place
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
-"""Told what has been done since the last time, and how much there is in all."""
+"""Called with the amount done since the last call, and the total."""
 
 TOKENIZER = (
     "tokenizer.json",
@@ -51,33 +51,33 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Files that are copied beside exported weights, as far as they are there."""
+"""Files that are copied with exported weights, if they exist."""
 
 _SHARD = 5 << 30  # bytes of data in an exported file
-_CONTEXT = 4096  # tokens, where nothing tells
+_CONTEXT = 4096  # tokens, if neither run nor imported model define it
 
 
 def determined(folder: Path, tokens: Chosen | None = None) -> dict[str, Any]:
-    """Knobs below `model.` that the model in a Hugging Face folder determines.
+    """Knobs below `model.` of the model in a Hugging Face folder.
 
     Args:
         folder: with config.json and safetensors.
         tokens: ids of special tokens in place of its own.
 
     Raises:
-        ConversionError: the model has no counterpart here, or there is no such folder.
+        ConversionError: the model has no counterpart here, or the folder does not exist.
     """
     if not folder.is_dir():
         hint = ""
-        if not folder.is_absolute() and len(folder.parts) == 2:  # as a hub names models
-            hint = f"; if you mean a hub's, first: hf download {folder} --local-dir {folder.name}"
+        if not folder.is_absolute() and len(folder.parts) == 2:  # a model's name on a hub
+            hint = f"; download one of a hub: hf download {folder} --local-dir {folder.name}"
         raise ConversionError(
             f"there is no folder {folder}: a model is read from a local one{hint}"
         )
     config = read_json(folder / "config.json") | dict(tokens or {})
     found = to_knobs(config)
-    # transformers leaves out the prediction layers when it saves, but not their number.
-    names, first = Source(folder, config).names, prediction_prefix(config, found["layers"])
+    # transformers drops the prediction layers when it saves, but keeps their number.
+    names, first = SourceFolder(folder, config).names, prediction_prefix(config, found["layers"])
     if not any(name.startswith(first) for name in names):
         found["mtp_layers"] = 0
     return found
@@ -95,7 +95,7 @@ def import_folder(
     Args:
         folder: with config.json and safetensors.
         out: the checkpoint; must not exist.
-        model: that fits `determined(folder)`; with fewer `mtp_layers`, the others are left out.
+        model: compatible with `determined(folder)`; fewer `mtp_layers` drop the others.
         progress: in regions.
         tokens: as for `determined`.
 
@@ -103,11 +103,11 @@ def import_folder(
         ConversionError: a tensor is missing, unexpected, of another shape or has values that are
             NaN or infinite; a special token or the tokenizer is outside the vocabulary; `out`
             exists.
-        OSError: the disk does not take it.
+        OSError: the checkpoint cannot be written.
     """
     config = read_json(folder / "config.json") | dict(tokens or {})
-    kept = imported_tokens(folder, config, model.vocab_size, tokens)
-    source, depths = Source(folder, config), to_knobs(config)["mtp_layers"]
+    extra = imported_tokens(folder, config, model.vocab_size, tokens)
+    source, depths = SourceFolder(folder, config), to_knobs(config)["mtp_layers"]
     plan = [r for r in regions(model) if not r.repeated or r.parts[0].name in source.names]
     left_out = tuple(
         prediction_prefix(config, model.layers + depth) for depth in range(model.mtp_layers, depths)
@@ -122,7 +122,7 @@ def import_folder(
                 original = first[region.key, region.rows]
                 if not torch.equal(values, _assembled(source, original, dtypes[region.key])):
                     names = f"{region.parts[0].name} and {original.parts[0].name}"
-                    raise ConversionError(f"{names} differ, and are one tensor here (--no-mtp)")
+                    raise ConversionError(f"{names} differ, but are one tensor here (--no-mtp)")
             else:
                 writer.add(region.key, region.shape, region.rows[0], values)
             progress(1, len(plan))
@@ -131,7 +131,7 @@ def import_folder(
             "step": 0,
             "data": {"consumed_samples": 0},
             "weights_only": True,
-            "huggingface": kept,
+            "huggingface": extra,
         }
         writer.commit(out, common)
 
@@ -152,18 +152,18 @@ def export_checkpoint(
     Args:
         checkpoint: folder or address, of any run and layout; it is verified first.
         out: the folder; must not exist.
-        dtype: of the weights, bf16 or fp32; as they are saved by default.
+        dtype: of the weights, bf16 or fp32; that of the checkpoint by default.
         tokenizer: folder whose tokenizer files are copied.
-        shard_bytes: of data in one file.
-        tokens: ids of special tokens in place of those that are known.
+        shard_bytes: maximum bytes of data in one file.
+        tokens: ids of special tokens that replace the known ones.
         verifying: progress of the verification, in bytes.
         progress: in regions.
 
     Raises:
-        ConversionError: no valid checkpoint, of a model that Hugging Face does not have, with
-            values that are NaN or infinite, or a special token or tokenizer of another model.
+        ConversionError: the checkpoint is invalid, has a model that Hugging Face does not have, or
+            values that are NaN or infinite; a special token or tokenizer is of another model.
         CheckpointMismatch: its configuration is not understood.
-        OSError: the checkpoint cannot be read, or the disk does not take the folder.
+        OSError: the checkpoint cannot be read, or the folder cannot be written.
     """
     copied = _tokenizer_files(tokenizer) if tokenizer else []
     with _new(out) as unfinished:
@@ -206,13 +206,15 @@ _WORDS = "embedding.word_embeddings.weight"
 _POSITIONS = "max_position_embeddings"
 
 
-def _check(source: Source, plan: list[Region], left_out: tuple[str, ...]) -> dict[str, torch.dtype]:
+def _check(
+    source: SourceFolder, plan: list[TensorRegion], left_out: tuple[str, ...]
+) -> dict[str, torch.dtype]:
     """Dtype of every tensor of the checkpoint, the widest of its parts.
 
     Args:
         source: the folder.
-        plan: all that is read.
-        left_out: how names begin that are not.
+        plan: all regions that are read.
+        left_out: prefixes of tensors that are not read.
 
     Raises:
         ConversionError: a tensor is missing, unexpected, misshapen or of an unknown dtype.
@@ -238,7 +240,7 @@ def _check(source: Source, plan: list[Region], left_out: tuple[str, ...]) -> dic
     return dtypes
 
 
-def _assembled(source: Source, region: Region, dtype: torch.dtype) -> Tensor:
+def _assembled(source: SourceFolder, region: TensorRegion, dtype: torch.dtype) -> Tensor:
     start, stop = region.rows
     values = torch.empty((stop - start, *region.shape[1:]), dtype=dtype)
     for part in region.parts:
@@ -251,7 +253,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _fits(region: Region, reader: PieceReader) -> None:
+def _fits(region: TensorRegion, reader: PieceReader) -> None:
     if region.key not in reader.keys():
         raise ConversionError(f"{region.key} is missing from the checkpoint")
     if (shape := reader.shape(region.key)) != region.shape:
@@ -268,25 +270,25 @@ def _model(saved: SavedKnobs) -> ModelConfig:
 
 
 def _section(saved: SavedKnobs, prefix: str) -> dict[str, Any]:
-    """Knobs of a section that has no sections of its own, without its name."""
-    found = saved.values.items()
-    return {path.removeprefix(prefix): value for path, value in found if path.startswith(prefix)}
+    """Knobs of a section without subsections, by their name in it."""
+    knobs = saved.values.items()
+    return {path.removeprefix(prefix): value for path, value in knobs if path.startswith(prefix)}
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    found = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    files = [folder / name for name in TOKENIZER if (folder / name).is_file()]
     if not folder.is_dir():
         raise ConversionError(
-            f"there is no folder {folder}: --tokenizer takes a local folder, not a name of a hub"
+            f"there is no folder {folder}: --tokenizer takes a local folder, not a hub's name"
         )
-    if not found:
+    if not files:
         raise ConversionError(f"{folder} has no tokenizer files ({', '.join(TOKENIZER[:3])}, ...)")
-    return found
+    return files
 
 
 @contextmanager
 def _new(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to fill and rename; it goes when it is not renamed."""
+    """A temporary folder to fill and rename to `out`; it is deleted if it is not renamed."""
     unfinished = out.with_name(out.name + ".tmp")
     if out.exists():
         raise ConversionError(f"{out} exists; name a folder that does not")

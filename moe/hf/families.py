@@ -1,7 +1,7 @@
-"""What the architectures of Hugging Face fix, and which field of a config.json is which knob.
+"""Architectures of Hugging Face: the knobs that they fix, and the fields of config.json per knob.
 
-Knobs are named by their path below `model.`. What a family fixes is set by an import and required
-of an export, so that no difference between two architectures is passed over.
+Knobs are named by their path below `model.`. Fixed knobs are set by an import and required of an
+export, so that no difference between two architectures is ignored.
 """
 
 from dataclasses import dataclass, field
@@ -13,18 +13,17 @@ from phalanx.configs.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Names:
-    """What tensors of an MoE layer are called, below `model.layers.<n>.`."""
+    """Names of the tensors of an MoE layer, below `model.layers.<n>.`."""
 
     block: str = "mlp"
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
-    """Of the router, where it has one that shapes the choice of experts."""
+    """Bias of the router in the choice of experts, if it has one."""
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Of one expert; none where all experts are in one tensor."""
+    """Matrices of one expert; none if all experts are in one tensor."""
     shared: str = "shared_experts"
     prediction: str = ""
-    """How names of multi-token prediction begin; otherwise its layers follow those of the
-    decoder."""
+    """Prefix of multi-token prediction; empty if its layers are numbered after the decoder's."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,18 @@ class Family:
     """One architecture."""
 
     architecture: str
-    """Its class in transformers."""
+    """Class in transformers."""
     fixed: dict[str, Any]
-    """Knob -> value that the architecture leaves no choice of."""
+    """Knob -> value that the architecture fixes."""
     fields: dict[str, str]
     """Field -> knob of the same value."""
     demanded: dict[str, Any]
-    """Field -> the one value that it can have; also what it means where it is absent."""
+    """Field -> its only supported value, which is also its default."""
     harmless: frozenset[str] = field(default_factory=frozenset)
     """Fields that change no result, besides those of all families."""
     names: Names = Names()
     partial_rotary: float | None = None
-    """Share of a head that is rotated where nothing says so; None for families without a choice."""
+    """Default fraction of a head that is rotated; None for families that rotate all of it."""
 
 
 HARMLESS = frozenset(
@@ -64,7 +63,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Fields of any family that name things, or steer what a caller gets, not what a model computes."""
+"""Fields of any family that do not affect what a model computes."""
 
 _SWIGLU = {"moe.activation": "swiglu", "moe.activation_limit": 0.0, "moe.activation_offset": 0.0}
 _PLAIN_HEADS = {
@@ -89,7 +88,7 @@ _PLAIN = {
     "linear_attention.full_attention_interval": 1,
     "moe.shared_gate": False,
 }
-"""What only Qwen3-Next has otherwise."""
+"""Knobs of all families but Qwen3-Next."""
 _NORMED_TOGETHER = {"attention.qk_norm": True, "attention.qk_norm_over": "projection"}
 _ROUTED_ONLY = {"mtp_layers": 0, "moe.shared_ffn": 0}
 _PLAIN_CHOICE = {"moe.router.groups": 1, "moe.router.scale": 1.0, "moe.router.bias_rate": 0.0}
@@ -339,7 +338,7 @@ FAMILIES = {
             "use_qk_norm": True,
             "use_routing_bias": True,
         },
-        # Of a dense MLP and of prediction layers, which the published weights have none of.
+        # Fields of a dense MLP and of prediction layers, which the published weights lack.
         harmless=frozenset(
             {"mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"}
         ),
@@ -388,14 +387,14 @@ FAMILIES = {
         partial_rotary=0.25,
     ),
 }
-"""By `model_type`."""
+"""Family by `model_type`."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Names of their own, of published models that are of another family in every field and tensor."""
+"""Further `model_type` names of a family, with the same fields and tensors."""
 
 
 def family_of(m: ModelConfig) -> str:
-    """The one family that a model can be of; what else this family fixes is not looked at."""
+    """The only possible family of a model; its other fixed knobs are not checked."""
     a, sigmoid = m.attention, m.moe.router.score == "sigmoid"
     if linear_layers(m) or a.output_gate:
         return "qwen3_next"

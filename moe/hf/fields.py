@@ -1,6 +1,6 @@
-"""Fields of a config.json, which may come from elsewhere, in the types that knobs have.
+"""Fields of an untrusted config.json, in the types of the knobs.
 
-Nothing is passed over: a field that no rule has read must be on a short list of harmless ones.
+No field is ignored: one that no rule has read must be on a short list of harmless ones.
 """
 
 import math
@@ -18,23 +18,23 @@ _OTHER_NAMES = {
     "num_experts_per_tok": "experts_per_token",
     "num_nextn_predict_layers": "num_mtp_layers",
 }
-"""What newer or older files call a field."""
+"""Name of a field in newer or older files."""
 
 _ABSENT = {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""Values of fields that a published config.json may leave out, as transformers has them."""
+"""Defaults of transformers for fields that a published config.json may leave out."""
 
 _SHOWN = 60  # characters of a value in a message
 _BEYOND = 100
-"""Times the largest published size: no model is so large, and a list of its layers would take all
-memory before anything else is looked at."""
+"""Limit of a size, as a multiple of the largest published one. Without it, the list of layers of
+an invalid file could take all memory before other checks."""
 
 
 class Fields(Mapping[str, Any]):
-    """A JSON object that knows which of its fields have been read.
+    """A JSON object that records which of its fields have been read.
 
     Args:
         values: the object.
-        where: what messages call it.
+        where: its name in messages.
     """
 
     def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
@@ -68,35 +68,35 @@ class Fields(Mapping[str, Any]):
         return Fields(value, f"{name} of {self.where}")
 
     def one(self, *names: str) -> Any:
-        """The value that all of these fields have which are there; None without any.
+        """The common value of those of these fields that exist; None without any.
 
         Raises:
             ConversionError: two of them differ.
         """
-        there = [name for name in names if name in self]
-        for name in there[1:]:
-            if self[name] != self[there[0]]:
-                both = f"{there[0]}={shown(self[there[0]])} and {name}={shown(self[name])}"
+        present = [name for name in names if name in self]
+        for name in present[1:]:
+            if self[name] != self[present[0]]:
+                both = f"{present[0]}={shown(self[present[0]])} and {name}={shown(self[name])}"
                 raise ConversionError(f"{self.where} has {both}, which mean the same and differ")
-        return self[there[0]] if there else None
+        return self[present[0]] if present else None
 
     def demand(self, values: Mapping[str, Any]) -> None:
-        """Read fields that can have one value only; absent they have it.
+        """Read fields with a single supported value, which is also their default.
 
         Raises:
-            ConversionError: one has another.
+            ConversionError: one has another value.
         """
         for name, value in values.items():
-            if (found := self.get(name, value)) != value:
+            if (actual := self.get(name, value)) != value:
                 raise ConversionError(
-                    f"{self.where} has {name}={shown(found)}; only {shown(value)} can be imported"
+                    f"{self.where} has {name}={shown(actual)}; only {shown(value)} can be imported"
                 )
 
     def refuse_unread(self, harmless: frozenset[str] = frozenset()) -> None:
-        """Call it when all that is understood has been read.
+        """Check that every field has been read or is harmless.
 
         Raises:
-            ConversionError: a field is left that is not harmless.
+            ConversionError: a field is neither.
         """
         for name in sorted(self._values.keys() - self._read - harmless):
             raise ConversionError(
@@ -106,13 +106,13 @@ class Fields(Mapping[str, Any]):
 
 
 def shown(value: Any) -> str:
-    """A value in a message of one line."""
+    """A value as text of limited length, for messages."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def value_of(config: Fields, name: str, knob: str) -> Any:
-    """A field in the type of `model.<knob>`.
+    """The value of a field in the type of `model.<knob>`.
 
     Raises:
         ConversionError: it is missing, or of another type.
@@ -135,10 +135,10 @@ def value_of(config: Fields, name: str, knob: str) -> Any:
 
 
 def number(config: Fields, name: str, absent: int | None = None, least: int = 0) -> int:
-    """A field that counts something.
+    """The value of an integer field.
 
     Raises:
-        ConversionError: it is missing, or no such number.
+        ConversionError: it is missing, no integer, or less than `least`.
     """
     value = config.one(name, _OTHER_NAMES.get(name, name))
     if value is None and name not in config:

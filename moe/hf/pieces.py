@@ -1,8 +1,8 @@
 """A checkpoint of Megatron-Core's torch_dist format, written and read in pieces by one process.
 
-The format keeps pieces of tensors as torch.save archives, one after the other in .distcp files, and
-their places in `.metadata`. parallel.checkpoint.commit commits and verifies the folder,
-parallel.checkpoint.safe_pickle reads what is no tensor.
+The format stores pieces of tensors as concatenated torch.save archives in .distcp files, and their
+offsets in `.metadata`. parallel.checkpoint.commit commits and verifies the folder,
+parallel.checkpoint.safe_pickle reads everything but tensors.
 """
 
 import io
@@ -35,9 +35,7 @@ from phalanx.parallel.checkpoint import commit, remote, safe_pickle  # noqa: F40
 from phalanx.parallel.object_store import Place
 
 Shape = tuple[int, ...]
-_FILE = (
-    4 << 30
-)  # bytes after which a new file is begun: the ranks of a run verify files in parallel
+_FILE = 4 << 30  # bytes after which a new file starts: the ranks of a run verify files in parallel
 
 
 class PieceWriter:
@@ -56,7 +54,7 @@ class PieceWriter:
         self._places: dict[MetadataIndex, _StorageInfo] = {}
 
     def add(self, key: str, shape: Shape, first: int, values: Tensor) -> None:
-        """Rows of the tensor `key` of `shape` from row `first`; all rows have one dtype."""
+        """Add rows of the tensor `key` of `shape` from row `first`; all rows have one dtype."""
         offsets = torch.Size([first, *[0] * (len(shape) - 1)])
         if key not in self._tensors:
             properties = TensorProperties(dtype=values.dtype)
@@ -111,11 +109,11 @@ class _Piece:
 
 
 class PieceReader:
-    """The tensors of a checkpoint that was written on any layout.
+    """The tensors of a checkpoint of any layout.
 
     Args:
         folder: of the checkpoint, or its address; all files are verified.
-        progress: told (bytes read, bytes of all files) while they are verified.
+        progress: called with (bytes read, bytes of all files) during verification.
 
     Raises:
         ConversionError: it is damaged, or no checkpoint.
@@ -133,13 +131,13 @@ class PieceReader:
         except commit.Invalid as error:
             raise ConversionError(f"{folder} is no valid checkpoint: {error}") from None
         self._folder, self._files = folder, files
-        self._places: dict[tuple[str, Shape], int | None] = {}
+        self._data_offsets: dict[tuple[str, Shape], int | None] = {}
         self._described = metadata.state_dict_metadata
         self._pieces: dict[str, list[_Piece]] = {}
         for index, place in metadata.storage_data.items():
-            what = self._described.get(index.fqn)
-            if isinstance(what, TensorStorageMetadata):
-                sizes = {tuple(c.offsets): tuple(c.sizes) for c in what.chunks}
+            described = self._described.get(index.fqn)
+            if isinstance(described, TensorStorageMetadata):
+                sizes = {tuple(c.offsets): tuple(c.sizes) for c in described.chunks}
                 offsets = tuple(index.offset or ())
                 if offsets not in sizes:
                     raise ConversionError(f"{folder} does not describe a piece of {index.fqn}")
@@ -151,11 +149,11 @@ class PieceReader:
         return set(self._pieces)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor."""
+        """Dtype of a tensor."""
         return self._described[key].properties.dtype
 
     def shape(self, key: str) -> Shape:
-        """Of a whole tensor."""
+        """Global shape of a tensor."""
         return tuple(self._described[key].size)
 
     def read(self, key: str, rows: tuple[int, int]) -> Tensor:
@@ -166,7 +164,7 @@ class PieceReader:
         """
         start, stop = rows
         out = torch.empty((stop - start, *self.shape(key)[1:]), dtype=self.dtype(key))
-        found = 0
+        filled = 0
         for piece in self._pieces[key]:
             low = max(start, piece.offsets[0])
             high = min(stop, piece.offsets[0] + piece.sizes[0])
@@ -175,19 +173,19 @@ class PieceReader:
                 place = (slice(low - start, high - start), *(slice(o, o + n) for o, n in rest))
                 values = self._rows(key, piece, low - piece.offsets[0], high - piece.offsets[0])
                 out[place] = values
-                found += values.numel()
-        if found != out.numel():
+                filled += values.numel()
+        if filled != out.numel():
             raise ConversionError(f"{self._folder} holds only a part of {key}")
         return out
 
     def _rows(self, key: str, piece: _Piece, start: int, stop: int) -> Tensor:
-        """Rows of one piece; no more of it is read, unless it was saved with gaps."""
+        """Rows of one piece; only these are read, unless it was saved with strides."""
         name, size = piece.place.relative_path, self._files[piece.place.relative_path][0]
         with commit.open_checked(self._folder / name, size) as file:
             archive = _create_file_view(file, piece.place.offset, piece.place.length)
-            if (key, piece.offsets) not in self._places:  # an export asks for rows many times
-                self._places[key, piece.offsets] = self._data_of(key, piece, archive)
-            at = self._places[key, piece.offsets]
+            if (key, piece.offsets) not in self._data_offsets:  # an export reads rows many times
+                self._data_offsets[key, piece.offsets] = self._data_of(key, piece, archive)
+            at = self._data_offsets[key, piece.offsets]
             archive.seek(0)
             if at is None:
                 return torch.load(archive, weights_only=True)[start:stop]
@@ -200,12 +198,12 @@ class PieceReader:
         return data.view(dtype).view(stop - start, *piece.sizes[1:])
 
     def _data_of(self, key: str, piece: _Piece, archive: Any) -> int | None:
-        """Where the values of a piece begin in its archive; None if they lie there with gaps."""
-        # On the meta device torch.load reads no data, but tells where in the archive it is.
+        """Offset of the values of a piece in its archive; None if they are not contiguous."""
+        # On the meta device torch.load reads no data, but sets the offset in the archive.
         meta = torch.load(archive, map_location="meta", weights_only=True)
         if tuple(meta.shape) != piece.sizes or meta.dtype != self.dtype(key):
             raise ConversionError(f"{self._folder} does not describe {key} as it is stored")
         if not meta.is_contiguous():
             return None
-        begin: int = meta.untyped_storage()._checkpoint_offset
-        return begin + meta.storage_offset() * meta.itemsize
+        start: int = meta.untyped_storage()._checkpoint_offset
+        return start + meta.storage_offset() * meta.itemsize

@@ -30,13 +30,13 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
-    """Values of a matrix, or of some rows of it, with a factor for each block.
+    """Values of a matrix, or of some of its rows, with a scale per block.
 
     Args:
         weight: float8_e4m3fn [R, C].
-        scale: of the whole matrix, [rows / block[0], C / block[1]] rounded up; any float dtype.
-        block: rows and columns that share a factor.
-        first_row: of `weight` in the whole matrix.
+        scale: of the full matrix, [rows / block[0], C / block[1]] rounded up; any float dtype.
+        block: rows and columns that share a scale.
+        first_row: row of the full matrix at which `weight` starts.
 
     Returns:
         bf16 [R, C].

@@ -1,6 +1,6 @@
-"""What each family's config.json says beyond fields that are knobs of the same value.
+"""Import of each family's config.json fields that are not knobs of the same value.
 
-Functions of the fields and of the knobs found so far; they return more knobs below `model.`.
+Functions of the fields and of the knobs read so far; they return more knobs below `model.`.
 """
 
 from collections.abc import Callable
@@ -17,86 +17,86 @@ Knobs = dict[str, Any]
 # --- one family -----------------------------------------------------------------------------------
 
 
-def _deepseek_v3(config: Fields, found: Knobs) -> Knobs:
-    check_groups(found["moe.top_k"], found["moe.router.groups"], found["moe.router.group_topk"])
-    return {**_latent(config, found), "mtp_layers": number(config, "num_nextn_predict_layers", 0)}
+def _deepseek_v3(config: Fields, knobs: Knobs) -> Knobs:
+    check_groups(knobs["moe.top_k"], knobs["moe.router.groups"], knobs["moe.router.group_topk"])
+    return {**_latent(config, knobs), "mtp_layers": number(config, "num_nextn_predict_layers", 0)}
 
 
-def _deepseek_v2(config: Fields, found: Knobs) -> Knobs:
-    return _latent(config, found)
+def _deepseek_v2(config: Fields, knobs: Knobs) -> Knobs:
+    return _latent(config, knobs)
 
 
-def _qwen3_moe(config: Fields, found: Knobs) -> Knobs:
+def _qwen3_moe(config: Fields, knobs: Knobs) -> Knobs:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ConversionError(
             f"config.json has mlp_only_layers={shown(dense)}; only leading layers can be dense"
         )
     if config.get("layer_types") is not None:
-        config.demand({"layer_types": [FULL] * found["layers"]})
-    _check_heads(found)
+        config.demand({"layer_types": [FULL] * knobs["layers"]})
+    _check_heads(knobs)
     return {"moe.dense_layers": len(dense), **_aux_loss(config)}
 
 
-def _gpt_oss(config: Fields, found: Knobs) -> Knobs:
-    if found["moe.activation_limit"] <= 0:
-        limit = found["moe.activation_limit"]
+def _gpt_oss(config: Fields, knobs: Knobs) -> Knobs:
+    if knobs["moe.activation_limit"] <= 0:
+        limit = knobs["moe.activation_limit"]
         raise ConversionError(f"config.json has swiglu_limit={limit}; expected a number above 0")
-    if found["attention.yarn.factor"] > 1:
-        config.demand({"initial_context_length": found["attention.yarn.original_context"]})
+    if knobs["attention.yarn.factor"] > 1:
+        config.demand({"initial_context_length": knobs["attention.yarn.original_context"]})
     else:
-        config.get("initial_context_length")  # is of YaRN
-    _check_heads(found)
-    return {**_windows(config, found["layers"]), **_aux_loss(config)}
+        config.get("initial_context_length")  # used by YaRN only
+    _check_heads(knobs)
+    return {**_windows(config, knobs["layers"]), **_aux_loss(config)}
 
 
-def _mixtral(config: Fields, found: Knobs) -> Knobs:
+def _mixtral(config: Fields, knobs: Knobs) -> Knobs:
     window = config.get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
         raise ConversionError(f"config.json has sliding_window={shown(window)}; expected a number")
-    _check_heads(found)
+    _check_heads(knobs)
     return {"attention.window": window or 0, **_aux_loss(config)}
 
 
-def _olmoe(config: Fields, found: Knobs) -> Knobs:
-    hidden, heads = found["hidden"], found["attention.heads"]
-    if found["attention.head_dim"] * heads != hidden:
-        head_dim = found["attention.head_dim"]
+def _olmoe(config: Fields, knobs: Knobs) -> Knobs:
+    hidden, heads = knobs["hidden"], knobs["attention.heads"]
+    if knobs["attention.head_dim"] * heads != hidden:
+        head_dim = knobs["attention.head_dim"]
         raise ConversionError(
             f"config.json has head_dim={head_dim}, and heads fill hidden_size={hidden} in OLMoE"
         )
-    _check_heads(found)
+    _check_heads(knobs)
     return _aux_loss(config)
 
 
-def _glm4_moe(config: Fields, found: Knobs) -> Knobs:
-    check_groups(found["moe.top_k"], found["moe.router.groups"], found["moe.router.group_topk"])
-    _check_heads(found)
+def _glm4_moe(config: Fields, knobs: Knobs) -> Knobs:
+    check_groups(knobs["moe.top_k"], knobs["moe.router.groups"], knobs["moe.router.group_topk"])
+    _check_heads(knobs)
     return {
-        "moe.shared_ffn": number(config, "n_shared_experts") * found["moe.ffn"],
+        "moe.shared_ffn": number(config, "n_shared_experts") * knobs["moe.ffn"],
         "mtp_layers": number(config, "num_nextn_predict_layers", 0),
     }
 
 
-def _minimax_m2(config: Fields, found: Knobs) -> Knobs:
-    config.demand({"attn_type_list": [1] * found["layers"]})  # 0 is linear attention
-    _check_heads(found)
+def _minimax_m2(config: Fields, knobs: Knobs) -> Knobs:
+    config.demand({"attn_type_list": [1] * knobs["layers"]})  # 0 is linear attention
+    _check_heads(knobs)
     return _aux_loss(config)
 
 
-def _qwen3_next(config: Fields, found: Knobs) -> Knobs:
+def _qwen3_next(config: Fields, knobs: Knobs) -> Knobs:
     if config.get("mlp_only_layers"):
         config.demand({"mlp_only_layers": []})
-    _check_heads(found)
-    keys, values = (found[f"linear_attention.{kind}_heads"] for kind in ("key", "value"))
+    _check_heads(knobs)
+    keys, values = (knobs[f"linear_attention.{kind}_heads"] for kind in ("key", "value"))
     if keys < 1 or values < 1 or values % keys:
         raise ConversionError(
             f"config.json has linear_num_key_heads={keys}, which does not divide "
             f"linear_num_value_heads={values}"
         )
     return {
-        "linear_attention.full_attention_interval": _full_attention_interval(config, found),
-        # The published weights have a prediction layer, of which config.json says nothing.
+        "linear_attention.full_attention_interval": _full_attention_interval(config, knobs),
+        # The published weights have a prediction layer that config.json does not mention.
         "mtp_layers": number(config, "num_nextn_predict_layers", 1),
         **_aux_loss(config),
     }
@@ -113,26 +113,26 @@ READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
-"""By family."""
+"""Reader by family."""
 
 
 # --- parts of several families --------------------------------------------------------------------
 
 
-def _latent(config: Fields, found: Knobs) -> Knobs:
+def _latent(config: Fields, knobs: Knobs) -> Knobs:
     """Latent attention and shared experts of DeepSeek."""
-    heads, rope = found["attention.heads"], found["attention.qk_rope_dim"]
+    heads, rope = knobs["attention.heads"], knobs["attention.qk_rope_dim"]
     config.demand(
         {
             "num_key_value_heads": heads,
-            "head_dim": rope,  # that is rotated, as transformers writes it
-            "qk_head_dim": found["attention.qk_nope_dim"] + rope,
+            "head_dim": rope,  # the rotated part, as transformers writes it
+            "qk_head_dim": knobs["attention.qk_nope_dim"] + rope,
         }
     )
     rank = config.get("q_lora_rank", "")
     more: Knobs = {
         "attention.q_lora_rank": 0 if rank is None else number(config, "q_lora_rank"),
-        "moe.shared_ffn": number(config, "n_shared_experts") * found["moe.ffn"],
+        "moe.shared_ffn": number(config, "n_shared_experts") * knobs["moe.ffn"],
     }
     per_sequence = config.get("seq_aux", True)
     if type(per_sequence) is not bool:
@@ -145,7 +145,7 @@ def _latent(config: Fields, found: Knobs) -> Knobs:
 
 
 def _windows(config: Fields, layers: int) -> Knobs:
-    """Sliding windows: on all layers but each n-th."""
+    """Sliding windows on all layers but each n-th."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if kinds is None:
         kinds = kinds_of_layers(layers, 2, windows=True)
@@ -168,32 +168,32 @@ def _windows(config: Fields, layers: int) -> Knobs:
     return {"attention.window": window, "attention.window_every": every}
 
 
-def _full_attention_interval(config: Fields, found: Knobs) -> int:
-    """Of layers whose attention is not linear: by their kinds, or by a number that makes these."""
-    layers, kinds = found["layers"], config.get("layer_types")
-    told = number(config, "full_attention_interval", 4, least=1)
+def _full_attention_interval(config: Fields, knobs: Knobs) -> int:
+    """Interval of layers with full attention, from `layer_types` or `full_attention_interval`."""
+    layers, kinds = knobs["layers"], config.get("layer_types")
+    interval = number(config, "full_attention_interval", 4, least=1)
     if kinds is None:
-        return told
+        return interval
     if not isinstance(kinds, list) or any(kind not in (FULL, LINEAR) for kind in kinds):
         known = f"expected a list of {FULL} and {LINEAR}"
         raise ConversionError(f"config.json has layer_types={shown(kinds)}; {known}")
-    every = kinds.index(FULL) + 1 if FULL in kinds else max(told, layers + 1)
+    every = kinds.index(FULL) + 1 if FULL in kinds else max(interval, layers + 1)
     if kinds != linear_kinds(layers, every):
         raise ConversionError("config.json has layer_types that are not full at each n-th layer")
-    if "full_attention_interval" in config and linear_kinds(layers, told) != kinds:
+    if "full_attention_interval" in config and linear_kinds(layers, interval) != kinds:
         raise ConversionError(
-            f"config.json has full_attention_interval={told} and layer_types that differ"
+            f"config.json has full_attention_interval={interval} and layer_types that differ"
         )
     return every
 
 
 def linear_kinds(layers: int, every: int) -> list[str]:
-    """`layer_types`: each `every`-th layer full, the others linear."""
+    """`layer_types` with each `every`-th layer full, the others linear."""
     return [LINEAR if i % every else FULL for i in range(1, layers + 1)]
 
 
 def kinds_of_layers(layers: int, every: int, *, windows: bool) -> list[str]:
-    """`layer_types`: each `every`-th layer full, or without windows all; 1 stands for none."""
+    """`layer_types` with each `every`-th layer full; all without windows, none if it is 1."""
     full = [not windows or (every > 1 and i % every == 0) for i in range(1, layers + 1)]
     return [FULL if each else SLIDING for each in full]
 
@@ -205,8 +205,8 @@ def _aux_loss(config: Fields) -> Knobs:
     return {"moe.router.aux_loss": coefficient, "moe.router.seq_aux_loss": 0.0}
 
 
-def _check_heads(found: Knobs) -> None:
-    heads, shared = found["attention.heads"], found["attention.kv_heads"]
+def _check_heads(knobs: Knobs) -> None:
+    heads, shared = knobs["attention.heads"], knobs["attention.kv_heads"]
     if shared < 1 or heads % shared:
         raise ConversionError(
             f"config.json has num_key_value_heads={shared}, which does not divide "
@@ -214,28 +214,34 @@ def _check_heads(found: Knobs) -> None:
         )
 
 
-def check_one_expert(found: Knobs) -> None:
-    """transformers normalises the weight of a single expert to 1; a router learns nothing so."""
-    over_top_k = found.get("moe.router.softmax_over") == "topk"
-    if found["moe.top_k"] == 1 and (over_top_k or found["moe.router.normalize"]):
+def check_one_expert(knobs: Knobs) -> None:
+    """Refuse one expert per token with a normalized weight: always 1 in transformers.
+
+    A router would not learn from it.
+    """
+    over_top_k = knobs.get("moe.router.softmax_over") == "topk"
+    if knobs["moe.top_k"] == 1 and (over_top_k or knobs["moe.router.normalize"]):
         why = "softmax over one expert" if over_top_k else "norm_topk_prob=true"
         raise ConversionError(
-            f"config.json has num_experts_per_tok=1 with {why}, a weight that is always 1, from "
-            "which no router learns; there is no such model here"
+            f"config.json has num_experts_per_tok=1 with {why}, a weight that is always 1, so that "
+            "the router does not learn; this is not supported"
         )
 
 
-def check_groups(top_k: int, groups: int, kept: int) -> None:
-    """Both sides rank groups by their best experts: two there, top_k / group_topk here."""
-    if kept < groups and top_k != 2 * kept:
+def check_groups(top_k: int, groups: int, group_topk: int) -> None:
+    """Refuse groups that are ranked differently.
+
+    Hugging Face ranks them by their best two experts, Phalanx by their best top_k / group_topk.
+    """
+    if group_topk < groups and top_k != 2 * group_topk:
         raise ConversionError(
-            f"top_k={top_k} with group_topk={kept} cannot be converted: groups are ranked by their "
-            "best two experts there, by top_k / group_topk here"
+            f"top_k={top_k} with group_topk={group_topk} cannot be converted: Hugging Face ranks "
+            "groups by their best two experts, Phalanx by their best top_k / group_topk"
         )
 
 
 def check_quantised(config: Fields) -> None:
-    """Formats that `hf.source` reads; how large the blocks are is its question."""
+    """Check that `hf.source`, which checks block sizes, reads the quantized format."""
     stored = config.inner("quantization_config")
     if stored is None:
         return

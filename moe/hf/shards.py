@@ -1,7 +1,7 @@
 """Writes a Hugging Face folder: safetensors shards of bounded size, filled piece by piece.
 
-The safetensors library writes a shard from tensors that are all in memory. Here headers are laid
-out first, for which names, dtypes and shapes suffice, and data follows in any order.
+The safetensors library writes a shard from tensors that are all in memory. This module writes
+headers first, from names, dtypes and shapes, and then data in any order.
 Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, data).
 """
 
@@ -26,7 +26,7 @@ class Shards:
     Args:
         folder: empty.
         tensors: name -> (dtype, shape), in the order in which they are stored.
-        limit: bytes of data in a shard; a larger tensor has one of its own.
+        limit: bytes of data in a shard; a larger tensor has a separate one.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Shards:
         for name, start in shard.items():
             dtype, shape = self._tensors[name]
             end = start + math.prod(shape) * dtype.itemsize
-            places = [start, end]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": places}
+            offsets = [start, end]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with (self._folder / file).open("wb") as stream:
@@ -68,10 +68,10 @@ class Shards:
             self._place[name] = (file, 8 + len(text) + start)
 
     def write(self, name: str, first: int, values: Tensor) -> int:
-        """Rows of a tensor from row `first`; returns their bytes. Each row is written once.
+        """Write rows of a tensor from row `first`; returns their bytes. Each row is written once.
 
         Raises:
-            ConversionError: a value is NaN or infinite, in the dtype that is written.
+            ConversionError: a value is NaN or infinite in the dtype of the shard.
         """
         dtype, shape = self._tensors[name]
         values = values.to(dtype)
@@ -90,7 +90,7 @@ class Shards:
         return data.nbytes
 
     def close(self) -> None:
-        """End the shard that is open, on disk."""
+        """Flush the open shard to disk and close it."""
         if self._open is not None:
             with self._open[1] as stream:
                 stream.flush()
@@ -98,7 +98,7 @@ class Shards:
         self._open = None
 
     def index(self) -> None:
-        """Write the index; when all data is written."""
+        """Write the index, after all data."""
         self.close()
         files = {name: file for name, (file, _) in self._place.items()}
         text = json.dumps({"metadata": {"total_size": self.bytes}, "weight_map": files}, indent=2)

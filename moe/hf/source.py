@@ -1,8 +1,8 @@
-"""Tensors of a Hugging Face folder, read in pieces: safetensors only, quantised ones as bf16.
+"""Tensors of a Hugging Face folder, read in pieces: safetensors only, quantized ones as bf16.
 
-The folder may come from elsewhere. Shards are named by the index and lie directly in the folder;
-their headers are checked by the safetensors library; pickled weights are never opened. What two
-readers of the folder could take for different models is refused.
+The folder is untrusted. Shards are named by the index and lie directly in the folder; their headers
+are checked by the safetensors library; pickled weights are never opened. A folder that two readers
+could interpret as different models is refused.
 """
 
 import json
@@ -48,25 +48,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; takes no memory, as isfinite does."""
+    """True if no value is NaN or infinite; unlike isfinite it needs no memory."""
     return all(
         extreme.isfinite() for extreme in values.aminmax()
     )  # both are NaN where one value is
 
 
-class Source:
+class SourceFolder:
     """The tensors of a folder by name.
 
-    MXFP4 tensors are stored as `<name>_blocks` and `<name>_scales`, those in FP8 with
-    `<name>_scale_inv` beside them; `dtype`, `shape` and `read` tell of the values.
+    MXFP4 tensors are stored as `<name>_blocks` and `<name>_scales`, FP8 ones with
+    `<name>_scale_inv`; `dtype`, `shape` and `read` refer to dequantized values.
 
     Args:
         folder: with model.safetensors, or the shards that model.safetensors.index.json names.
         config: its config.json.
 
     Raises:
-        ConversionError: there are no safetensors, the index is not usable, or it is ambiguous which
-            tensors the model has.
+        ConversionError: there are no safetensors, the index is unusable, or the tensors of the
+            model are ambiguous.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Source:
         self._read = 0
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the values of a tensor: bf16 or fp32.
+        """Dtype of the values of a tensor: bf16 or fp32.
 
         Raises:
             ConversionError: it is missing, or of another dtype.
@@ -95,10 +95,10 @@ class Source:
         return _DTYPES[stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the values of a tensor.
+        """Shape of the values of a tensor.
 
         Raises:
-            ConversionError: it is missing, or does not go with its scales.
+            ConversionError: it is missing, or does not match its scales.
         """
         if not self._is_mxfp4(name):
             shape = self._shape(name)
@@ -120,7 +120,7 @@ class Source:
         return {name, f"{name}_scale_inv"} & self.names
 
     def read(self, name: str, rows: tuple[int, int]) -> Tensor:
-        """Rows of a tensor; the memory is its own.
+        """Rows of a tensor, as a copy.
 
         Raises:
             ConversionError: a value is NaN or infinite.
@@ -143,8 +143,8 @@ class Source:
         return name not in self._files and f"{name}_blocks" in self._files
 
     def _expect(self, name: str, shape: list[int]) -> None:
-        if (found := list(self._shape(name))) != shape:
-            raise ConversionError(f"{name} has shape {found}, not {shape}")
+        if (actual := list(self._shape(name))) != shape:
+            raise ConversionError(f"{name} has shape {actual}, not {shape}")
 
     def _stored(self, name: str) -> str:
         return str(self._slice(name).get_dtype())
@@ -172,11 +172,11 @@ class Source:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file that holds it, by the headers of the files, as transformers reads them.
+    """Tensor name -> file that holds it, from the headers of the files, as in transformers.
 
     Raises:
-        ConversionError: there are none, one cannot be read, or readers could differ in what they
-            take: a single file beside shards, a tensor that two shards have, an adapter.
+        ConversionError: there are no files, one cannot be read, or the model is ambiguous: a single
+            file besides shards, a tensor in two shards, an adapter.
     """
     if (folder / _ADAPTER).is_file():
         raise ConversionError(
@@ -198,19 +198,19 @@ def _files(folder: Path) -> dict[str, str]:
             f"{folder} has {_SINGLE} and an {INDEX} that names {other}: it is ambiguous which of "
             "them is the model; remove the file or the index"
         )
-    held: dict[str, str] = {}
+    files: dict[str, str] = {}
     for shard in shards:
         for name in _header(folder / shard):
-            if name in held:
+            if name in files:
                 raise ConversionError(
-                    f"{folder} has {name} in {held[name]} and in {shard}: it is ambiguous which of "
-                    "them is the model's; remove one"
+                    f"{folder} has {name} in {files[name]} and in {shard}: it is ambiguous which "
+                    "of them is the model's; remove one"
                 )
-            held[name] = shard
+            files[name] = shard
     for name, shard in named.items():
-        if held.get(name) != shard:
+        if files.get(name) != shard:
             raise ConversionError(f"{folder / INDEX} has {name} in {shard}, which lacks it")
-    return held
+    return files
 
 
 def _indexed(index: Path) -> dict[str, str]:
@@ -238,7 +238,7 @@ def _header(file: Path) -> list[str]:
 
 
 def _block(config: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale of FP8."""
+    """Rows and columns that share an FP8 scale."""
     quantised = config.get("quantization_config")
     size = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
     if size is None:

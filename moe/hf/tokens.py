@@ -1,7 +1,7 @@
-"""Special tokens and generation_config.json: what data, tokenizer and imported model say of them.
+"""Special tokens and generation_config.json, from data, tokenizer and imported model.
 
-One check for import, export, sample.py and evaluate.py: an id is below the size of the vocabulary,
-a tokenizer is that of the model, and config.json and generation_config.json agree.
+Import, export, sample.py and evaluate.py share these checks: an id is below the size of the
+vocabulary, a tokenizer is that of the model, and config.json and generation_config.json agree.
 """
 
 from collections.abc import Mapping
@@ -19,25 +19,25 @@ from phalanx.moe.hf.source import read_json
 
 Ids = dict[str, int | list[int]]
 Chosen = Mapping[str, int | list[int] | None]
-"""Ids that a person gives in place of what is known; None leaves one out."""
+"""Ids that a user sets in place of the known ones; None removes one."""
 
 GENERATION = "generation_config.json"
 CHOOSE = "give --{option} an id below {vocab_size}, or none"
-"""How a person of the converter gets past an id that cannot be."""
+"""Advice of the converter on an id out of range."""
 _LISTS = ("suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What an exported folder says of them."""
+    """Special tokens of an exported folder."""
 
     ids: Ids
-    """`bos_token_id`, `eos_token_id`, `pad_token_id` of config.json, as far as they are known."""
+    """Known ones of `bos_token_id`, `eos_token_id`, `pad_token_id` of config.json."""
     generation: dict[str, Any]
-    """generation_config.json: the same ids, and all else that the model's own has. Its
+    """generation_config.json: the same ids, and all other fields of the model's file. Its
     `eos_token_id` may list more ids at which a text ends."""
     notes: tuple[str, ...] = ()
-    """Lines on ids that a tokenizer has and that are others here."""
+    """Lines on ids that differ from those of the tokenizer."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -49,27 +49,26 @@ class SpecialTokens:
 def imported_tokens(
     folder: Path, config: dict[str, Any], vocab_size: int, chosen: Chosen | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of a folder that no knob holds: special tokens, the published context
-    and generation_config.json.
+    """Facts of a folder without a knob: special tokens, published context, generation_config.json.
 
     Args:
-        folder: that is imported.
-        config: its config.json, in which `chosen` are.
+        folder: the imported one.
+        config: its config.json, with `chosen` in it.
         vocab_size: of the model.
-        chosen: ids in place of the folder's own.
+        chosen: ids in place of the folder's.
 
     Raises:
         ConversionError: an id is outside the vocabulary, or the folder's tokenizer is.
     """
     chosen = chosen or {}
-    kept = besides(config)
-    check_ids("config.json", kept, vocab_size)
-    own = _object(folder / GENERATION)
-    own = {n: chosen.get(n, v) for n, v in own.items() if chosen.get(n, v) is not None}
-    check_ids(GENERATION, own, vocab_size)
-    aside = "move its files elsewhere to import the weights alone"
-    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, aside)
-    return kept | ({"generation_config": own} if own else {})
+    extra = besides(config)
+    check_ids("config.json", extra, vocab_size)
+    fields = _object(folder / GENERATION).items()
+    generation = {n: chosen.get(n, v) for n, v in fields if chosen.get(n, v) is not None}
+    check_ids(GENERATION, generation, vocab_size)
+    remedy = "move its files elsewhere to import the weights alone"
+    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, remedy)
+    return extra | ({"generation_config": generation} if generation else {})
 
 
 def special_tokens(
@@ -78,82 +77,80 @@ def special_tokens(
     base: dict[str, Any],
     vocab_size: int,
     chosen: Chosen | None = None,
-    way_out: str = CHOOSE,
+    remedy: str = CHOOSE,
 ) -> SpecialTokens:
-    """Special tokens of a model, as far as they are known.
+    """Known special tokens of a model.
 
-    The token that ended documents in training comes first, then the tokenizer's, then those of the
-    model that was imported.
+    The token that ended documents in training has priority, then the tokenizer's, then those of
+    the imported model.
 
     Args:
         data: the data section of the run's configuration.
         tokenizer: folder with the tokenizer's files.
-        base: what the imported model had, as `imported_tokens` gives it.
-        vocab_size: that all ids must be below.
-        chosen: ids before all of these.
-        way_out: what a person can do about an id; `option` and `vocab_size` are filled in.
+        base: result of `imported_tokens` for an imported model.
+        vocab_size: upper bound of the ids.
+        chosen: ids that override all of these.
+        remedy: advice on an id out of range, with fields `option` and `vocab_size`.
 
     Raises:
         ConversionError: an id is outside the vocabulary, or a file cannot be read.
     """
     chosen = chosen or {}
     of_tokenizer = _of_tokenizer(tokenizer) if tokenizer else {}
-    ids = {name: given for name, given in chosen.items() if given is not None}
-    check_ids("the command line", ids, vocab_size, way_out)
+    ids = {name: each for name, each in chosen.items() if each is not None}
+    check_ids("the command line", ids, vocab_size, remedy)
     for where, known in (
         ("the data", _of_data(data)),
         (str(tokenizer), of_tokenizer),
         ("the imported model", {name: base[name] for name in TOKENS if name in base}),
     ):
         known = {name: each for name, each in known.items() if name not in chosen}
-        check_ids(where, known, vocab_size, way_out)
+        check_ids(where, known, vocab_size, remedy)
         ids = known | ids
     notes = (
         f"{name}={ids[name]}; {tokenizer} has {of_tokenizer[name]}"
         for name in TOKENS
         if name in of_tokenizer and name in ids and ids[name] != of_tokenizer[name]
     )
-    own, where = base.get("generation_config"), "the imported model's generation_config.json"
-    if not isinstance(own, dict):
+    source, where = base.get("generation_config"), "the imported model's generation_config.json"
+    if not isinstance(source, dict):
         path = tokenizer / GENERATION if tokenizer else None
-        own, where = _object(path) if path else {}, str(path)
-    generation = {n: v for n, v in own.items() if n not in chosen}
-    check_ids(where, generation, vocab_size, way_out)
+        source, where = _object(path) if path else {}, str(path)
+    generation = {n: v for n, v in source.items() if n not in chosen}
+    check_ids(where, generation, vocab_size, remedy)
     for name, each in ids.items():
-        there = _list(generation.get(name))
-        if name != "eos_token_id" or not set(_list(each)) <= set(there):
+        present = _list(generation.get(name))
+        if name != "eos_token_id" or not set(_list(each)) <= set(present):
             generation[name] = each
     return SpecialTokens(ids, generation, tuple(notes))
 
 
 def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None:
-    """Refuse a folder's tokenizer that is not that of a run's data or model.
+    """Check that a folder's tokenizer is that of a run's data and model.
 
     Raises:
         ConversionError: it is not, or cannot be read.
     """
-    way_out = "leave --tokenizer out to export without one"
+    remedy = "leave --tokenizer out to export without one"
     if (file := folder / "tokenizer.json").is_file():
         try:
-            check_of_data(file, sidecars(data), way_out)
+            check_of_data(file, sidecars(data), remedy)
         except DataError as error:
             raise ConversionError(str(error)) from None
-    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, way_out)
+    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, remedy)
 
 
-def check_ids(
-    where: str, values: Mapping[str, Any], vocab_size: int, way_out: str = CHOOSE
-) -> None:
-    """Refuse an id that no token of a model has, in config.json or generation_config.json.
+def check_ids(where: str, values: Mapping[str, Any], vocab_size: int, remedy: str = CHOOSE) -> None:
+    """Check the token ids of config.json or generation_config.json.
 
     Args:
-        where: what messages call it.
-        values: its fields; of those that are no ids nothing is asked.
+        where: name of the file in messages.
+        values: its fields; only ids are checked.
         vocab_size: of the model.
-        way_out: as of `special_tokens`.
+        remedy: as for `special_tokens`.
 
     Raises:
-        ConversionError: an id is outside the vocabulary, or is none.
+        ConversionError: an id is outside the vocabulary, or not an id.
     """
     for name, ids in values.items():
         if ids is None or not (name.endswith("_token_id") or name in _LISTS):
@@ -161,7 +158,7 @@ def check_ids(
         if not all(type(i) is int and 0 <= i < vocab_size for i in _list(ids)):
             hint = f"correct it in {where}"
             if name in TOKENS:
-                hint = way_out.format(option=name.replace("_", "-"), vocab_size=vocab_size)
+                hint = remedy.format(option=name.replace("_", "-"), vocab_size=vocab_size)
             raise ConversionError(
                 f"{where} has {name}={shown(ids)}, and model.vocab_size={vocab_size}: the model "
                 f"has no such token; {hint}"
@@ -173,7 +170,7 @@ def _list(ids: Any) -> list[Any]:
 
 
 def _of_data(data: dict[str, Any]) -> Ids:
-    """The token after each document; nothing where the files are gone, or are not of one mind."""
+    """The token after each document; empty if the files are gone, or disagree."""
     if data.get("source") == "embedded":
         return {"eos_token_id": BYTES_EOD}
     try:
@@ -186,14 +183,14 @@ def _of_data(data: dict[str, Any]) -> Ids:
 def _of_tokenizer(folder: Path) -> Ids:
     settings = _settings(folder)
     ids = _ids(folder, settings)
-    found: Ids = {}
+    special: Ids = {}
     for name in TOKENS:
         token = settings.get(name.removesuffix("_id"))
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and text in ids:
-            found[name] = ids[text]
-    beside = _object(folder / "config.json")  # of the model that the tokenizer came with
-    return {name: i for name, i in besides(beside).items() if name in TOKENS} | found
+            special[name] = ids[text]
+    config = _object(folder / "config.json")  # of the model that the tokenizer came with
+    return {name: i for name, i in besides(config).items() if name in TOKENS} | special
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -201,24 +198,24 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _ids(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
-    """Ids of all tokens that the files of a tokenizer name; those of added tokens come first."""
-    whole = _object(folder / "tokenizer.json")
+    """Ids of all tokens in the files of a tokenizer; added tokens have priority."""
+    tokenizer = _object(folder / "tokenizer.json")
     try:
-        words = whole.get("model", {}).get("vocab") or _object(folder / "vocab.json")
-        if isinstance(words, list):  # of a unigram model: pieces and their scores
+        words = tokenizer.get("model", {}).get("vocab") or _object(folder / "vocab.json")
+        if isinstance(words, list):  # a unigram model has pieces and their scores
             words = {piece: i for i, (piece, _) in enumerate(words)}
         added = settings.get("added_tokens_decoder", {})
         ids = words | _object(folder / "added_tokens.json")
         ids |= {token["content"]: int(i) for i, token in added.items()}
-        ids |= {token["content"]: int(token["id"]) for token in whole.get("added_tokens", [])}
+        ids |= {token["content"]: int(token["id"]) for token in tokenizer.get("added_tokens", [])}
         return {str(token): int(i) for token, i in ids.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ConversionError(f"{folder} has tokenizer files that cannot be read") from None
 
 
-def _of_model(folder: Path, ids: dict[str, int], vocab_size: int, way_out: str) -> None:
+def _of_model(folder: Path, ids: dict[str, int], vocab_size: int, remedy: str) -> None:
     try:
-        check_of_model(folder, ids, vocab_size, way_out)
+        check_of_model(folder, ids, vocab_size, remedy)
     except DataError as error:
         raise ConversionError(str(error)) from None
 

@@ -1,7 +1,7 @@
-"""Which tensor of a Hugging Face folder is which part of which tensor of a checkpoint.
+"""Map between the tensors of a Hugging Face folder and those of a checkpoint.
 
-One map serves both directions. A checkpoint's tensor is cut into regions, which are small enough to
-hold in memory; each is made of parts of the folder's tensors. A part is a strided view of its
+The same map serves both directions. A checkpoint's tensor is split into regions that are small
+enough for memory; each consists of parts of the folder's tensors. A part is a strided view of its
 region: import copies into the view, export reads from it.
 
 Legend: E experts, D hidden, F expert width, G key-value heads, d channels of a head.
@@ -20,41 +20,41 @@ from phalanx.moe.hf.families import FAMILIES, Names, family_of
 Shape = tuple[int, ...]
 View = Callable[[Tensor], Tensor]
 
-_PIECE = 1 << 24  # elements of a region, where its tensor can be cut between rows
+_PIECE = 1 << 24  # elements of a region, if its tensor can be split between rows
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Rows of a tensor of the folder."""
 
     name: str
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     rows: tuple[int, int]
     view: View
-    """From the region to these rows, up to a reshape."""
+    """Function from the region to these rows, up to a reshape."""
 
 
 @dataclass(frozen=True)
-class Region:
-    """Rows of a tensor of the checkpoint. The views of its parts cover it, each element once."""
+class TensorRegion:
+    """Rows of a tensor of the checkpoint. The views of its parts cover each element once."""
 
     key: str
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     rows: tuple[int, int]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     exact: bool = False
-    """Kept in fp32, whatever the dtype of the weights."""
+    """Stored in fp32, with any dtype of the weights."""
     repeated: bool = False
-    """The folder holds it a second time, or not."""
+    """An optional second copy in the folder."""
 
 
 def _same(region: Tensor) -> Tensor:
     return region
 
 
-def regions(m: ModelConfig) -> Iterator[Region]:
+def regions(m: ModelConfig) -> Iterator[TensorRegion]:
     """All regions of a model that `hf.config` accepts, in the order of the layers."""
     words = (m.vocab_size, m.hidden)
     yield from _rows("embedding.word_embeddings.weight", words, "model.embed_tokens.weight")
@@ -79,18 +79,18 @@ def _rows(
     count: int = 0,
     exact: bool = False,
     repeated: bool = False,
-) -> Iterator[Region]:
-    """`count` rows of a tensor from row `first`, by default all, which the folder has as `name`."""
+) -> Iterator[TensorRegion]:
+    """Regions of `count` rows from row `first`, by default all, stored as `name` in the folder."""
     count = count or shape[0]
     step = max(1, _PIECE // math.prod(shape[1:]))
     for start in range(0, count, step):
         stop = min(start + step, count)
-        part = Part(name, (count, *shape[1:]), (start, stop), _same)
-        yield Region(key, shape, (first + start, first + stop), (part,), exact, repeated)
+        part = TensorPart(name, (count, *shape[1:]), (start, stop), _same)
+        yield TensorRegion(key, shape, (first + start, first + stop), (part,), exact, repeated)
 
 
-def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[Region]:
-    """Layer `layer` of all, those of multi-token prediction after those of the decoder."""
+def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRegion]:
+    """Regions of layer `layer`; those of multi-token prediction come after the decoder's."""
     yield from _rows(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
     if is_linear(m, layer):
         yield from _linear_attention(m, f"{key}self_attention.", f"{name}linear_attn.")
@@ -117,8 +117,8 @@ def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[Region]:
         yield from _rows(f"{key}mlp.shared_experts.gate_weight", (1, m.hidden), gate)
 
 
-def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """A layer of multi-token prediction, laid out like DeepSeek-V3's: embedding and head twice."""
+def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions of a prediction layer in DeepSeek-V3's layout, which repeats embedding and head."""
     words, embedding = (m.vocab_size, m.hidden), "embedding.word_embeddings.weight"
     head = embedding if m.tie_embeddings else "output_layer.weight"
     yield from _rows(embedding, words, f"{name}embed_tokens.weight", repeated=True)
@@ -131,8 +131,8 @@ def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
     yield from _rows(head, words, f"{name}shared_head.head.weight", repeated=True)
 
 
-def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """A layer of multi-token prediction, laid out like Qwen3-Next's, beside the model."""
+def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions of a prediction layer in Qwen3-Next's layout, with a prefix of its own."""
     norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
     for ours, theirs in (norms | {"final_layernorm": "norm"}).items():
         yield from _rows(f"{key}{ours}.weight", (m.hidden,), f"{name}{theirs}.weight")
@@ -140,34 +140,35 @@ def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
     yield from _layer(m, f"{key}transformer_layer.", f"{name}layers.0.", m.layers)
 
 
-def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """Queries, keys and values of one key-value head lie together in a checkpoint.
+def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions of grouped attention.
 
-    So do gates, behind the queries; in a folder each is behind its own query.
+    A checkpoint interleaves queries, keys and values by key-value head; output gates follow the
+    queries of the head. In a folder each gate follows its own query.
     """
     a = m.attention
     per, d = a.heads // a.kv_heads, a.head_dim
-    mine = 2 * per if a.output_gate else per
+    queries = 2 * per if a.output_gate else per
 
     def heads(first: int, last: int) -> View:
         def view(region: Tensor) -> Tensor:
-            part = region.view(a.kv_heads, mine + 2, d, *region.shape[1:])[:, first:last]
+            part = region.view(a.kv_heads, queries + 2, d, *region.shape[1:])[:, first:last]
             if a.output_gate and first == 0:
                 return part.unflatten(1, (2, per)).transpose(1, 2)
             return part
 
         return view
 
-    spans = {"q": (0, mine), "k": (mine, mine + 1), "v": (mine + 1, mine + 2)}
+    spans = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
     for kind in ("weight", "bias") if m.bias or a.qkv_bias else ("weight",):
         columns = (m.hidden,) if kind == "weight" else ()
         parts = []
         for letter, (first, last) in spans.items():
             rows = a.kv_heads * (last - first) * d
             source = f"{name}{letter}_proj.{kind}"
-            parts.append(Part(source, (rows, *columns), (0, rows), heads(first, last)))
-        total = a.kv_heads * (mine + 2) * d
-        yield Region(f"{key}linear_qkv.{kind}", (total, *columns), (0, total), tuple(parts))
+            parts.append(TensorPart(source, (rows, *columns), (0, rows), heads(first, last)))
+        total = a.kv_heads * (queries + 2) * d
+        yield TensorRegion(f"{key}linear_qkv.{kind}", (total, *columns), (0, total), tuple(parts))
     out = (m.hidden, a.heads * d)
     yield from _rows(f"{key}linear_proj.weight", out, f"{name}o_proj.weight")
     if m.bias:
@@ -175,15 +176,15 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
     if a.sinks:
         yield from _rows(f"{key}core_attention.softmax_offset", (a.heads,), f"{name}sinks")
     if a.qk_norm:
-        together = a.qk_norm_over == "projection"  # by query head, as the folder has them
+        full = a.qk_norm_over == "projection"  # ordered by query head, as in the folder
         for letter, count in (("q", a.heads), ("k", a.kv_heads)):
-            width = count * d if together else d
+            width = count * d if full else d
             norm = f"{name}{letter}_norm.weight"
             yield from _rows(f"{key}{letter}_layernorm.weight", (width,), norm)
 
 
-def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """A folder has what belongs to a key head together, a checkpoint by kind in tensors."""
+def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions of linear attention: grouped by key head in a folder, by kind in a checkpoint."""
     a, d = m.linear_attention, HEAD_DIM
     shared = a.value_heads // a.key_heads
     joint = {
@@ -191,19 +192,19 @@ def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
         "in_proj_ba": {"beta": shared, "alpha": shared},
     }
     for theirs, kinds in joint.items():
-        whole = (a.key_heads * sum(kinds.values()), m.hidden)
+        shape = (a.key_heads * sum(kinds.values()), m.hidden)
         start = 0
         for head in range(a.key_heads):
             for kind, rows in kinds.items():
-                part = Part(f"{name}{theirs}.weight", whole, (start, start + rows), _same)
+                part = TensorPart(f"{name}{theirs}.weight", shape, (start, start + rows), _same)
                 ours = (f"{key}in_proj.weight.{kind}", (a.key_heads * rows, m.hidden))
-                yield Region(*ours, (head * rows, (head + 1) * rows), (part,))
+                yield TensorRegion(*ours, (head * rows, (head + 1) * rows), (part,))
                 start += rows
     start, taps = 0, (qkv_dim(a), 1, TAPS)
     for kind, heads in (("query", a.key_heads), ("key", a.key_heads), ("value", a.value_heads)):
         rows = heads * d
-        part = Part(f"{name}conv1d.weight", taps, (start, start + rows), _same)
-        yield Region(f"{key}conv1d.weight.{kind}", (rows, 1, TAPS), (0, rows), (part,))
+        part = TensorPart(f"{name}conv1d.weight", taps, (start, start + rows), _same)
+        yield TensorRegion(f"{key}conv1d.weight.{kind}", (rows, 1, TAPS), (0, rows), (part,))
         start += rows
     for vector in ("A_log", "dt_bias"):
         yield from _rows(f"{key}{vector}", (a.value_heads,), f"{name}{vector}")
@@ -212,8 +213,8 @@ def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
     yield from _rows(f"{key}out_proj.weight", out, f"{name}out_proj.weight")
 
 
-def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """Rotated channels are interleaved pairs on both sides, so nothing is permuted."""
+def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions of latent attention; rotated channels are interleaved pairs in both formats."""
     a = m.attention
     queries = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
     shapes = {
@@ -232,14 +233,14 @@ def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
         yield from _rows(f"{key}{ours}.weight", shape, f"{name}{theirs}.weight")
 
 
-def _mlp(key: str, name: str, hidden: int, width: int) -> Iterator[Region]:
+def _mlp(key: str, name: str, hidden: int, width: int) -> Iterator[TensorRegion]:
     fc1 = (f"{key}linear_fc1.weight", (2 * width, hidden))
     yield from _rows(*fc1, f"{name}gate_proj.weight", count=width)
     yield from _rows(*fc1, f"{name}up_proj.weight", first=width, count=width)
     yield from _rows(f"{key}linear_fc2.weight", (hidden, width), f"{name}down_proj.weight")
 
 
-def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Region]:
+def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[TensorRegion]:
     experts, theirs = m.moe.experts, names.router
     yield from _rows(f"{key}weight", (experts, m.hidden), f"{name}{theirs}.weight")
     if m.bias:
@@ -249,31 +250,31 @@ def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Regio
         yield from _rows(f"{key}expert_bias", (experts,), bias, exact=True)
 
 
-def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Region]:
-    """Three matrices for each expert: all families but GPT-OSS."""
+def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[TensorRegion]:
+    """Regions of experts with three matrices each: all families but GPT-OSS."""
     E, F, D = m.moe.experts, m.moe.ffn, m.hidden
     first, second, third = names.matrices
     for e in range(E):
-        gate = Part(f"{name}{e}.{first}.weight", (F, D), (0, F), lambda t: t[0, :F])
-        up = Part(f"{name}{e}.{second}.weight", (F, D), (0, F), lambda t: t[0, F:])
-        down = Part(f"{name}{e}.{third}.weight", (D, F), (0, D), _same)
-        yield Region(f"{key}linear_fc1.weight", (E, 2 * F, D), (e, e + 1), (gate, up))
-        yield Region(f"{key}linear_fc2.weight", (E, D, F), (e, e + 1), (down,))
+        gate = TensorPart(f"{name}{e}.{first}.weight", (F, D), (0, F), lambda t: t[0, :F])
+        up = TensorPart(f"{name}{e}.{second}.weight", (F, D), (0, F), lambda t: t[0, F:])
+        down = TensorPart(f"{name}{e}.{third}.weight", (D, F), (0, D), _same)
+        yield TensorRegion(f"{key}linear_fc1.weight", (E, 2 * F, D), (e, e + 1), (gate, up))
+        yield TensorRegion(f"{key}linear_fc2.weight", (E, D, F), (e, e + 1), (down,))
 
 
-def _joint_experts(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """All experts in one tensor, transposed, gate and up channels in turn (GPT-OSS)."""
+def _joint_experts(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions of experts in one transposed tensor, gate and up channels interleaved (GPT-OSS)."""
     E, F, D = m.moe.experts, m.moe.ffn, m.hidden
     for e in range(E):
         at = (e, e + 1)
-        gate_up = Part(
+        gate_up = TensorPart(
             f"{name}gate_up_proj", (E, D, 2 * F), at, lambda t: t.view(1, 2, F, D).transpose(1, 3)
         )
-        down = Part(f"{name}down_proj", (E, F, D), at, lambda t: t.transpose(1, 2))
-        yield Region(f"{key}linear_fc1.weight", (E, 2 * F, D), at, (gate_up,))
-        yield Region(f"{key}linear_fc2.weight", (E, D, F), at, (down,))
-    bias = Part(
+        down = TensorPart(f"{name}down_proj", (E, F, D), at, lambda t: t.transpose(1, 2))
+        yield TensorRegion(f"{key}linear_fc1.weight", (E, 2 * F, D), at, (gate_up,))
+        yield TensorRegion(f"{key}linear_fc2.weight", (E, D, F), at, (down,))
+    bias = TensorPart(
         f"{name}gate_up_proj_bias", (E, 2 * F), (0, E), lambda t: t.view(E, 2, F).transpose(1, 2)
     )
-    yield Region(f"{key}linear_fc1.bias", (E, 2 * F), (0, E), (bias,))
+    yield TensorRegion(f"{key}linear_fc1.bias", (E, 2 * F), (0, E), (bias,))
     yield from _rows(f"{key}linear_fc2.bias", (E, D), f"{name}down_proj_bias")

@@ -1,4 +1,4 @@
-"""What each family's config.json is given beyond knobs that are fields of the same value."""
+"""Export of each family's config.json fields that are not knobs of the same value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 def refused(knob: str, value: Any, reason: str) -> ConversionError:
-    """That Hugging Face has no such model."""
+    """Error for a knob value that Hugging Face does not support."""
     return ConversionError(f"model.{knob}={value} cannot be exported: {reason}")
 
 
@@ -20,8 +20,8 @@ def refused(knob: str, value: Any, reason: str) -> ConversionError:
 
 def _deepseek_v3(m: ModelConfig, context: int) -> Json:
     _has_choice_bias(m, "deepseek_v3")
-    predicted = {"num_nextn_predict_layers": m.mtp_layers}
-    return _latent(m, "deepseek_v3") | _groups(m) | predicted
+    mtp = {"num_nextn_predict_layers": m.mtp_layers}
+    return _latent(m, "deepseek_v3") | _groups(m) | mtp
 
 
 def _deepseek_v2(m: ModelConfig, context: int) -> Json:
@@ -39,7 +39,7 @@ def _gpt_oss(m: ModelConfig, context: int) -> Json:
     every = a.window_every if a.window else 1
     return {
         **_aux_loss(m),
-        # transformers runs no model without a window, even where no layer has one.
+        # transformers needs a window, even if no layer uses one.
         "sliding_window": a.window or context,
         "layer_types": kinds_of_layers(m.layers, every, windows=a.window > 0),
     }
@@ -59,8 +59,8 @@ def _olmoe(m: ModelConfig, context: int) -> Json:
 
 def _glm4_moe(m: ModelConfig, context: int) -> Json:
     _has_choice_bias(m, "glm4_moe")
-    predicted = {"num_nextn_predict_layers": m.mtp_layers}
-    return _shared(m, "glm4_moe") | _groups(m) | predicted
+    mtp = {"num_nextn_predict_layers": m.mtp_layers}
+    return _shared(m, "glm4_moe") | _groups(m) | mtp
 
 
 def _minimax_m2(m: ModelConfig, context: int) -> Json:
@@ -98,7 +98,7 @@ WRITERS: dict[str, Callable[[ModelConfig, int], Json]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
-"""By family: of a model and the tokens in a sequence."""
+"""Writer by family: a function of a model and the tokens in a sequence."""
 
 
 # --- parts of several families --------------------------------------------------------------------

@@ -17,43 +17,43 @@ from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_be
 
 @dataclass(frozen=True)
 class Codec:
-    """A tokenizer, and the token that ends a document."""
+    """A tokenizer, and the tokens that end a document."""
 
     tokenizer: Tokenizer | None
     """None for bytes of UTF-8."""
     ends: tuple[int, ...]
-    """Ids that end a document, the usual one first; empty if none is known."""
+    """Ids that end a document, that of the training data first; empty if none is known."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end. What Python read from other bytes than UTF-8 is these.
+        """Ids of a text, without an end. Bytes that are not UTF-8 (surrogateescape) stay bytes.
 
         Raises:
-            DataError: such a text, which a tokenizer does not take.
+            DataError: the text has such bytes, and a tokenizer needs UTF-8.
         """
         if self.tokenizer is None:
             return list(text.encode(errors="surrogateescape"))
         if shown(text) != text:
-            raise DataError(f"{shown(text)!r} is not UTF-8, and its tokenizer takes nothing else")
+            raise DataError(f"{shown(text)!r} is not UTF-8, which its tokenizer needs")
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; what is no text becomes U+FFFD."""
+        """Text of ids; invalid UTF-8 becomes U+FFFD."""
         if self.tokenizer is None:
             return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def continuation(self, before: list[int], ids: list[int]) -> str:
-        """Text of `ids` behind that of `before`, which may be empty.
+        """Text of `ids` that follows the text of `before`, which may be empty.
 
-        Both are decoded together: alone a text loses the space that it begins with, by decoders of
-        Llama's kind.
+        Both are decoded together, because decoders such as Llama's drop the leading space of a
+        text.
         """
-        whole = self.decode([*before, *ids])
-        return whole[len(commonprefix((self.decode(before), whole))) :]  # noqa: RUF071
+        full = self.decode([*before, *ids])
+        return full[len(commonprefix((self.decode(before), full))) :]  # noqa: RUF071
 
 
 def shown(text: str) -> str:
-    """A text that can be printed; what was read from other bytes than UTF-8 becomes U+FFFD."""
+    """A text that can be printed; bytes that are not UTF-8 become U+FFFD."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
@@ -63,18 +63,18 @@ def codec_of(
     tokenizer: str | None,
     eod: str | None = None,
     *,
-    way_out: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
+    remedy: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
     end: str = "give --eod TOKEN",
 ) -> Codec:
-    """What the data of a run was tokenized with, or the tokenizer that a person gives.
+    """The codec of a run's data, or of the tokenizer that a person names.
 
     Args:
-        common: of the checkpoint: its configuration, and what an imported model had.
+        common: of the checkpoint: its configuration, and facts of an imported model.
         vocab_size: of the model.
-        tokenizer: `bytes`, a tokenizer.json or its folder; None if the data tells.
-        eod: the token that ends a document, where nothing else tells.
-        way_out: what a person can do about a tokenizer that is not known, or is wrong.
-        end: what a person can do about special tokens that the model does not have.
+        tokenizer: `bytes`, a tokenizer.json or its folder; None takes that of the data.
+        eod: token that ends a document, if neither data nor model define one.
+        remedy: advice on a tokenizer that is unknown or wrong.
+        end: advice on special tokens that the model does not have.
 
     Raises:
         DataError: the tokenizer is not known, not readable, or not that of the data.
@@ -86,17 +86,17 @@ def codec_of(
     if tokenizer is None:
         names = ", ".join(sorted({s.tokenizer for s in described}))
         known = f"the data was made with {names}" if names else "the data names no tokenizer"
-        raise DataError(f"{known}: {way_out}")
+        raise DataError(f"{known}: {remedy}")
     if tokenizer == BYTES:
         if vocab_size < 256:
-            raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {way_out}")
+            raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {remedy}")
         if eod is not None:
             raise DataError(f"--eod is for a tokenizer.json; byte {BYTES_EOD} ends documents")
         return Codec(None, (BYTES_EOD,))
     path = Path(tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"tokenizer {path} does not exist; {way_out}")
+        raise DataError(f"tokenizer {path} does not exist; {remedy}")
     loaded = load_tokenizer(str(path))
     check_of_data(path, described)
     check_of_model(path, loaded.get_vocab(with_added_tokens=True), vocab_size)
@@ -104,39 +104,39 @@ def codec_of(
         return Codec(loaded, _ends(path, data, common.get("huggingface"), vocab_size, end))
     number = loaded.token_to_id(eod)
     if number is None:
-        raise DataError(f"--eod {eod} is no token of {path}")
+        raise DataError(f"--eod {eod} is not a token of {path}")
     return Codec(loaded, (number,))
 
 
 def codec_of_run(cfg: Config) -> Codec:
-    """Of a run that samples (`run.sample_every`).
+    """The codec of a run that samples (`run.sample_every`).
 
     Raises:
-        DataError: its data does not tell the tokenizer.
+        DataError: its data does not define a tokenizer.
     """
     data = {"config": {"data": asdict(cfg.data)}}
-    way_out = programs.here(
-        "run.sample_every needs it as <prefix>.tokenizer.json beside each of data.blend, where "
-        "prepare_data.py keeps it; copy it there, or set run.sample_every=0"
+    remedy = programs.here(
+        "run.sample_every needs <prefix>.tokenizer.json next to each prefix of data.blend, where "
+        "prepare_data.py writes it; copy it there, or set run.sample_every=0"
     )
     end = "correct that file, or set run.sample_every=0"
-    return codec_of(data, cfg.model.vocab_size, None, way_out=way_out, end=end)
+    return codec_of(data, cfg.model.vocab_size, None, remedy=remedy, end=end)
 
 
 def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
-    """`bytes`, or a tokenizer.json beside the data; None if there is none."""
+    """`bytes`, or a tokenizer.json next to the data; None if there is none."""
     if data.get("source") == "embedded" or {s.tokenizer for s in described} == {BYTES}:
         return BYTES
-    kept = [path for prefix in prefixes(data) if (path := tokenizer_beside(prefix)).is_file()]
-    return str(kept[0]) if kept else None
+    files = [path for prefix in prefixes(data) if (path := tokenizer_beside(prefix)).is_file()]
+    return str(files[0]) if files else None
 
 
-def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, way_out: str) -> tuple[int, ...]:
-    from phalanx.moe.hf import ConversionError  # these take torch, which checks before a run do not
+def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, remedy: str) -> tuple[int, ...]:
+    from phalanx.moe.hf import ConversionError  # needs torch, which checks before a run do without
     from phalanx.moe.hf.tokens import special_tokens
 
     imported = base if isinstance(base, dict) else {}
     try:
-        return special_tokens(data, path.parent, imported, vocab, way_out=way_out).ends
+        return special_tokens(data, path.parent, imported, vocab, remedy=remedy).ends
     except ConversionError as error:
         raise DataError(str(error)) from None

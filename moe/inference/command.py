@@ -1,4 +1,4 @@
-"""What the commands that look at a checkpoint have in common: options, progress, errors."""
+"""Shared parts of the commands that read a checkpoint: options, progress, errors."""
 
 import argparse
 import os
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 def parser(script: str, manual: str | None) -> argparse.ArgumentParser:
-    """Options that say which checkpoint, by what tokenizer, and where."""
-    made = programs.parser(script, manual)
-    add = made.add_argument
+    """Parser with the options for checkpoint, tokenizer and device."""
+    command = programs.parser(script, manual)
+    add = command.add_argument
     add(
         "run", type=argument, metavar="RUN", help="folder or address of a run, or of one checkpoint"
     )
-    add("--step", type=int, metavar="N", help="the run's checkpoint of this step, not the newest")
+    add("--step", type=int, metavar="N", help="checkpoint of this step (default: the newest)")
     add(
         "--tokenizer",
         metavar="FILE",
-        help="tokenizer.json of Hugging Face, or bytes; needed where the run's data does not tell",
+        help="tokenizer.json of Hugging Face, or bytes (default: that of the run's data)",
     )
-    add("--eod", metavar="TOKEN", help="token that ends a document, where nothing else tells")
-    add("--context", type=int, metavar="N", help="most tokens the model sees (default: as trained)")
+    add("--eod", metavar="TOKEN", help="token that ends a document, if it is not known")
+    add("--context", type=int, metavar="N", help="context length in tokens (default: as trained)")
     add(
         "--device",
         choices=["auto", "cuda", "cpu"],
@@ -40,15 +40,15 @@ def parser(script: str, manual: str | None) -> argparse.ArgumentParser:
         help="default: a GPU if there is one",
     )
     add("--no-verify", action="store_true", help="compare sizes of files, not their checksums")
-    return made
+    return command
 
 
 @contextmanager
 def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
-    """The model that the options name. Its `context` is in `args`, filled in.
+    """The model that the options name; sets `args.context` if the option was left out.
 
     Raises:
-        ValueError, CheckpointError, OSError: for `told`.
+        ValueError, CheckpointError, OSError: reported by `report_errors`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this takes one process: start it with python, not with torchrun or srun")
@@ -75,7 +75,7 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
 
 
 def positive(**values: int | None) -> None:
-    """Numbers of options, each of which is at least 1.
+    """Check that options are at least 1.
 
     Raises:
         ValueError: one is not.
@@ -85,8 +85,8 @@ def positive(**values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
-def told(program: str, work: Callable[[], None]) -> int:
-    """Do the work of a program; an error of its user is one line on stderr.
+def report_errors(program: str, work: Callable[[], None]) -> int:
+    """Run a program; a user's mistake is reported in one line on stderr.
 
     Returns:
         The exit code: 0 done, 2 bad input, 130 interrupted.
@@ -97,7 +97,7 @@ def told(program: str, work: Callable[[], None]) -> int:
     except (ValueError, CheckpointError, commit.Invalid) as error:
         line = " ".join(str(error).split())
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which this does not import
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch is not imported here
             raise
         line = "the GPU has not enough memory: lower --context or --batch, or use --device cpu"
     except OSError as error:

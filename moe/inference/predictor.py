@@ -1,7 +1,7 @@
 """The model of a checkpoint, on one process and without an optimizer.
 
 Everything is built as for training on one rank: kernels of this machine, the precision of the run,
-experts all here. Layers of multi-token prediction are left out, as the next token needs none.
+all experts local. Layers of multi-token prediction are left out, as the next token needs none.
 
 Legend: B sequences, S tokens of a sequence, V vocabulary.
 """
@@ -32,13 +32,13 @@ from phalanx.parallel.runtime import stop as stop_runtime
 _TILE = 128
 """Sequences on a GPU are padded to a multiple of it, so that kernels meet few shapes."""
 _CONTEXT = 4096
-"""Tokens that an imported model sees, where nothing tells."""
+"""Context of an imported model whose folder names none."""
 _SECTIONS = ("model.", "precision.", "data.")
-"""Of a saved configuration, what the weights and their text depend on."""
+"""Sections of a saved configuration that weights and text depend on."""
 
 
 class NotFinite(ValueError):
-    """A model gave NaN or infinite numbers, of which there is no result."""
+    """A model computed NaN or infinite numbers."""
 
 
 class Predictor:
@@ -60,7 +60,7 @@ class Predictor:
     ) -> None:
         record = verify(path, read)
         self.common = read_common(path, record)
-        """What the checkpoint holds besides tensors: `step`, `config`, `huggingface`."""
+        """Contents of the checkpoint besides tensors: `step`, `config`, `huggingface`."""
         self.path, self.step, self.device = path, record.step, runtime.device
         self.cfg = of_one_process(self.common)
         if ignored := understood(self.common.get("config", {})).ignored_note():
@@ -78,15 +78,15 @@ class Predictor:
         self._as_is = {"fp32_output": False} if built.config.bf16 else {}
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """fp32 [B, S, V] of the token after each; `tokens_BS` are int64, on any device.
+        """Logits of the token after each, fp32 [B, S, V]; `tokens_BS` are int64, on any device.
 
         Raises:
-            NotFinite: a logit is NaN or infinite, as of the other methods.
+            NotFinite: a logit is NaN or infinite; the other methods too.
         """
         return self._finite(self._forward(tokens_BS, None)[:, : tokens_BS.size(1)], "logits")
 
     def next_logits(self, tokens_1S: Tensor) -> Tensor:
-        """fp32 [V] of the token after the last one."""
+        """Logits of the token after the last one, fp32 [V]."""
         return self._finite(self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1], "logits")
 
     def losses(
@@ -97,8 +97,8 @@ class Predictor:
         Args:
             tokens_BS: int64, on any device, as the others.
             labels_BS: int64.
-            position_BS: int64, of each token in its piece of a document, of a run that was trained
-                so (`data.document_mask`): a token then sees its own alone. None: all before it.
+            position_BS: int64, position of each token in its piece of a document, for a run with
+                `data.document_mask`: a token attends to its own piece only. None: to all before.
         """
         if position_BS is None:
             losses = self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)]
@@ -107,32 +107,34 @@ class Predictor:
         return torch.cat([self._apart(*row) for row in rows])
 
     def _apart(self, tokens_1S: Tensor, labels_1S: Tensor, position_1S: Tensor) -> Tensor:
-        """Losses [1, S] of a sequence of documents. One at a time: a mask of their attention is
-        [S, S] on a CPU."""
+        """Losses [1, S] of a sequence of documents.
+
+        One at a time: a mask of their attention is [S, S] on a CPU.
+        """
         tokens, labels = self._padded(tokens_1S), self._padded(labels_1S)
         # What fills the sequence up belongs to its last piece.
         position, more = position_1S.to(self.device), tokens.size(1) - position_1S.size(1)
         after = torch.arange(1, more + 1, device=self.device)
         position = torch.cat((position, position[:, -1:] + after), 1)
-        # As in training, where it is enough: kernels are made for a number of places.
+        # As in training if that is enough: kernels are compiled for a number of document slots.
         places = max(self._places, int((position == 0).sum())) if self._places else 0
         documents = packed(position, places=places)
         result = self._computed(tokens, position, labels, packed_seq_params=documents)
         return self._finite(result[:, : tokens_1S.size(1)], "losses")
 
-    def _finite(self, values: Tensor, what: str) -> Tensor:
-        """fp32 of a result, which is not one that anybody should see if it is NaN or infinite."""
+    def _finite(self, values: Tensor, name: str) -> Tensor:
+        """The result `name` in fp32. Raises NotFinite."""
         values = values.float()
         if values.isfinite().all():
             return values
-        for name, weight in self._model.named_parameters():
+        for parameter, weight in self._model.named_parameters():
             if not weight.isfinite().all():
                 raise NotFinite(
                     f"{self.path} has weights that are NaN or infinite, such as "
-                    f"{name.removeprefix('module.')}: choose an earlier checkpoint"
+                    f"{parameter.removeprefix('module.')}: choose an earlier checkpoint"
                 )
         raise NotFinite(
-            f"{self.path} gives {what} that are NaN or infinite, with finite weights and "
+            f"{self.path} has {name} that are NaN or infinite, with finite weights and "
             f"precision.recipe={self.cfg.precision.recipe}: choose an earlier checkpoint"
         )
 
@@ -155,7 +157,7 @@ class Predictor:
             self._budget.grow()
 
     def _padded(self, ids_BS: Tensor) -> Tensor:
-        """On the device, on a GPU to whole tiles: what follows a token does not change it."""
+        """Move ids to the device, padded to full tiles on a GPU; later tokens change no result."""
         ids_BS = ids_BS.to(self.device)
         tile = _TILE if self.device.type == "cuda" else 1
         return F.pad(ids_BS, (0, -ids_BS.size(1) % tile))
@@ -163,7 +165,7 @@ class Predictor:
 
 @contextmanager
 def opened(path: Place, read: Callable[[int], object] | None = None) -> Iterator[Predictor]:
-    """The model of a checkpoint; the process group that it needs goes when the block ends.
+    """The model of a checkpoint; the process group that it needs is destroyed after the block.
 
     Arguments and errors are those of `Predictor`.
     """
@@ -177,11 +179,11 @@ def opened(path: Place, read: Callable[[int], object] | None = None) -> Iterator
 
 
 def of_one_process(common: dict[str, Any]) -> Config:
-    """The configuration of a checkpoint's model on one process, with the kernels that run there.
+    """The configuration of a checkpoint's model on one process, with kernels that run there.
 
     Args:
-        common: of the checkpoint; the configuration of an imported one is that of the model alone,
-            and its context the published one.
+        common: of the checkpoint; that of an imported model has a model section only, and the
+            published context.
 
     Raises:
         CheckpointMismatch: it is not understood.
@@ -205,5 +207,5 @@ def _find_replayed(cfg: Config) -> None:
         try:
             read_facts(recorded)
         except ValueError as error:
-            how = "the checkpoint was trained with it (model.moe.router.replay): put it back"
-            raise ConfigError(f"{error}; {how}") from None
+            remedy = "the checkpoint was trained with it (model.moe.router.replay): restore it"
+            raise ConfigError(f"{error}; {remedy}") from None

@@ -1,4 +1,4 @@
-"""Text token by token: the whole of what is there goes through the model for each new token.
+"""Text generation, token by token; the model reads the full context for each new token.
 
 Legend: V vocabulary.
 """
@@ -16,14 +16,14 @@ class Sampler:
     """Chooses a token by its logits.
 
     Raises:
-        ValueError: a temperature, share or seed that cannot be.
+        ValueError: a temperature, share or seed out of range.
     """
 
     temperature: float = 0.0
     """Divides the logits; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Only the most likely tokens are drawn from that have this probability together (nucleus
-    sampling, arXiv 1904.09751)."""
+    """Total probability of the most likely tokens, from which one is drawn (nucleus sampling,
+    arXiv 1904.09751)."""
     seed: int = 0
     _random: torch.Generator = field(default_factory=torch.Generator, repr=False)
 
@@ -39,7 +39,7 @@ class Sampler:
         self._random.manual_seed(self.seed)
 
     def __call__(self, logits_V: Tensor) -> int:
-        """The token that is chosen, by fp32 logits on any device."""
+        """The chosen token; logits are fp32 [V], on any device."""
         if not self.temperature:
             return int(logits_V.argmax())
         below_V = logits_V.double() - logits_V.max()  # the largest is 0 at any temperature
@@ -60,11 +60,11 @@ def generate(
     """At most `count` tokens after a prompt, each as soon as it is known.
 
     Args:
-        next_token: chooses the token after those that it is given.
+        next_token: chooses the token after its argument.
         prompt: at least one token.
-        count: of new tokens.
-        context: it sees at most so many of the last tokens.
-        ends: tokens that end a text; they are not given out.
+        count: maximum number of new tokens.
+        context: maximum number of last tokens that `next_token` receives.
+        ends: tokens that end a text; they are not yielded.
     """
     ids = list(prompt)
     for _ in range(count):

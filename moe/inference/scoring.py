@@ -1,11 +1,11 @@
-"""How well a model predicts files: loss, perplexity, bits per byte.
+"""Scores of a model on files: loss, perplexity, bits per byte.
 
-Files are read as training reads them: documents one after another, an end behind each, cut into
-sequences. Here an end comes before the first as well, so that every token of the text is predicted
-once; a token sees what lies before it in its sequence.
+Files are read as in training: documents one after another, each followed by an end token, split
+into sequences. An end token also precedes the first, so that every token of the text is predicted
+once; a token attends to the tokens before it in its sequence.
 
-Of a run that was trained with `data.document_mask` it sees its own document alone here too. Nothing
-predicts the first token of a document then, as in training.
+With `data.document_mask` a token attends to its own document only. The first token of a document
+is then not predicted, as in training.
 
 Legend: B sequences, S tokens of a sequence, N tokens of a file.
 """
@@ -39,13 +39,13 @@ class Text:
     ids_N: np.ndarray
     """All but the first are predicted; with `position_N` all but the first of each document."""
     text_bytes: int | None
-    """UTF-8 bytes behind them; None if that is not known."""
+    """UTF-8 bytes of the text; None if that is not known."""
     position_N: np.ndarray | None = None
-    """Of each token in its document, where documents do not see each other; None if they do."""
+    """Position of each token in its document; None if attention crosses documents."""
 
     @property
     def predicted(self) -> int:
-        """Tokens that have one before them."""
+        """Number of predicted tokens."""
         if self.position_N is None:
             return len(self.ids_N) - 1
         return int(np.count_nonzero(self.position_N))
@@ -53,18 +53,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Score:
-    """Of a file, or of several together."""
+    """Score of a file, or of several together."""
 
     nats: float
     """Cross entropy, summed over tokens."""
     tokens: int
     text_bytes: int | None
     firsts: int = 0
-    """Tokens besides that begin a document and that nothing predicts."""
+    """Further tokens, the first of their document, which are not predicted."""
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return self.nats / self.tokens
 
     @property
@@ -73,9 +73,9 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte of text, those of ends of documents included; None if bytes are not known.
+        """Bits per byte of text, end tokens included; None if the number of bytes is not known.
 
-        A token that nothing predicts counts as the others do on average.
+        A token that is not predicted counts as the average of the others.
         """
         if not self.text_bytes:
             return None
@@ -101,34 +101,34 @@ def text_of(
 
     Args:
         path: of the file, or the prefix of the pair.
-        codec: asked where there is text to tokenize.
-        reading: what of a file is text.
-        limit: read whole documents until there are so many tokens.
-        apart: documents do not see each other.
-        progress: told bytes of text, or of the pair, as they are read.
+        codec: called if there is text to tokenize.
+        reading: selects the text of a file.
+        limit: number of tokens after which no further document is read.
+        apart: attention does not cross documents.
+        progress: called with bytes of text, or of the pair, as they are read.
 
     Raises:
         DataError: it cannot be read, or holds nothing to predict.
     """
-    given = Path(path).expanduser()
-    if Path(f"{given}.idx").is_file():
-        found = _of_corpus(path, str(given), limit, apart)
-        progress(found.ids_N.nbytes)
-    elif kind_of(given) and given.is_file():
-        texts = _documents(given, reading)
-        found = _of_documents(path, texts, codec(), limit, apart, progress)
+    local = Path(path).expanduser()
+    if Path(f"{local}.idx").is_file():
+        text = _of_corpus(path, str(local), limit, apart)
+        progress(text.ids_N.nbytes)
+    elif kind_of(local) and local.is_file():
+        texts = _documents(local, reading)
+        text = _of_documents(path, texts, codec(), limit, apart, progress)
     elif is_address(path):
         raise DataError(f"{path} is an address; evaluate copies of its files in a folder")
     else:
-        state = "is none of" if given.exists() else "does not exist; expected"
+        state = "is none of" if local.exists() else "does not exist; expected"
         raise DataError(f"{path} {state} {NAMES}, or a prefix of .bin and .idx")
-    if not found.predicted:
-        raise DataError(f"{path} holds no tokens to predict; give a file with text")
-    return found
+    if not text.predicted:
+        raise DataError(f"{path} holds no tokens to predict; name a file with text")
+    return text
 
 
 def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Iterator[Score]:
-    """Scores of the parts of a text, `batch` sequences of `context` tokens each; their sum is its.
+    """Scores of a text in parts of `batch` sequences of `context` tokens; they add up to its score.
 
     Raises:
         DataError: a token is outside the vocabulary.
@@ -137,15 +137,15 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
     if ids_N.min() < 0 or ids_N.max() >= vocab:
         wrong = ids_N[(ids_N < 0) | (ids_N >= vocab)][0]
         raise DataError(
-            f"{text.name} has token id {wrong}, but model.vocab_size={vocab}: it was made with "
+            f"{text.name} has token id {wrong}, but model.vocab_size={vocab}: it was prepared with "
             "another tokenizer"
         )
     predicted = len(ids_N) - 1
-    context = min(context, predicted)  # of a short text no row is filled up at length
+    context = min(context, predicted)  # a short text needs little padding
     for start in range(0, predicted, batch * context):
         count = min(batch * context, predicted - start)
         rows = -(-count // context)
-        # What fills the last sequence up is behind all that counts.
+        # Padding of the last sequence comes after all tokens that count.
         row_N = np.zeros(rows * context + 1, np.int64)
         row_N[: count + 1] = ids_N[start : start + count + 1]
         tokens_BS = torch.from_numpy(row_N[:-1]).view(rows, context)
@@ -155,13 +155,13 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
             loss_N = predictor.losses(tokens_BS, labels_BS).flatten()[:count]
             yield Score(float(loss_N.double().sum()), count, share)
             continue
-        place_N = torch.full((rows * context,), context)  # of what fills up: no document begins
-        place_N[:count] = torch.from_numpy(text.position_N[start : start + count])
-        # A document that goes on in another sequence goes on as one of its own.
-        position_BS = place_N.view(rows, context).minimum(torch.arange(context))
+        position_N = torch.full((rows * context,), context)  # no document starts in the padding
+        position_N[:count] = torch.from_numpy(text.position_N[start : start + count])
+        # The rest of a document in another sequence is a separate piece.
+        position_BS = position_N.view(rows, context).minimum(torch.arange(context))
         loss_N = predictor.losses(tokens_BS, labels_BS, position_BS).flatten()[:count]
         counts_N = torch.from_numpy(text.position_N[start + 1 : start + count + 1] != 0)
-        tokens, first = int(counts_N.sum()), not start  # the first of the file too is of no label
+        tokens, first = int(counts_N.sum()), not start  # the file's first token is no label either
         nats = float((loss_N.double().cpu() * counts_N).sum())
         yield Score(nats, tokens, share, count - tokens + first)
 
@@ -180,7 +180,7 @@ def _of_documents(
     progress: Callable[[int], object],
 ) -> Text:
     if not codec.ends:
-        raise DataError("nothing tells which token ends a document: give --eod TOKEN")
+        raise DataError("the token that ends a document is not known: give --eod TOKEN")
     end, parts, tokens, text_bytes = codec.ends[0], [[codec.ends[0]]], 0, 0
     for text in texts:
         ids = codec.encode(text)
@@ -195,8 +195,8 @@ def _of_documents(
             break
     ids_N = np.concatenate([np.array(part, np.int64) for part in parts])
     if apart and len(parts) > 1:
-        place_N = positions(np.array([len(part) for part in parts[1:]]))
-        return Text(name, ids_N[1:], text_bytes, place_N)
+        position_N = positions(np.array([len(part) for part in parts[1:]]))
+        return Text(name, ids_N[1:], text_bytes, position_N)
     return Text(name, ids_N, text_bytes)
 
 
@@ -208,10 +208,10 @@ def _of_corpus(name: str, prefix: str, limit: int | None, apart: bool) -> Text:
         ends = np.cumsum(lengths, dtype=np.int64)
         lengths = lengths[: int(np.searchsorted(ends, limit)) + 1]
         count = int(ends[len(lengths) - 1])
-    whole = described is not None and count == len(ids_N)
-    known = described.text_bytes if described is not None and whole else 0
+    complete = described is not None and count == len(ids_N)
+    known = described.text_bytes if described is not None and complete else 0
     if apart:
-        place_N = positions(lengths)  # of what is read alone: it takes eight bytes a token
-        return Text(name, ids_N[:count].astype(np.int64), known or None, place_N)
+        position_N = positions(lengths)  # only of the tokens read: eight bytes per token
+        return Text(name, ids_N[:count].astype(np.int64), known or None, position_N)
     first = [] if described is None else [described.eod]
     return Text(name, np.concatenate((np.array(first, np.int64), ids_N[:count])), known or None)

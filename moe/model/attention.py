@@ -37,6 +37,8 @@ from megatron.core.transformer.utils import (
 )
 from torch.profiler import record_function
 
+from phalanx.configs.formats import width
+from phalanx.configs.schema import Config
 from phalanx.kernels.core_attention import sinks
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
@@ -45,6 +47,7 @@ from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.model.max_logits import active_max_logit
 from phalanx.moe.model.packed import Packed
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 from phalanx.parallel.memory.layer_context import current_layer_context
 
 
@@ -405,3 +408,42 @@ def te_core_attention() -> Any:
             return attend_in_context(attend, query, key, value)
 
     return TEAttention
+
+
+def latent_saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
+    """Saved bytes of latent attention: kernel inputs, output, statistics and latents."""
+    a = cfg.model.attention
+    qk, out = a.heads * (a.qk_nope_dim + a.qk_rope_dim), a.heads * a.v_dim
+    # Down-projections and their norms' outputs, split along the sequence.
+    latents = a.q_lora_rank + a.kv_lora_rank
+    down = latents + a.qk_rope_dim
+    return core_saved_tensors(cfg, counts, 2 * qk + out, out, projected=down, latents=latents)
+
+
+def core_saved_tensors(
+    cfg: Config,
+    counts: TokenCounts,
+    kernel_inputs: int,
+    out: int,
+    *,
+    projected: int = 0,
+    latents: int = 0,
+) -> SavedTensors:
+    """Saved bytes of an attention around core attention.
+
+    Args:
+        cfg: its dtype and heads.
+        counts: tokens of a rank.
+        kernel_inputs: channels of queries, keys and values of a token.
+        out: channels of the output.
+        projected: channels that are saved before core attention.
+        latents: channels of latents of latent attention.
+    """
+    element, heads = width(cfg), cfg.model.attention.heads
+    sizes = {
+        "queries_keys_values": element * kernel_inputs,
+        "latents": element * latents,
+        "out": element * out + 4 * heads,  # with the fp32 statistics of the softmax
+        "projected": element * projected,
+    }
+    return {name: counts.tokens * size // cfg.parallel.tensor for name, size in sizes.items()}

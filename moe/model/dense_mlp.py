@@ -11,8 +11,14 @@ from typing import Any
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import width
+from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.moe.experts import activation_of
+from phalanx.moe.saved_tensors import TokenCounts
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
@@ -70,3 +76,22 @@ class DenseMLP(MLP):
     def _with_bias(self, hidden_states: Tensor) -> Tensor:
         out, bias = super().forward(hidden_states)
         return out if bias is None else out + bias
+
+
+def saved_bytes(cfg: Config, counts: TokenCounts, ffn: int, *, fp8: bool) -> int:
+    """Saved bytes of a dense MLP or of shared experts of width `ffn`, by the recipe (`fp8`) or not.
+
+    The kernels of the routed experts save the projection only; Megatron-Core's MLP saves the
+    projection, the activated gate, its linear part and their product.
+    """
+    parts, recipe = ACTIVATIONS[cfg.model.moe.activation].halves, Fp8Block() if fp8 else None
+    tensor, bias = cfg.parallel.tensor, cfg.model.bias
+    spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
+    if not uses_expert_kernels(spec, ffn=ffn, tensor=tensor, bias=bias):
+        parts = 2 * parts + 1
+    return counts.tokens * width(cfg) * parts * ffn // tensor
+
+
+def backward_bytes(cfg: Config, counts: TokenCounts) -> int:
+    """Peak of a dense MLP's backward pass: gradients of the projection and the product."""
+    return counts.tokens * width(cfg) * 3 * cfg.model.dense_ffn // cfg.parallel.tensor

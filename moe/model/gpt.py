@@ -247,9 +247,7 @@ def _layer(
     moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute
     spec = replace(
-        moe.spec,
-        recompute_h="expert_h" in recomputed,
-        save_unquantized="norm" in recomputed,
+        moe.spec, recompute_h="expert_h" in recomputed, save_unquantized="norm" in recomputed
     )
     moe = replace(moe, spec=spec)
     mla = m.attention.kind == "mla"

@@ -18,9 +18,11 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from phalanx.configs.schema import Config
 from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope
-from phalanx.moe.model.attention import CoreAttention
+from phalanx.moe.model.attention import CoreAttention, core_saved_tensors
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 from phalanx.parallel.megatron.gathered import gathered
 
 
@@ -138,3 +140,31 @@ class GroupedAttention(SelfAttention):
             return None
         query, key = (gathered(norm).weight for norm in (self.q_layernorm, self.k_layernorm))
         return HeadNorms(query, key, self.config.layernorm_epsilon)
+
+
+def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
+    """Saved bytes: query, key and value as core attention reads them, its output and statistics."""
+    a, k = cfg.model.attention, cfg.kernels
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    kernel_inputs, projected, whole_groups = q + 2 * kv, 0, a.kv_heads >= cfg.parallel.tensor
+    if a.output_gate:
+        projected += 2 * q  # the gate, and the output of core attention before it
+    if a.qk_norm and a.qk_norm_over == "projection":
+        projected += q + kv  # copies of query and key, saved by the norms
+    elif 0 < a.rotary_dim < a.head_dim:
+        # Unfused rotary embedding: the full projection, of which values are a view, and with norms
+        # the query sliced out of it.
+        projected += q + kv + (q + kv if a.qk_norm else 0)
+    elif a.qk_norm and whole_groups:
+        # The full projection, of which values may be a view.
+        if k.attention == "te":
+            projected += q + 2 * kv
+        else:
+            kernel_inputs += q + kv
+    elif a.qk_norm and k.norm == "te":
+        projected += q + kv  # copies of query and key, saved by the norm
+    elif a.qk_norm:
+        projected += 2 * q + 2 * kv  # the full projection, and the query sliced out of it
+    elif not whole_groups and k.attention in ("sdpa", "flex", "fa4"):
+        kernel_inputs += q + kv  # values are a view that keeps the full projection alive
+    return core_saved_tensors(cfg, counts, kernel_inputs, q, projected=projected)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -39,7 +39,7 @@ def initialize(
     """
     for chunk in chunks:
         storages = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
-        state = chunk.sharded_state_dict(metadata={"dp_cp_group": dp_cp_group})
+        state = cast(Any, chunk).sharded_state_dict(metadata={"dp_cp_group": dp_cp_group})
         for shard in _shards(nested_values(state)):
             if shard.data.untyped_storage().data_ptr() in storages:  # not a buffer
                 _fill(shard, seed, std, layers)

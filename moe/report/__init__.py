@@ -1,1 +1,1 @@
-"""What a person sees of a run: start page, table, loggers, traces, warnings."""
+"""Output of a run: start page, table, loggers, traces, warnings."""

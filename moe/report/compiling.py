@@ -1,4 +1,4 @@
-"""Tells a person that kernels are loaded or compiled, which the first step on a GPU waits for."""
+"""Reports that kernels are loaded or compiled, which the first step on a GPU waits for."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,27 +11,27 @@ _EVERY = 5.0
 
 
 @contextmanager
-def told(tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `tell` a line at the first kernel, one now and then after, and one at the end.
+def report_compilation(report: Callable[[str], None]) -> Iterator[None]:
+    """Report a line at the first kernel inside the block, one every few seconds, one at the end.
 
-    Without kernels of our own, as on a CPU, there is nothing to tell.
+    Reports nothing if no kernel is loaded, as on a CPU.
     """
     before, times = cache.statistics(), list[float]()
 
-    def asked(label: str) -> None:
+    def on_kernel(label: str) -> None:
         now = time.monotonic()
         if not times:
-            tell(f"kernels: loaded from {cache.folder()}, or compiled where they are not there yet")
+            report(f"kernels: loading from {cache.folder()}, compiling those that are not cached")
         elif now - times[-1] >= _EVERY:
-            tell(f"kernels: {_counts(before)} after {now - times[0]:.0f} s; next {label}")
+            report(f"kernels: {_counts(before)} after {now - times[0]:.0f} s; next {label}")
         else:
             return
         times.append(now)
 
-    with cache.watched(asked):
+    with cache.watched(on_kernel):
         yield
     if times:
-        tell(f"kernels: ready, {_counts(before)} in {time.monotonic() - times[0]:.1f} s")
+        report(f"kernels: ready, {_counts(before)} in {time.monotonic() - times[0]:.1f} s")
 
 
 def _counts(before: cache.Statistics) -> str:

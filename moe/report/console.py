@@ -1,9 +1,9 @@
-"""console.log in the run folder: what rank 0 printed, launch after launch.
+"""console.log in the run folder: everything that rank 0 printed, launch after launch.
 
-What is printed goes on to where it went before. Lines from before the run folder may be written
-are kept until then; later ones are in the file as soon as they are printed, without secrets. Other
-ranks say nothing unless they fail, and so only what they print as errors is kept. A log that cannot
-be written costs itself, never a run.
+Output still reaches the terminal. Lines from before the run folder may be written are buffered
+until then; later ones are in the file as soon as they are printed, without secrets. Other ranks
+print nothing unless they fail, so only their stderr is logged. A log that cannot be written never
+stops a run.
 """
 
 import errno
@@ -21,7 +21,7 @@ NAME = "console.log"
 
 
 class Console:
-    """Keeps what this process prints while it is inside of `copied`.
+    """Logs the output of this process inside of `copied`.
 
     Args:
         rank: of this process.
@@ -36,7 +36,7 @@ class Console:
 
     @contextmanager
     def copied(self) -> Iterator[None]:
-        """Replace sys.stdout and sys.stderr by streams that also tell this console their lines."""
+        """Replace sys.stdout and sys.stderr by streams that also pass their lines to `line`."""
         before = sys.stdout, sys.stderr
         if self._main:
             sys.stdout = _Copied(sys.stdout, self)  # type: ignore[assignment]
@@ -49,9 +49,9 @@ class Console:
                 self._file.close()
 
     def keep(self, folder: Path, title: str) -> None:
-        """From now on lines go to the log of a run folder, which is there.
+        """Write this and later lines to the log of an existing run folder.
 
-        Rank 0 begins with a title and what was printed before.
+        Rank 0 starts with a title and the buffered lines.
 
         Raises:
             OSError: rank 0 cannot write it.
@@ -62,20 +62,20 @@ class Console:
         self._early = []
 
     def line(self, text: str) -> None:
-        """Keep a line that is being printed."""
+        """Log a line that is being printed."""
         if self._path is not None:
             lines = f"{self._lost} line{'s' * (self._lost > 1)}"
             lost = [f"\n-- {lines} could not be written here\n"] if self._lost else []
             try:
                 self._append([*lost, text])
                 self._lost = 0
-            except OSError:  # of a full disk
+            except OSError:  # such as a full disk
                 self._lost += 1
         elif self._main:
             self._early.append(text)
 
     def _append(self, lines: list[str]) -> None:
-        """In one write, so that lines of threads, forks and ranks do not mix."""
+        """Append in one write, so that lines of threads, forks and ranks do not mix."""
         if self._file is None:
             assert self._path is not None
             self._file = self._path.open("ab", buffering=0)
@@ -85,14 +85,14 @@ class Console:
 
 
 class _Copied:
-    """A stream, of which a console is told every whole line."""
+    """A stream that also passes every complete line to a console."""
 
     def __init__(self, stream: TextIO, console: Console) -> None:
         self._stream, self._console = stream, console
-        self._begun = threading.local()  # the watchdog's thread prints as well
+        self._partial = threading.local()  # the watchdog's thread prints as well
 
     def write(self, text: str) -> int:
-        *lines, self._begun.text = (getattr(self._begun, "text", "") + text).split("\n")
+        *lines, self._partial.text = (getattr(self._partial, "text", "") + text).split("\n")
         for line in lines:
             self._console.line(line + "\n")
         return self._stream.write(text)

@@ -1,7 +1,7 @@
-"""Where records go besides the console: metrics.jsonl, Weights & Biases, TensorBoard.
+"""Loggers besides the console: metrics.jsonl, Weights & Biases, TensorBoard.
 
 metrics.jsonl is always written and survives kills and resumes. The other two are imported only when
-their knob asks for them. None of the three can stop training: the first failure is told once.
+their knob asks for them. None of the three can stop training: the first failure is reported once.
 """
 
 import contextlib
@@ -36,20 +36,20 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a record's value is a number; metrics.jsonl has null for NaN and infinity."""
+    """True for a value that is a number; metrics.jsonl has null for NaN and infinity."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def start_facts(path: Path) -> dict[str, Any]:
-    """What the run of a metrics.jsonl is, as `moe.report.title` has it; empty if it does not say.
+    """Facts of `moe.report.title` in a metrics.jsonl; empty if it has none.
 
-    Of a run that was resumed, what it was last.
+    A resumed run has those of its last start.
     """
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for _, record in _lines(path):
         if record is not None and record.get("event") == "start":
-            found = {k: v for k, v in record.items() if k not in ("event", "at", "time")}
-    return found
+            facts = {k: v for k, v in record.items() if k not in ("event", "at", "time")}
+    return facts
 
 
 _GROUPS = {
@@ -65,7 +65,7 @@ _GROUPS = {
         "eager_steps",
     ),
 }
-"""Group of a number in a tracking service, by how its name starts; all others are of training."""
+"""Group of a number in a tracking service -> prefixes of its name; all others are of training."""
 
 
 def tag(name: str) -> str:
@@ -81,15 +81,15 @@ def tag(name: str) -> str:
 
 
 class Journal:
-    """metrics.jsonl: one JSON object a line, on disk when `write` returns.
+    """metrics.jsonl: one JSON object per line, on disk when `write` returns.
 
     Lines after the step that a run resumes from move to metrics.superseded.jsonl, so that a reader
-    sees each step once. What JSON has no number for is null, and named under `nonfinite`.
+    sees each step once. NaN and infinity are null, and named under `nonfinite`.
 
     Args:
         path: of the file.
-        step: that the run resumes from; 0 for a new run.
-        warn: told once if the file can no longer be written.
+        step: step that the run resumes from; 0 for a new run.
+        warn: called once if the file can no longer be written.
 
     Raises:
         OSError: it cannot be written from the start.
@@ -108,7 +108,7 @@ class Journal:
         self._file = self._path.open("a", encoding="utf-8")
 
     def rewind(self, step: int) -> None:
-        """The run goes back to `step`: set what was written after it aside."""
+        """Move records after `step`, to which the run returns, to the superseded ones."""
         try:
             self.close()
             self._open(step)
@@ -135,14 +135,14 @@ class Journal:
             self._lose(error)
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what a failed write left in the buffer
+            with contextlib.suppress(OSError):  # the buffer of a failed write
                 file.close()
 
     def _lose(self, error: OSError) -> None:
-        """Without the file until the next record, which opens it again."""
+        """Close the file until the next record reopens it, and warn the first time."""
         self.close()
         if not self._failed:
             self._warn(f"records are being lost, {self._path} cannot be written: {error}")
@@ -150,14 +150,14 @@ class Journal:
 
 
 class Sink:
-    """Guards a logger: the first exception is told and ends it, training goes on.
+    """Guards a logger: the first exception is reported and disables it, training continues.
 
-    It gets numbers under the names of `tag`, and `step`.
+    The logger receives numbers under the names of `tag`, and `step`.
 
     Args:
         name: shown in the warning.
         make: builds the logger, a pair of functions (log, close).
-        warn: where the warning goes.
+        warn: prints the warning.
     """
 
     def __init__(
@@ -171,14 +171,14 @@ class Sink:
         self._pair = self._try(make)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Pass on the numbers of a record; it has `step`."""
+        """Log the numbers of a record, which has `step`."""
         if self._pair is not None:
-            log, numbers = self._pair[0], (int, float)
-            found = {tag(k): v for k, v in record.items() if isinstance(v, numbers) and k != "step"}
-            self._try(lambda: log({"step": record["step"]} | found))
+            log, kinds = self._pair[0], (int, float)
+            numbers = {tag(k): v for k, v in record.items() if isinstance(v, kinds) and k != "step"}
+            self._try(lambda: log({"step": record["step"]} | numbers))
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close the logger."""
         if self._pair is not None:
             self._try(self._pair[1])
 
@@ -192,7 +192,7 @@ class Sink:
 
 
 def make_sinks(cfg: Config, folder: Path, step: int, warn: Callable[[str], None]) -> list[Sink]:
-    """The sinks that run.wandb and run.tensorboard ask for; `step` as in `Journal`."""
+    """Sinks enabled by run.wandb and run.tensorboard; `step` as in `Journal`."""
     sinks = []
     if cfg.run.wandb != "off":
         sinks.append(Sink("Weights & Biases", lambda: _wandb(cfg, folder, step), warn))
@@ -235,7 +235,7 @@ def _wandb_id(path: Path, step: int) -> str:
 def _tensorboard(folder: Path, step: int) -> tuple[Log, Callable[[], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with _failing_in_silence():
+    with _silent_threads():
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(record: dict[str, Any]) -> None:
@@ -247,22 +247,25 @@ def _tensorboard(folder: Path, step: int) -> tuple[Log, Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def _failing_in_silence() -> Iterator[None]:
-    """Threads that are started inside print no traceback: what ends TensorBoard's writer is raised
-    again at the next record, and told there in a line."""
+def _silent_threads() -> Iterator[None]:
+    """Suppress tracebacks of threads that are started inside the block.
+
+    An error of TensorBoard's writer thread is raised once more at the next record, where `Sink`
+    reports it.
+    """
     before, hook = set(threading.enumerate()), threading.excepthook
     yield
     silent = weakref.WeakSet(set(threading.enumerate()) - before)
 
-    def told(args: threading.ExceptHookArgs) -> None:
+    def unless_silent(args: threading.ExceptHookArgs) -> None:
         if args.thread not in silent:
             hook(args)
 
-    threading.excepthook = told
+    threading.excepthook = unless_silent
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
-    """(line, record) of a jsonl; None for a line that a kill left half written."""
+    """(line, record) of a jsonl; None for a line that is incomplete after a kill."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

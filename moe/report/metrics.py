@@ -1,8 +1,8 @@
-"""What a person sees of a run: a table with a row per logged step, events, a closing summary.
+"""Metrics of a run: a table with a row per logged step, events, a closing summary.
 
-The trainer hands over one flat record per logged step. The console shows what a person watches and
-leaves out what is unknown; metrics.jsonl and the sinks (moe.report.loggers) get all of it. Only the
-main rank prints and writes. Only a run folder that cannot be written at the start stops a run.
+The trainer passes one flat record per logged step. The console shows the columns that are known;
+metrics.jsonl and the sinks (moe.report.loggers) receive everything. Only the main rank prints and
+writes. Only a run folder that cannot be written at the start stops a run.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from phalanx.moe.report.loggers import Journal, Sink, make_sinks
 
 _STEADY = 10  # logged steps of the closing summary
 _PAGE = 25  # rows between headings
-_COUNTS = ("reruns", "skipped", "rollbacks")  # shown behind a row where they have grown
+_COUNTS = ("reruns", "skipped", "rollbacks")  # shown after a row in which they have grown
 
 
 class Metrics:
@@ -31,10 +31,10 @@ class Metrics:
 
     Args:
         folder: of the run; created on the main rank.
-        cfg: names the sinks and the length of the run.
+        cfg: sinks and number of steps.
         is_main: whether this rank prints and writes.
-        step: the step that the run resumes from, 0 for a new one.
-        stream: of the console.
+        step: step that the run resumes from; 0 for a new run.
+        stream: console; stdout by default.
 
     Raises:
         ValueError: the run folder cannot be written.
@@ -50,12 +50,12 @@ class Metrics:
         stream: TextIO | None = None,
     ) -> None:
         self._steps, self._main, self._stream = cfg.run.steps, is_main, stream or sys.stdout
-        self._step, self._began = step, time.monotonic()
+        self._step, self._start = step, time.monotonic()
         self._resumed = f", resumed from step {step}," if step else ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=_STEADY)
         self._timed, self._rows = 0, 0
         self._shown: Collection[str] = ()
-        self._told = dict.fromkeys(_COUNTS, 0)
+        self._printed = dict.fromkeys(_COUNTS, 0)
         self._sinks: list[Sink] = []
         self._path = folder / "metrics.jsonl"
         self._journal: Journal | None = None
@@ -69,7 +69,7 @@ class Metrics:
         self._sinks = make_sinks(cfg, folder, step, self._warn)
 
     def text(self, text: str) -> None:
-        """Print a block of text. A console on a full disk, or whose reader left, costs the text."""
+        """Print a block of text; it is lost if the console is on a full disk or its reader left."""
         if self._main:
             with contextlib.suppress(OSError):
                 print(redacted(text), file=self._stream, flush=True)
@@ -80,20 +80,19 @@ class Metrics:
         Args:
             text: the line.
             shown: a block that is printed below it.
-            facts: that are written beside it.
+            facts: further fields of the record.
         """
         self.text("\n".join(filter(None, (f"-- {text}", shown))))
         self._write({"event": redacted(text), **redacted(facts), "at": self._step})
 
     def start(self, facts: dict[str, Any]) -> None:
-        """Write what the run is (`moe.report.title`), for the titles of tables and pictures."""
+        """Write the facts of a run (`moe.report.title`), for the titles of tables and plots."""
         self._write({"event": "start", "at": self._step} | redacted(facts))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Report a record: `step`, and any of what `line` shows, and numbers under other names.
+        """Report a record of a step or a validation: `step`, columns of `line`, other numbers.
 
-        Either what a validation gives, or what a step has. `reruns`, `skipped` and `rollbacks` are
-        told where they have grown.
+        `reruns`, `skipped` and `rollbacks` are printed when they have grown.
         """
         if not self._main:
             return
@@ -113,7 +112,7 @@ class Metrics:
             self._row(record)
 
     def _row(self, record: dict[str, Any]) -> None:
-        # Some numbers are not of every record: their column stays once there was one.
+        # Some numbers are not in every record: their column stays once there was one.
         appeared = any(c.key not in self._shown for c in _columns(record))
         if self._rows % _PAGE == 0 or appeared:
             self._shown = {*self._shown, *record}
@@ -121,37 +120,37 @@ class Metrics:
         self._rows += 1
         row = line(record, self._steps, eta=self._remaining(record), shown=self._shown)
         for count in _COUNTS:
-            if record.get(count, 0) > self._told[count]:
-                self._told[count] = record[count]
+            if record.get(count, 0) > self._printed[count]:
+                self._printed[count] = record[count]
                 row += f"  {count} {record[count]}"
         self.text(row)
 
     def rewind(self, step: int) -> None:
-        """The run goes back to `step`: what was recorded after it is set aside."""
+        """Supersede records after `step`, to which the run returns."""
         self._step = step
         if self._journal is not None:
             self._journal.rewind(step)
 
     def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
-        """Print and write the summary, with what the caller adds to it, and close every sink.
+        """Print and write the summary, and close every sink.
 
         Args:
-            summary: more for the record.
-            ended: how the run ended, in a word.
+            summary: further fields of the record.
+            ended: `done`, or why the run ended.
         """
         if not self._main:
             return
         totals = steady(list(self._recent)) | (summary or {})
         self._write({"event": "summary", "at": self._step} | totals)
         lost = self._journal.lost if self._journal is not None else 0
-        less = f"{lost:,} record{'s' * (lost > 1)} of {self._path} lost" if lost else ""
+        losses = f"{lost:,} record{'s' * (lost > 1)} of {self._path} lost" if lost else ""
         if self._recent:
-            elapsed = duration(time.monotonic() - self._began)
+            elapsed = duration(time.monotonic() - self._start)
             done = f"{ended}: step {self._step}{self._resumed} after {elapsed}"
-            done += f", {less}" if less else ""
+            done += f", {losses}" if losses else ""
             self.text(f"\n{done} | {summary_line(totals)}")
-        elif less:
-            self._warn(less)
+        elif losses:
+            self._warn(losses)
         for sink in self._sinks:
             sink.close()
         if self._journal is not None:
@@ -172,7 +171,7 @@ class Metrics:
 
 
 def memory() -> dict[str, float]:
-    """GiB: peak of the GPU and what it has; of a run without one, what this process holds."""
+    """GiB: peak and total memory of the GPU; resident memory of the process without one."""
     if not torch.cuda.is_initialized():
         return {"memory": psutil.Process().memory_info().rss / 2**30}
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -189,7 +188,7 @@ class _Column(NamedTuple):
     width: int
     form: str
     gpu: bool = False
-    """Makes no sense of a CPU process: rates of a chip that it is not."""
+    """Shown on GPUs only."""
 
 
 _COLUMNS = (
@@ -211,7 +210,7 @@ _COLUMNS = (
 
 
 def heading(record: dict[str, Any], steps: int, shown: Collection[str] = ()) -> str:
-    """Names over the columns of `line`."""
+    """Column names over the rows of `line`."""
     rank = not _on_gpu(record)
     names = [
         (c.name.replace("gpu", "rank") if rank else c.name).rjust(_width(c, rank))
@@ -223,15 +222,15 @@ def heading(record: dict[str, Any], steps: int, shown: Collection[str] = ()) -> 
 def line(
     record: dict[str, Any], steps: int, eta: float | None = None, shown: Collection[str] = ()
 ) -> str:
-    """A row of the console's table; columns that the record does not have are left out.
+    """A row of the console's table; columns that the record lacks are left out.
 
     Args:
         record: `step`, and any of loss, mtp_loss, grad_norm, lr, tokens_per_second_per_gpu,
-            tflops_per_gpu, mfu and mfu_fp8 (of 1), step_time (s), memory and memory_total (GiB),
-            load_max with load_p95 and dead_experts, max_logit.
-        steps: of the run.
-        eta: seconds to its end.
-        shown: keys of the record under the heading; columns of only these are blank.
+            tflops_per_gpu, mfu and mfu_fp8 (fractions), step_time (s), memory and memory_total
+            (GiB), load_max with load_p95 and dead_experts, max_logit.
+        steps: steps of the run.
+        eta: remaining seconds.
+        shown: keys of the heading; those that the record lacks are blank.
     """
     rank = not _on_gpu(record)
     values = [
@@ -267,8 +266,8 @@ def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             totals[key] = statistics.fmean(values)
             totals[f"{key}_sd"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    of_ranks = ("rank_load", "rank_load_uncloned", "rank_load_cloned")
-    for key in ("load_max", *of_ranks, "cloned", "dead_experts"):
+    of_ranks = ("rank_load", "rank_load_without_replicas", "rank_load_with_replicas")
+    for key in ("load_max", *of_ranks, "replicas", "dead_experts"):
         values = [record[key] for record in records if key in record]
         if values:
             totals[key] = statistics.fmean(values)
@@ -279,13 +278,13 @@ def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def validation_line(record: dict[str, Any]) -> str:
-    """`validation loss 2.5000 after step 60: perplexity 12.18, 3.607 bits a byte; wiki 2.4000`."""
-    said = f"validation loss {record['valid_loss']:.4f} after step {record['step']}"
+    """`validation loss 2.5000 after step 60: perplexity 12.18, 3.607 bits per byte; wiki 2.4`."""
+    text = f"validation loss {record['valid_loss']:.4f} after step {record['step']}"
     more = []
     if "valid_perplexity" in record:
         more.append(f"perplexity {record['valid_perplexity']:.4g}")
     if "valid_bits_per_byte" in record:
-        more.append(f"{record['valid_bits_per_byte']:.3f} bits a byte")
+        more.append(f"{record['valid_bits_per_byte']:.3f} bits per byte")
     parts = [", ".join(more)] if more else []
     named = []
     for key, labels in record.items():
@@ -295,11 +294,11 @@ def validation_line(record: dict[str, Any]) -> str:
             named.append(f"{name} {loss}")
     if named:
         parts.append(", ".join(named))
-    return said + (f": {'; '.join(parts)}" if parts else "")
+    return text + (f": {'; '.join(parts)}" if parts else "")
 
 
 def summary_line(totals: dict[str, Any]) -> str:
-    """`last 10 logged steps: 13,402 +- 35 tok/s/gpu, ...` of what `steady` returns."""
+    """`last 10 logged steps: 13,402 +- 35 tok/s/gpu, ...` from the result of `steady`."""
     on_gpu = _on_gpu(totals)
     parts = []
     if "tokens_per_second_per_gpu" in totals:
@@ -311,7 +310,7 @@ def summary_line(totals: dict[str, Any]) -> str:
         mfu += ")" if mfu else ""
         parts.append(f"{totals['tflops_per_gpu']:.0f} TF/s/gpu{mfu}")
     if "step_time" in totals:
-        parts.append(f"{totals['step_time']:.3f} +- {totals['step_time_sd']:.3f} s a step")
+        parts.append(f"{totals['step_time']:.3f} +- {totals['step_time_sd']:.3f} s per step")
     if "loss" in totals:
         parts.append(f"loss {totals['loss']:.4f}")
     return f"last {totals['records']} logged steps: {', '.join(parts)}"

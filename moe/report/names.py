@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The last parts of each path, as many as tell them apart; the same path again gets a number.
+    """The last parts of each path that make it unique; a repeated path gets a number.
 
     >>> short_names(["data/a/text", "data/b/text", "code"])
     ['a/text', 'b/text', 'code']

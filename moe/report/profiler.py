@@ -21,9 +21,9 @@ class Profiler:
     Args:
         window: [first, last] of run.profile; empty, or on a rank that does not record.
         folder: of the run.
-        facts: what the run is, kept in the trace under `phalanx` with the steps.
+        facts: metadata of the run, stored in the trace under `phalanx` with the steps.
         done: steps done before this run, which may be more than `first`.
-        tell: told of the trace. One that cannot be written does not end the run.
+        report: prints a line on the trace. A trace that cannot be written does not end the run.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Profiler:
         folder: Path,
         facts: dict[str, Any],
         done: int,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._first, self._last = window if window else (0, -1)
-        self._folder, self._facts, self._done, self._tell = folder, facts, done, tell
+        self._folder, self._facts, self._done, self._report = folder, facts, done, report
         self._profile: Any = None
         self._span: Any = None
 
@@ -47,7 +47,7 @@ class Profiler:
         self._stop()
 
     def step(self, done: int) -> None:
-        """Tell that step `done` has ended."""
+        """Note that step `done` has ended."""
         self._done = done
         if done >= self._last:
             self._stop()
@@ -55,7 +55,7 @@ class Profiler:
             self._start()
 
     def _start(self) -> None:
-        """Record, which may be so already, and name the step that begins."""
+        """Start recording if it has not started, and name the next step."""
         if self._profile is None:
             self._record()
         self._end_span()
@@ -87,7 +87,7 @@ class Profiler:
         path = self._folder / f"trace_{self._first}_{self._done}.json.gz"
         try:
             self._profile.export_chrome_trace(str(path))
-            self._tell(f"wrote {path}, for ui.perfetto.dev")
+            self._report(f"wrote {path}, for ui.perfetto.dev")
         except (OSError, RuntimeError) as error:
-            self._tell(f"warning: {path} cannot be written: {error}")
+            self._report(f"warning: {path} cannot be written: {error}")
         self._profile = None

@@ -1,6 +1,6 @@
-"""Progress of what takes long: a bar on a terminal, a line now and then in a file or a pipe.
+"""Progress of long operations: a bar on a terminal, a line every few seconds in a file or pipe.
 
-A bar is redrawn over itself, which a file keeps as one line without end.
+A bar is redrawn over itself, which would be one endless line in a file.
 """
 
 import sys
@@ -9,11 +9,11 @@ from typing import Any
 from tqdm import tqdm
 
 _EVERY = 10
-"""Seconds between two lines; before the first one as well, so that what is short has none."""
+"""Seconds between two lines, and before the first one, so that short operations print none."""
 
 
 class _Lines:
-    """stderr that is no terminal: what a bar draws over is a line of its own."""
+    """stderr that is no terminal: each update of a bar is a separate line."""
 
     def write(self, text: str) -> None:
         if text := text.strip("\r\n "):
@@ -23,13 +23,13 @@ class _Lines:
         pass
 
 
-def progress(what: str, **options: Any) -> Any:
-    """A bar on stderr; where that is no terminal, a line every ten seconds from the tenth on.
+def progress(title: str, **options: Any) -> Any:
+    """A bar on stderr; if that is no terminal, a line every ten seconds from the tenth on.
 
     Args:
-        what: is done.
+        title: name of the operation.
         options: of tqdm.
     """
     if not sys.stderr.isatty():
         options |= {"file": _Lines(), "delay": _EVERY, "mininterval": _EVERY, "ncols": 80}
-    return tqdm(desc=what, **options)
+    return tqdm(desc=title, **options)

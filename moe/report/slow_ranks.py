@@ -1,10 +1,10 @@
-"""Names ranks that keep all others waiting: those that give their device its steps late.
+"""Names slow ranks: those whose host launches its steps late, so that all others wait.
 
-Fed by the trainer with a time of every rank and step, on the host: until the rank had its data and,
-on a GPU, had launched its step. In the first exchange of a step all ranks wait for the last one, so
-their whole steps take equally long, and only what comes before tells them apart. A GPU that
-computes slowly is not seen here. One late step is normal; what lasts is told, and not more often
-than every `EVERY` steps.
+The trainer passes a time of every rank and step, measured on the host: until the rank had its data
+and, on a GPU, had launched its step. In the first exchange of a step all ranks wait for the last
+one, so total step times are equal, and only the time before it differs. A GPU that computes slowly
+is not detected here. One late step is normal; only lasting delays cause a warning, at most one
+every `EVERY` steps.
 
 Legend: R ranks.
 """
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 PATIENCE = 20
-"""Steps for which a rank is late in every record, before it is told."""
+"""Steps for which a rank is late in every record, before a warning."""
 EVERY = 500
 """Steps between two warnings."""
 SHARE = 0.05
-"""Of a step, by which a late rank is behind the median rank."""
+"""Fraction of a step by which a late rank is behind the median rank."""
 _MOST = 8
 """Late ranks in a record or a warning."""
 
 
 class SlowRanks:
-    """Looks for them; the same on every rank.
+    """Detects slow ranks, with the same result on every rank.
 
     Args:
-        names: of the ranks, in their order.
-        step: that the run starts from.
+        names: names of the ranks, in their order.
+        step: step that the run starts from.
     """
 
     def __init__(self, names: Sequence[str], step: int) -> None:
@@ -38,10 +38,10 @@ class SlowRanks:
         self._sums_R = torch.zeros(len(names), dtype=torch.float64)
         self._count = 0
         self._since: dict[int, int] = {}  # rank -> last step in time
-        self._told = -EVERY
+        self._warned = -EVERY
 
     def add(self, seconds_R: Tensor) -> None:
-        """Note a step: fp64 on the host."""
+        """Add the seconds of a step: fp64 [R] on the host."""
         self._sums_R += seconds_R
         self._count += 1
 
@@ -49,7 +49,7 @@ class SlowRanks:
         """The late ranks of the steps since the last call, worst first, and warnings that are due.
 
         Args:
-            step: that was reached.
+            step: last finished step.
             step_time: mean seconds of a step.
 
         Returns:
@@ -65,20 +65,20 @@ class SlowRanks:
         worst = sorted(late, key=lambda rank: -late[rank])[:_MOST]
         lasting = [rank for rank in worst if step - self._since[rank] >= PATIENCE]
         warnings = []
-        if lasting and step - self._told >= EVERY:
-            self._told = step
+        if lasting and step - self._warned >= EVERY:
+            self._warned = step
             shares = {rank: f"{late[rank] / step_time:.0%} of a step" for rank in lasting}
             named = "; ".join(
                 f"{self._names[rank]} by {late[rank]:.3f} s ({shares[rank]})" for rank in lasting
             )
             warnings = [
-                f"warning: slow for {PATIENCE} steps, all other ranks wait: {named}; look at the "
-                "host's load and at where its data.blend lies"
+                f"warning: slow for {PATIENCE} steps, all other ranks wait: {named}; check the "
+                "host's load and the storage of its data.blend"
             ]
         return {str(rank): round(late[rank], 6) for rank in worst}, warnings
 
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`, to which the run goes back."""
+        """Forget everything after `step`, to which the run returns."""
         self._step = step
         self._forget()
         self._since.clear()

@@ -1,4 +1,4 @@
-"""The page a run starts with: what is trained, on what, with which kernels, from where."""
+"""The page that a run prints at its start: model, data, devices, layout, kernels."""
 
 import sys
 
@@ -10,16 +10,16 @@ from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
-from phalanx.moe.estimate.accounting import at_most, flops_per_token, model_size
+from phalanx.moe.estimate.accounting import flops_note, flops_per_token, model_size
 from phalanx.moe.report.units import count, storage, work
 from phalanx.moe.training.launch import code
 from phalanx.moe.training.setup import Job
 
 
 def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None = None) -> str:
-    """The start page, at most 100 columns wide where names and paths are short."""
+    """The start page, at most 100 columns wide if names and paths are short."""
     cfg, world = job.cfg, job.runtime.world
-    here, size = job.engine.parameter_bytes()
+    local, size = job.engine.parameter_bytes()
     flops = flops_per_token(cfg.model, cfg.data.sequence_length)
     tokens = cfg.data.global_batch * cfg.data.sequence_length
     facts = [
@@ -28,9 +28,9 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
         ("device", f"{world} x {device(job.runtime.device)}, {described(cfg)}"),
         (
             "model",
-            f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",
+            f"{model_size(cfg.model)}, {count(local)} on rank 0 ({storage(size)})",
         ),
-        ("work", f"{work(flops)} a token, {work(flops * tokens)} a step{at_most(cfg)}"),
+        ("work", f"{work(flops)} per token, {work(flops * tokens)} per step{flops_note(cfg)}"),
         (
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
@@ -67,9 +67,9 @@ def device(where: torch.device) -> str:
 
 
 def versions(where: torch.device) -> dict[str, str]:
-    """torch, and on a GPU the libraries and the driver under it."""
-    found = {"torch": str(torch.__version__)}
+    """Versions of torch, and on a GPU of CUDA and NCCL."""
+    names = {"torch": str(torch.__version__)}
     if where.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        names["cuda"] = str(torch.version.cuda)
+        names["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return names

@@ -1,8 +1,8 @@
-"""How fast a run is: seconds of a step, and what a GPU makes of them.
+"""Throughput of a run: seconds per step, tokens and FLOPs per second of a GPU.
 
-The trainer restarts the clock after what is not a step (validation, checkpoints) and reads it where
-the device is known to have done all of the last step but its update, which it makes meanwhile: from
-one reading to the next there are as many updates as steps. FLOPs are those of
+The trainer restarts the clock after anything that is not a step (validation, checkpoints). It reads
+the clock when the device has finished the last step except for the optimizer update, which is still
+running: between two readings there are as many updates as steps. FLOPs are those of
 `moe.estimate.accounting`.
 """
 
@@ -21,7 +21,7 @@ class Pace:
 
     Args:
         cfg: tokens of a step and FLOPs of a token.
-        runtime: ranks that share a step, and the device whose peak utilisation is measured by.
+        runtime: ranks that share a step, and the device whose peak is the base of utilisation.
     """
 
     def __init__(self, cfg: Config, runtime: Runtime) -> None:
@@ -33,20 +33,20 @@ class Pace:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Time the steps after `step`, from now on."""
+        """Start the clock at the end of `step`."""
         self._since, self._step = time.perf_counter(), step
         self._restarted = True
 
     def rates(self, step: int) -> dict[str, float]:
-        """Mean rates of the steps up to `step` since the clock was started, which starts it again.
+        """Mean rates of the steps up to `step` since the clock was started; restarts it.
 
         Returns:
-            step_time (s), tokens_per_second_per_gpu, tflops_per_gpu; where the device's peaks are
-            known mfu, of that of bf16, and in FP8 runs also mfu_fp8, of that of FP8 (of 1).
+            step_time (s), tokens_per_second_per_gpu, tflops_per_gpu; if the device's peaks are
+            known mfu, the fraction of the bf16 peak, and in FP8 runs mfu_fp8, that of the FP8 peak.
         """
         now = until = time.perf_counter()
         if self._restarted and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # no update was under way when the clock started
+            torch.cuda.synchronize(self._device)  # no update was running when the clock started
             until = time.perf_counter()
         seconds = (until - self._since) / (step - self._step)
         self._since, self._step, self._restarted = now, step, False
@@ -62,12 +62,12 @@ class Pace:
 
 
 def peaks(cfg: Config, device: torch.device) -> dict[str, float]:
-    """Dense peaks in TFLOP/s by the name of the utilisation that is measured against them.
+    """Dense peaks in TFLOP/s by name of the utilisation: `mfu`, `mfu_fp8`.
 
-    That of bf16 in FP8 runs too, as the two compare then; none where it is not known, as of a CPU.
+    FP8 runs have both, so that they compare with bf16 ones. Unknown devices and CPUs have none.
     """
     if device.type != "cuda" or not in_bf16(cfg):
         return {}
     name = torch.cuda.get_device_name(device)
-    found = {"mfu": bf16_peak(name), "mfu_fp8": fp8_peak(name) if is_fp8(cfg) else None}
-    return {key: peak for key, peak in found.items() if peak}
+    known = {"mfu": bf16_peak(name), "mfu_fp8": fp8_peak(name) if is_fp8(cfg) else None}
+    return {key: peak for key, peak in known.items() if peak}

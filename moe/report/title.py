@@ -1,4 +1,4 @@
-"""What a run is, in the few facts that head its curves, traces and tables."""
+"""Facts of a run in the titles of its curves, traces and tables."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from phalanx.moe.training.setup import Job
 
 
 def title_facts(job: Job) -> dict[str, Any]:
-    """Model, data, device and what computes, as JSON values."""
+    """Model, data, device, precision and expert kernels, as JSON values."""
     cfg = job.cfg
     return {
         "run": cfg.run.name,

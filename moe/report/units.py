@@ -1,4 +1,4 @@
-"""Large numbers as a person reads them."""
+"""Large numbers with units."""
 
 from collections.abc import Iterable
 
@@ -21,5 +21,5 @@ def storage(size: int) -> str:
 
 
 def _scaled(number: float, units: Iterable[tuple[str, float]]) -> str:
-    """The number in the largest unit that is not above it; empty below all of them."""
+    """The number in the largest unit that does not exceed it; empty if all do."""
     return next((f"{number / size:.1f} {unit}" for unit, size in units if number >= size), "")

@@ -4,7 +4,7 @@ A router counts its choices and adds its balancing losses to its `Statistics`, o
 without a host read. Every step collects them in one table (`Collector`), which is summed over all
 ranks with the step's other totals; after it is logged the trainer calls `reset`. Invariants: counts
 are int64; a loss is stored as this rank's share, so that the sum over tensor and context parallel
-ranks is the loss of one replica, on any layout. Plans of clones are read at the step's end, since
+ranks is the loss of one replica, on any layout. Plans of replicas are read at the step's end, since
 plans of single nodes are compared over nodes, once for all layers and micro-batches.
 
 Legend: T tokens of this rank, B sequences, E experts, K experts per token, P plans of a step, R
@@ -21,13 +21,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.routing.replication_plan import ReplicationPlan
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
 
-_OF_CLONES = 4
-"""Number of counts of clones: copies, rows of all ranks, rows of the busiest rank without copies,
+_REPLICATION_COLUMNS = 4
+"""Number of counts of replicas: copies, rows of all ranks, rows of the busiest rank without copies,
 and with them."""
 
 
@@ -81,13 +81,19 @@ class KeepsPrecision(torch.nn.Module):
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            if self._buffers[name].dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(self._buffers[name].device)
+            cast_buffer = self._buffers[name]
+            if cast_buffer is not None and cast_buffer.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(cast_buffer.device)
         return self
 
 
 class Statistics(KeepsPrecision):
     """Statistics of a router since `reset`: choices per expert, loss shares, micro-batches."""
+
+    tokens_per_expert: Tensor
+    losses: Tensor
+    micro_batches: Tensor
+    clones: Tensor
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -96,12 +102,13 @@ class Statistics(KeepsPrecision):
             ("tokens_per_expert", (experts,), torch.int64),
             ("losses", (len(LOSSES),), torch.float32),
             ("micro_batches", (), torch.int64),
-            ("clones", (_OF_CLONES,), torch.int64),
+            ("replicas", (_REPLICATION_COLUMNS,), torch.int64),
         ):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
-        self.plans: list[ClonePlan] = []
-        """Plans of the micro-batches since the last table, which adds their counts to `clones`."""
+        self.plans: list[ReplicationPlan] = []
+        """Plans of the micro-batches since the last table, which adds their counts to
+        `replicas`."""
 
     @torch.no_grad()
     def add_counts(self, count_E: Tensor) -> None:
@@ -114,8 +121,8 @@ class Statistics(KeepsPrecision):
         """Add this rank's share of one of `LOSSES`, before its coefficient."""
         self.losses[LOSSES.index(name)] += share.detach()
 
-    def add_clones(self, plan: ClonePlan) -> None:
-        """Add the clones of one micro-batch, which are the same on all ranks that share experts."""
+    def add_replication_plan(self, plan: ReplicationPlan) -> None:
+        """Add the replicas of one micro-batch, the same on all ranks that share experts."""
         self.plans.append(plan)
 
 
@@ -132,14 +139,14 @@ class Balance:
     """Choices of the experts of the busiest rank over the mean of ranks, averaged over layers, of
     all micro-batches together and whichever rank computes them; 0 if the experts of a layer are on
     one rank."""
-    cloned: float | None = None
+    replicas: float | None = None
     """Copies of experts, averaged over layers and micro-batches; None without copies."""
-    rank_load_uncloned: float = 0.0
+    rank_load_without_replicas: float = 0.0
     """Rows of the busiest rank of a micro-batch over the mean of ranks, if it had no copies,
     averaged over layers and micro-batches; 0 without copies. Another rank may be the busiest of the
     next micro-batch, so that this is at least `rank_load`."""
-    rank_load_cloned: float = 0.0
-    """Counterpart of `rank_load_uncloned` with the copies and their cost."""
+    rank_load_with_replicas: float = 0.0
+    """Counterpart of `rank_load_without_replicas` with the copies and their cost."""
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
@@ -196,13 +203,13 @@ class Collector:
         self._zeros = Statistics(self._experts)
 
     def table(self) -> Tensor:
-        """This rank's part, fp64 [layers, counts | losses | micro-batches | clones]; no host read.
+        """This rank's part, fp64 [layers, counts | losses | micro-batches | replicas].
 
-        The sum over all ranks is the table of the model: exact for counts below 2**53, and 0 in the
-        rows of layers that no rank has or that route nothing. Collective.
+        No host read. The sum over all ranks is the table of the model: exact for counts below
+        2**53, and 0 in the rows of layers that no rank has or that route nothing. Collective.
         """
-        self._count_clones()
-        columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "clones"))
+        self._count_replicas()
+        columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "replicas"))
         return torch.cat([column.flatten(1) for column in columns], 1)
 
     def _column(self, name: str) -> Tensor:
@@ -211,7 +218,7 @@ class Collector:
         return column if column.ndim > 1 else column[:, None]
 
     @torch.no_grad()
-    def _count_clones(self) -> None:
+    def _count_replicas(self) -> None:
         """Add the plans of the step to the counts of their layers.
 
         If a plan covers one node (`hier`), the ranks of the group agree on which rank of a
@@ -230,7 +237,7 @@ class Collector:
         count_P4 = torch.stack((nodes * copies_P, nodes * before_PR.sum(1), *busiest_2P), 1)
         by_layer = count_P4.split([len(s.plans) for s in planned])
         for s, counts in zip(planned, by_layer, strict=True):
-            s.clones += counts.sum(0)
+            s.replicas += counts.sum(0)
             s.plans.clear()
 
     def read(self, table: Tensor) -> Balance:
@@ -245,25 +252,29 @@ def layer_index(router: Any, config: Any) -> int:
 
 
 def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Balance:
-    count, losses, micro_batches, clones = table.split([experts, len(LOSSES), 1, _OF_CLONES], 1)
+    count, losses, micro_batches, replicas = table.split(
+        [experts, len(LOSSES), 1, _REPLICATION_COLUMNS], 1
+    )
     used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
     if not used:
         return Balance()
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
-    cloned, total, before, after = clones[used].unbind(1)
+    copies, total, before, after = replicas[used].unbind(1)
     per_rank = count.unflatten(1, (ranks, -1)).sum(2)
-    load_of_ranks, uncloned, with_copies = per_rank.amax(1) / per_rank.mean(1), 0.0, 0.0
+    load_of_ranks, without_copies, with_copies = per_rank.amax(1) / per_rank.mean(1), 0.0, 0.0
     if bool(total.any()):  # each micro-batch by itself, not their sum
-        uncloned, with_copies = (float((rows * ranks / total).mean()) for rows in (before, after))
+        without_copies, with_copies = (
+            float((rows * ranks / total).mean()) for rows in (before, after)
+        )
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
         load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
         idle=frozenset((used[row] + 1, e) for row, e in (count == 0).nonzero().tolist()),
         rank_load=float(load_of_ranks.mean()) if ranks > 1 else 0.0,
-        cloned=float((cloned / micro_batches[:, 0]).mean()) if bool(total.any()) else None,
-        rank_load_uncloned=uncloned,
-        rank_load_cloned=with_copies,
+        replicas=float((copies / micro_batches[:, 0]).mean()) if bool(total.any()) else None,
+        rank_load_without_replicas=without_copies,
+        rank_load_with_replicas=with_copies,
         losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
     )
 

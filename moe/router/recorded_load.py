@@ -1,9 +1,9 @@
 """Load of experts and ranks under a recorded routing, and the expert rows that it needs.
 
-Computes on a CPU, before a run, what the run would log, with clones of hot experts and without. The
+Computes on a CPU, before a run, what the run would log, with expert replication and without. The
 recorded tokens are one step. Micro-batch m of an expert-parallel group has R * T of them in order,
 from token m * R * T on, and wraps around after the last, as in `moe.router.replay`, which repeats
-the first micro-batch. Tokens after the last full micro-batch are not counted. Plans of clones and
+the first micro-batch. Tokens after the last full micro-batch are not counted. Plans of replicas and
 the budget of rows are those of the transports.
 
 Legend: N tokens recorded, K experts per token, M micro-batches, T tokens of a rank, R ranks, E
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
-from phalanx.kernels.routing.clone_plan import ClonePlan, make_clone_plan
+from phalanx.kernels.routing.replication_plan import ReplicationPlan, make_replication_plan
 from phalanx.moe.router.recording import Ids
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE, Budget
-from phalanx.parallel.dispatcher.clones import Clones
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LayerLoad:
     """Tokens of the busiest expert over the mean, in the step."""
     busiest_rank: float
     """Rows of the busiest rank over the mean, averaged over micro-batches, with copies and their
-    cost: `rank_load_cloned` of a run, `rank_load_uncloned` without copies."""
-    cloned: float
+    cost: `rank_load_with_replicas` of a run, `rank_load_without_replicas` without copies."""
+    replicas: float
     """Copies in a micro-batch, on average."""
     rows: int
     """Most expert rows of a rank in a micro-batch."""
@@ -43,12 +43,12 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class RecordedLoad:
-    """Load of all layers of a recording, for a number of ranks and of guest slots."""
+    """Load of all layers of a recording, for a number of ranks and of replica slots."""
 
     ranks: int
     """Number of ranks, R."""
-    clones: int
-    """Guest slots of a rank."""
+    replica_slots: int
+    """Replica slots of a rank."""
     micro_batches: int
     """Number of micro-batches, M."""
     capacity_factor: float
@@ -67,9 +67,9 @@ class RecordedLoad:
         return mean(load.busiest_rank for load in self.layers.values())
 
     @property
-    def cloned(self) -> float:
+    def replicas(self) -> float:
         """Mean of copies over layers and micro-batches, which a run logs."""
-        return mean(load.cloned for load in self.layers.values())
+        return mean(load.replicas for load in self.layers.values())
 
 
 def recorded_load(
@@ -78,7 +78,7 @@ def recorded_load(
     *,
     ranks: int,
     tokens: int,
-    clones: Clones,
+    replication: ReplicationOptions,
     micro_batches: int | None = None,
 ) -> RecordedLoad:
     """Load of an expert-parallel group under recorded choices.
@@ -88,16 +88,19 @@ def recorded_load(
         experts: number of experts, E.
         ranks: number of ranks, R.
         tokens: tokens of a rank, T.
-        clones: slots, 0 for a run without, and the cost of a copy.
+        replication: slots, 0 for a run without, and the cost of a copy.
         micro_batches: number of micro-batches, M; by default as many as the recording has, but at
             least one.
 
     Raises:
         ValueError: sizes below 1, experts that do not divide over the ranks, or too many ranks or
-            experts for clones; one line.
+            experts for replicas; one line.
     """
-    if min(ranks, tokens, 1 if micro_batches is None else micro_batches) < 1 or clones.slots < 0:
-        raise ValueError("ranks, tokens and micro-batches must be at least 1, and clones 0")
+    if (
+        min(ranks, tokens, 1 if micro_batches is None else micro_batches) < 1
+        or replication.slots < 0
+    ):
+        raise ValueError("ranks, tokens and micro-batches must be at least 1, and replica slots 0")
     if experts % ranks:
         raise ValueError(f"{experts} experts do not divide over {pluralize(ranks, 'rank')}")
     recorded, top_k = next(iter(ids.values())).shape
@@ -106,34 +109,34 @@ def recorded_load(
     for name, ids_NK in ids.items():
         chosen_MN = ids_NK[np.arange(M * ranks * tokens) % recorded].reshape(M, -1)
         count_ME = np.stack([np.bincount(chosen_N, minlength=experts) for chosen_N in chosen_MN])
-        layers[name] = layer_load(torch.from_numpy(count_ME).int(), ranks, clones)
+        layers[name] = layer_load(torch.from_numpy(count_ME).int(), ranks, replication)
     rows = max(load.rows for load in layers.values())
     factor = least_factor(rows, tokens=tokens, top_k=top_k)
-    return RecordedLoad(ranks, clones.slots, M, factor, layers)
+    return RecordedLoad(ranks, replication.slots, M, factor, layers)
 
 
-def layer_load(count_ME: Tensor, ranks: int, clones: Clones) -> LayerLoad:
+def layer_load(count_ME: Tensor, ranks: int, replication: ReplicationOptions) -> LayerLoad:
     """Load of a layer from the rows of each expert in each micro-batch, int32 [M, E]."""
     sum_E = count_ME.sum(0)
     load_MR = rows_MR = count_ME.unflatten(1, (ranks, -1)).sum(2)
-    cloned = 0
-    if clones.slots:
-        plans = [make_clone_plan(count_E, clones.size(ranks)) for count_E in count_ME]
+    replicas = 0
+    if replication.slots:
+        plans = [make_replication_plan(count_E, replication.size(ranks)) for count_E in count_ME]
         load_MR = torch.stack([plan.load_2R[1] for plan in plans])
         rows_MR = torch.stack([rows_of_ranks(plan) for plan in plans])
-        cloned = sum(int(plan.expert_RN.ge(0).sum()) for plan in plans)
+        replicas = sum(int(plan.expert_RN.ge(0).sum()) for plan in plans)
     busiest_M = load_MR.amax(1).double() * ranks / count_ME.sum(1)
     return LayerLoad(
         load_max=float(sum_E.max().double() * len(sum_E) / sum_E.sum()),
         busiest_rank=float(busiest_M.mean()),
-        cloned=cloned / len(count_ME),
+        replicas=replicas / len(count_ME),
         rows=int(rows_MR.max()),
     )
 
 
-def rows_of_ranks(plan: ClonePlan) -> Tensor:
-    """Number of expert rows that each rank computes, including guests: int64 [R]."""
-    kept_R = plan.kept_E.unflatten(0, (len(plan.expert_RN), -1)).sum(1)
+def rows_of_ranks(plan: ReplicationPlan) -> Tensor:
+    """Number of expert rows that each rank computes, including replicas: int64 [R]."""
+    kept_R = plan.owner_rows_E.unflatten(0, (len(plan.expert_RN), -1)).sum(1)
     return kept_R + (plan.end_RN - plan.begin_RN).sum(1)
 
 

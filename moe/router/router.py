@@ -8,6 +8,8 @@ Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts 
 C slots for the experts of a token: K, or with token rounding more.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.schema import RouterConfig
+from phalanx.configs.schema import Config, RouterConfig
 from phalanx.moe.router import balance, fused_topk, token_rounding
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance
@@ -24,7 +26,8 @@ from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.scores import choose, loss_scores, probabilities
-from phalanx.parallel.dispatcher.base import Slots
+from phalanx.moe.saved_tensors import TokenCounts
+from phalanx.parallel.dispatcher.base import TokenChoices
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
@@ -67,13 +70,15 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         )
 
 
-def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
+def slots(options: RouterConfig, *, experts: int, top_k: int) -> TokenChoices:
     """Slots in a row of the router's expert ids."""
     if options.rounding == "none":
-        return Slots(top_k, top_k)
+        return TokenChoices(top_k, top_k)
     reachable = options.group_topk * (experts // options.groups)
     width = token_rounding.candidates(options.rounding, top_k, reachable)
-    return Slots(top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile))
+    return TokenChoices(
+        top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile)
+    )
 
 
 def forced_choice(
@@ -104,8 +109,10 @@ class Router(KeepsPrecision, MegatronModule):
         ValueError: impossible routing, with the override that fixes it.
     """
 
+    config: TransformerConfig
     expert_bias: Tensor | None
     local_tokens_per_expert: Tensor | None
+    global_tokens_per_expert: Tensor | None
 
     def __init__(
         self,
@@ -143,9 +150,9 @@ class Router(KeepsPrecision, MegatronModule):
         p = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
         if config.perform_initialization:
             config.init_method(p)
-        parameter = torch.nn.Parameter(p)
+        parameter: Any = torch.nn.Parameter(p)
         parameter.sequence_parallel = config.sequence_parallel
-        return parameter
+        return cast(torch.nn.Parameter, parameter)
 
     def _counter(self, name: str, wanted: bool) -> None:
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
@@ -295,6 +302,7 @@ class Router(KeepsPrecision, MegatronModule):
             shares["seq_aux_loss"] = balance.balance_loss(score_TE, count_BE, ranks=ranks)
         if o.global_aux_loss:
             # Choices of all replicas and micro-batches so far, scores of this micro-batch.
+            assert self.global_tokens_per_expert is not None
             self.global_tokens_per_expert += _sum_over(count_E, self.world)
             count_1E = self.global_tokens_per_expert[None]
             shares["global_aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
@@ -318,3 +326,9 @@ def _sum_over(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = count.clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def saved_bytes(cfg: Config, counts: TokenCounts) -> int:
+    """Saved bytes of routing: scores and choices of local tokens, choices of received ones."""
+    e = cfg.model.moe
+    return counts.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * counts.received * e.top_k

@@ -18,15 +18,15 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.accounting import mlp_weights
+from phalanx.moe.estimate.free_memory import free_gpu_memory
 from phalanx.moe.estimate.memory import needed
-from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
-from phalanx.parallel.dispatcher.clones import Costs, costs_of_copies, rates_on
+from phalanx.parallel.dispatcher.replication.options import CopyCosts, copy_costs, rates_on
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron.recipe_linear import computes_by
@@ -172,19 +172,19 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     if backend == "megatron":
         return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
     resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
-    need, free = needed(resident, runtime.world), device_room(runtime.device).free
+    need, free = needed(resident, runtime.world), free_gpu_memory(runtime.device).free
     chosen = "resident" if need <= free else "scratch"
     return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
 
 
-def choose_clone_costs(cfg: Config, runtime: Runtime) -> Costs:
+def choose_copy_costs(cfg: Config, runtime: Runtime) -> CopyCosts:
     """Costs of copies of experts, by measured rates (configs/machines.py).
 
     They are the same on all ranks. Collective.
     """
     rates, keep = rates_on(runtime.device, cfg.run.machine), cfg.parallel.save_x == "keep"
     weights = mlp_weights(cfg.model, cfg.model.moe.ffn)
-    costs = costs_of_copies(rates, weights=weights, width=width(cfg), keep=keep)
+    costs = copy_costs(rates, weights=weights, width=width(cfg), keep=keep)
     return max(gather(costs))
 
 

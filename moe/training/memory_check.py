@@ -10,16 +10,16 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.advice import needed
-from phalanx.moe.estimate.memory import host_needed
-from phalanx.moe.estimate.room import (
-    Room,
-    device_room,
-    host_room,
+from phalanx.moe.estimate.free_memory import (
+    FreeMemory,
+    free_gpu_memory,
+    free_host_memory,
     logits_bytes,
-    near,
+    memory_refusal,
+    nearly_full,
     pinned_bytes,
-    refuse,
 )
+from phalanx.moe.estimate.memory import host_needed
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.training.choices import with_choices
 from phalanx.moe.training.out_of_memory import advice
@@ -44,10 +44,12 @@ def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     """
     hosts = gather(socket.gethostname())
     local_ranks = [rank for rank, name in enumerate(hosts) if name == hosts[runtime.rank]]
-    host, on_gpu = host_room(), runtime.device.type == "cuda"
-    room, ranks = (device_room(runtime.device), [runtime.rank]) if on_gpu else (host, local_ranks)
+    host, on_gpu = free_host_memory(), runtime.device.type == "cuda"
+    room, ranks = host, local_ranks
+    if on_gpu:
+        room, ranks = free_gpu_memory(runtime.device), [runtime.rank]
     try:
-        agree(refuse(cfg, runtime.world, ranks, room))
+        agree(memory_refusal(cfg, runtime.world, ranks, room))
     except Failed as error:
         raise ConfigError(str(error)) from error
     transport = _transport(cfg, runtime.world, len(local_ranks))
@@ -55,23 +57,23 @@ def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     resolved.run.graph = resolved_graph(resolved)
     expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
-    warnings = [near(cfg.model.name, expected, room, advice(cfg, runtime.world))]
+    warnings = [nearly_full(cfg.model.name, expected, room, advice(cfg, runtime.world))]
     if on_gpu:
         warnings.append(_pinned(cfg, runtime.world, local_ranks, host))
         offloaded = len(local_ranks) * host_needed(resolved, runtime.world)
         knob = f"run.offload={shown(cfg.run.offload)}"
-        warnings.append(near(knob, offloaded, host, f"set {overrides({'run.offload': []})}"))
+        warnings.append(nearly_full(knob, offloaded, host, f"set {overrides({'run.offload': []})}"))
     for texts in zip(*gather(warnings), strict=True):
         if runtime.is_main and any(texts):
             print(f"warning: {next(filter(None, texts))}", file=sys.stderr, flush=True)
 
 
-def _pinned(cfg: Config, world: int, local_ranks: list[int], host: Room) -> str:
+def _pinned(cfg: Config, world: int, local_ranks: list[int], host: FreeMemory) -> str:
     """Warning about background checkpoints, which a rank on a GPU copies to its host."""
     if cfg.run.async_save == "off" or cfg.run.save_interval < 0:
         return ""
     size = pinned_bytes(cfg, world, local_ranks)
-    return near("a background checkpoint", size, host, "set run.async_save=off")
+    return nearly_full("a background checkpoint", size, host, "set run.async_save=off")
 
 
 def _transport(cfg: Config, world: int, near_ranks: int) -> str:

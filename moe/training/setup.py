@@ -27,7 +27,7 @@ from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
     agreed_experts,
-    choose_clone_costs,
+    choose_copy_costs,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
@@ -40,10 +40,10 @@ from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport import choices as transport_choices
 from phalanx.parallel.dispatcher.transport import (
     choose_transport,
-    clone_choices,
     of_megatron,
+    replication_choices,
     sms_of,
-    with_clones,
+    with_replication,
 )
 from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.engine import Engine
@@ -160,12 +160,12 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         transport = of_megatron(p.dispatch)
     else:
         transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
-        transport = with_clones(
-            p.clones,
+        transport = with_replication(
+            p.expert_replication,
             transport,
             ranks=expert if transport.nodes is None else transport.nodes.size,
             local=cfg.model.moe.experts // expert,
-            costs=choose_clone_costs(cfg, runtime),
+            costs=choose_copy_costs(cfg, runtime),
             keep=p.save_x == "keep",
         )
     resolved = with_choices(cfg, runtime, choices, transport.name)
@@ -178,8 +178,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     overlap = transport_choices(
         transport, backend=waiting, comm_sms=p.comm_sms, shared=shared, quantizes=quantizes
     )
-    cloning = clone_choices(p.clones, transport)
-    choices = [*choices, *emulation(resolved), *weights, *overlap, *cloning, graph]
+    replicating = replication_choices(p.expert_replication, transport)
+    choices = [*choices, *emulation(resolved), *weights, *overlap, *replicating, graph]
     captured = graph.backend == capture.CAPTURED
     sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     budget = Budget(p.capacity_factor, device=runtime.device)

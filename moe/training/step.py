@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -324,7 +324,7 @@ class Step:
             totals[0] = torch.stack([r["loss"] for r in reports]).mean()
             totals[1].fill_(1)  # an assignment copies from the host and cannot be captured
             if "ahead" in reports[0]:
-                ahead_K = sum(r["ahead"] for r in reports)
+                ahead_K = cast(torch.Tensor, sum(r["ahead"] for r in reports))
                 nonempty = (labels.number_K[1:] > 0).sum()
                 totals[2] = ahead_K.sum() / nonempty / len(reports)
             totals[3] = labels.number_K[0]

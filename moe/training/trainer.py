@@ -23,7 +23,7 @@ from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Choice
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
-from phalanx.moe.report.compiling import told
+from phalanx.moe.report.compiling import report_compilation
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
 from phalanx.moe.report.start_page import describe, device, versions
@@ -202,7 +202,8 @@ class Trainer:
             )
         while self.step < run.steps:
             reached = self.step
-            with told(self.metrics.event) if self.step + 1 == self._first else nullcontext():
+            first = self.step + 1 == self._first
+            with report_compilation(self.metrics.event) if first else nullcontext():
                 stopping = self._train_step()
             profiler.step(self.step)
             self.checkpoints.poll()

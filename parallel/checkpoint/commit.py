@@ -60,7 +60,7 @@ class NewerFormat(CheckpointMismatch):
 
 @dataclass(frozen=True)
 class Commit:
-    """Content of COMMIT.json: step, number of ranks that wrote the files, checksums of the files."""
+    """Content of COMMIT.json: step, number of ranks that wrote the files, their checksums."""
 
     step: int
     world: int
@@ -325,8 +325,10 @@ def superseded[P: Place](
 
 @by_place
 def set_aside(folder: Path, suffix: str) -> Any:
-    """Rename a folder so that it no longer counts as a checkpoint, or for another reason than it
-    had; the new path."""
+    """Rename a folder so that it no longer counts as a checkpoint, and return the new path.
+
+    A folder that was renamed before gets the new reason.
+    """
     name, n = folder.name.partition(".")[0], 1
     target = folder.with_name(name + suffix)
     while target.exists():

@@ -60,7 +60,9 @@ def parameters_gathered(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
     With overlapped gathering they otherwise are only once the next forward asks for them.
     """
-    overlapped = [c for c in model if getattr(c, "remove_forward_pre_hook_handles", None)]
+    overlapped: list[Any] = [
+        c for c in model if getattr(c, "remove_forward_pre_hook_handles", None)
+    ]
     for chunk in overlapped:
         chunk.disable_forward_pre_hook()
     try:

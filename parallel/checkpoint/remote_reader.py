@@ -30,9 +30,11 @@ def reading(folder: Remote) -> Iterator[Path]:
     """
     files = commit.read_commit(folder).files
     sizes = {name: size for name, (size, _) in files.items()}
-    with remote.metadata_of(folder, files) as local:
-        with shards_from(lambda p: _Reader(p, folder, sizes)):
-            yield local
+    with (
+        remote.metadata_of(folder, files) as local,
+        shards_from(lambda p: _Reader(p, folder, sizes)),
+    ):
+        yield local
 
 
 class _Reader(FileSystemReader):

@@ -116,7 +116,8 @@ def none_valid(root: Place, refused: Sequence[Place]) -> NoneValid:
     """The error of a run whose checkpoints are all damaged."""
     names = ", ".join(path.name for path in refused[:3])
     return NoneValid(
-        f"no checkpoint in {root} is valid ({names}): {start_over_override()} run.resume=never sets them aside "
+        f"no checkpoint in {root} is valid ({names}): {start_over_override()} run.resume=never "
+        "sets them aside "
         "and starts from scratch, with run.resume=<folder> from another checkpoint"
     )
 
@@ -133,7 +134,7 @@ def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
 
 
 def of_hugging_face(folder: Place) -> str:
-    """Return advice for a Hugging Face folder that was named as a checkpoint; else an empty text."""
+    """Advice for a Hugging Face folder that was named as a checkpoint; else an empty text."""
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():
         return ""
     if not any(folder.glob("*.safetensors")):

@@ -14,7 +14,10 @@ from typing import Any
 
 from phalanx.configs.knobs import knobs, visible
 
-RENAMED = {"run.precision": "precision.recipe"}
+RENAMED = {
+    "run.precision": "precision.recipe",
+    "parallel.clones": "parallel.expert_replication",
+}
 """Knobs of older checkpoints, and their present names."""
 _NEEDED = ("model.", "precision.", "data.")
 """Sections that have to be understood."""

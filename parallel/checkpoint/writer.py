@@ -5,6 +5,7 @@ it. When `finish` returns, every shard is on disk, or uploaded, and has a checks
 rank is raised on all.
 """
 
+import io
 import logging
 import os
 import pickle
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -170,7 +171,7 @@ def _write(mailbox: _Mailbox, buckets: list[Any], to: Remote | None) -> None:
         for i, (path, name, (objects, tensors)) in enumerate(buckets):
             with _File(path) as file:
                 results[i] = [
-                    _write_item(plain, file, data, item, name, torch_save)
+                    _write_item(plain, cast(io.IOBase, file), data, item, name, torch_save)
                     for item, data in chain(objects, ((item, t.cpu()) for item, t in tensors))
                 ]
             sums[name] = file.sums

@@ -1,10 +1,10 @@
 """Transport `alltoall`: dense blocks by collectives, of gloo or NCCL; capturable in a CUDA graph.
 
-Every rank receives every token, so that the way to the experts is an all-gather, which moves the
-bytes of the dense all-to-all without a send buffer. The way back is the all-to-all and a sum over
-ranks. Each is the other's backward. Collectives run on the current stream.
+Every rank receives every token, so dispatch is an all-gather, which moves the bytes of the dense
+all-to-all without a send buffer. Combine is the all-to-all and a sum over ranks. Each is the
+backward of the other. Collectives run on the current stream.
 
-Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
-from phalanx.parallel.dispatcher.costs import Costs, Links, Reach
+from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.received import (
-    Beside,
-    Meanwhile,
+    OverlapFn,
     Planner,
     Received,
+    SharedExpertFn,
     addends,
-    during,
+    run_overlap_fn,
 )
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
 
 class AllToAll(Dispatcher):
-    """The transport. See `parallel.dispatch` for its contract.
+    """The transport `alltoall`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        group: expert-parallel.
-        plan: makes plans of received routing.
-        recipe: of rows that travel in FP8.
+        group: the expert-parallel group.
+        plan: planner of the received routing.
+        recipe: recipe of rows that travel in FP8; None: they travel as they are.
     """
 
     no_overlap = "alltoall cannot overlap: it is over when it returns"
@@ -50,10 +50,10 @@ class AllToAll(Dispatcher):
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
-        if (clones := context.transport.clones) is not None:
-            from phalanx.parallel.dispatcher.cloned_alltoall import ClonedAllToAll
+        if (replication := context.transport.replication) is not None:
+            from phalanx.parallel.dispatcher.replication.alltoall import ReplicatedAllToAll
 
-            return ClonedAllToAll(context, clones)
+            return ReplicatedAllToAll(context, replication)
         return cls(context.group, context.plan, context.recipe)
 
     @classmethod
@@ -61,27 +61,32 @@ class AllToAll(Dispatcher):
         return None  # it runs everywhere
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        """By an all-gather, in which a row enters a node once and is passed on inside, and by an
-        all-to-all on the way back, in which each of a node's ranks sends its own sum."""
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        """Rows of an all-gather on the way out, and of an all-to-all on the way back.
+
+        In the all-gather a row enters a node once and is passed on inside; in the all-to-all each
+        rank of a node sends its own sum.
+        """
         ranks, nodes, size = reach.ranks, reach.nodes, reach.node_ranks
         there, back = Links(ranks - nodes, nodes - 1), Links(size - 1, ranks - size)
-        return Costs(there, reach.rows_back * back, kept=reach.received, backward=reach.received)
+        return TransportCosts(
+            there, reach.rows_back * back, saved=reach.received, backward=reach.received
+        )
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
-        """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
+        """Dispatch tokens; with `fp8` in its format, in which they may have come over a rail."""
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
         rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8)
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         fp8_inputs = None if fp8 is None else fp8.fp8_inputs
         return Received(rows_ND, self._plan(idx_NK, prob_NK), fp8_inputs=fp8_inputs, route=fp8)
 
@@ -89,10 +94,10 @@ class AllToAll(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return collect(out_ND, self._group, addends(beside, residual_TD), received.route)
+        return collect(out_ND, self._group, addends(shared_expert_fn, residual_TD), received.route)
 
 
 def spread(
@@ -102,10 +107,10 @@ def spread(
     group: dist.ProcessGroup,
     fp8: FP8Rows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and routing of all ranks of a group, rank-major: rows_ND, idx_NK and prob_NK.
+    """All-gather tokens and routing of a group, rank-major: rows_ND, idx_NK and prob_NK.
 
-    Gradients of rows and probabilities go back to their ranks and are summed there in fp32. With
-    `fp8` the rows are there.
+    Gradients of rows and probabilities return to their ranks and are summed there in fp32. With
+    `fp8` the rows are in `fp8.fp8_inputs`.
     """
     rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, group, fp8)
     return rows_ND, idx_NK, prob_NK
@@ -117,8 +122,11 @@ def collect(
     more: Sequence[Tensor] = (),
     fp8: FP8Rows | None = None,
 ) -> Tensor:
-    """Rank-major partial sums back to the tokens' ranks and summed there in fp32, with more
-    addends [T, D]: out_TD. Their gradient travels in `fp8`, if it is given."""
+    """Return rank-major partial sums to the ranks of their tokens: out_TD.
+
+    They are summed there in fp32, with `more` addends [T, D]. The gradient travels in `fp8`, if
+    it is given.
+    """
     return _Collect.apply(out_ND, group, fp8, *more)
 
 
@@ -140,7 +148,7 @@ def sum_to_owner(x: Tensor, group: dist.ProcessGroup, addends: Sequence[Tensor] 
 
 
 class _Spread(torch.autograd.Function):
-    """All-gather of tokens and routing; backward brings their gradients back to their rank."""
+    """All-gather of tokens and routing; backward reduces their gradients at their ranks."""
 
     @staticmethod
     def forward(
@@ -172,8 +180,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Partial sums of all tokens back to their ranks, summed, with addends. Backward is the
-    all-gather."""
+    """Sum of partial sums at the tokens' ranks, with addends; backward is the all-gather."""
 
     @staticmethod
     def forward(

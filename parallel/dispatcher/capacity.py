@@ -1,9 +1,9 @@
-"""Budget of expert rows: static buffers that are large enough, or a step that is run again.
+"""Budget of expert rows: static buffers that are large enough, or a step that is rerun.
 
-Every dispatcher asks `rows` for the size of its buffers and reports with `observe` what was needed;
-the maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`
+Every dispatcher asks `rows` for the size of its buffers and reports the need with `observe`; the
+maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`
 with its other numbers. If that has `exceeded` the budget, it drops the gradients, calls `grow` and
-runs the step again: no token is ever dropped.
+reruns the step: no token is ever dropped.
 """
 
 import math
@@ -14,14 +14,14 @@ from torch import Tensor
 
 _HEADROOM = 1.1
 ROW_MULTIPLE = 128
-"""Expert rows kept are a multiple of it: whole tiles."""
+"""Divisor of the number of expert rows: they fill whole tiles."""
 
 
 class Budget:
-    """Rows kept for the experts of a rank, shared by all layers.
+    """Number of rows of the experts of a rank, shared by all layers.
 
-    `capacity_factor` is the current size over the balanced load, `peak` the largest needed/kept
-    ratio of the last read, `reruns` how often a step had to be run again.
+    `capacity_factor` is the current size over the balanced load, `peak` the largest ratio of needed
+    to allocated rows of the last read, `reruns` the number of steps that were rerun.
     """
 
     def __init__(self, capacity_factor: float, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Budget:
         self._granted = 0.0  # largest S / (T * K): the factor after rounding up to whole tiles
         self._device = device
         self._most: dict[int, Tensor] = {}
-        """int64 scalars by rows kept: the most that were needed."""
+        """int64 scalar per allocated number of rows: the largest number that was needed."""
 
     def rows(
         self, tokens: int, top_k: int, ranks: int, local_experts: int, *, most: int | None = None
@@ -49,7 +49,7 @@ class Budget:
         """Expert rows S for T tokens a rank: factor x T x K in whole tiles, at most the worst case.
 
         The worst case is `most` rows, by default those of every received token at min(K, L) of this
-        rank's experts; with one rank that is T * K, and a local layer keeps just what it needs.
+        rank's experts; with one rank that is T * K, and a local layer allocates just its need.
         """
         balanced = tokens * top_k
         tiles = math.ceil(self.capacity_factor * balanced / ROW_MULTIPLE)
@@ -69,7 +69,10 @@ class Budget:
         torch.maximum(self._most[rows], needed, out=self._most[rows])
 
     def record(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Largest needed/kept ratio on any rank of `group` since the last read: fp64, no read."""
+        """Largest ratio of needed to allocated rows on any rank of `group` since the last read.
+
+        Returns an fp64 scalar on the device.
+        """
         peak = torch.zeros((), dtype=torch.float64, device=self._device)
         for rows, most in self._most.items():
             peak = torch.maximum(peak, most.double() / rows)
@@ -78,7 +81,7 @@ class Budget:
         return peak
 
     def exceeded(self, peak: float) -> bool:
-        """Whether the value of `record` means an overflow; starts the next record."""
+        """True if the value of `record` means an overflow; starts the next record."""
         self.peak = peak
         self.reset()
         return peak > 1
@@ -93,13 +96,13 @@ class Budget:
             raise RuntimeError(
                 f"grow() after a step that fitted (peak {self.peak:.3f} of the budget)"
             )
-        # A pipeline stage without experts has granted nothing, and is told all the same.
+        # A pipeline stage without experts has granted nothing, and grows all the same.
         needed = (self._granted or self.capacity_factor) * self.peak
         self.capacity_factor = max(self.capacity_factor, needed * _HEADROOM)
         self.reruns += 1
         return needed
 
     def reset(self) -> None:
-        """Forget what was observed since the last read, as after a step that is thrown away."""
+        """Clear the observations since the last read, as after a step that is discarded."""
         for most in self._most.values():
             most.zero_()

@@ -1,13 +1,13 @@
-"""Transport `deepep`: DeepEP's kernels, if that package is installed, as Megatron-Core calls them.
+"""Transport `deepep`: DeepEP's kernels, if the package is installed, as Megatron-Core calls them.
 
 A token goes once to each rank that holds one of its experts, within a node or between nodes. The
-host waits for the counts, so there is no CUDA graph and there are just as many expert rows as
-needed, but no budget is overflowed. Received rows are those of tokens that want this rank, in the
-order of ranks and tokens, not r * T + t; expert rows are the same as on other transports.
+host waits for the counts: there is no CUDA graph, expert rows are exactly as many as needed, and no
+budget overflows. Received rows are the tokens with an expert on this rank, in the order of ranks
+and tokens, not r * T + t; expert rows are the same as on other transports.
 
 Sources: https://github.com/deepseek-ai/DeepEP, megatron.core.transformer.moe.fused_a2a.
 
-Legend: T tokens per rank, D hidden, K slots for experts of a token, N received rows.
+Legend: T tokens per rank, D hidden, K expert ids of a token, N received rows.
 """
 
 from importlib import import_module
@@ -21,20 +21,27 @@ from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
-from phalanx.parallel.dispatcher.costs import Costs, Reach
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    plus,
+    run_overlap_fn,
+)
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 
 class DeepEP(Dispatcher):
-    """The transport. See `parallel.dispatch` for its contract.
+    """The transport `deepep`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        group: expert-parallel.
-        plan: checks routing.
-        experts: of all ranks.
-        backend: of `kernels.routing.plan`.
-        sms: that its kernels take; 0 leaves it to DeepEP.
+        group: the expert-parallel group.
+        plan: planner, which checks routing.
+        experts: number of experts of all ranks.
+        backend: backend of `kernels.routing.plan`.
+        sms: number of SMs of its kernels; 0 leaves it to DeepEP.
     """
 
     no_overlap = "deepep cannot overlap: its counts are waited for"
@@ -46,7 +53,7 @@ class DeepEP(Dispatcher):
         from megatron.core.transformer.moe import fused_a2a
 
         self._group, self._check, self._backend = group, plan.check, backend
-        self._experts, self._through = experts, fused_a2a
+        self._experts, self._fused_a2a = experts, fused_a2a
         if sms:
             fused_a2a.set_deepep_num_sms(sms)
 
@@ -57,42 +64,44 @@ class DeepEP(Dispatcher):
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
-        """Why this rank cannot use `deepep`. It never raises."""
+        """Reason that this rank cannot use `deepep`, or None. It never raises."""
         if find_spec("deep_ep") is None:
             return "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP)"
         try:
             import_module("deep_ep")
-        except Exception as error:  # of whatever kind: the other ranks wait for the answer
+        except Exception as error:  # any kind: the other ranks wait for the answer
             first = (str(error).splitlines() or [repr(error)])[0]
             return f"the package deep_ep cannot be imported: {first}"
         return cls.refuse_dtype(dtype)
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        """A row once to each node that wants it, and from there to its ranks."""
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        """Costs of a row to each node with one of its experts, and from there to the ranks."""
         rows = reach.once_a_node
-        return Costs(rows, rows, kept=int(reach.tokens * reach.wanted_ranks), pipelined=True)
+        return TransportCosts(
+            rows, rows, saved=int(reach.tokens * reach.wanted_ranks), pipelined=True
+        )
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._check(x_TD, topk_idx_TK, topk_prob_TK)
         routing = topk_idx_TK.long(), topk_prob_TK
-        rows_ND, idx_NK, prob_NK, counts, handle = self._through.fused_dispatch(
+        rows_ND, idx_NK, prob_NK, counts, handle = self._fused_a2a.fused_dispatch(
             x_TD, *routing, self._experts, self._group
         )
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         N = len(rows_ND)
-        if not N:  # experts need a row, if only one that none of them reads
-            rows_ND, prob_NK = _one_more(rows_ND, 0), _one_more(prob_NK, 0)
-            idx_NK = _one_more(idx_NK, -1)
+        if not N:  # experts need at least one row, which none of them reads
+            rows_ND, prob_NK = _append_row(rows_ND, 0), _append_row(prob_NK, 0)
+            idx_NK = _append_row(idx_NK, -1)
         pairs = ROW_MULTIPLE * max(1, -(-int(counts.sum()) // ROW_MULTIPLE))
         plan = make_plan(
-            idx_NK.int(),  # counted from this rank's first expert on
+            idx_NK.int(),  # numbered from this rank's first expert
             prob_NK,
             first_expert=0,
             local_experts=len(counts),
@@ -106,13 +115,13 @@ class DeepEP(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         handle, N = received.route
-        out_TD, _ = self._through.fused_combine(out_ND[:N], self._group, handle)
-        return plus(out_TD, beside, residual_TD)
+        out_TD, _ = self._fused_a2a.fused_combine(out_ND[:N], self._group, handle)
+        return plus(out_TD, shared_expert_fn, residual_TD)
 
 
-def _one_more(rows: Tensor, value: int) -> Tensor:
+def _append_row(rows: Tensor, value: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=value)

@@ -1,10 +1,10 @@
-"""Memory that the GPUs of a node can write to each other, for the exchanges of `kernels.sm90`.
+"""Symmetric memory of the GPUs of a node, for the exchanges of `kernels.sm90`.
 
-Torch symmetric memory, without multicast: this module makes it known to all ranks of a group, and
-keeps one exchange a group and shape until the process leaves the job. What is exchanged how is
+This module allocates Torch symmetric memory, without multicast, with all ranks of a group, and
+caches one exchange per group and shape until the process leaves the job. The exchange itself is
 `kernels.sm90.exchange.exchange`.
 
-Legend: T tokens per rank, D hidden, K slots of a token.
+Legend: T tokens per rank, D hidden, K expert ids of a token.
 """
 
 import gc
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SymmOptions:
-    """How `symm` works."""
+    """Options of `symm`."""
 
     keep: bool = False
-    """Keep received tokens for the backward pass; otherwise they are sent again."""
+    """True if received tokens are saved for the backward pass; otherwise they are resent."""
     comm_sms: int = 0
-    """SMs that push, beside the experts' kernels; 0 takes all, and nothing overlaps."""
+    """Number of SMs that push while the experts' kernels run; 0 takes all, and nothing overlaps."""
     timeout: float = 600
-    """Seconds that a wait for a peer may take."""
+    """Timeout in seconds of a wait for a peer."""
 
 
 class PeerMemory:
-    """Memory of this rank that the others of its group can read and write.
+    """Memory of this rank that the other ranks of its group can read and write.
 
     Args:
-        group: expert-parallel, on one node.
-        size: bytes.
-        clear: writes its first contents.
+        group: the expert-parallel group, on one node.
+        size: number of bytes.
+        clear: function that writes its initial contents.
 
-    All ranks of the group make it together.
+    Collective over the group.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PeerMemory:
         size: int,
         clear: Callable[[Tensor], Any] = Tensor.zero_,
     ) -> None:
-        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
+        # NVLink multicast is not used; torch reads this at its first allocation.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
@@ -65,21 +65,21 @@ class PeerMemory:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the memory of all ranks, as this one's GPU sees them."""
+        """Addresses of the memory of all ranks in the address space of this rank's GPU."""
         return list(self.handle.buffer_ptrs)
 
 
 class Connected(Protocol):
-    """What ranks have made together and leave together."""
+    """A resource that ranks create together and release together."""
 
     def begin(self) -> None:
-        """All ranks meet on their streams, if it matters to them."""
+        """Barrier of all ranks on their streams, where the resource needs one."""
 
     def release(self) -> None:
-        """Give the memory back, though something may still refer to this."""
+        """Free the memory, though something may still refer to this."""
 
     def missing(self) -> str:
-        """Who did not come within the timeout, if that ended the run; empty if all did."""
+        """Error text on the rank that a wait timed out for; empty if none did."""
         ...
 
 
@@ -87,11 +87,11 @@ class Connection:
     """An exchange, and the symmetric memory that connects the ranks of its group.
 
     Args:
-        group: expert-parallel; one node, at most 16 ranks.
+        group: the expert-parallel group; one node, at most 16 ranks.
         tokens, hidden, slots: T, D and K.
-        options: SMs and timeout.
+        options: number of SMs and timeout.
 
-    All ranks of the group make it together.
+    Collective over the group.
 
     Raises:
         ValueError: more ranks than the kernels serve.
@@ -126,17 +126,17 @@ class Connection:
         dist.barrier(group)
 
     def begin(self) -> None:
-        """Let all ranks meet on their streams, and begin with the first buffers again."""
+        """Barrier of all ranks on their streams, then restart with the first buffers."""
         self._handle.barrier(channel=0, timeout_ms=self.exchange.limit_ms)
         self.exchange.restart()
 
     def release(self) -> None:
-        """Give the memory back, though something may still refer to the exchange."""
+        """Free the memory, though something may still refer to the exchange."""
         self.exchange.release()
         del self._handle
 
     def missing(self) -> str:
-        """Who did not come within the timeout, if that ended the run; empty if all did."""
+        """Error text on the rank that a wait timed out for; empty if none did."""
         late = self.exchange.timed_out()
         if late is None:
             return ""
@@ -146,53 +146,55 @@ class Connection:
 
 
 _CONNECTIONS: dict[tuple[Any, ...], Any] = {}
-"""`Connected`, by what they are for."""
+"""Resources of this process by their keys, in the order of creation."""
 
 
 def exchange_of(
     group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
 ) -> "Exchange":
-    """The exchange of a group and a shape: one, as its buffers are taken in turn by all layers."""
+    """The exchange of a group and a shape: one, as all layers take its buffers in turn."""
     key = (group, tokens, hidden, slots, options)
     return connected(key, lambda: Connection(*key)).exchange
 
 
 def connected[C: Connected](key: tuple[Any, ...], make: Callable[[], C]) -> C:
-    """What a key stands for: one until the process leaves the job, made when it is first asked
-    for, by all ranks of a group together."""
+    """The resource of a key, created at the first call, by all ranks of a group together.
+
+    It lives until `release_exchanges`.
+    """
     if key not in _CONNECTIONS:
         _CONNECTIONS[key] = make()
-    found: C = _CONNECTIONS[key]
-    return found
+    resource: C = _CONNECTIONS[key]
+    return resource
 
 
 def begin_exchanges() -> None:
-    """`Connection.begin` of all.
+    """Call `Connection.begin` of all.
 
-    To be captured first in a CUDA graph, whose exchanges need not fill all buffers at its end.
+    Captured first in a CUDA graph, whose exchanges need not fill all buffers at its end.
     """
     for connection in _CONNECTIONS.values():
         connection.begin()
 
 
 def release_exchanges() -> None:
-    """Free the memory of all exchanges, in the order in which they were made.
+    """Free the memory of all exchanges, in the order of creation.
 
-    Whatever was captured with them must not be replayed any more. It waits for this rank's own work
-    but for no other rank, which may be dead. One that still writes, because it has been cut off in
-    the middle of a step, does no harm: the memory itself goes with the last mapping of it.
+    Graphs captured with them must not be replayed any more. It waits for this rank's work but for
+    no other rank, which may be dead. A rank that still writes, because it was interrupted in a
+    step, does no harm: the memory itself is freed with the last mapping of it.
 
     Raises:
-        RuntimeError: the device has failed, and with it every way to free what was on it.
+        RuntimeError: the device has failed, so that its memory cannot be freed.
     """
     if not _CONNECTIONS:
         return
     torch.cuda.synchronize()
     for key in list(_CONNECTIONS):
         _CONNECTIONS.pop(key).release()
-    gc.collect()  # of what a layer's last call still refers to
+    gc.collect()  # a layer's last call may refer to them in a cycle
 
 
 def missing() -> str:
-    """Whose tokens did not come within the timeout, if that ended the run; else empty."""
+    """Error text on the rank whose tokens timed out; empty if none did."""
     return next((text for c in _CONNECTIONS.values() if (text := c.missing())), "")

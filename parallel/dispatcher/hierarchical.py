@@ -1,25 +1,25 @@
 """Transport `hier`: expert-parallel groups over several nodes, each token once to each node.
 
-Number p of every node exchanges with number p of the others, by collectives of gloo or NCCL along
-this rail: an all-gather of tokens, whatever their routing, so that no count is needed. Each rank
-then holds the tokens of its rail, as if they were its own, and brings them to the ranks of its node
-by the transport inside: `symm` where that can run, which sends a token only to the ranks that hold
-one of its experts, or else `alltoall`. Between nodes a row crosses M - 1 times in each direction,
-where `alltoall` moves R - R / M of them.
+Ranks with the same local rank exchange over a rail, by collectives of gloo or NCCL: an all-gather
+of tokens, whatever their routing, so that no count is needed. Each rank then holds the tokens of
+its rail like its own, and sends them to the ranks of its node by the transport inside: `symm` where
+that can run, which sends a token only to the ranks that hold one of its experts, or else
+`alltoall`. Between nodes a row crosses M - 1 times in each direction, where `alltoall` moves
+R - R / M of them.
 
-On the way back a token's expert rows are added up by the experts of each rank, these sums over the
+On the way back a token's expert rows are added by the experts of each rank, these sums over the
 ranks of a node in their order, and those over the nodes in their order: each time in fp32, rounded
-once to the tokens' dtype. Gradients of tokens take the same way.
+once to the tokens' dtype. Gradients of tokens take the same path.
 
-What the transport inside receives lies in the order of (place in the node, node, token), not of
-ranks. The plan is made of routing in the order of ranks, so that expert rows are those of every
-other transport, and then names rows where they lie.
+The transport inside receives rows in the order of (local rank, node, token), not of ranks. The plan
+is computed from routing in the order of ranks, so that expert rows are those of every other
+transport, and then names rows by their positions.
 
-Hot experts are cloned by the transport inside, in each node by itself: its ranks have all rows of
-their experts then. Neither weights nor plans pass the network.
+With expert replication the transport inside replicates, in each node by itself, where its ranks
+have all rows of their experts. Neither weights nor plans pass the network.
 
-Legend: T tokens per rank, D hidden, K slots for experts of a token, M nodes, G ranks of each,
-R = M * G, A = M * T tokens of a rail, N = R * T received rows, C guest slots of a rank.
+Legend: T tokens per rank, D hidden, K expert ids of a token, M nodes, G ranks of each, R = M * G,
+A = M * T tokens of a rail, N = R * T received rows, C replica slots of a rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,19 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.alltoall import AllToAll, collect, spread
-from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Links, Reach
-from phalanx.parallel.dispatcher.fp8_rows import FirstLeg, SecondLeg
+from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
+from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, addends
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    addends,
+)
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
@@ -48,29 +54,30 @@ from phalanx.parallel.dispatcher.transport_class import (
 )
 
 Inside = Symm | AllToAll
-"""The transports inside a node, which send on what has come in FP8."""
+"""Transports inside a node, which forward rows that arrived in FP8."""
 _INSIDE: dict[str, type[Inside]] = {"symm": Symm, "alltoall": AllToAll}
 
 
 class _Route(NamedTuple):
-    """The `route` of what has been received."""
+    """`Received.route` of this transport."""
 
     inside: Any
-    """That of the transport inside a node."""
-    over_rail: FirstLeg | None
-    """How rows travel between nodes in FP8; None: as they are."""
+    """`Received.route` of the transport inside a node."""
+    over_rail: RailRows | None
+    """Rows of the rail in FP8; None: they travel as they are."""
 
 
 class Hier(Dispatcher):
-    """The transport. See `parallel.dispatch` for its contract.
+    """The transport `hier`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        nodes: of the expert-parallel group.
-        plan: makes plans of received routing.
-        local: experts of a rank.
-        guests: C.
-        inside: builds the transport inside a node, the same on all nodes, from its plans.
-        recipe: of rows that travel in FP8, inside nodes too.
+        nodes: nodes of the expert-parallel group.
+        plan: planner of the received routing.
+        local: number of experts of a rank.
+        replicas: C.
+        inside: function that builds the transport inside a node from its planner, the same on all
+            nodes.
+        recipe: recipe of rows that travel in FP8, inside nodes too.
     """
 
     def __init__(
@@ -84,23 +91,25 @@ class Hier(Dispatcher):
         recipe: Fp8Block | None = None,
     ) -> None:
         self._nodes, self._plan, self._recipe = nodes, plan, recipe
-        self._here = nodes.size * local
-        """Experts of a node."""
-        self._first = nodes.index * self._here
-        first_place = nodes.index * nodes.size * (local + replicas)
-        self._inside = inside(_InNodes(plan, nodes, first_place))
+        self._node_experts = nodes.size * local
+        """Number of experts of a node."""
+        self._first_expert = nodes.index * self._node_experts
+        first_slot = nodes.index * nodes.size * (local + replicas)
+        self._inside = inside(_NodePlanner(plan, nodes, first_slot))
 
     @classmethod
     def build(cls, context: DispatchContext) -> "Hier":
-        taken, nodes = context.transport.inside, context.transport.nodes
-        assert taken is not None and nodes is not None
+        transport, nodes = context.transport.inside, context.transport.nodes
+        assert transport is not None and nodes is not None
         c, experts = context, nodes.size * context.local
 
         def inside(plan: Planner) -> Inside:
-            there = c._replace(transport=taken, group=nodes.inside, plan=plan, experts=experts)
-            return _INSIDE[taken.name].build(there)
+            in_node = c._replace(
+                transport=transport, group=nodes.inside, plan=plan, experts=experts
+            )
+            return _INSIDE[transport.name].build(in_node)
 
-        replicas = 0 if taken.clones is None else taken.clones.slots
+        replicas = 0 if transport.replication is None else transport.replication.slots
         return cls(nodes, c.plan, local=c.local, replicas=replicas, inside=inside, recipe=c.recipe)
 
     @classmethod
@@ -113,33 +122,33 @@ class Hier(Dispatcher):
 
     @classmethod
     def inside(cls, ranks: Sequence[Rank]) -> Transport:
-        """`symm` where all nodes can, `alltoall` otherwise."""
+        """`symm` where all nodes can run it, `alltoall` otherwise."""
         by_node = ([rank for rank in ranks if rank.node == node] for node in _nodes(ranks))
         refusals = (Symm.refuse(members) for members in by_node)
-        against = one_for_all(ranks, "symm") or next(filter(None, refusals), None)
-        if against:
-            return Transport("alltoall", f"auto; not symm: {against}")
+        refusal = one_for_all(ranks, "symm") or next(filter(None, refusals), None)
+        if refusal:
+            return Transport("alltoall", f"auto; not symm: {refusal}")
         return Transport("symm", "auto")
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        """Rows of the rail once to each other node, and from there by the transport inside."""
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        """Costs of rows over the rail to each other node, and of the transport inside."""
         size, rail = reach.node_ranks, reach.nodes * reach.tokens
         wanted = reach.wanted_ranks if reach.pushes else reach.ranks
         rows = Links(wanted * (size - 1) / size, reach.nodes - 1)
         sent = 2 * rail
-        """To other nodes and received from them."""
+        """Rows sent to other nodes and received from them."""
         if not reach.pushes:
             back = Links(reach.rows_back * rows.near, rows.far)
-            return Costs(rows, back, kept=reach.received, backward=reach.received + sent)
+            return TransportCosts(rows, back, saved=reach.received, backward=reach.received + sent)
         single = reach.rows_back * rail * (reach.rows_back > 1)
-        """Those of clones, for which there is room as with `symm`."""
-        return Costs(
+        """Rows that replicas return one by one, with a buffer as in `symm`."""
+        return TransportCosts(
             there=rows,
             back=rows,
-            # What came over the network is kept.
-            again=NOTHING if reach.keep else Links(rows.near, 0),
-            kept=rail + (reach.received if reach.keep else 0),
+            # Rows that came over the network are saved.
+            resent=NOTHING if reach.keep else Links(rows.near, 0),
+            saved=rail + (reach.received if reach.keep else 0),
             backward=sent,
             buffers=SLOTS * reach.received + single,
             exposed=EXPOSED,
@@ -150,31 +159,31 @@ class Hier(Dispatcher):
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        over_rail, onward = None, None
+        over_rail, forwarded = None, None
         if self._recipe is not None:
-            over_rail = FirstLeg(self._recipe)
-            onward = SecondLeg(self._recipe, over_rail)
-        given = x_TD, topk_idx_TK, topk_prob_TK
-        x_AD, idx_AK, prob_AK = spread(*given, self._nodes.rail, over_rail)
-        idx_AK = idx_AK - self._first
-        in_node = (idx_AK >= 0) & (idx_AK < self._here)
+            over_rail = RailRows(self._recipe)
+            forwarded = ForwardedRows(self._recipe, over_rail)
+        tokens = x_TD, topk_idx_TK, topk_prob_TK
+        x_AD, idx_AK, prob_AK = spread(*tokens, self._nodes.rail, over_rail)
+        idx_AK = idx_AK - self._first_expert
+        in_node = (idx_AK >= 0) & (idx_AK < self._node_experts)
         idx_AK = torch.where(in_node, idx_AK, -1)
-        received = self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile, onward)
+        received = self._inside.dispatch(x_AD, idx_AK, prob_AK, overlap_fn, forwarded)
         return received._replace(route=_Route(received.route, over_rail))
 
     def combine(
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         route: _Route = received.route
         out_AD = self._inside.combine(out_ND, received._replace(route=route.inside))
-        more = addends(beside, residual_TD)
+        more = addends(shared_expert_fn, residual_TD)
         return collect(out_AD, self._nodes.rail, more, route.over_rail)
 
 
@@ -182,42 +191,41 @@ def _nodes(ranks: Sequence[Rank]) -> list[str]:
     return list(dict.fromkeys(rank.node for rank in ranks))
 
 
-class _InNodes:
-    """Plans of routing in the order of (place, node, token), with the experts of a node numbered
-    from 0, by a planner that takes the order of ranks and the numbers of the whole group.
+class _NodePlanner:
+    """Planner of the rows of a node, by a planner of the whole group.
 
-    With clones, `first` and the numbers that are planned are those of the ranks' L + C places for
-    experts.
+    Its rows are in the order of (local rank, node, token), with the experts of a node numbered from
+    0; the group's planner takes the order of ranks and the expert ids of the group. With
+    replication, ids are those of the ranks' L + C expert slots, and `first` is the node's first.
     """
 
     def __init__(self, plan: Planner, nodes: Nodes, first: int) -> None:
         self._plan, self._first = plan, first
-        self._by_place, self._by_node = (nodes.size, nodes.count), (nodes.count, nodes.size)
+        self._by_local_rank, self._by_node = (nodes.size, nodes.count), (nodes.count, nodes.size)
 
     def check(self, x_AD: Tensor, topk_idx_AK: Tensor, topk_prob_AK: Tensor) -> None:
         self._plan.check(x_AD, topk_idx_AK, topk_prob_AK)
 
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
-        # An empty slot becomes an expert of the node before, or stays negative: no row here.
-        idx_NK = _swapped(topk_idx_NK, self._by_place) + self._first
-        plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_place))
+        # The id -1 becomes an expert of the previous node, or stays negative: no row of this node.
+        idx_NK = _swapped(topk_idx_NK, self._by_local_rank) + self._first
+        plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_local_rank))
         rows = torch.arange(len(idx_NK), dtype=torch.int32, device=idx_NK.device)
-        lies_N = _swapped(rows, self._by_place)
+        position_N = _swapped(rows, self._by_local_rank)
         return plan._replace(
-            row_index_S=lies_N.index_select(0, plan.row_index_S),
+            row_index_S=position_N.index_select(0, plan.row_index_S),
             inverse_NK=_swapped(plan.inverse_NK, self._by_node),
         )
 
-    def clone_routing(
-        self, idx_NK: Tensor, experts: int, size: CloneSize
-    ) -> tuple[ClonePlan, Tensor]:
-        """An expert's rows are parted in the order in which it has them without clones, so that
-        parts keep its blocks of FP8."""
-        idx_NK = _swapped(idx_NK, self._by_place)
-        clones, place_NK = self._plan.clone_routing(idx_NK, experts, size)
-        return clones, _swapped(place_NK, self._by_node)
+    def route_to_replicas(
+        self, idx_NK: Tensor, experts: int, size: ReplicationSize
+    ) -> tuple[ReplicationPlan, Tensor]:
+        """Plan with rows in the order of ranks, so that parts keep the FP8 blocks of experts."""
+        idx_NK = _swapped(idx_NK, self._by_local_rank)
+        plan, slot_NK = self._plan.route_to_replicas(idx_NK, experts, size)
+        return plan, _swapped(slot_NK, self._by_node)
 
 
 def _swapped(rows: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """Rows in the order of (a, b, t) in that of (b, a, t): [a * b * T, ...], contiguous."""
+    """Permute rows from the order (a, b, t) to (b, a, t): [a * b * T, ...], contiguous."""
     return rows.unflatten(0, (*blocks, -1)).transpose(0, 1).flatten(0, 2)

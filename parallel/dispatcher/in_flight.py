@@ -1,4 +1,4 @@
-"""A transfer of a layer between its start and its end, which different passes may bring about."""
+"""A transfer of a layer between its start and its end, which may be in different passes."""
 
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,17 @@ class InFlight:
         self._transfer: Transfer | None = None
 
     def put(self, transfer: "Transfer") -> "Transfer":
-        """Note that it has been started."""
+        """Store a started transfer; returns it."""
         self._transfer = transfer
         return transfer
 
     @property
     def started(self) -> bool:
-        """It has been started and not been waited for."""
+        """True from its start until it has been waited for."""
         return self._transfer is not None
 
     def get(self) -> "Transfer":
-        """The transfer, which has been started and not been waited for."""
+        """The transfer in flight."""
         assert self._transfer is not None
         return self._transfer
 
@@ -35,11 +35,11 @@ class InFlight:
         return transfer
 
     def wait_rows(self) -> None:
-        """Wait for all of it, which `wait` may do again."""
+        """Wait for all of it, without ending it: `wait` follows."""
         self._exchange.wait(self.get())
 
     def wait(self) -> "Transfer":
-        """Wait for all of it."""
+        """Wait for all of it, and end it."""
         transfer = self.get()
         self._transfer = None
         self._exchange.wait(transfer)

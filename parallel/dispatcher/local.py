@@ -1,6 +1,6 @@
 """Transport `local`: all experts are on one rank.
 
-Legend: T tokens of the rank, D hidden, K slots for experts of a token, N = T received rows.
+Legend: T tokens of the rank, D hidden, K expert ids of a token, N = T received rows.
 """
 
 from collections.abc import Sequence
@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from phalanx.kernels.refusal import Refusal
-from phalanx.parallel.dispatcher.costs import Costs, Reach
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    plus,
+    run_overlap_fn,
+)
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
 
 class Local(Dispatcher):
-    """All experts on this rank: nothing is copied."""
+    """The transport `local`: all experts are on this rank, nothing is copied."""
 
     no_overlap = "nothing is exchanged"
     sends_back = False
@@ -28,28 +35,28 @@ class Local(Dispatcher):
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
-        return None  # of several ranks the table says it
+        return None  # configs.transports states that it serves one rank
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        return Costs()
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        return TransportCosts()
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
 
     def combine(
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return plus(out_ND, beside, residual_TD)
+        return plus(out_ND, shared_expert_fn, residual_TD)

@@ -1,7 +1,7 @@
-"""Which ranks of a group share a node, and process groups inside and across nodes.
+"""Nodes of an expert-parallel group, and process groups inside and across nodes.
 
-A node is a host. For tests on one host, PHALANX_NODE_GPUS=2 pretends nodes of two consecutive ranks
-of the job each.
+A node is a host. For tests on one host, PHALANX_NODE_GPUS=2 simulates nodes of two consecutive
+ranks of the job each.
 """
 
 import os
@@ -20,36 +20,36 @@ from phalanx.kernels.refusal import Refusal
 class Nodes:
     """The nodes of a group, with the same number of its ranks on each.
 
-    Rank `index * size + place` of the group is number `place` of node `index`.
+    Rank `index * size + p` of the group has the local rank p on node `index`.
     """
 
     count: int
     size: int
-    """Ranks on each."""
+    """Number of ranks on each node."""
     index: int
-    """Of this rank's node."""
+    """Index of this rank's node."""
     inside: dist.ProcessGroup
-    """The ranks of this rank's node."""
+    """Process group of the ranks of this rank's node."""
     rail: dist.ProcessGroup
-    """This rank's place on all nodes, in their order."""
+    """Process group of the ranks with the same local rank, in the order of nodes."""
 
 
 def names_here(rank: int) -> tuple[str, str]:
-    """This host, and the node of a rank on it.
+    """Names of this host and of the node of a rank on it.
 
     Raises:
-        ValueError: PHALANX_NODE_GPUS is no number.
+        ValueError: PHALANX_NODE_GPUS is not a number.
     """
-    host, given = socket.gethostname(), os.environ.get("PHALANX_NODE_GPUS", "")
-    if not given:
+    host, node_gpus = socket.gethostname(), os.environ.get("PHALANX_NODE_GPUS", "")
+    if not node_gpus:
         return host, host
-    if not given.isdecimal() or not int(given):
-        raise ValueError(f"PHALANX_NODE_GPUS={given} must be a number of GPUs, or not set")
-    return host, str(rank // int(given))
+    if not node_gpus.isdecimal() or not int(node_gpus):
+        raise ValueError(f"PHALANX_NODE_GPUS={node_gpus} must be a number of GPUs, or not set")
+    return host, str(rank // int(node_gpus))
 
 
 def refuse(names: Sequence[str]) -> Refusal:
-    """Why nodes of these names, by rank, cannot be `Nodes`."""
+    """Reason that the nodes with these names, by rank, cannot be `Nodes`, or None."""
     order = list(dict.fromkeys(names))
     sizes = [names.count(name) for name in order]
     if len(names) == 1:
@@ -68,33 +68,32 @@ def refuse(names: Sequence[str]) -> Refusal:
 def join(groups: Mapping[tuple[int, ...], Sequence[str]]) -> Nodes | None:
     """The nodes of this rank's group, with new process groups; None if it is in no group.
 
-    All ranks of the job call it together: a communicator of NCCL is split off that of the whole
-    job, which takes all.
+    Collective over the job: a communicator of NCCL is split off the one of the whole job.
 
     Args:
-        groups: ranks of each, and the names of their nodes, which `refuse` does not.
+        groups: ranks of each group, and the names of their nodes, for which `refuse` returns None.
     """
-    found = None
+    mine = None
     for ranks, names in groups.items():
-        made = _made(ranks, len(set(names)))
-        found = made or found
-    return found
+        nodes = _new_nodes(ranks, len(set(names)))
+        mine = nodes or mine
+    return mine
 
 
-def _made(ranks: Sequence[int], count: int) -> Nodes | None:
-    """Groups of `ranks` on `count` nodes, for a rank that is one of them."""
+def _new_nodes(ranks: Sequence[int], count: int) -> Nodes | None:
+    """New groups of `ranks` on `count` nodes; None on a rank that is not one of them."""
     size, timeout = len(ranks) // count, time_limit()
     split = [list(ranks[i * size : (i + 1) * size]) for i in range(count)]
     inside = [dist.new_group(node, timeout=timeout) for node in split]
     rails = [dist.new_group(list(rail), timeout=timeout) for rail in zip(*split, strict=True)]
     if dist.get_rank() not in ranks:
         return None
-    index, place = divmod(list(ranks).index(dist.get_rank()), size)
-    return Nodes(count, size, index, inside[index], rails[place])
+    index, local_rank = divmod(list(ranks).index(dist.get_rank()), size)
+    return Nodes(count, size, index, inside[index], rails[local_rank])
 
 
 def time_limit() -> timedelta:
-    """Of the world's collectives (parallel.runtime), which comes after the watchdog's."""
+    """Timeout of the world's collectives (parallel.runtime), later than the watchdog's."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     limit: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     return limit

@@ -1,6 +1,6 @@
-"""What a transport delivers to the experts of a rank, and takes back from them.
+"""Rows that a transport delivers to the experts of a rank, and the planner of these rows.
 
-Legend: D hidden, N received rows, T tokens of a rank, K slots for experts of a token.
+Legend: D hidden, N received rows, T tokens of a rank, K expert ids of a token.
 """
 
 from collections.abc import Callable
@@ -13,66 +13,65 @@ from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.autograd import Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
-from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+from phalanx.kernels.routing.replication_plan import ReplicationPlan, ReplicationSize
 
-Beside = Callable[[], Tensor] | None
-"""What to do while rows are on their way back, and to add to them."""
-Meanwhile = Callable[[], None] | None
-"""What to do while rows are on their way to experts."""
+SharedExpertFn = Callable[[], Tensor] | None
+"""Function whose result [T, D] is added to the combined rows; runs while these are in flight."""
+OverlapFn = Callable[[], None] | None
+"""Function that runs while rows are in flight to the experts."""
 
 
 class Received(NamedTuple):
-    """What a rank's experts work on."""
+    """Input of the experts of a rank."""
 
     rows_ND: Tensor
-    """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
+    """Received tokens, rank-major. Rows that `plan` does not name are undefined, never read."""
     plan: ExpertPlan
-    """Which of the rows each local expert reads."""
+    """Rows that each local expert reads."""
     overlap: Overlap | None = None
     """Exchanges that overlap the experts, whose kernels wait for rows; None: all have arrived."""
     fp8_inputs: Fp8Inputs | None = None
-    """The rows in FP8; `rows_ND` is without data then. None: they are as they were sent."""
+    """Received rows in FP8, while `rows_ND` is without data; None: `rows_ND` has the data."""
     route: Any = None
-    """The transport's own: what the way back needs."""
+    """State of the transport that its `combine` needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
-    """Context for what saves rows for the backward pass: rows may be in a buffer that is reused."""
+    """Context in which rows are saved for backward: they may be in a buffer that is reused."""
     replicas: ReplicaExchange | None = None
-    """Experts of other ranks, whose places in `plan` are behind those of this rank's own."""
-    clones: ClonePlan | None = None
-    """Which these are, on all ranks that share experts: with `hier` those of a node, by its own
-    numbers. None: nothing is cloned."""
+    """Exchange of replicas, whose slots in `plan` follow the ones of this rank's own experts."""
+    replication_plan: ReplicationPlan | None = None
+    """Plan of the ranks that share experts (with `hier` a node); None: no replication."""
 
 
 class Planner(Protocol):
-    """Makes plans for the experts of this rank, with room as the budget says."""
+    """Planner of the experts of this rank, within the budget of rows."""
 
     def check(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> None:
-        """Raise ValueError for tokens and routing that no plan can be made of."""
+        """Raise ValueError for tokens and routing that do not fit the plan."""
         ...
 
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
-        """The plan of the routing of all received rows."""
+        """Plan of the received rows from their routing."""
         ...
 
-    def clone_routing(
-        self, idx_NK: Tensor, experts: int, size: CloneSize
-    ) -> tuple[ClonePlan, Tensor]:
-        """`kernels.routing.clone_routing` of the experts of all received rows."""
+    def route_to_replicas(
+        self, idx_NK: Tensor, experts: int, size: ReplicationSize
+    ) -> tuple[ReplicationPlan, Tensor]:
+        """Replication plan and slots from the expert ids of received rows, by `replica_routing`."""
         ...
 
 
-def during(meanwhile: Meanwhile) -> None:
-    """What a transport does that has nothing on its way."""
-    if meanwhile is not None:
-        meanwhile()
+def run_overlap_fn(overlap_fn: OverlapFn) -> None:
+    """Run it, in a transport that has nothing in flight meanwhile."""
+    if overlap_fn is not None:
+        overlap_fn()
 
 
-def plus(out_TD: Tensor, beside: Beside, residual_TD: Tensor | None) -> Tensor:
-    """What a transport adds that cannot do anything meanwhile."""
-    return block_sum.plus(out_TD, addends(beside, residual_TD))
+def plus(out_TD: Tensor, shared_expert_fn: SharedExpertFn, residual_TD: Tensor | None) -> Tensor:
+    """`out_TD` with the addends, in a transport without overlap."""
+    return block_sum.plus(out_TD, addends(shared_expert_fn, residual_TD))
 
 
-def addends(beside: Beside, residual_TD: Tensor | None) -> tuple[Tensor, ...]:
-    """What is added to the sums of tokens, in this order."""
-    made = None if beside is None else beside()
-    return tuple(addend for addend in (made, residual_TD) if addend is not None)
+def addends(shared_expert_fn: SharedExpertFn, residual_TD: Tensor | None) -> tuple[Tensor, ...]:
+    """Tensors to add to the sums of tokens, in this order."""
+    shared_TD = None if shared_expert_fn is None else shared_expert_fn()
+    return tuple(addend for addend in (shared_TD, residual_TD) if addend is not None)

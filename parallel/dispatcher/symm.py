@@ -1,15 +1,15 @@
 """Transport `symm`: one-sided exchanges between the GPUs of a node, over NVLink.
 
-Tokens are pushed once to each rank that holds one of their experts, sums come back once from each
-such rank, and are added in the order of ranks in fp32 (`kernels.sm90.exchange.exchange`). With SMs
-set aside for it (`comm_sms`), pushes overlap other kernels; results are the same:
+Tokens are pushed once to each rank that holds one of their experts, one sum comes back from each
+such rank, and these are added in the order of ranks in fp32 (`kernels.sm90.exchange.exchange`).
+With reserved SMs (`comm_sms`) pushes overlap other kernels; results are the same:
 
     dispatch       fc1 starts with the tokens that have arrived, on the SMs that the push leaves
     fc2            sums leave as soon as a token's last expert on a rank has finished
     data gradient  the gradient of tokens leaves under the weight gradients
-    shared expert  runs while tokens and the rest of the sums are on their way
+    shared expert  runs while tokens and the rest of the sums are in flight
 
-Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows.
 """
 
 import functools
@@ -26,10 +26,16 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import CUTLASS_DSL
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
-from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Reach
+from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, addends
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    addends,
+)
 from phalanx.parallel.dispatcher.transfers import (
     Collect,
     Dispatch,
@@ -44,19 +50,19 @@ if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange
 
 EXPOSED = 0.25
-"""Part of an overlapped exchange that a layer waits for, as measured (docs/kernels/log.md)."""
+"""Exposed part of an overlapped exchange, as measured (docs/kernels/log.md)."""
 
 
 class Symm(Dispatcher):
-    """The transport. See `parallel.dispatch` for its contract.
+    """The transport `symm`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        group: expert-parallel, all on one node.
-        plan: makes plans of received routing.
-        local: experts of a rank.
-        options: the rest.
-        waits: the experts' kernels can wait for rows (the fused ones).
-        recipe: of rows that travel in FP8.
+        group: the expert-parallel group, all on one node.
+        plan: planner of the received routing.
+        local: number of experts of a rank.
+        options: options of the exchange.
+        waits: True if the experts' kernels can wait for rows.
+        recipe: recipe of rows that travel in FP8.
     """
 
     no_overlap = None
@@ -78,50 +84,54 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
-        how: dict[str, Any] = dict(local=c.local, options=c.options, waits=c.waits, recipe=c.recipe)
-        if (clones := c.transport.clones) is not None:
-            from phalanx.parallel.dispatcher.cloned_symm import ClonedSymm
+        kwargs: dict[str, Any] = dict(
+            local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
+        )
+        if (replication := c.transport.replication) is not None:
+            from phalanx.parallel.dispatcher.replication.symm import ReplicatedSymm
 
-            return ClonedSymm(c.group, c.plan, clones, **how)
-        return cls(c.group, c.plan, **how)
+            return ReplicatedSymm(c.group, c.plan, replication, **kwargs)
+        return cls(c.group, c.plan, **kwargs)
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
-        """Why this rank cannot push tokens of a dtype to others of its host.
+        """Reason that this rank cannot push tokens of a dtype to others of its host, or None.
 
-        What it finds is one rank's word: `parallel.dispatcher.transport` asks those of all.
+        `parallel.dispatcher.transport` gathers the answers of all ranks.
         """
         if not torch.cuda.is_available():
             return "needs CUDA"
         if torch.cuda.get_device_capability() != (9, 0):
             return "needs a Hopper GPU"
-        if against := cls.refuse_dtype(dtype):
-            return against
+        if refusal := cls.refuse_dtype(dtype):
+            return refusal
         if find_spec("nvidia_cutlass_dsl") is None:
             return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
-        here = torch.cuda.current_device()
-        others = (d for d in range(torch.cuda.device_count()) if d != here)
-        if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
+        device = torch.cuda.current_device()
+        peers = (d for d in range(torch.cuda.device_count()) if d != device)
+        if not all(torch.cuda.can_device_access_peer(device, peer) for peer in peers):
             return "the GPUs of a host cannot write to each other's memory"
         return None
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
         several = len({rank.host for rank in ranks}) > 1
-        against = "the ranks of an expert-parallel group are on several hosts" if several else None
-        return super().refuse(ranks) or against
+        refusal = "the ranks of an expert-parallel group are on several hosts" if several else None
+        return super().refuse(ranks) or refusal
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
-        """A token and a sum once for each rank that wants the token; with clones room for all rows
-        of a rank's tokens, though few come by themselves."""
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        """Costs of a token to, and a sum from, each rank with one of its experts.
+
+        With replication a buffer has all rows of a rank's tokens, though few come unreduced.
+        """
         rows, single = reach.once_a_rank, reach.rows_back * reach.tokens
         several = reach.ranks > 1
-        return Costs(
+        return TransportCosts(
             there=rows,
             back=rows,
-            again=NOTHING if reach.keep else rows,
-            kept=reach.received if reach.keep else 0,
+            resent=NOTHING if reach.keep else rows,
+            saved=reach.received if reach.keep else 0,
             buffers=SLOTS * reach.received + single * (reach.rows_back > 1) if several else 0,
             exposed=EXPOSED,
         )
@@ -131,12 +141,12 @@ class Symm(Dispatcher):
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
-        """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
-        given = x_TD, topk_idx_TK, topk_prob_TK
-        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
+        """Dispatch tokens; with `fp8` in its format, in which they may have come over a rail."""
+        tokens = x_TD, topk_idx_TK, topk_prob_TK
+        call, rows_ND, plan = self._bring(tokens, overlap_fn, fp8, self._transfers)
         fp8_inputs = None if call.fp8 is None else call.fp8.fp8_inputs
         if call.overlaps:
             return Received(rows_ND, plan, call, fp8_inputs, route=call)
@@ -146,37 +156,37 @@ class Symm(Dispatcher):
         return Received(rows_ND, plan, route=call, saving=hooks)
 
     def _transfers(
-        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
+        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **kwargs: Any
     ) -> MoETransfers:
-        """Of one call."""
-        return MoETransfers(exchange, idx_TK, self._local, **how)
+        """Transfers of one call."""
+        return MoETransfers(exchange, idx_TK, self._local, **kwargs)
 
     def _bring[C: MoETransfers](
         self,
-        given: tuple[Tensor, Tensor, Tensor],
-        meanwhile: Meanwhile,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        overlap_fn: OverlapFn,
         fp8: FP8Rows | None,
         transfers: Callable[..., C],
     ) -> tuple[C, Tensor, ExpertPlan]:
-        """Tokens to their experts: the transfers of the call, received rows, and their plan.
+        """Send tokens to their experts: the transfers of the call, received rows, and their plan.
 
         Args:
-            given: tokens, experts and probabilities.
-            meanwhile, fp8: as of `dispatch`.
-            transfers: makes those of a call, as `_transfers`.
+            tokens: tokens, expert ids and probabilities.
+            overlap_fn, fp8: as in `dispatch`.
+            transfers: constructor of the transfers of a call, as `_transfers`.
         """
-        self._plan.check(*given)
-        x_TD, idx_TK, prob_TK = given
+        self._plan.check(*tokens)
+        x_TD, idx_TK, prob_TK = tokens
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
         (T, D), K = x_TD.shape, idx_TK.shape[1]
         exchange = exchange_of(self._group, T, D, K, self._options)
         overlaps, keep = exchange.overlaps and self._waits, self._options.keep
-        how = dict(overlaps=overlaps, keep=keep, fp8=fp8)
-        call = transfers(exchange, x_TD, idx_TK.contiguous(), **how)
+        kwargs = dict(overlaps=overlaps, keep=keep, fp8=fp8)
+        call = transfers(exchange, x_TD, idx_TK.contiguous(), **kwargs)
         pushed_ND = Dispatch.apply(x_TD, prob_TK, call)
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
         return call, rows_ND, self._plan(idx_NK, prob_NK)
 
@@ -184,10 +194,10 @@ class Symm(Dispatcher):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         call: MoETransfers = received.route
-        pushed_ND = SendBack.apply(out_ND, call, beside is None)
-        more = [addend.contiguous() for addend in addends(beside, residual_TD)]
-        return Collect.apply(pushed_ND, call, beside is None, *more)
+        pushed_ND = SendBack.apply(out_ND, call, shared_expert_fn is None)
+        more = [addend.contiguous() for addend in addends(shared_expert_fn, residual_TD)]
+        return Collect.apply(pushed_ND, call, shared_expert_fn is None, *more)

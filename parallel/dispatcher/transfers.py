@@ -1,7 +1,6 @@
-"""The transfers of one call of an MoE layer over `symm`, and their places in autograd.
+"""The transfers of one call of an MoE layer over `symm`, and the autograd functions that run them.
 
-A call is made of four functions, each of which starts a transfer in one pass and ends one in the
-other:
+A call has four functions, each of which starts a transfer in one pass and ends one in the other:
 
                 Dispatch        Receive        (experts)    SendBack       Collect
     forward     starts tokens   waits for them              starts sums    waits for them, adds
@@ -11,8 +10,8 @@ other:
 Where transfers overlap the experts' kernels (`MoETransfers.overlaps`), the experts start and wait
 for some of them instead.
 
-Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
-rows, F expert width.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows, S
+expert rows, F expert width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,12 +43,12 @@ class MoETransfers:
     With `overlaps` it is the `kernels.expert_mlp.autograd.Overlap` of the experts.
 
     Args:
-        exchange: of the group.
-        idx_TK: experts of this rank's tokens.
-        local: experts of a rank.
-        overlaps: the experts' kernels run beside the pushes.
-        keep: received tokens are copied for the backward pass rather than sent again.
-        fp8: in which tokens and gradients of sums travel. Without overlap tokens are kept then.
+        exchange: exchange of the group.
+        idx_TK: expert ids of this rank's tokens.
+        local: number of experts of a rank.
+        overlaps: True if the experts' kernels overlap the pushes.
+        keep: True if received tokens are copied for the backward pass, not resent.
+        fp8: format in which tokens and gradients of sums travel. Without overlap tokens are saved.
     """
 
     def __init__(
@@ -65,22 +64,21 @@ class MoETransfers:
         self.exchange, self.idx_TK, self.local = exchange, idx_TK, local
         self.overlaps, self.keep, self.fp8 = overlaps, keep, fp8
         self.tokens_out = InFlight(exchange)
-        """Tokens to their experts' ranks, in the forward pass and once more in the backward."""
+        """Tokens to their experts' ranks, in the forward pass and resent in the backward."""
         self.sums_back = InFlight(exchange)
         """Sums of expert rows to their tokens' ranks."""
         self.sum_grads_out = InFlight(exchange)
         """Gradients of sums to the experts' ranks."""
         self.token_grads_back = InFlight(exchange)
-        """Gradients of tokens, and as side data of probabilities, to the tokens' ranks."""
+        """Gradients of tokens, with those of probabilities as side data, to the tokens' ranks."""
         self.sums_TR: Tensor
-        """Where a token's sums arrive."""
+        """Received row of each sum of a token, [T, R]."""
         self.table_TK = idx_TK
-        """What says to which ranks this rank's tokens go."""
+        """Expert ids that determine the destination ranks of this rank's tokens."""
         self.idx_NK: Tensor
-        """Experts of received rows."""
-        self.again: Tensor
-        """For the backward pass: this rank's tokens as they were sent, to be sent again, or
-        received ones."""
+        """Expert ids of received rows."""
+        self.saved_tokens: Tensor
+        """Tokens for the backward pass: the sent ones, to be resent, or the received ones."""
         self.hidden: int
         """D."""
         self._fc2: tuple[TileSignal, ExpertPlan, torch.cuda.Event]
@@ -97,18 +95,18 @@ class MoETransfers:
         return self.exchange.start(rows_TD, self.table_TK, side, self.local, all_sms=all_sms)
 
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
-        """Push received rows, or what became of them, to their tokens' ranks."""
-        how = dict(back=True, all_sms=all_sms)
-        return self.exchange.start(rows_ND, self.idx_NK, side, self.local, **how)
+        """Push received rows, or the experts' output for them, to their tokens' ranks."""
+        return self.exchange.start(
+            rows_ND, self.idx_NK, side, self.local, back=True, all_sms=all_sms
+        )
 
     def rows(self, transfer: "Transfer") -> Tensor:
-        """[N, D], where they arrive."""
+        """Receive buffer of a transfer's rows, [N, D]."""
         rows_ND = self.exchange.rows(transfer)
         return rows_ND.view_as(rows_ND)
 
     def packed_rows(self, transfer: "Transfer") -> Tensor:
-        """Packed rows in FP8, uint8 [N, ...], where they arrive: the first of each bf16 row's
-        place."""
+        """Receive buffer of packed FP8 rows, uint8 [N, ...], which starts that of bf16 rows."""
         rows_ND = self.exchange.rows(transfer)
         N, D = rows_ND.shape
         return rows_ND.view(torch.uint8).view(-1)[: N * row_bytes(D)].view(N, -1)
@@ -117,79 +115,82 @@ class MoETransfers:
         """Blocks of `size` int32 from all ranks: [R, size]."""
         return unpadded(self.exchange.side(transfer), self.exchange.ranks, size)
 
-    # --- what changes where experts are cloned (`parallel.dispatcher.cloned_transfers`) -------------
+    # --- overridden with expert replication (`parallel.dispatcher.replication.transfers`) ---------
 
     def route(self, prob_TK: Tensor) -> Tensor | None:
-        """Before tokens leave: routing that goes with them, if any does."""
-        how = dict(ranks=self.exchange.ranks, local=self.local)
-        side, self.sums_TR = pack_routing(self.idx_TK, prob_TK.contiguous(), **how)
+        """Pack the routing that travels as side data of the tokens; None if it has travelled."""
+        side, self.sums_TR = pack_routing(
+            self.idx_TK, prob_TK.contiguous(), ranks=self.exchange.ranks, local=self.local
+        )
         return side
 
     def routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
-        """int32 and fp32 [N, K]: routing of received rows, for their plan."""
+        """Expert ids and probabilities of received rows, int32 and fp32 [N, K]."""
         T, K = self.idx_TK.shape
         self.idx_NK, prob_NK = unpack_routing(self.side(transfer, routing_size(T, K)), T, K)
         return self.idx_NK, prob_NK
 
     def collect(self, transfer: "Transfer", addends: Sequence[Tensor] = ()) -> Tensor:
-        """[T, D]: sums that have come, added up in the order of ranks, and what is added."""
+        """Received sums, added in the order of ranks, and addends: [T, D]."""
         from phalanx.kernels.sm90.experts.combine import combine
 
         return combine(self.rows(transfer), self.sums_TR, addends=addends)
 
     def packed_tokens(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
-        """Received tokens in FP8 are there, or where kernels wait for them: [N, D] without data."""
+        """Register FP8 tokens, or with overlap their buffer: [N, D] without data."""
         assert self.fp8 is not None
         packed = self.packed_rows(transfer)
-        # Their place is taken by other exchanges before the backward pass.
-        return self.fp8.tokens_came(packed if self.overlaps else packed.clone(), like_ND)
+        # Other exchanges take the receive buffer before the backward pass.
+        return self.fp8.tokens_arrived(packed if self.overlaps else packed.clone(), like_ND)
 
     def for_experts(self, rows: Tensor) -> Tensor:
-        """Received rows [N, ...] as the experts take them, where nothing overlaps."""
+        """Received rows [N, ...] in the experts' order, without overlap."""
         return rows
 
     def saved(self, rows: Tensor) -> Tensor | None:
-        """What the experts keep of these for the backward pass; None: they are sent again."""
+        """Tensor that the experts save for the backward pass; None: the rows are resent."""
         return rows.clone() if self.keep else None
 
     @property
     def summed(self) -> int:
-        """Experts whose rows are sent as sums."""
+        """Number of experts whose rows are sent as sums."""
         return self.local
 
     def sums(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Of these experts' rows: received rows, expert rows of received rows, and offsets."""
+        """Received rows of these experts' rows, expert rows of received rows, and offsets."""
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         return plan.row_index_S, plan.inverse_NK, plan.offsets
 
     @property
     def unreduced_rows(self) -> "UnreducedRows | None":
-        """Expert rows that go by themselves, not as part of a sum."""
+        """Expert rows that are sent one by one, not as part of a sum; None: there are none."""
         return None
 
     # --- overlapped with the experts' kernels -----------------------------------------------------
 
     @property
     def ready(self) -> Tensor:
-        """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
+        """Flags that kernels wait for before they read tokens, or gradients of sums."""
         return self.exchange.ready_words(self.local)
 
     def wait_rows(self) -> None:
-        """Wait for all of them."""
+        """Wait for all rows that `ready` covers."""
         (self.sum_grads_out if self.sum_grads_out.started else self.tokens_out).wait_rows()
 
     def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
-        """Before fc2 of a, whose sums are going to leave as it makes them; its tile signal."""
+        """Prepare fc2 of a_SF, whose sums are sent as it computes them; returns its tile signal."""
         tokens = self.tokens_out.wait()
         if self.keep and training:
-            self.again = (self.rows if self.fp8 is None else self.packed_rows)(tokens).clone()
+            self.saved_tokens = (self.rows if self.fp8 is None else self.packed_rows)(
+                tokens
+            ).clone()
         y_SD = self.exchange.rows(tokens).new_empty(len(tensors_of(a_SF)[0]), hidden)
         signal = self.exchange.tile_signal(y_SD, a_SF, self.summed)
         self._fc2 = signal, plan, torch.cuda.current_stream().record_event()
         return signal
 
     def finish_sums(self) -> Tensor:
-        """After the launch of fc2: its sums begin to leave."""
+        """Start to send the sums of fc2, after its launch; returns their receive buffer."""
         signal, plan, before = self._fc2
         sums = *self.sums(plan), before
         transfer, self._send_rest = self.exchange.send_sums(
@@ -199,16 +200,16 @@ class MoETransfers:
         return self.rows(self.sums_back.put(transfer))
 
     def send_rest(self) -> None:
-        """Send the sums that are left when the experts, and what runs meanwhile, have finished."""
+        """Send the remaining sums when the experts, and the shared expert, have finished."""
         self._send_rest()
-        del self._send_rest  # which keeps what fc2 has made
+        del self._send_rest  # it refers to the output of fc2
 
     def send_gradient(
         self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
-        """Gradients of received tokens and of their probabilities go back, if there are any.
+        """Send gradients of received tokens and of their probabilities back, if there are any.
 
-        That of the sums is not waited for any more.
+        Ends the transfer of the gradient of the sums.
         """
         if self.sum_grads_out.started:
             self.sum_grads_out.wait()
@@ -221,23 +222,25 @@ class MoETransfers:
         return self.rows(transfer)
 
     def tokens(self) -> Rows:
-        """Received tokens in the backward pass."""
+        """Received tokens, in the backward pass."""
         if self.fp8 is None:
-            return self.again if self.keep else self.rows(self.tokens_out.wait())
-        packed = self.again if self.keep else self.packed_rows(self.tokens_out.wait())
+            return self.saved_tokens if self.keep else self.rows(self.tokens_out.wait())
+        packed = self.saved_tokens if self.keep else self.packed_rows(self.tokens_out.wait())
         return self.fp8.tokens(packed, self.hidden)
 
     def tokens_first(self) -> Rows:
-        """The same, before the gradient of the sums is read; that has come as well then, as
-        exchanges are waited for in the order of their starts."""
+        """Received tokens, before the gradient of the sums is read.
+
+        Exchanges are waited for in the order of their starts, so that gradient has arrived too.
+        """
         self.sum_grads_out.wait()
         return self.tokens()
 
     def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
-        """Gradients of received tokens and probabilities begin to go back, if they have not yet.
+        """Start to send gradients of received tokens and probabilities back, unless experts have.
 
         Raises:
-            RuntimeError: something else than the experts has read received tokens.
+            RuntimeError: received tokens had another reader than the experts.
         """
         back = self.token_grads_back
         if not back.started:
@@ -252,7 +255,7 @@ class MoETransfers:
 
 
 class Dispatch(torch.autograd.Function):
-    """Start of tokens and routing; backward, end of their gradients' way, and their sum."""
+    """Start to send tokens and routing; backward, wait for their gradients and sum them."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: MoETransfers) -> Tensor:
@@ -261,8 +264,8 @@ class Dispatch(torch.autograd.Function):
         sent = x_TD.detach() if fp8 is None else fp8.pack_tokens(x_TD).view(torch.bfloat16)
         transfer = call.tokens_out.put(call.send_out(sent, side, all_sms=not call.overlaps))
         ctx.call = call
-        if call.overlaps or fp8 is None:  # what comes in FP8 is kept where nothing overlaps
-            call.again = sent
+        if call.overlaps or fp8 is None:  # without overlap FP8 rows are saved at their arrival
+            call.saved_tokens = sent
         return call.rows(transfer) if fp8 is None else without_data(x_TD, call.count)
 
     @staticmethod
@@ -276,8 +279,10 @@ class Dispatch(torch.autograd.Function):
 
 
 class Receive(torch.autograd.Function):
-    """Received routing, and rows, or where kernels wait for them; backward, start of their
-    gradients' way, unless the experts' kernels have started it."""
+    """Wait for routing, and for rows without overlap; backward, start to send their gradients.
+
+    With overlap the experts' kernels wait for rows, and have started to send the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, like_ND: Tensor, call: MoETransfers) -> tuple[Tensor, Tensor, Tensor]:
@@ -300,8 +305,7 @@ class Receive(torch.autograd.Function):
 
 
 class SendBack(torch.autograd.Function):
-    """Start of the sums' way back, unless the experts' kernels have started it; backward, end of
-    their gradient's."""
+    """Start to send sums, unless the experts' kernels have; backward, wait for their gradient."""
 
     @staticmethod
     def forward(ctx: Any, out_ND: Tensor, call: MoETransfers, all_sms: bool) -> Tensor:
@@ -309,10 +313,10 @@ class SendBack(torch.autograd.Function):
         if not call.overlaps:
             sums = call.send_back(out_ND, out_ND.new_empty(0), all_sms=all_sms)
             return call.rows(call.sums_back.put(sums))
-        where = call.rows(call.sums_back.get())
-        if out_ND.data_ptr() != where.data_ptr():
+        sums_ND = call.rows(call.sums_back.get())
+        if out_ND.data_ptr() != sums_ND.data_ptr():
             raise RuntimeError("sums of experts have another reader than `combine`")
-        return where
+        return sums_ND
 
     @staticmethod
     @once_differentiable
@@ -323,16 +327,16 @@ class SendBack(torch.autograd.Function):
         rows = grad_ND if call.fp8 is None else call.packed_rows(transfer)
         rows = rows if call.overlaps else call.for_experts(rows)
         if call.fp8 is not None:
-            rows = call.fp8.gradient_came(rows, grad_ND)
+            rows = call.fp8.gradient_arrived(rows, grad_ND)
         if call.overlaps and not call.keep:
-            call.tokens_out.put(call.send_out(call.again, all_sms=False))
+            call.tokens_out.put(call.send_out(call.saved_tokens, all_sms=False))
         return rows, None, None
 
 
 class Collect(torch.autograd.Function):
-    """End of the sums' way back, which adds them and more; backward, start of the gradient's.
+    """Wait for sums, and add them and addends; backward, start to send their gradient.
 
-    `all_sms`: the gradient may take them, as nothing else is made of it meanwhile.
+    `all_sms`: the gradient may be sent by all SMs, as no other kernel uses it meanwhile.
     """
 
     @staticmethod
@@ -357,9 +361,9 @@ class Collect(torch.autograd.Function):
 
 @contextmanager
 def saving(rows: Tensor, call: MoETransfers) -> Iterator[None]:
-    """Context of the experts: received rows that they save are sent again when wanted, or copied.
+    """Context of the experts, whose saved received rows are resent on demand, or copied.
 
-    Their buffer is taken by other exchanges before the backward pass.
+    Other exchanges take the receive buffer before the backward pass.
     """
 
     def pack(saved: Tensor) -> Tensor | None:
@@ -370,7 +374,7 @@ def saving(rows: Tensor, call: MoETransfers) -> Iterator[None]:
     def unpack(stored: Tensor | None) -> Tensor:
         if stored is not None:
             return stored
-        call.tokens_out.put(call.send_out(call.again, all_sms=True))
+        call.tokens_out.put(call.send_out(call.saved_tokens, all_sms=True))
         return call.for_experts(call.rows(call.tokens_out.wait()))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -1,8 +1,8 @@
-"""What the class of a transport has: `dispatch` and `combine`, why it cannot run, and its costs.
+"""Interface of a transport: `dispatch` and `combine`, the reasons that it cannot run, its costs.
 
 A new transport is a subclass of `Dispatcher` and an entry that names it in `configs.transports`.
 
-Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N received rows.
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N received rows.
 """
 
 from abc import ABC, abstractmethod
@@ -16,123 +16,122 @@ from torch import Tensor
 
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
-from phalanx.parallel.dispatcher.clones import Clones
-from phalanx.parallel.dispatcher.costs import Costs, Reach
+from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received
+from phalanx.parallel.dispatcher.received import OverlapFn, Planner, Received, SharedExpertFn
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What an expert-parallel group takes, the same on all of its ranks."""
+    """Transport of an expert-parallel group, the same on all of its ranks."""
 
     name: str
-    """Of `configs.transports.TRANSPORTS`; or `megatron`, which is Megatron-Core's own."""
+    """Key of `configs.transports.TRANSPORTS`; or `megatron`, which is Megatron-Core's own."""
     reason: str
-    """Clauses, separated by semicolons."""
+    """Reason for the choice, in clauses separated by semicolons."""
     inside: "Transport | None" = None
-    """The transport inside nodes, of one that goes over nodes itself."""
+    """Transport inside nodes, of a transport between nodes."""
     nodes: Nodes | None = None
-    """Process groups of one that has a transport inside, which `planned` does not make."""
-    clones: Clones | None = None
-    """Of hot experts; None: there are none."""
+    """Process groups of a transport with one inside; `planned` does not create them."""
+    replication: ReplicationOptions | None = None
+    """Options of expert replication; None: no replication."""
 
 
 class Rank(NamedTuple):
-    """What the choice depends on, of one rank."""
+    """Facts of one rank that the choice of a transport depends on."""
 
     number: int
-    """In the job."""
+    """Number of the rank in the job."""
     host: str
     node: str
     refusals: Mapping[str, Refusal] = {}
-    """Why it cannot serve, by the name of the transport: of those that are asked about."""
+    """Reason that it cannot serve, by the names of the transports in question."""
 
 
 class DispatchContext(NamedTuple):
-    """What a transport is built from, in every MoE layer."""
+    """Arguments from which the transport of an MoE layer is built."""
 
     transport: Transport
     group: dist.ProcessGroup
-    """Expert-parallel."""
+    """The expert-parallel group."""
     plan: Planner
-    """Checks what leaves, and plans what has arrived within the budget of expert rows."""
+    """Planner, which checks sent tokens and plans received ones within the budget."""
     experts: int
-    """Of all ranks."""
+    """Number of experts of all ranks."""
     local: int
-    """Of this rank."""
+    """Number of experts of this rank."""
     backend: str
-    """Of the experts and of `kernels.routing.plan`."""
+    """Backend of the experts and of `kernels.routing.plan`."""
     options: SymmOptions = SymmOptions()
     recipe: Fp8Block | None = None
-    """Of tokens and gradients of sums that travel in FP8; None: they travel as they are."""
+    """Recipe of tokens and gradients of sums that travel in FP8; None: they travel as they are."""
     quantizes: bool = False
-    """The experts make FP8 of rows that have come as they were, for which all must be there."""
+    """True if the experts quantise received rows, for which all of them must have arrived."""
 
     @property
     def waits(self) -> bool:
-        """Whether the experts' kernels can begin with the tokens that are there."""
+        """True if the experts' kernels can start with the tokens that have arrived."""
         return waits_for_tokens(self.backend, self.quantizes)
 
 
 class Dispatcher(ABC):
-    """A transport between tokens and experts. An object keeps no state between calls."""
+    """A transport between tokens and experts, without state between calls."""
 
     no_overlap: ClassVar[Refusal] = "cannot overlap"
-    """Why the experts cannot work while rows are on their way. None: they can, if their kernels
-    wait for rows."""
+    """Reason that experts cannot run while rows are in flight; None: they can, if kernels wait."""
     sends_back: ClassVar[bool] = True
-    """Sums of experts travel to the ranks of their tokens; if not, those of this rank are all."""
+    """True if sums travel to the ranks of their tokens; else this rank's sums are complete."""
     bf16_only: ClassVar[bool] = False
-    """It moves tokens in bf16 alone."""
+    """True if it moves tokens in bf16 only."""
 
     @classmethod
     @abstractmethod
     def build(cls, context: DispatchContext) -> "Dispatcher":
-        """That of one MoE layer."""
+        """Build the transport of one MoE layer."""
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
-        """Why this rank cannot serve, whoever the others are; it never raises.
+        """Reason that this rank cannot serve, or None; it never raises.
 
-        The reason of one rank is that of its group. It is asked where the transport is wanted by
+        The reason of one rank holds for its group. It is evaluated if the transport is requested by
         name, and for `auto`.
 
         Args:
-            dtype: of tokens.
+            dtype: dtype of the tokens.
         """
         return None
 
     @classmethod
     def refuse_dtype(cls, dtype: torch.dtype) -> Refusal:
-        """Why it cannot move tokens of a dtype, wherever it runs: for estimates."""
+        """Reason that it cannot move tokens of a dtype on any machine, or None: for estimates."""
         refused = cls.bf16_only and dtype != torch.bfloat16
         return f"moves bf16, not {dtype}" if refused else None
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
-        """Why a group cannot be served although each of its ranks could serve.
+        """Reason that a group cannot be served although each of its ranks could be, or None.
 
         Args:
-            ranks: of the group, in their order.
+            ranks: ranks of the group, in their order.
         """
         return "needs several ranks" if len(ranks) == 1 else None
 
     @classmethod
     def asks(cls) -> tuple[str, ...]:
-        """Transports inside a node whose `refuse_here` the choice of `inside` looks at."""
+        """Transports inside a node whose `refuse_here` the choice of `inside` needs."""
         return ()
 
     @classmethod
     def inside(cls, ranks: Sequence[Rank]) -> Transport | None:
-        """What it takes inside nodes, whose process groups it gets; None: it asks for no nodes."""
+        """Intra-node transport, for which process groups of nodes are created, or None."""
         return None
 
     @classmethod
     @abstractmethod
-    def costs(cls, reach: Reach) -> Costs:
-        """What it sends and holds, for estimates."""
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        """Rows that it sends and holds, for estimates."""
 
     @abstractmethod
     def dispatch(
@@ -140,13 +139,13 @@ class Dispatcher(ABC):
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
-        """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
+        """Send tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
 
         Args:
-            x_TD, topk_idx_TK, topk_prob_TK: a slot without an expert has the id -1.
-            meanwhile: is called once, while rows are on their way if the transport can.
+            x_TD, topk_idx_TK, topk_prob_TK: tokens and routing; the id -1 is no expert.
+            overlap_fn: function called once, while rows are in flight if the transport overlaps.
         """
 
     @abstractmethod
@@ -154,38 +153,39 @@ class Dispatcher(ABC):
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        """Bring what a rank's experts made of received rows back, and add ranks up in fp32.
+        """Return the experts' outputs to the tokens' ranks, and sum over ranks in fp32.
 
         Args:
-            out_ND: of the experts.
-            received: what they worked on.
-            beside: makes more to add, while rows are on their way if the transport can.
-            residual_TD: to be added after that.
+            out_ND: output of the experts.
+            received: their input, as `dispatch` returned it.
+            shared_expert_fn: function of an addend [T, D], called while rows are in flight if the
+                transport overlaps.
+            residual_TD: addend after that.
 
         Returns:
-            [T, D] in out's dtype. On GPUs ranks' sums and what is added are rounded once (not by
-            `deepep`); where there is one rank, and on a CPU, additions follow one another.
+            [T, D] in out's dtype. On GPUs the sum over ranks and addends is rounded once (not by
+            `deepep`); on one rank, and on a CPU, each addition is rounded.
         """
 
 
 def waits_for_tokens(backend: str, quantizes: bool = False) -> bool:
-    """Whether the kernels of an expert backend can begin with the tokens that are there.
+    """True if the kernels of an expert backend can start with the tokens that have arrived.
 
     Args:
-        backend: of the experts.
-        quantizes: they make FP8 of tokens that come in bf16, for which all must be there.
+        backend: backend of the experts.
+        quantizes: the experts quantise received tokens, for which all of them must have arrived.
     """
     return backend == "fused" and not quantizes
 
 
 def one_for_all(ranks: Sequence[Rank], name: str) -> Refusal:
-    """The reason of one rank is that of all. Whose it is, unless all have the same."""
+    """Reason of the first rank that refuses, for its group, with the rank unless all agree."""
     reasons = [rank.refusals.get(name) for rank in ranks]
     if len(set(reasons)) == 1:
         return reasons[0]
-    have = [rank for rank in ranks if rank.refusals.get(name)]
-    more = f" and {len(have) - 1} more" if len(have) > 1 else ""
-    return f"{have[0].refusals[name]} (rank {have[0].number} on {have[0].host}{more})"
+    refusing = [rank for rank in ranks if rank.refusals.get(name)]
+    first, more = refusing[0], f" and {len(refusing) - 1} more" if len(refusing) > 1 else ""
+    return f"{first.refusals[name]} (rank {first.number} on {first.host}{more})"

@@ -88,8 +88,11 @@ class Guard:
         self._stacks.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Tell the guard; if it is gone, nobody. Waits for one that is slow: a word that is lost,
-        such as that this rank is done, would be taken for its death."""
+        """Send a message to the guard, unless it is gone.
+
+        Waits for a slow one: a lost message, such as that this rank is done, would be taken for its
+        death.
+        """
         with self._sending, suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 

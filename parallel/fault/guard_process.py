@@ -1,5 +1,4 @@
-"""Process that guards a rank (parallel.fault.guard): listens to its rank and the hub, and acts in
-time.
+"""Process that guards a rank (parallel.fault.guard): listens to its rank and the hub.
 
 - It tells the hub what the rank is doing, and that it lives, for as long as the process is neither
   stopped nor gone, whatever holds its interpreter up.
@@ -202,12 +201,12 @@ class GuardProcess:
             return
         self._struck = now
         verdict = self._verdict
-        if verdict is not None and verdict["speaker"] == self._where.rank:
-            if verdict["kind"] != "failed":
-                where = f"stacks and collectives of the ranks: {self._folder}"
-                line = f"error: {verdict['text']}; {where}"
-                print(line, file=sys.stderr, flush=True)
-                tell(line)
+        speaks = verdict is not None and verdict["speaker"] == self._where.rank
+        if verdict is not None and speaks and verdict["kind"] != "failed":
+            where = f"stacks and collectives of the ranks: {self._folder}"
+            line = f"error: {verdict['text']}; {where}"
+            print(line, file=sys.stderr, flush=True)
+            tell(line)
         with suppress(ProcessLookupError):
             os.kill(self._pid, LOST)
 

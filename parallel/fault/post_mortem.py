@@ -1,4 +1,4 @@
-"""Files that a rank leaves behind when its job fails: Python stacks and the record of its collectives."""
+"""Files of a rank whose job fails: Python stacks and the record of its collectives."""
 
 import faulthandler
 import json

@@ -7,7 +7,7 @@ per parameter, so a resumed run is not exact.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -87,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
             step = torch.full((), float(group["step"]), device=same_device[0].device)
             self._fused(
                 same_device,
-                [p.grad for p in same_device],
+                cast(list[torch.Tensor], [p.grad for p in same_device]),
                 [self.state[p]["exp_avg"] for p in same_device],
                 [self.state[p]["exp_avg_sq"] for p in same_device],
                 [],

@@ -135,7 +135,7 @@ def _matrices(name: str, p: Tensor, config: TransformerConfig) -> Matrices | Non
     assert groups * sum(parts) == rows, f"{name} is not made of {parts} rows"
     shared = getattr(p, "tensor_model_parallel", False)
     expert = not getattr(p, "allreduce", True)  # experts are whole on every tensor rank
-    split = p.partition_dim if shared and not expert else None
+    split = getattr(p, "partition_dim", None) if shared and not expert else None
     return Matrices(1, groups, parts, columns, split)
 
 

@@ -27,8 +27,8 @@ from phalanx.parallel.megatron.matrices import Matrices, joined, of, pieces
 _COEFFICIENTS = "simple"
 """Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers."""
 _RMS = 0.2
-"""RMS of an update before the learning rate, about that of AdamW: the orthogonal matrix is multiplied
-by this and sqrt(max(M, N))."""
+"""RMS of an update before the learning rate, about that of AdamW: factor on the orthogonal matrix,
+beside sqrt(max(M, N))."""
 _SLICE = 64 << 20
 """Elements that are made orthogonal at a time, but for larger matrices: 256 MiB of fp32. With half
 as many the products of Moonlight's experts leave a tenth of an H200 without work."""
@@ -94,9 +94,13 @@ class Muon(AdamW):
             yield _Slice(*parts)
 
     def _with_momentum(self, part: "_Slice", matrices: Matrices) -> "_Move":
-        how = self.recipe
-        noted = dict(keep=how.momentum, nesterov=how.nesterov, clip_coef=self.clip_coef)
-        update = momentum(part.grad, part.buffer, **noted)
+        update = momentum(
+            part.grad,
+            part.buffer,
+            keep=self.recipe.momentum,
+            nesterov=self.recipe.nesterov,
+            clip_coef=self.clip_coef,
+        )
         return _Move(part.weight, part.remainder, matrices, pieces(update, matrices))
 
     def _move(self, waiting: list["_Move"], group: dict[str, Any]) -> None:

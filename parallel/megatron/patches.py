@@ -100,18 +100,20 @@ def shift_within_documents() -> None:
 
 
 def losses_ahead_by(function: Callable[..., Tensor]) -> None:
-    """Have models take the losses of multi-token prediction by `function`, in the place of
-    Megatron-Core's `process_mtp_loss`."""
+    """Have models compute the losses of multi-token prediction by `function`.
+
+    It replaces Megatron-Core's `process_mtp_loss`.
+    """
     from megatron.core.models.gpt import gpt_model
 
     gpt_model.process_mtp_loss = function
 
 
 def without_masters(settings: OptimizerConfig) -> None:
-    """Have a distributed optimizer keep no fp32 masters: `parallel.megatron.adam` keeps the bits
-    that bf16 weights lack.
+    """Have a distributed optimizer store no fp32 masters.
 
-    Set after the checks of OptimizerConfig, which ask for Transformer Engine's FusedAdam.
+    `parallel.megatron.adam` stores the bits that bf16 weights lack. Set after the checks of
+    OptimizerConfig, which ask for Transformer Engine's FusedAdam.
     """
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True

@@ -72,8 +72,7 @@ def rescale_(part: Updated, factor_R: Tensor, remainder: Tensor | None = None) -
 
 
 def _blocks(start: int, stop: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Elements [start, stop) of rows of so many columns: in blocks of whole rows, and what is left
-    of a row at either end."""
+    """Elements [start, stop) of a matrix: blocks of whole rows, and parts of rows at the ends."""
     many = max(1, _SLICE // columns) * columns
     while start < stop:
         end = start + many if start % columns == 0 else start - start % columns + columns

@@ -1,4 +1,4 @@
-"""Tensors that the optimizers built by Megatron-Core update, and the parameters they are part of."""
+"""Tensors that the optimizers of Megatron-Core update, and the parameters they are part of."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatcher.base import Dispatcher, Slots, make_dispatcher
+from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.clones import Clones
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.scripts.bench.measure import reason
 from phalanx.scripts.bench.models import Model
@@ -58,7 +58,7 @@ def dispatcher(
     batch: Inputs,
     group: dist.ProcessGroup,
     comm_sms: int = 0,
-    clones: Clones | None = None,
+    replication: ReplicationOptions | None = None,
     recipe: Fp8Block | None = None,
     *,
     fp8_rows: bool = True,
@@ -73,10 +73,10 @@ def dispatcher(
     """
     factor = max(CAPACITY_FACTOR, fullest(batch.idx_TK, model.experts, group))
     return make_dispatcher(
-        replace(choose_transport(name, group, BF16), clones=clones),
+        replace(choose_transport(name, group, BF16), replication=replication),
         group=group,
         experts=model.experts,
-        slots=Slots(model.top_k, model.top_k),
+        slots=TokenChoices(model.top_k, model.top_k),
         budget=Budget(factor, bench.clock.device),
         backend=bench.backend,
         symm=SymmOptions(comm_sms=comm_sms, timeout=TIMEOUT),

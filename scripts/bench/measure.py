@@ -169,6 +169,8 @@ class Launches:
 
 
 class Time(NamedTuple):
+    """Median and percentiles of a time, in milliseconds."""
+
     ms: float
     p10: float
     p90: float
@@ -204,6 +206,8 @@ def reason(error: BaseException) -> str:
 
 
 class Key(NamedTuple):
+    """Measured call: side, pass and mode."""
+
     side: str
     pass_name: str
     mode: str = "graph"

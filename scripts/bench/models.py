@@ -116,5 +116,5 @@ def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:
         return [(FLASH, t) for t in ([tokens] if tokens else FLASH_TOKENS)]
     models = (DEEPSEEK, QWEN3, GPT_OSS)
     layers = {"plan": (DEEPSEEK,), "scaling": (FLASH, *models), "skew": (DEEPSEEK,)}
-    layers |= {"clones": (QWEN3, DEEPSEEK), "rows": (DEEPSEEK, QWEN3)}
+    layers |= {"replication": (QWEN3, DEEPSEEK), "rows": (DEEPSEEK, QWEN3)}
     return [(m, tokens or TOKENS) for m in layers.get(suite, models)]

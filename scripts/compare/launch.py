@@ -148,16 +148,16 @@ def figures(path: Path, steps: int) -> dict[str, float]:
     """
     records = _steps(path)
     by_step = {record["step"]: record for record in records}
-    pluralize = window(steps)
-    if any(step not in by_step for step in pluralize):
+    averaged = window(steps)
+    if any(step not in by_step for step in averaged):
         raise ValueError(f"ended after step {reached(path)} of {steps}")
-    last = [by_step[step] for step in pluralize]
+    last = [by_step[step] for step in averaged]
     if last[-1]["loss"] is None:
         raise ValueError(f"loss is not finite at step {steps}")
     totals = steady(last)
     del totals["records"]
     totals["memory"] = max(record["memory"] for record in records)
-    before = by_step.get(pluralize[0] - 1, {}).get("reruns", 0)
+    before = by_step.get(averaged[0] - 1, {}).get("reruns", 0)
     totals["reruns"] = last[-1].get("reruns", 0) - before
     return totals
 

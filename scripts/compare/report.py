@@ -62,11 +62,11 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
     remarks = [heading(facts)] if heading(facts) else []
     remarks += [f"{key} {facts[key]}" for key in ("commit", "date") if facts.get(key)]
     remarks += [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
-    pluralize = window(steps)
+    averaged = window(steps)
     explanation = (
-        f"Rates are means of steps {pluralize[0]} to {pluralize[-1]} of {steps}, then over runs; +- is "
-        f"the standard deviation over runs, or over these steps of a run. The loss is that of step "
-        f"{steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
+        f"Rates are means of steps {averaged[0]} to {averaged[-1]} of {steps}, then over runs; +- "
+        f"is the standard deviation over runs, or over these steps of a run. The loss is that of "
+        f"step {steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
     )
     if any(row.load_max is not None for row in table):
         explanation += (
@@ -159,10 +159,10 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
     colours = ["tab:orange" if row.loss_differs else "tab:blue" for row in table]
     axes.barh(positions, rates, xerr=spread, color=colours, height=0.65, capsize=3)
     gap = 0.01 * max(rates)
-    for y, row, rate, error, reason in zip(positions, table, rates, spread, reasons, strict=True):
+    for y, row, rate, sd, reason in zip(positions, table, rates, spread, reasons, strict=True):
         text = f"{rate:,.0f}" + (f"  x{row.speedup:.2f}" if row.speedup else "")
         text += "  another loss" if row.loss_differs else ""
-        axes.text(rate + error + gap, y, reason or text, va="center", fontsize=8)
+        axes.text(rate + sd + gap, y, reason or text, va="center", fontsize=8)
     axes.set_yticks(positions, labels, fontsize=8)
     axes.set_ylim(sum(sizes), 0)
     axes.set_xlim(0, 1.3 * max(map(sum, zip(rates, spread, strict=True))))

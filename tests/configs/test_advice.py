@@ -92,7 +92,7 @@ def test_an_unknown_corpus_is_answered_with_data_of_ones_own() -> None:
 
 def test_a_forced_graph() -> None:
     given = ["kernels.backend=reference"]
-    line = capture.refused(capture.refuse(load(given)) or "")
+    line = capture.forced_graph_error(capture.not_capturable(load(given)) or "")
     assert advised(line) == [["run.graph=auto"]]
     with pytest.raises(ConfigError):
         validate(load([*given, "run.graph=full_iteration"]), 1)
@@ -160,9 +160,12 @@ def messages(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.JoinedStr):
             filled = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
             yield "".join(map(str, filled))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docs | parts:
-                yield node.value
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docs | parts
+        ):
+            yield node.value
 
 
 def literals(text: str) -> set[str]:

@@ -171,22 +171,43 @@ def named(line: str) -> list[str]:
             "not possible with kernels.backend=megatron",
             "model.moe.router.rounding=none",
         ),
-        ("parallel.clones=2 kernels=megatron", 2, "not possible with", "parallel.clones=0"),
-        ("parallel.clones=2 kernels=cudnn", 2, "not possible with", "parallel.clones=0"),
         (
-            "parallel.clones=1 parallel.dispatch=deepep",
+            "parallel.expert_replication=2 kernels=megatron",
+            2,
+            "not possible with",
+            "parallel.expert_replication=0",
+        ),
+        (
+            "parallel.expert_replication=2 kernels=cudnn",
+            2,
+            "not possible with",
+            "parallel.expert_replication=0",
+        ),
+        (
+            "parallel.expert_replication=1 parallel.dispatch=deepep",
             2,
             "not possible with parallel.dispatch=deepep, only with symm or hier or alltoall",
-            "parallel.clones=0",
+            "parallel.expert_replication=0",
         ),
         (
-            "parallel.clones=1 model.moe.experts=16 parallel.expert=16 parallel.dispatch=symm",
+            "parallel.expert_replication=1 model.moe.experts=16 parallel.expert=16 "
+            "parallel.dispatch=symm",
             16,
             "serves 512 experts on 8 ranks, not 16 on 16",
-            "parallel.clones=0",
+            "parallel.expert_replication=0",
         ),
-        ("parallel.clones=-1", 1, "must be at least 0", "parallel.clones=0"),
-        ("parallel.clones=some", 1, "is not one of auto, and no number", "parallel.clones=auto"),
+        (
+            "parallel.expert_replication=-1",
+            1,
+            "must be at least 0",
+            "parallel.expert_replication=0",
+        ),
+        (
+            "parallel.expert_replication=some",
+            1,
+            "is not one of auto, and no number",
+            "parallel.expert_replication=auto",
+        ),
         ("kernels.sm_margin.wgrad=-8", 1, "must be at least 0", "kernels.sm_margin.wgrad=0"),
         (
             "model.moe.router.groups=8 model.moe.top_k=3",
@@ -442,12 +463,16 @@ def named(line: str) -> list[str]:
         ),
         *[
             (
-                f"{FP8} precision.dispatch=fp8 parallel.dispatch={name}{clones}",
+                f"{FP8} precision.dispatch=fp8 parallel.dispatch={name}{replication}",
                 2,
                 f"cannot travel by parallel.dispatch={name}, only by symm or alltoall;",
                 "precision.dispatch=bf16",
             )
-            for name, clones in (("deepep", ""), ("hier", ""), ("hier", " parallel.clones=2"))
+            for name, replication in (
+                ("deepep", ""),
+                ("hier", ""),
+                ("hier", " parallel.expert_replication=2"),
+            )
         ],
         # mxfp8 and nvfp4
         *[
@@ -516,7 +541,11 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.dispatch=fp8", 1),
         (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
         *[
-            (f"{FP8} precision.dispatch=fp8 parallel.dispatch={name} parallel.clones={slots}", 2)
+            (
+                f"{FP8} precision.dispatch=fp8 parallel.dispatch={name} "
+                f"parallel.expert_replication={slots}",
+                2,
+            )
             for name in ("alltoall", "symm")
             for slots in (0, 2)
         ],
@@ -573,7 +602,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "parallel.pipeline_layout": ("", "", "Ett|ttL", "E(tt|)*2L", "Et"),
     "parallel.expert": (0, 1, 2, 3, 4, 16),
     "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier"),
-    "parallel.clones": (0, 0, 2, "auto"),
+    "parallel.expert_replication": (0, 0, 2, "auto"),
     "model.layers": (1, 4, 6),
     "model.vocab_size": (100, 256, 258),
     "model.bias": (False, True),

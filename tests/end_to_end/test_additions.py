@@ -189,7 +189,7 @@ def test_a_dry_run_counts_an_added_transport() -> None:
         resolved(configured(*base, f"parallel.dispatch={name}", world=8), 8, 8) for name in names
     )
     sent, act = traffic(ours, 8), Activations(ours, 8)
-    assert (sent.there, sent.back) == (Links(7, 0), Links(21, 0))
+    assert (sent.dispatch, sent.combine) == (Links(7, 0), Links(21, 0))
     row = 2 * ours.model.hidden
     assert act.moe_layer().saved == Activations(theirs, 8).moe_layer().saved  # it keeps as many
     less = Activations(theirs, 8).moe_layer().backward - act.moe_layer().backward
@@ -200,7 +200,7 @@ def test_a_dry_run_counts_an_added_transport() -> None:
     text, _ = dry_run(configured(*base, "parallel.dispatch=broadcasts", world=8), 8)
     assert "sent      broadcasts: a token has experts on" in text
     assert "receive buffers of broadcasts" in text
-    assert re.search(r"back +0\.00 rows of a token over the network, 21\.00 inside nodes", text)
+    assert re.search(r"combine +0\.00 rows per token over the network, 21\.00 inside nodes", text)
 
 
 # --- both, in a run -------------------------------------------------------------------------------

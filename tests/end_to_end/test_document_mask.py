@@ -47,9 +47,10 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
     assert len(actual[0]) >= 4 and actual[0] == actual[1]
     lines = main.out.splitlines()
     (packed,) = [line for line in lines if line.startswith("  packing ")]
-    assert " documents a sequence (most " in packed and packed.endswith("of causal attention saved")
+    assert " documents per sequence (most " in packed
+    assert packed.endswith("of causal attention saved")
     (work,) = [line for line in lines if line.startswith("  work ")]
-    assert work.endswith("a step, at most: attention as in whole sequences")
+    assert work.endswith("per step, upper bound: attention over full sequences")
     assert max(map(len, (packed, work))) <= 100
 
 

@@ -60,7 +60,7 @@ def drawn(r: random.Random) -> tuple[str, tuple[str, ...], int, dict[str, Any]]:
     for knob in ("distributed_optimizer", "overlap"):
         how[f"parallel.{knob}"] = r.random() < OFTEN
     if r.random() < OFTEN:
-        how["parallel.clones"] = r.choice([1, 2, 3])
+        how["parallel.expert_replication"] = r.choice([1, 2, 3])
     if r.random() < OFTEN:
         how["run.recompute"] = r.sample(AGAIN, r.choice([1, 1, 2, 3]))
     if r.random() < SELDOM:

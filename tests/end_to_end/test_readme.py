@@ -275,7 +275,7 @@ def test_every_experiment_named_exists() -> None:
 
 
 def test_knobs_in_the_text_exist() -> None:
-    text = "\n".join(prose(text) for text in TEXTS.values())
+    text = "\n".join(prose(TEXTS[page]) for page in TEXTS if page != "CHANGELOG.md")
     named = set(re.findall(rf"`((?:{'|'.join(GROUPS)})\.[a-z_.\d]+)", text))
     assert named and sorted(named - {*knobs(), *sections()}) == []
 

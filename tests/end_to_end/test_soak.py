@@ -45,7 +45,7 @@ def killed(rank: int, *, only: int, step: int, delay: float, saving: str) -> Ite
     elif saving:
         import phalanx.parallel.checkpoint.checkpointer  # noqa: F401  (so that there is something to replace)
 
-        act = mock.patch(saving, lambda *args, **kwargs: kill())
+        act = mock.patch(saving, side_effect=lambda *args, **kwargs: kill())
     else:
         act = before_step(step, partial(kill_soon, delay))
     with act:

@@ -97,7 +97,7 @@ def test_a_run_tells_what_it_is_and_each_step(full_run: tuple[list[str], Path, R
     for output in (
         "from scratch",
         f"{name}: ",
-        "active a token",
+        "active per token",
         "expert           2  0, 1",
         "torch",
         "transport    alltoall ",

@@ -109,8 +109,8 @@ def test_data_that_does_not_tell_is_refused_with_the_override(
         output = capsys.readouterr()
         line = next(x for x in (output.err + output.out).splitlines() if x.startswith("error: "))
         assert line == (
-            f"error: nothing tells the vocabulary of {prefix}.bin, for want of {prefix}.json "
-            "beside it; set model.vocab_size to the number of ids of its tokenizer"
+            f"error: the vocabulary of {prefix}.bin is unknown, as {prefix}.json is missing; "
+            "set model.vocab_size to the number of ids of its tokenizer"
         )
     assert train.main([*given, "model.vocab_size=256", "--check"]) == 0
     Path(f"{prefix}.idx").unlink()

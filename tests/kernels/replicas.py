@@ -1,6 +1,6 @@
 """Guests without a transport: whose weights are here, and what becomes of a layer with them.
 
-`compare` runs a layer whose last experts are guests, and the same layer with all experts its own:
+`compare` runs a layer whose last experts are replicas, and the same layer with all experts its own:
 rows, their gradients and every expert's gradients must have the same bits.
 """
 
@@ -90,7 +90,7 @@ def experts_of(p: Problem, experts: slice) -> MLPWeights:
     return MLPWeights(*(None if w is None else w[experts].clone() for w in given))
 
 
-def with_guests(
+def with_replicas(
     p: Problem,
     own: int,
     spec: MLPSpec,
@@ -101,7 +101,7 @@ def with_guests(
     frozen: tuple[str, ...] = (),
     overlap: Any = None,
 ) -> Result:
-    """Out and gradients, those of own weights by name and those of guests' as `theirs`."""
+    """Out and gradients, those of own weights by name and those of replicas' as `theirs`."""
     mine = replace(p, **experts_of(p, slice(own))._asdict())
     leaves, weights = _leaves(mine, spec, main_grad, frozen)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order)
@@ -143,10 +143,10 @@ def without(
 def compare(
     p: Problem, own: int, spec: MLPSpec, *, keep: bool = False, **given: Any
 ) -> tuple[Result, list]:
-    """Both, in fp32 buffers: they must be equal. Returns the first, and the log of its guests."""
+    """Both, in fp32 buffers: they must be equal. Returns the first, and the log of its replicas."""
     replicas = Copied(experts_of(p, slice(own, None)), keep=keep)
     got, want = (
-        with_guests(p, own, spec, replicas=replicas, **given),
+        with_replicas(p, own, spec, replicas=replicas, **given),
         without(p, own, spec, **given),
     )
     same(got, want)
@@ -154,7 +154,7 @@ def compare(
 
 
 def same(got: Result, want: Result, before: float = BEFORE) -> None:
-    """Every bit; what was in buffers `before` was not where guests' gradients are."""
+    """Every bit; what was in buffers `before` was not where replicas' gradients are."""
     assert got.keys() == want.keys()
     for name in want:
         a = got[name] + before if name.startswith("theirs") else got[name]

@@ -13,7 +13,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.parallel.dispatcher.base import Slots, make_dispatcher
+from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.transport import LOCAL
 from tests.kernels.problems import ACTIVATIONS, Problem, make
@@ -45,7 +45,7 @@ def by_plan(bad: int) -> None:
 
 def by_transport(bad: int) -> None:
     budget = Budget(1.0, torch.device("cpu"))
-    local = make_dispatcher(LOCAL, group=None, experts=L, slots=Slots(K, K), budget=budget)
+    local = make_dispatcher(LOCAL, group=None, experts=L, slots=TokenChoices(K, K), budget=budget)
     idx, prob = routing(bad)
     local.dispatch(torch.randn(T, D), idx.int(), prob)
 

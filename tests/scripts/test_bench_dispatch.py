@@ -159,26 +159,26 @@ def test_wire() -> None:
 
 
 @pytest.mark.dist
-def test_clones_and_rows(tmp_path: Path) -> None:
+def test_replication_and_rows(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    options = ["clones", "rows", "--dispatch", "alltoall", "--json", str(path)]
+    options = ["replication", "rows", "--dispatch", "alltoall", "--json", str(path)]
     (code, out), other = run_distributed(program, 2, options)
     assert code == 0 and other == (0, "") and out.splitlines()[-1].endswith("0 failures")
     _, made = records.read(path)
-    cloned = [r for r in made if r.suite == "clones"]
-    ways = ("without clones", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
-    assert {(r.side, r.pass_name) for r in cloned} == {
+    replicated = [r for r in made if r.suite == "replication"]
+    ways = ("without replication", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
+    assert {(r.side, r.pass_name) for r in replicated} == {
         (f"{kind}, {way}", pass_name)
         for kind in routing.UNEVEN
         for way in ways
         for pass_name in ("forward", "both")
     }
-    assert all("load 2.00" in r.note for r in cloned if r.side.startswith("one rank"))
-    assert all("load 1.00" in r.note for r in cloned if r.side.startswith("balanced"))
-    judged = {(r.side, r.pass_name): r.bar for r in cloned if r.bar}
+    assert all("load 2.00" in r.note for r in replicated if r.side.startswith("one rank"))
+    assert all("load 1.00" in r.note for r in replicated if r.side.startswith("balanced"))
+    judged = {(r.side, r.pass_name): r.bar for r in replicated if r.bar}
     assert len(judged) == 4 and judged["one rank, 2 slots", "both"] == 0.6667
-    balanced = {r.pass_name: r.ms for r in cloned if r.side == "balanced, without clones"}
-    assert all(r.ratio == pytest.approx(balanced[r.pass_name] / r.ms, rel=1e-2) for r in cloned)
+    balanced = {r.pass_name: r.ms for r in replicated if r.side == "balanced, without replication"}
+    assert all(r.ratio == pytest.approx(balanced[r.pass_name] / r.ms, rel=1e-2) for r in replicated)
     of_rows = {(r.side, r.bar) for r in made if r.suite == "rows"}
     bars = {"bf16": None, "bf16, then FP8": None, "FP8": 1.7}
     dispatched = {(f"{way}, {k}", bar) for way, bar in bars.items() for k in routing.KINDS}

@@ -72,7 +72,7 @@ def test_more_than_the_limit_stops_and_a_higher_one_goes_on(
         assert run(tmp_path / "out", *args, "--skip-bad", limit) == 1
         lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("prepare_data:")]
         assert len(lines) == 1 and reported in lines[0]
-        assert f"{broken}:3)" in lines[0] and "go on with a higher --skip-bad" in lines[0]
+        assert f"{broken}:3)" in lines[0] and "continue with a higher --skip-bad" in lines[0]
         assert left_over(tmp_path) == ["out.parts"]
     assert run(tmp_path / "out", *args, "--skip-bad", 6) == 0
     assert "continuing: " in capsys.readouterr().out

@@ -25,7 +25,7 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
         "--expert",
         "2",
         "8",
-        "--clones",
+        "--replica-slots",
         "0",
         "2",
         "--tokens",
@@ -46,23 +46,23 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
     # Expert 0 has 784 tokens of a mean of 64, its rank of two 896 of 512.
     assert cells[0][3:] == ["12.25", "6.62", "1.38", "1.75", "0.00", "1.51"]
     assert float(cells[1][6]) < 1.25 and float(cells[1][7]) > 0
-    assert repeated == "4,096 tokens of 8 ranks take the recorded ones again."
+    assert repeated == "4,096 tokens of 8 ranks repeat the recorded ones."
     actual = json.loads(out.read_text())
     assert (actual["recorded"]["step"], actual["tokens"], actual["cost"]) == (7, 512, 0)
     assert actual["loads"][0]["layers"]["layer.2"]["rows"] == 896
-    assert [load["clones"] for load in actual["loads"]] == [0, 2, 0, 2]
+    assert [load["replica_slots"] for load in actual["loads"]] == [0, 2, 0, 2]
 
 
 def test_copies_that_a_run_would_not_make(recorded: Path, capsys) -> None:
     """Replicas of the layer whose rank has 896 of 1,024 rows save less than 512 rows."""
-    cloned = {}
+    replicas = {}
     for least in ("0", "512"):
-        options = f"--expert 2 --clones 2 --tokens 512 --cost 0 --least {least}".split()
+        options = f"--expert 2 --replica-slots 2 --tokens 512 --cost 0 --least {least}".split()
         assert routing_load.main([str(recorded), *options]) == 0
         head, _, _, _, row = capsys.readouterr().out.splitlines()
-        cloned[least] = float(row.strip("| ").split(" | ")[7])
+        replicas[least] = float(row.strip("| ").split(" | ")[7])
     assert head.endswith("a copy costs 0 rows and a layer with copies 512")
-    assert cloned["0"] > 0 and cloned["512"] == 0
+    assert replicas["0"] > 0 and replicas["512"] == 0
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,13 @@ def test_copies_that_a_run_would_not_make(recorded: Path, capsys) -> None:
     [
         ("--expert 3", "--expert 3: 16 experts do not divide over so many"),
         ("--expert 2 0", "--expert 0: must be at least 1"),
-        ("--expert 16 --clones 1", "at most 512 experts on 8 ranks, not 16 on 16: set parallel.cl"),
+        (
+            "--expert 16 --replica-slots 1",
+            "at most 512 experts on 8 ranks, not 16 on 16: set parallel.ex",
+        ),
         ("--cost -1", "--cost -1: must be at least 0"),
         ("--least -1", "--least -1: must be at least 0"),
-        ("--clones 1 -2", "--clones -2: must be at least 0"),
+        ("--replica-slots 1 -2", "--replica-slots -2: must be at least 0"),
         ("--tokens 0", "--tokens 0: must be at least 1"),
         ("--micro-batches 0", "--micro-batches 0: must be at least 1"),
         ("--json /nowhere/out.json", "--json /nowhere/out.json: there is no folder /nowhere"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.moe.hf.source import Source
+from phalanx.moe.hf.source import SourceFolder
 from phalanx.moe.inference.codec import Codec
 from phalanx.moe.inference.scoring import Score
 from phalanx.moe.report import progress
@@ -112,7 +112,7 @@ def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> N
     loading, line = output.err.splitlines()
     assert output.code == 2 and loading.startswith("-- loading ")
     assert line.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
-    assert output.err.endswith("(model.moe.router.replay): put it back\n")
+    assert output.err.endswith("(model.moe.router.replay): restore it\n")
 
 
 def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_a_model_that_is_no_number_has_no_result(
     folder = qwen3(tmp_path / "theirs", vocab_size=256)
     name = "model.layers.1.self_attn.o_proj.weight"
 
-    def read(self: Source, asked: str, rows: tuple[int, int]) -> torch.Tensor:
+    def read(self: SourceFolder, asked: str, rows: tuple[int, int]) -> torch.Tensor:
         return self._values(asked, *rows) * (math.nan if asked == name else 1)
 
     with monkeypatch.context() as m:  # as an import of before let it pass
-        m.setattr(Source, "read", read)
+        m.setattr(SourceFolder, "read", read)
         assert convert_hf.main(["import", str(folder), str(tmp_path / "step")]) == 0
     (tmp_path / "text.txt").write_text("text")
     tokens = ["--tokenizer", "bytes", "--context", "8"]

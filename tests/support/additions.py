@@ -12,8 +12,15 @@ from torch import Tensor
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.parallel.dispatcher.costs import Costs, Links, Reach
-from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
+from phalanx.parallel.dispatcher.received import (
+    OverlapFn,
+    Planner,
+    Received,
+    SharedExpertFn,
+    plus,
+    run_overlap_fn,
+)
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 # --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
@@ -53,31 +60,33 @@ class Broadcasts(Dispatcher):
         return cls(context.group, context.plan)
 
     @classmethod
-    def costs(cls, reach: Reach) -> Costs:
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
         rows = Links(reach.ranks - 1, 0)
-        return Costs(rows, 3 * rows, kept=reach.received, backward=5, buffers=2 * reach.received)
+        return TransportCosts(
+            rows, 3 * rows, saved=reach.received, backward=5, buffers=2 * reach.received
+        )
 
     def dispatch(
         self,
         x_TD: Tensor,
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
+        overlap_fn: OverlapFn = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         rows_ND, prob_NK = (_Spread.apply(t, self._group) for t in (x_TD, topk_prob_TK))
         idx_NK = _all_rows(topk_idx_TK, self._group)
-        during(meanwhile)
+        run_overlap_fn(overlap_fn)
         return Received(rows_ND, self._plan(idx_NK, prob_NK))
 
     def combine(
         self,
         out_ND: Tensor,
         received: Received,
-        beside: Beside = None,
+        shared_expert_fn: SharedExpertFn = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return plus(_Collect.apply(out_ND, self._group), beside, residual_TD)
+        return plus(_Collect.apply(out_ND, self._group), shared_expert_fn, residual_TD)
 
 
 def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

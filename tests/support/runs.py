@@ -60,9 +60,9 @@ def _run(overrides: list[str], change: Change | None) -> Rank:
     from phalanx import train
 
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with change(int(os.environ["RANK"])) if change else contextlib.nullcontext() as seen:
-            code = train.main(overrides)
+    changed = change(int(os.environ["RANK"])) if change else contextlib.nullcontext()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), changed as seen:
+        code = train.main(overrides)
     return Rank(code, out.getvalue(), err.getvalue(), seen)
 
 

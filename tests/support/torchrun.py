@@ -158,7 +158,10 @@ def _as_main(command: Sequence[str], environment: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _lines_at_once() -> Iterator[None]:
-    with open(1, "w", buffering=1, closefd=False) as out:
-        with open(2, "w", buffering=1, closefd=False) as err:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                yield
+    with (
+        open(1, "w", buffering=1, closefd=False) as out,
+        open(2, "w", buffering=1, closefd=False) as err,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        yield

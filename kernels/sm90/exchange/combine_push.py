@@ -95,11 +95,12 @@ def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) 
 
 class UnreducedRows(NamedTuple):
     """Expert rows that are sent unreduced, each to slot k and token t of its token's rank
-    (`kernels.replication.rows`)."""
+    (`kernels.replication.rows`).
+    """
 
     pairs_S: Tensor
     """int32: pairs n * K + k of these rows; arbitrary past `count`."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     """int32 [1]: their number."""
     inverse_NK: Tensor
     """int32: expert rows of all pairs."""
@@ -170,7 +171,8 @@ class CombinePushKernel:
         stream: cuda.CUstream,
     ) -> None:
         """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, the last four fields of
-        `ReadyRows`, CTAs of all launches, 16 bytes of a block of side data, CTAs."""
+        `ReadyRows`, CTAs of all launches, 16 bytes of a block of side data, CTAs.
+        """
         ranks = self.config.ranks
         self.kernel(
             y,

@@ -199,13 +199,19 @@ class Exchange:
             The transfer, and a function that sends the rest, to be called before the wait.
         """
         sources, everywhere = (index_S, inverse_NK, offsets), sms(offsets.device)
-        launch_args = dict(tokens=self.tokens, total_ctas=self._comm_sms + everywhere)
+        total = self._comm_sms + everywhere
 
         def send(
             buffers: PeerBuffers, ctas: int = self._comm_sms, last: UnreducedRows | None = None
         ) -> None:
             combine_push(
-                signal.ready_rows, *sources, buffers, ctas=ctas, **launch_args, unreduced_rows=last
+                signal.ready_rows,
+                *sources,
+                buffers,
+                tokens=self.tokens,
+                ctas=ctas,
+                total_ctas=total,
+                unreduced_rows=last,
             )
 
         transfer = self._begin(send, 1, (signal.out_SN, *sources), after)
@@ -234,11 +240,17 @@ class Exchange:
         """
         sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
         ctas = self._ctas(all_sms)
-        launch_args = dict(tokens=self.tokens, ctas=ctas, total_ctas=ctas)
 
         def send(buffers: PeerBuffers) -> None:
             combine_push(
-                ready, *sources, buffers, **launch_args, side=side, unreduced_rows=unreduced_rows
+                ready,
+                *sources,
+                buffers,
+                tokens=self.tokens,
+                ctas=ctas,
+                total_ctas=ctas,
+                side=side,
+                unreduced_rows=unreduced_rows,
             )
 
         return self._begin(send, 1, (dx_SD, *sources, side, *(unreduced_rows or ())))

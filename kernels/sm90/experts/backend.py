@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import UnquantizedMixin, HiddenGrads, Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import (
+    HiddenGrads,
+    Linear,
+    Operand,
+    PlanSize,
+    UnquantizedMixin,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 

@@ -22,7 +22,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.kept import weight_copies
+from phalanx.kernels.quantize.fp8_copies import weight_copies
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
@@ -40,7 +40,7 @@ class FusedFP8(FP8Operands, Fused):
         sm_margin, dynamic: as for `Fused`.
         recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
             that went through FP8: exact, for comparison, and slow.
-        keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
+        keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
@@ -176,7 +176,7 @@ class FusedFP8(FP8Operands, Fused):
         return fp8_wgrad(
             d.matrix,
             v.matrix,
-            plan.moved(column_offsets).offsets,
+            plan.relocated(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
@@ -187,7 +187,9 @@ class FusedFP8(FP8Operands, Fused):
 
     def _weights(self, linear: Linear) -> Quantized:
         copies = weight_copies(linear, keep=self._keep)
-        return Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
+        return (
+            Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
+        )
 
     def _in_bf16(self, x: Operand) -> Tensor:
         values: Tensor = in_dtype(x, torch.bfloat16)

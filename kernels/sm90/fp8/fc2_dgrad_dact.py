@@ -74,7 +74,8 @@ class Fp8DgradKernel(Gemm):
         stream: cuda.CUstream,
     ) -> None:
         """Sizes: S, N rows of dy, F, D, pitch of dy, L, clusters, strides of dy's scales,
-        `weight_sizes` of w2's, and 0."""
+        `weight_sizes` of w2's, and 0.
+        """
         S, N, F, D, pitch, L, clusters, *strides = sizes
         loop, epilogue = self.config.mainloop, self.config.epilogue
         parts, one = epilogue.num_gate_parts, Int32(1)
@@ -168,12 +169,12 @@ def fp8_fc2_dgrad_dact(
         ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
-    parts, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
+    parts, fp8 = H // F, torch.float8_e4m3fn
     loop = choose(COLUMNS, dy.data, gather=index_S is not None)
     tiles, of_dh, of_a = -(-F // loop.columns), block_count(H, parts), block_count(F)
     if out is None:
         dh = Quantized(dy.data.new_empty(S, H), dy.scale.new_empty(S, of_dh))
-        a = Quantized(dy.data.new_empty(S, F, **fp8), dy.scale.new_empty(S, of_a))
+        a = Quantized(dy.data.new_empty(S, F, dtype=fp8), dy.scale.new_empty(S, of_a))
         out = dh, a, None if prob_S is None else prob_S.new_empty(tiles, S)
     elif (out[2] is None) != (prob_S is None):
         raise ValueError("out: dprob is given if prob is, and not otherwise")

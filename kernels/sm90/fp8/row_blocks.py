@@ -108,7 +108,8 @@ class RowBytes:
     """Device side: a warp's regions of shared memory for 16 rows in FP8."""
 
     def __init__(self, name: str, data: Any, regions: int, thread: Int32) -> None:
-        """
+        """Take the regions of the calling warp.
+
         Args:
             name: of the format.
             data: a field of shared memory with `regions` for each warp, aligned to 1024 bytes.

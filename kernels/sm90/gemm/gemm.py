@@ -383,4 +383,5 @@ def words(pointer: cute.Pointer, L: Int32, N: Int32) -> cute.Tensor:
 
 
 def vector(pointer: cute.Pointer, size: Int32) -> cute.Tensor:
+    """A contiguous tensor of one dimension."""
     return cute.make_tensor(pointer, cute.make_layout(size))

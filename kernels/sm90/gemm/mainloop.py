@@ -1,10 +1,11 @@
 """Main loop: one warp group loads stages, two warp groups multiply them with wgmma.
 
-For a tile of the rows of one expert, acc[m, n] = sum over k of A[row + m, k] * B[expert][n, k] in
-fp32. A is [rows, K] with K contiguous, its rows either consecutive (TMA) or picked by an index
-(cp.async). B is [N, K] per expert with K contiguous, or N contiguous (the weights read transposed);
-the expert is a coordinate of B's TMA descriptor. B's columns come in two halves, the second at an
-offset of `half_offset` columns: side by side, or the gate's and those of the linear half.
+For a tile of the rows of one expert, `acc[m, n]` is the sum over k of `A[row + m, k]` times
+`B[expert][n, k]`, in fp32. A is [rows, K] with K contiguous, its rows either consecutive (TMA) or
+picked by an index (cp.async). B is [N, K] per expert with K contiguous, or N contiguous (the
+weights read transposed); the expert is a coordinate of B's TMA descriptor. B's columns come in two
+halves, the second at an offset of `half_offset` columns: side by side, or the gate's and those of
+the linear half.
 
 The two multiplying warp groups either share a tile, 64 of its 128 rows each, or alternate on whole
 tiles (`pingpong`), so that one multiplies while the other stores. In a cluster each CTA has its own

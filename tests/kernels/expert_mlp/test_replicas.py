@@ -13,7 +13,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.replicas import split_in_order
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from tests.kernels.problems import Problem, make, random_choice
-from tests.kernels.replicas import Copied, compare, experts_of, same, with_guests, without
+from tests.kernels.replicas import Copied, compare, experts_of, same, with_replicas, without
 
 BF16 = torch.bfloat16
 SWIGLU, UNGATED = Activation("swiglu"), Activation("squared_relu")
@@ -25,8 +25,8 @@ PASSES = [["send_weights fc1", "wait fc1", "wait fc2"], [*LENT, *BACK]]
 ROUTINGS = {
     "an empty slot": [0, 1, 3, 5],
     "all places": list(range(PLACES)),
-    "no rows for guests": [0, 1, 3],
-    "all rows for guests": [4, 5],
+    "no rows for replicas": [0, 1, 3],
+    "all rows for replicas": [4, 5],
     "no rows": [],
 }
 
@@ -100,7 +100,7 @@ def test_frozen_experts_give_nothing_back(backend: str) -> None:
 def test_buffers_in_bf16(backend: str) -> None:
     """Gradients of own experts in bf16: returned ones are added in place, and rounded again."""
     p, how, made = problem(), spec(backend), dict(main_grad=BF16)
-    got = with_guests(p, OWN, how, replicas=Copied(experts_of(p, slice(OWN, None))), **made)
+    got = with_replicas(p, OWN, how, replicas=Copied(experts_of(p, slice(OWN, None))), **made)
     want = without(p, OWN, how, **made)
     for name in ("w1", "w2", "b1", "b2"):
         assert got[name].dtype == BF16 and torch.equal(got[name], want[name]), name
@@ -109,7 +109,7 @@ def test_buffers_in_bf16(backend: str) -> None:
 @BACKENDS
 def test_gradients_are_returned_in_the_dtype_of_weights(backend: str) -> None:
     p, how = problem(dtype=torch.float32), replace(spec(backend), accumulate=False)
-    got = with_guests(p, OWN, how, replicas=Copied(experts_of(p, slice(OWN, None))))
+    got = with_replicas(p, OWN, how, replicas=Copied(experts_of(p, slice(OWN, None))))
     same(got, without(p, OWN, how), before=0.0)
 
 
@@ -133,7 +133,7 @@ def test_parts_keep_the_order_of_the_whole() -> None:
     assert own.offsets.tolist() == [0, 10, 20, 30, 40] and replicas.offsets.tolist() == [40, 50, 60]
 
 
-def test_cudnn_takes_no_guests() -> None:
+def test_cudnn_takes_no_replicas() -> None:
     p = problem()
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
     own, replicas = experts_of(p, slice(OWN)), Copied(experts_of(p, slice(OWN, None)))

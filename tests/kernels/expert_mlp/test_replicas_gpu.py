@@ -14,7 +14,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from tests.kernels.problems import Problem, Result, make
-from tests.kernels.replicas import Copied, compare, experts_of, same, with_guests, without
+from tests.kernels.replicas import Copied, compare, experts_of, same, with_replicas, without
 
 pytestmark = pytest.mark.gpu
 
@@ -25,8 +25,8 @@ OWN, ROWS, TOKENS = 5, 1200, 640
 COUNTS = {
     "an empty slot": [128, 0, 1, 127, 129, 129, 0, 127],
     "one row": [129, 127, 128, 0, 0, 1, 128, 0],
-    "no rows for guests": [127, 1, 0, 129, 128, 0, 0, 0],
-    "all rows for guests": [0, 0, 0, 0, 0, 129, 1, 500],
+    "no rows for replicas": [127, 1, 0, 129, 128, 0, 0, 0],
+    "all rows for replicas": [0, 0, 0, 0, 0, 129, 1, 500],
     "many rows": [1, 300, 17, 129, 64, 255, 257, 128],
 }
 RECIPES = {
@@ -90,7 +90,7 @@ def test_schedules_change_nothing(recipe: str, dynamic: bool) -> None:
     for free in (8, 64):
         other = replace(spec, margins=Margins(free, free, free), dynamic=dynamic)
         replicas = Copied(experts_of(p, slice(OWN, None)))
-        same(with_guests(p, OWN, other, replicas=replicas, order=order_of(p)), want)
+        same(with_replicas(p, OWN, other, replicas=replicas, order=order_of(p)), want)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
@@ -98,7 +98,7 @@ def test_buffers_in_bf16(recipe: str) -> None:
     p = problem("many rows")
     spec = MLPSpec(SWIGLU, "fused", accumulate=True, recipe=RECIPES[recipe])
     replicas = Copied(experts_of(p, slice(OWN, None)))
-    got = with_guests(p, OWN, spec, replicas=replicas, main_grad=BF16)
+    got = with_replicas(p, OWN, spec, replicas=replicas, main_grad=BF16)
     want = without(p, OWN, spec, main_grad=BF16)
     for name in ("out", "dx", "dprob", "w1", "w2"):
         assert torch.equal(got[name], want[name]), name
@@ -114,7 +114,7 @@ def test_grouped_mm_of_torch(counts: str, recipe: Any) -> None:
 
 def step(p: Problem, order: Tensor, spec: MLPSpec) -> Result:
     replicas = Copied(experts_of(p, slice(OWN, None)))
-    return with_guests(p, OWN, spec, replicas=replicas, order=order)
+    return with_replicas(p, OWN, spec, replicas=replicas, order=order)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])

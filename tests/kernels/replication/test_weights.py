@@ -1,4 +1,4 @@
-"""Weights to guest slots and gradients back: the kernels against the definitions."""
+"""Weights to replica slots and gradients back: the kernels against the definitions."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -32,7 +32,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_guests_are_their_owners_experts(dtype: torch.dtype) -> None:
+def test_replicas_are_their_owners_experts(dtype: torch.dtype) -> None:
     own = [drawn(L, *SHAPE, seed=rank, dtype=dtype) for rank in range(R)]
     replicas = [torch.full((G, *SHAPE), -1.0, dtype=dtype) for _ in range(R)]
     for rank in range(R):
@@ -61,12 +61,12 @@ def compared(device: str) -> None:
     """The kernels, and the definitions on the CPU; two programs for more pieces than these."""
     from phalanx.kernels.replication import weights_triton
 
-    weights_triton._LENT, weights_triton._ADDED = 256, 256
+    weights_triton._SENT, weights_triton._ADDED = 256, 256
     held = HELD.to(device)
     for dtype in (torch.bfloat16, torch.float32):
         give_and_take_all(held, dtype)
         for biases in (False, True):
-            lend_all(held, dtype, biases)
+            send_all(held, dtype, biases)
 
 
 def addresses(memory: Sequence[Tensor]) -> Tensor:
@@ -112,7 +112,7 @@ def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
     assert not flags[0].report.any()
 
 
-def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
+def send_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
     """Two layers of all ranks, twice: weights of both shapes, and flags."""
     from phalanx.kernels.replication import weights_triton
 

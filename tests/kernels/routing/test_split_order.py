@@ -1,4 +1,4 @@
-"""The order of own experts and of guests out of that of all places; its kernel, bit for bit."""
+"""The order of own experts and of replicas out of that of all slots; its kernel, bit for bit."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from tests.kernels.interpreter import interpret
 SIZES = [(6, 4), (6, 0), (6, 6), (1, 1), (33, 32), (40, 32), (300, 256)]
 
 
-@pytest.mark.parametrize(("places", "own"), SIZES)
-def test_places_stay_in_their_order(places: int, own: int) -> None:
-    order = torch.randperm(places).int()
+@pytest.mark.parametrize(("slots", "own"), SIZES)
+def test_places_stay_in_their_order(slots: int, own: int) -> None:
+    order = torch.randperm(slots).int()
     first, behind = split_order(order, own)
     assert first.tolist() == [p for p in order.tolist() if p < own]
     assert behind.tolist() == [p - own for p in order.tolist() if p >= own]
@@ -27,19 +27,19 @@ def test_the_kernel_in_the_interpreter() -> None:
 def interpreted() -> None:
     from phalanx.kernels.routing.split_order_triton import split_order_in_triton
 
-    for places, own in SIZES:
-        order = torch.randperm(places).int()
+    for slots, own in SIZES:
+        order = torch.randperm(slots).int()
         pairs = zip(split_order_in_triton(order, own), split_order_by_sort(order, own), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs), (places, own)
+        assert all(torch.equal(a, b) for a, b in pairs), (slots, own)
 
 
-@pytest.mark.parametrize(("places", "own"), [(1, 1), (40, 32), (300, 256)])
-def test_the_kernel_compiles_for_hopper(places: int, own: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("slots", "own"), [(1, 1), (40, 32), (300, 256)])
+def test_the_kernel_compiles_for_hopper(slots: int, own: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from phalanx.kernels.routing import split_order_triton
     from tests.kernels.triton_code import launched
 
-    order = torch.empty(places, dtype=torch.int32, device="meta")
+    order = torch.empty(slots, dtype=torch.int32, device="meta")
 
     def call() -> None:
         split_order_triton.split_order_in_triton(order, own)
@@ -49,8 +49,8 @@ def test_the_kernel_compiles_for_hopper(places: int, own: int, tmp_path: Path) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("places", "own"), SIZES)
-def test_the_kernel_on_a_gpu(places: int, own: int) -> None:
-    order = torch.randperm(places).int()
+@pytest.mark.parametrize(("slots", "own"), SIZES)
+def test_the_kernel_on_a_gpu(slots: int, own: int) -> None:
+    order = torch.randperm(slots).int()
     got, want = split_order(order.cuda(), own), split_order_by_sort(order, own)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))

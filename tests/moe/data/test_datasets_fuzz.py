@@ -64,7 +64,7 @@ def odd_json(rng: random.Random, raw: bytes) -> bytes:
 
 
 def refused(number: int, folder: Path) -> bool:
-    """Whether the pair of a number is; reads all of one that is not."""
+    """True if the pair of a number is refused; reads all of one that is not."""
     rng, prefix = random.Random(number), folder / "x"
     binary, index, sidecar = pair(rng)
     part = rng.randrange(10)

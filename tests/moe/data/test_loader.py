@@ -111,7 +111,7 @@ def test_embedded_corpus_is_the_same_wherever_the_library_lies(tmp_path: Path) -
 
 
 def test_embedded_corpus_needs_sources(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path} holds no .py files.*data.source=indexed"):
+    with pytest.raises(DataError, match=f"{tmp_path} has no .py files.*data.source=indexed"):
         embedded(tmp_path / "cache", tmp_path)
 
 
@@ -408,7 +408,7 @@ def patch(path: Path, offset: int, raw: bytes) -> None:
 
 
 def lose_documents(path: Path) -> None:
-    """As tools leave it that copy sequences alone."""
+    """An index as written by tools that copy sequences only."""
     raw = path.read_bytes()
     patch(path, 26, (1).to_bytes(8, "little"))
     os.truncate(path, len(raw) - 8)
@@ -443,7 +443,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda p: write(p, []), "a.idx describes an empty corpus"),
     "no document boundaries": (
         lambda p: lose_documents(p.with_suffix(".idx")),
-        "a.idx has lost its document boundaries: 1 sequences.*make it again with scripts/prepare",
+        "a.idx has lost its document boundaries: 1 sequences.*rebuild it with scripts/prepare",
     ),
     "empty document": (lambda p: write(p, [[]]), "a.idx describes an empty corpus"),
     "json broken": (lambda p: p.with_suffix(".json").write_text("{"), "a.json is not a JSON obj"),

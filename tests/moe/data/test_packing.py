@@ -1,4 +1,4 @@
-"""Where documents lie in rows, the masks that follow from it, and how sequences are packed."""
+"""Positions of documents in rows, the masks that follow from it, and how sequences are packed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -141,9 +141,7 @@ def test_a_cursor_goes_on_with_the_same_batches(corpus: Samples) -> None:
 
 def test_more_documents_than_places(tmp_path: Path) -> None:
     corpus, _ = build(tmp_path, [write(tmp_path / "a", documents((1,) * 40))], 2, vocab=VOCAB)
-    message = (
-        r"sample 0 has 10 documents.* 9 .*set data.max_documents=10, or kernels.attention=flex"
-    )
+    message = r"sample 0 has 10 documents.* 9; set data.max_documents=10, or kernels.attention=flex"
     loader = Loader(corpus, 1, 1, 0, 1, documents=True, places=9)
     with pytest.raises(DataError, match=message):
         next(loader)
@@ -160,8 +158,8 @@ def test_statistics() -> None:
     assert (found.sequences, found.documents, found.most, found.length) == (3, 2.0, 3, 4.0)
     pairs = sum(n * (n + 1) // 2 for n in (4, 4, 8, 1, 2, 5))
     assert found.saved == pytest.approx(1 - pairs / (3 * 36))
-    assert (
-        str(found) == "2.0 documents a sequence (most 3) of 4 tokens; 31% of causal attention saved"
+    assert str(found) == (
+        "2.0 documents per sequence (most 3) of 4 tokens; 31% of causal attention saved"
     )
 
 

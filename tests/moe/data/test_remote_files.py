@@ -107,7 +107,7 @@ def test_data_that_changes_under_a_run_is_noticed(
     whole = binary.read()
     binary.write(bytes(len(whole)))
     train[0]  # the next look is half a minute away
-    monkeypatch.setattr(remote_files, "_LOOKS", 0.0)
+    monkeypatch.setattr(remote_files, "_CHECK_SECONDS", 0.0)
     with pytest.raises(DataError, match=r"text\.bin was changed while this run reads it"):
         train[1]
     binary.write(whole[:100])
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_store_that_fails_is_told_as_such_and_not_as_the_cache(
+def test_a_store_that_fails_is_reported_as_such_and_not_as_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(corpus(tmp_path), "memory://failing/text")

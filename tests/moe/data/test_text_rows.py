@@ -78,11 +78,13 @@ def test_packed_files_that_are_damaged_are_named(tmp_path: Path, packing: str) -
     whole = PACK[packing](jsonl(noise))
     for raw in (whole[: len(whole) // 2], b"hello", whole[1:]):
         (tmp_path / f"a.jsonl{packing}").write_bytes(raw)
-        with pytest.raises(DataError, match=rf"a.jsonl{packing} cannot be unpacked: .*fetch or pa"):
+        with pytest.raises(
+            DataError, match=rf"a.jsonl{packing} cannot be decompressed: .*download or co"
+        ):
             texts_of(tmp_path / f"a.jsonl{packing}")
 
 
-def test_without_pyarrow_the_way_to_it_is_told(
+def test_without_pyarrow_the_way_to_it_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -126,7 +128,7 @@ def test_arrays_are_read_block_by_block(
         ('[\n{"text": "a"},\n]', "a.json:3: not JSON: a comma before the end"),
         ('[\n{"text": "a"}', "a.json:2: not JSON: expecting ',', found 'the end of the file'"),
         ('[\n{"text": "a', "a.json:2: not JSON: Unterminated string"),
-        ('[{"text": "a"}]\n\n]', "a.json:3: not JSON: more behind the end"),
+        ('[{"text": "a"}]\n\n]', "a.json:3: not JSON: text after the end"),
         ('[\n{"n": ' + "9" * 5000 + "}]", "a.json:2: not JSON: Exceeds the limit"),
         ("[\n" + "[" * 100_000, "a.json:2: not JSON: maximum recursion"),
         ('[\n{"text": "\udcff"}]', "a.json:2: 'text' is not UTF-8 at character 0"),
@@ -134,7 +136,7 @@ def test_arrays_are_read_block_by_block(
     ],
 )
 @pytest.mark.parametrize("block", [3, 1 << 20])
-def test_broken_arrays_are_told_by_line(
+def test_broken_arrays_are_reported_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: str, message: str, block: int
 ) -> None:
     (tmp_path / "a.json").write_text(raw, errors="surrogateescape")
@@ -152,7 +154,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_json_that_python_refuses_is_told_as_other_broken_lines(tmp_path: Path, odd: str) -> None:
+def test_json_that_python_refuses_is_a_broken_line(tmp_path: Path, odd: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + ODD[odd] + "\n")
     for chunk in (10, 1 << 30):
@@ -162,7 +164,7 @@ def test_json_that_python_refuses_is_told_as_other_broken_lines(tmp_path: Path, 
         text_of(str(path), lambda: Codec(None, (0,)))
 
 
-def test_utf16_is_told_as_that(tmp_path: Path) -> None:
+def test_utf16_is_reported_as_that(tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text('{"text": "x"}\n', encoding="utf-16")
         with pytest.raises(DataError, match="not UTF-8 at byte 0 but UTF-16; .*iconv -f UTF-16"):
@@ -212,5 +214,5 @@ def test_places_of_bad_rows_are_lines_of_the_file(tmp_path: Path) -> None:
     for chunk in (1, 5, 40, 1 << 30):
         bad = [row for row in found_in(path, chunk=chunk) if isinstance(row, Bad)]
         assert [int(row.place().rpartition(":")[2]) for row in bad] == expected
-        told = [line.partition("\t")[0] for line in listing([*bad, *bad])]
-        assert told == [f"{path}:{n}" for n in expected] * 2
+        reported = [line.partition("\t")[0] for line in listing([*bad, *bad])]
+        assert reported == [f"{path}:{n}" for n in expected] * 2

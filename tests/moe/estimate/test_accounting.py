@@ -65,8 +65,11 @@ def test_qwen3_counts_its_input_embedding_as_active() -> None:
     ],
 )
 def test_published_tensors_have_as_many_elements(name: str, elements: int) -> None:
-    """As Hugging Face counts those of the safetensors: with expert biases, with embedding and head
-    that are stored again for prediction layers, and with a scale for 128 x 128 values in FP8."""
+    """The number that Hugging Face counts in the safetensors.
+
+    Expert biases, a second embedding and head for prediction layers, and a scale for each 128 x 128
+    values in FP8 are included.
+    """
     m = model(name)
     e, a, blocks = m.moe, m.attention, 0
     biases = (m.layers - e.dense_layers + m.mtp_layers) * e.experts * bool(e.router.bias_rate)

@@ -40,23 +40,24 @@ def page(*overrides: str, world: int) -> tuple[str, int]:
     return dry_run(cfg, world)
 
 
-def test_guests_are_told() -> None:
-    cloned = ["parallel.dispatch=alltoall", "parallel.clones=2"]
+def test_guests_are_reported() -> None:
+    cloned = ["parallel.dispatch=alltoall", "parallel.expert_replication=2"]
     text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", *cloned, world=8)
-    (line,) = [line for line in text.splitlines() if line.strip().startswith("clones ")]
-    assert "2 guest slots: " in line and "GiB for weights and gradients" in line
-    text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", "parallel.clones=auto", world=8)
-    assert "guest slots" not in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("replicas ")]
+    assert "2 replica slots: " in line and "GiB for weights and gradients" in line
+    replicated = ["run=bench", "parallel.expert_replication=auto"]
+    text, _ = page("experiment=gpt_oss_20b_8gpu", *replicated, world=8)
+    assert "replica slots" not in text
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_what_a_stage_holds_is_told_in_full(optim: str) -> None:
+def test_what_a_stage_holds_is_reported_in_full(optim: str) -> None:
     text, _ = page("experiment=deepseek_v3_256gpu", f"optim.kind={optim}", world=256)
     rows = [re.findall(r"([\d.]+) GiB", line) for line in text.splitlines() if " B  " in line]
     assert len(rows) == 3
-    told = re.findall(r"of the peaks, (.*) pad buffers", text)
-    assert len(told) == (optim == "muon")
-    pads = re.findall(r"[\d.]+", *told) if told else ["0"] * 3
+    reported = re.findall(r"the peaks include (.*) of buffer padding", text)
+    assert len(reported) == (optim == "muon")
+    pads = re.findall(r"[\d.]+", *reported) if reported else ["0"] * 3
     for pad, row in zip(pads, rows, strict=True):
         *parts, peak = map(float, row)
         assert sum(parts) + float(pad) == pytest.approx(peak, abs=0.4)
@@ -78,18 +79,16 @@ def test_command_line_prints_the_page_without_a_run(
     argv = ["experiment=deepseek_v3_1024gpu", "run.dry_run=true", "parallel.world_size=1024"]
     assert train.main([*argv, f"run.dir={tmp_path}/runs"]) == 0
     out = capsys.readouterr().out
-    assert "ranks     1024 x H200" in out and "260.0 GFLOP a token" in out
+    assert "ranks     1024 x H200" in out and "260.0 GFLOP per token" in out
     assert re.search(r"^  expert +64  0, 1, 2, 3, 4, 5, 6, 7, \.\.\.$", out, re.M)
     assert re.search(r"^  pipeline +8  0, 128, 256, ", out, re.M)
     assert not (tmp_path / "runs").exists()  # type: ignore[operator]
 
 
 def test_work_over_packed_documents_is_a_bound() -> None:
-    bound = (
-        "a token at sequence 256 (Megatron convention, at most: attention as in whole sequences)"
-    )
-    assert bound in page("data.document_mask=true", world=1)[0]
-    assert "at most" not in page(world=1)[0].partition("Process groups")[0]
+    bound = "(Megatron convention, upper bound: attention over full sequences)"
+    assert f"per token at sequence 256 {bound}" in page("data.document_mask=true", world=1)[0]
+    assert "upper bound" not in page(world=1)[0].partition("Process groups")[0]
 
 
 def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
@@ -117,8 +116,8 @@ def test_overrides_of_which_none_is_enough_are_combined() -> None:
 
 def test_no_advice_is_contained_in_other_advice() -> None:
     text, _ = page("experiment=qwen3_30b_8gpu", "run.machine=h100", world=8)
-    told = re.findall(r"^  (\S.*=\S+): [\d.]+ GiB, ", text, re.M)
-    sets = [set(shlex.split(overrides)) for overrides in told]
+    reported = re.findall(r"^  (\S.*=\S+): [\d.]+ GiB, ", text, re.M)
+    sets = [set(shlex.split(overrides)) for overrides in reported]
     assert len(sets) > 2 and not any(a < b for a in sets for b in sets)
     knobs_ = [tuple(sorted(word.split("=")[0] for word in words)) for words in sets]
     assert len(set(knobs_)) == len(knobs_)
@@ -149,18 +148,18 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
 @pytest.mark.parametrize(
     ("overrides", "graph", "overlap"),
     [
-        ("", "full_iteration", "exchanges on 16 SMs, experts on the others"),
-        ("parallel.comm_sms=8", "full_iteration", "exchanges on 8 SMs, experts on the others"),
+        ("", "full_iteration", "exchanges on 16 SMs, experts on the rest"),
+        ("parallel.comm_sms=8", "full_iteration", "exchanges on 8 SMs, experts on the rest"),
         ("parallel.comm_sms=0", "full_iteration", "off"),
         ("parallel.expert=1 parallel.comm_sms=16 model.layers=2", "full_iteration", "off"),
         ("parallel.dispatch=alltoall", "full_iteration", "off"),
         ("kernels=torch parallel.comm_sms=16", "full_iteration", "off"),
-        ("run.graph=off", "off: run.graph=off", "exchanges on 16 SMs, experts on the others"),
+        ("run.graph=off", "off: run.graph=off", "exchanges on 16 SMs, experts on the rest"),
         ("kernels=megatron", "off: megatron experts count their rows on the host", "off"),
         (
             "run.recompute=moe run.offload=residual",
             "full_iteration",
-            "exchanges on 16 SMs, experts on the others",
+            "exchanges on 16 SMs, experts on the rest",
         ),
     ],
 )
@@ -181,7 +180,7 @@ def test_a_graph_that_no_such_gpu_captures_is_an_error(capsys: pytest.CaptureFix
 
 
 def test_any_routing_may_fit() -> None:
-    assert "fits, whatever the routing" in page("experiment=moonlight_8gpu", world=8)[0]
+    assert "fits with any routing" in page("experiment=moonlight_8gpu", world=8)[0]
 
 
 def test_parameters_are_counted_as_in_the_table_of_models() -> None:
@@ -193,15 +192,15 @@ def test_parameters_are_counted_as_in_the_table_of_models() -> None:
         assert text.startswith(f"{name}: {total} parameters") and f", {active} active" in text
 
 
-def test_rows_of_the_budget_and_of_the_worst_case_are_told() -> None:
+def test_rows_of_the_budget_and_of_the_worst_case_are_reported() -> None:
     text, _ = page("experiment=gpt_oss_20b_8gpu", world=8)
-    told = re.findall(
-        r"^  rows +(\d+) \((.*)\): (.*) of activations kept a layer, (.*) in all; "
+    reported = re.findall(
+        r"^  rows +(\d+) \((.*)\): (.*) of saved activations per layer, (.*) in total; "
         r"dispatch buffers (.*)$",
         text,
         re.M,
     )
-    assert told == [
+    assert reported == [
         ("24576", "capacity_factor 1.5", "270.2 MiB", "6.5 GiB", "724.0 MiB"),
         ("131072", "all tokens to one rank", "1.4 GiB", "35.7 GiB", "724.0 MiB"),
     ]
@@ -229,7 +228,9 @@ def test_experts_over_several_nodes_go_by_node() -> None:
     base = ("experiment=deepseek_v3_1024gpu",)
     text, _ = page(*base, world=1024)
     assert (
-        len(re.findall(r"^  (?:there|back) +7.00 rows of a token over the network", text, re.M))
+        len(
+            re.findall(r"^  (?:dispatch|combine) +7.00 rows per token over the network", text, re.M)
+        )
         == 2
     )
     assert "receive buffers of hier" in text
@@ -290,7 +291,7 @@ def test_parts_of_the_work_add_up() -> None:
         f, m, e = _flops(cfg), cfg.model, cfg.model.moe
         layers = m.layers + m.mtp_layers
         sum_ = layers * (f.projections + f.core) + e.dense_layers * f.mlp + f.head
-        sum_ += (layers - e.dense_layers) * (f.routed + f.shared) + m.mtp_layers * f.joining
+        sum_ += (layers - e.dense_layers) * (f.routed + f.shared) + m.mtp_layers * f.mtp_projection
         assert sum_ == pytest.approx(flops_per_token(m, 4096)) and min(f.projections, f.core) > 0
 
 
@@ -318,7 +319,7 @@ RECORDS: dict[str, Record] = {f"{r.model}-{r.system}-{r.gpus}": r for r in publi
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_nothing_measured_beats_the_bound(name: str) -> None:
-    """Of every record, published or own, at the bound of its own layout, GPUs and precision."""
+    """Every record, published or measured, is below the bound of its layout, GPUs and precision."""
     record = RECORDS[name]
     cfg, world = configured(record)
     kind = record.hardware.split(" x ")[1].lower()
@@ -348,10 +349,12 @@ def test_published_layout_of_deepseek_v3() -> None:
         text, _ = page(*overrides, f"parallel.dispatch={dispatch}", world=1024)
         best = re.search(r"^  at best [\d.]+ s: ([\d,]+) tokens/s/GPU.* in bf16: ", text, re.M)
         assert best and 1061 < int(best[1].replace(",", "")) < 1700
-        told = re.findall(
+        reported = re.findall(
             r"^  published (\S+) tokens/s/GPU.* on 1024 x H100, bf16.*\((.*)\)$", text, re.M
         )
-        assert [rate for rate, _ in told] == ["1,061"] and "deepseek-v3/card.yaml" in told[0][1]
+        assert [rate for rate, _ in reported] == ["1,061"] and "deepseek-v3/card.yaml" in reported[
+            0
+        ][1]
 
 
 def test_the_transport_of_the_published_run_explains_its_rate() -> None:
@@ -369,10 +372,10 @@ def test_records_beside_the_estimate_are_of_the_same_model() -> None:
     text, _ = page("experiment=qwen3_30b_8gpu", "run.machine=h100", world=8)
     assert re.findall(r"(published|measured) ([\d,]+) tokens", text) == [("published", "12,040")]
     text, _ = page("experiment=qwen3_30b_8gpu", world=16)
-    told = re.findall(
+    reported = re.findall(
         r"(published|measured) ([\d,]+) tokens.* on (\d+ x \w+), .*another layout", text
     )
-    assert told == [("measured", "17,404", "4 x H200")]
+    assert reported == [("measured", "17,404", "4 x H200")]
     assert "published" not in page("experiment=qwen3_30b_8gpu", "model.layers=24", world=8)[0]
 
 
@@ -391,7 +394,7 @@ def test_more_load_never_takes_less_time() -> None:
 
 
 def test_largest_logits_are_products_of_queries_and_keys_once_more() -> None:
-    """Of Moonlight 192 of 192 + 128 channels of the forward pass, a third of core attention."""
+    """In Moonlight 192 of 192 + 128 channels of the forward pass, a third of core attention."""
     seconds = []
     for every in (0, 1, 4):
         cfg = load(["experiment=moonlight_8gpu", f"optim.max_logit_every={every}"])
@@ -411,7 +414,7 @@ NEXT = ("experiment=qwen3_next_16gpu", "run.device=cuda")
 def test_heads_that_go_to_context_ranks_take_time(
     tensor: int, context: int, near: float, far: float
 ) -> None:
-    """Of Qwen3-Next to each of the others its part of 12,352 channels of a token, and of 4,096
+    """Qwen3-Next sends each of the others its part of 12,352 channels of a token, and of 4,096
     back; a third time where all is computed again."""
     sizes = [f"parallel.tensor={tensor}", f"parallel.context={context}", "parallel.pipeline=1"]
     given = [*NEXT, *sizes, "parallel.pipeline_layout=''", "parallel.world_size=16"]
@@ -435,7 +438,7 @@ def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     text, _ = page(*FP8, "kernels=torch", world=8)
     assert "  ranks     8 x H200, fp8_block\n" in text
     assert "  kernels   experts torch, " in text
-    assert "no FP8 copies: torch experts multiply values of FP8 in bf16\n" in text
+    assert "no FP8 copies: torch experts multiply FP8 values in bf16\n" in text
     cfgs = [load([*FP8[1:], "kernels=torch", *more]) for more in ((), FP8[:1])]
     plain, fp8 = (step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]) for cfg in cfgs)
     assert (fp8.gemm, fp8.experts) == (plain.gemm, plain.experts)
@@ -446,7 +449,7 @@ def test_emulated_recipes_take_the_time_of_bf16_and_say_so(recipe: str) -> None:
     text, code = page(f"precision={recipe}", FP8[1], world=8)
     assert code == 0 and f"  ranks     8 x H200, {recipe}\n" in text
     assert "  kernels   experts torch, " in text
-    assert f"  emulated  torch multiplies values of {recipe} in bf16; the time to quantize" in text
+    assert f"  emulated  torch multiplies {recipe} values in bf16; the time to quantize" in text
     cfgs = [load([FP8[1], "kernels=torch", f"precision={p}"]) for p in ("bf16", recipe)]
     plain, narrow = (step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]) for cfg in cfgs)
     assert (narrow.gemm, narrow.experts) == (plain.gemm, plain.experts)
@@ -477,7 +480,7 @@ def test_fp8_is_measured_by_both_peaks() -> None:
     (bf16, fp8) = re.findall(r"\(mfu (\d+)% of bf16, (\d+)% of FP8\): balanced", text)[0]
     assert code == 0 and int(bf16) == pytest.approx(2 * int(fp8), abs=1)
     assert "GEMM (1035 in FP8), 560 experts (765), " in text and " in fp8_block: " in text
-    assert "precision.hidden=fp8: " in text.partition("Off unless set")[2]
+    assert "precision.hidden=fp8: " in text.partition("Off by default")[2]
 
 
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:

@@ -17,7 +17,7 @@ from phalanx.moe.report.units import storage
 
 RECORDS = {name: launch(r.command) for name, r in own().items() if "fused" in r.system}
 NAMED = {"optim.moments", "parallel.grad_dtype", "parallel.capacity_factor", "data.micro_batch"}
-"""What costs accuracy or memory."""
+"""Knobs that cost accuracy or memory."""
 OF_THE_HOST = {"parallel.expert", "data.global_batch", "model.moe.experts"}
 OF_THE_HOST |= {"model.moe.router.groups", "model.moe.router.group_topk"}
 """Fewer GPUs have fewer experts and sequences."""
@@ -45,21 +45,21 @@ def test_the_page_names_what_the_record_ran_on_top(name: str) -> None:
     layout = [text for text in overrides if text.split("=")[0] in OF_THE_HOST]
     cfg = load([experiment, "run=bench", *layout])
     room = int((MACHINES["h200"].memory_gib - 4) * 2**30)
-    told = {text.split("=")[0] for text, *_ in opt_ins(cfg, world, MACHINES["h200"], 2 * room)}
+    reported = {text.split("=")[0] for text, *_ in opt_ins(cfg, world, MACHINES["h200"], 2 * room)}
     given = {text.split("=")[0]: text.split("=")[1] for text in overrides if "=" in text}
     extra = {path for path in NAMED & set(given) if given[path] != str(get(cfg, path))}
-    assert extra and extra <= told
+    assert extra and extra <= reported
 
 
 @pytest.mark.parametrize("name", [n for n in options("experiment") if n.endswith("_8gpu")])
 def test_memory_is_that_of_the_run_with_the_override(name: str) -> None:
     base = [f"experiment={name}"]
     text, code = dry_run(load(base), 8)
-    section = text.partition("Off unless set, as it costs accuracy or memory\n")[2]
-    told = re.findall(r"^  (\S+=\S+): (\S+ .iB) (more|less); ", section, re.M)
-    assert code == 0 and {override.split("=")[0] for override, *_ in told} == NAMED
+    section = text.partition("Off by default: costs accuracy or memory\n")[2]
+    reported = re.findall(r"^  (\S+=\S+): (\S+ .iB) (more|less); ", section, re.M)
+    assert code == 0 and {override.split("=")[0] for override, *_ in reported} == NAMED
     before = needed(resolved(load(base), 8, 8), 8)
-    for override, size, sign in told:
+    for override, size, sign in reported:
         cfg = load([*base, override])
         validate(cfg, 8)
         more = needed(resolved(cfg, 8, 8), 8) - before
@@ -69,4 +69,4 @@ def test_memory_is_that_of_the_run_with_the_override(name: str) -> None:
 def test_what_is_set_already_or_does_not_fit_is_not_named() -> None:
     base = ["experiment=gpt_oss_20b_8gpu", "optim.moments=bf16", "parallel.capacity_factor=3"]
     text, _ = dry_run(load([*base, "parallel.grad_dtype=bf16", "data.micro_batch=8"]), 8)
-    assert "Off unless set" not in text  # sixteen sequences do not fit
+    assert "Off by default" not in text  # sixteen sequences do not fit

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.pipeline import held, step_seconds
+from phalanx.moe.estimate.pipeline import in_flight_bytes, step_seconds
 
 
 def staged(stages: int, chunks: int, micro_batches: int) -> Config:
@@ -18,20 +18,20 @@ def staged(stages: int, chunks: int, micro_batches: int) -> Config:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_one_forward_one_backward_holds_a_micro_batch_for_each_stage_to_come(stage: int) -> None:
-    assert held(staged(4, 1, 16), 4, stage, [10]) == 10 * (4 - stage)
-    assert held(staged(4, 1, 2), 4, stage, [10]) == 10 * min(2, 4 - stage)
+    assert in_flight_bytes(staged(4, 1, 16), 4, stage, [10]) == 10 * (4 - stage)
+    assert in_flight_bytes(staged(4, 1, 2), 4, stage, [10]) == 10 * min(2, 4 - stage)
 
 
 def test_no_pipeline_holds_one_micro_batch() -> None:
-    assert held(staged(1, 1, 16), 1, 0, [7]) == 7
+    assert in_flight_bytes(staged(1, 1, 16), 1, 0, [7]) == 7
 
 
 def test_interleaved_schedule_holds_more() -> None:
     """Stage 0 of 4 with 2 chunks: 10 passes warm up, one more runs before the first backward."""
-    assert held(staged(4, 2, 16), 4, 0, [1, 1]) == 11
+    assert in_flight_bytes(staged(4, 2, 16), 4, 0, [1, 1]) == 11
     # Four of the first chunk, four of the second, then three of the first again.
-    assert held(staged(4, 2, 16), 4, 0, [1, 0]) == 8
-    assert held(staged(4, 2, 16), 4, 3, [1, 1]) == 5
+    assert in_flight_bytes(staged(4, 2, 16), 4, 0, [1, 0]) == 8
+    assert in_flight_bytes(staged(4, 2, 16), 4, 3, [1, 1]) == 5
 
 
 def simulated(seconds: list[float], micro_batches: int) -> float:

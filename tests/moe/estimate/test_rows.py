@@ -53,7 +53,7 @@ FP8 = ("precision=fp8_block", "parallel.dispatch=symm")
 
 
 def test_dispatch_holds_received_tokens_in_fp8() -> None:
-    """Where experts do not wait for rows on their way, which are sent again."""
+    """Experts that do not overlap the exchange save the FP8 tokens instead of a second transfer."""
     received = RANKS * TOKENS * fp8_row(HIDDEN)
     arriving, resent = known(*FP8), known(*FP8, "precision.dispatch=fp8")
     alltoall = known(*FP8, "precision.dispatch=fp8", "parallel.dispatch=alltoall")
@@ -69,57 +69,60 @@ def test_dispatch_holds_received_tokens_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("precision", [(), FP8])
-def test_dispatch_holds_guests(precision: tuple[str, ...]) -> None:
+def test_dispatch_holds_replicas(precision: tuple[str, ...]) -> None:
     for name in ("symm", "alltoall"):
         of = (*precision, f"parallel.dispatch={name}")
-        without, cloned = known(*of), known(*of, "parallel.clones=2")
-        more = buffer_bytes(cloned, RANKS) - buffer_bytes(without, RANKS)
-        outside = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
-        assert more == outside + Activations(cloned, RANKS).replicas().backward > 0
+        without, replicated = known(*of), known(*of, "parallel.expert_replication=2")
+        more = buffer_bytes(replicated, RANKS) - buffer_bytes(without, RANKS)
+        outside = exchange_bytes(replicated, RANKS) - exchange_bytes(without, RANKS)
+        assert more == outside + Activations(replicated, RANKS).replica_memory().backward > 0
 
 
-def test_guests_have_room() -> None:
-    """Weights of 2 guests, gradients in fp32, and what is exchanged of fc1. Other kernels than the
-    fused ones put own experts' fc1 beside the guests'."""
+def test_replicas_have_memory() -> None:
+    """Weights of 2 replicas, gradients in fp32, and what is exchanged of fc1. Other kernels than
+    the fused ones put own experts' fc1 beside the replicas'."""
     alltoall, slots, own = "parallel.dispatch=alltoall", 2, 32 // RANKS
-    without, cloned = known(alltoall), known(alltoall, f"parallel.clones={slots}")
-    kept = known(alltoall, f"parallel.clones={slots}", "parallel.save_x=keep")
+    without, replicated = known(alltoall), known(alltoall, f"parallel.expert_replication={slots}")
+    kept = known(alltoall, f"parallel.expert_replication={slots}", "parallel.save_x=keep")
     matrix = HIDDEN * FFN
     held = slots * 3 * matrix * (2 + 4) + 3 * RANKS * slots * 2 * matrix * 4
-    (a,), (b,), (c,) = (stage_memory(cfg, RANKS) for cfg in (without, cloned, kept))
+    (a,), (b,), (c,) = (stage_memory(cfg, RANKS) for cfg in (without, replicated, kept))
     assert 0 < b.backward - a.backward <= held and b.saved == a.saved
     assert c.saved - b.saved == LAYERS * slots * 3 * matrix * 2
-    torch = known(alltoall, "kernels=torch", f"parallel.clones={slots}")
-    both = [Activations(cfg, RANKS).replicas().backward for cfg in (cloned, torch)]
+    torch = known(alltoall, "kernels=torch", f"parallel.expert_replication={slots}")
+    both = [Activations(cfg, RANKS).replica_memory().backward for cfg in (replicated, torch)]
     assert both == [held, held + (own + slots) * 2 * matrix * 2]
-    assert known("parallel.clones=auto").parallel.clones == 0
+    assert known("parallel.expert_replication=auto").parallel.expert_replication == 0
 
 
-def test_guests_over_symm_are_outside_of_what_torch_allocates() -> None:
-    """Weights of 2 guests, gradients in fp32, and a row of every slot of a rank's tokens."""
+def test_replicas_over_symm_are_outside_of_what_torch_allocates() -> None:
+    """Weights of 2 replicas, gradients in fp32, and a row of every slot of a rank's tokens."""
     symm, slots, matrix = "parallel.dispatch=symm", 2, HIDDEN * FFN
-    without, cloned = known(symm), known(symm, f"parallel.clones={slots}")
+    without, replicated = known(symm), known(symm, f"parallel.expert_replication={slots}")
     rows = TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
-    more = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
+    more = exchange_bytes(replicated, RANKS) - exchange_bytes(without, RANKS)
     assert more == slots * 3 * matrix * (2 + 4) + rows
-    assert Activations(cloned, RANKS).replicas().backward == 0
+    assert Activations(replicated, RANKS).replica_memory().backward == 0
 
 
-def test_guests_over_nodes_are_exchanged_in_a_node() -> None:
+def test_replicas_over_nodes_are_exchanged_in_a_node() -> None:
     """Two nodes of 8: by pushes a row of every slot of a rail's tokens, by collectives the larger
     matrix of 8 ranks, not of 16."""
     slots, world, matrix = 2, 16, HIDDEN * FFN
-    without, cloned = (
-        known("parallel.expert=16", f"parallel.clones={n}", world=world) for n in (0, slots)
+    without, replicated = (
+        known("parallel.expert=16", f"parallel.expert_replication={n}", world=world)
+        for n in (0, slots)
     )
-    assert cloned.parallel.dispatch == "hier" and cloned.parallel.clones == slots
-    more = exchange_bytes(cloned, world) - exchange_bytes(without, world)
+    assert (
+        replicated.parallel.dispatch == "hier" and replicated.parallel.expert_replication == slots
+    )
+    more = exchange_bytes(replicated, world) - exchange_bytes(without, world)
     rows = 2 * TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     assert more == slots * 3 * matrix * (2 + 4) + rows
-    cloned.run.device = "cpu"
-    inside = Activations(cloned, world).replicas().backward
+    replicated.run.device = "cpu"
+    inside = Activations(replicated, world).replica_memory().backward
     assert inside == slots * 3 * matrix * (2 + 4) + 3 * 8 * slots * 2 * matrix * 4
-    back = costs(cloned, world).back
+    back = costs(replicated, world).back
     assert (back.near, back.far) == (TOP_K * 2 * 7, 1)
 
 

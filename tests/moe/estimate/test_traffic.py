@@ -63,16 +63,16 @@ def test_ranks_and_nodes_of_a_token_are_those_of_random_routing(
     assert t.ranks == pytest.approx(sum(len(hit) for _, hit in drawn) / 4000, rel=0.02)
     hosts = sum(len({rank // NODE for rank in hit}) for _, hit in drawn)
     assert t.nodes == pytest.approx(hosts / 4000, rel=0.02)
-    assert t.there == t.back
-    assert t.there.far == pytest.approx(mean.far / 4000, rel=0.03)
-    assert t.there.near == pytest.approx(mean.near / 4000, rel=0.03)
+    assert t.dispatch == t.combine
+    assert t.dispatch.far == pytest.approx(mean.far / 4000, rel=0.03)
+    assert t.dispatch.near == pytest.approx(mean.near / 4000, rel=0.03)
 
 
 def test_published_layout_of_deepseek_v3_crosses_the_network_for_at_most_four_nodes() -> None:
     """Eight groups on eight nodes: four of them, less those that none of eight experts is in."""
     cfg = spread("model=deepseek_v3", ranks=64, dispatch="deepep")
     t = traffic(cfg, 64)
-    assert 3.5 < t.nodes < 4 and t.there.far == pytest.approx(t.nodes * 7 / 8)
+    assert 3.5 < t.nodes < 4 and t.dispatch.far == pytest.approx(t.nodes * 7 / 8)
     cfg.model.moe.router.groups = cfg.model.moe.router.group_topk = 1
     assert 5 < traffic(cfg, 64).nodes < 5.5
 
@@ -97,8 +97,8 @@ def test_exact_where_it_can_be_counted() -> None:
 def test_pushes_inside_a_node(model: str) -> None:
     cfg = spread(f"model={model}", ranks=8, dispatch="symm")
     t = traffic(cfg, 8)
-    assert t.there == Links(pytest.approx(t.ranks * 7 / 8), 0)
-    row = 2 * cfg.model.hidden * t.there.near
+    assert t.dispatch == Links(pytest.approx(t.ranks * 7 / 8), 0)
+    row = 2 * cfg.model.hidden * t.dispatch.near
     assert (t.forward.total, t.backward.total) == pytest.approx((2 * row, 3 * row))
     cfg.parallel.save_x = "keep"
     assert traffic(cfg, 8).backward.total == pytest.approx(2 * row)
@@ -112,13 +112,13 @@ def test_published_bytes_of_a_token_without_groups() -> None:
 
 
 def test_collectives_send_every_token_to_every_rank() -> None:
-    """By an all-gather, in which a row enters a node once, and an all-to-all on the way back."""
+    """An all-gather, in which a row enters a node once, and an all-to-all on the way back."""
     cfg = spread("model=deepseek_v3", ranks=64, dispatch="alltoall")
     t = traffic(cfg, 64)
-    assert (t.there, t.back) == (Links(64 - 8, 7), Links(7, 56))
+    assert (t.dispatch, t.combine) == (Links(64 - 8, 7), Links(7, 56))
     assert t.forward == t.backward == 2 * 7168 * Links(63, 63)
     cfg.parallel.expert = 8
-    assert traffic(cfg, 8).there == traffic(cfg, 8).back == Links(7, 0)
+    assert traffic(cfg, 8).dispatch == traffic(cfg, 8).combine == Links(7, 0)
 
 
 @pytest.mark.parametrize(("precision", "wide"), [("bf16", 2), ("fp32", 4)])
@@ -130,11 +130,11 @@ def test_a_token_goes_once_to_each_node_and_from_there_to_its_ranks(
     t = traffic(cfg, 64)
     drawn = tokens(cfg, 64, 2000)
     inside = sum(by_node(*token).near for token in drawn) / 2000 if precision == "bf16" else 8 * 7
-    assert t.there == t.back == Links(pytest.approx(inside, rel=0.02), 7)
+    assert t.dispatch == t.combine == Links(pytest.approx(inside, rel=0.02), 7)
     row = wide * 7168
     assert t.forward.far == t.backward.far == 2 * 7 * row
-    again = t.there.near if precision == "bf16" else 0
-    assert t.backward.near == pytest.approx((2 * t.there.near + again) * row)
+    again = t.dispatch.near if precision == "bf16" else 0
+    assert t.backward.near == pytest.approx((2 * t.dispatch.near + again) * row)
 
 
 @pytest.mark.parametrize(("hidden", "to"), [(7168, 7168 + 4 * 56), (2880, 2880 + 4 * 23 + 4)])
@@ -148,9 +148,9 @@ def test_fp8_goes_to_the_experts_and_bf16_comes_back(
     cfg.precision.recipe, cfg.precision.dispatch = "fp8_block", "fp8"
     cfg.model.hidden = hidden
     t, fro = traffic(cfg, 8), 2 * hidden
-    assert t.forward.near == pytest.approx((to + fro) * t.there.near)
+    assert t.forward.near == pytest.approx((to + fro) * t.dispatch.near)
     assert t.backward.near == pytest.approx(
-        t.forward.near + to * t.there.near + again * t.forward.near
+        t.forward.near + to * t.dispatch.near + again * t.forward.near
     )
     least = least_traffic(cfg, 8)
     assert least.forward == t.forward and least.backward.near <= t.backward.near
@@ -158,7 +158,7 @@ def test_fp8_goes_to_the_experts_and_bf16_comes_back(
 
 def test_the_baseline_sends_a_copy_for_each_expert() -> None:
     cfg = spread("model=deepseek_v3", "kernels=megatron", ranks=64, dispatch="alltoall")
-    assert traffic(cfg, 64).there == Links(pytest.approx(8 * 7 / 64), 7)
+    assert traffic(cfg, 64).dispatch == Links(pytest.approx(8 * 7 / 64), 7)
 
 
 @pytest.mark.parametrize("dispatch", ["symm", "hier", "alltoall", "deepep"])

@@ -102,7 +102,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"rope_parameters": [1]}, r"rope_parameters=\[1\]"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
     ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "no factor"),
-    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "whole number"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "no integer"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
     ("gpt_oss", {"layer_types": 4}, "layer_types"),
     ("gpt_oss", {"logit_scale": 0.5}, "logit_scale=0.5, which is not known"),
@@ -211,12 +211,12 @@ def test_weights_that_are_no_numbers(
 def test_a_checkpoint_with_no_numbers_is_not_exported(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.moe.hf.source import Source
+    from phalanx.moe.hf.source import SourceFolder
 
     folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
     put_number(folder, math.nan, torch.bfloat16)
     with monkeypatch.context() as m:  # as a run may have made it
-        m.setattr(Source, "read", lambda self, name, rows: self._values(name, *rows))
+        m.setattr(SourceFolder, "read", lambda self, name, rows: self._values(name, *rows))
         imported(folder, tmp_path / "step")
     with pytest.raises(ConversionError, match=rf"{LATE} has .* NaN .*: export an earlier checkpoi"):
         export_checkpoint(tmp_path / "step", tmp_path / "back")

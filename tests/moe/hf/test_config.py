@@ -161,7 +161,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"head_dim": 64}, "head_dim=64, and heads fill hidden_size=2048"),
     ("glm4_moe", {"partial_rotary_factor": 0.2}, "rotates 25 of 128 channels"),
     ("glm4_moe", {"partial_rotary_factor": 2.0}, "rotates 256 of 128 channels"),
-    ("glm4_moe", {"rope_scaling": {**YARN, "rope_theta": 1e6}}, "YaRN over a part of each head"),
+    ("glm4_moe", {"rope_scaling": {**YARN, "rope_theta": 1e6}}, "YaRN on a part of each head"),
     ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm=None; expected bool"),
     ("glm4_moe", {"n_group": 4, "topk_group": 3}, "top_k=8 with group_topk=3"),
     ("minimax_m2", {"attn_type_list": [1] * 61 + [0]}, "attn_type_list="),

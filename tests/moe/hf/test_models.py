@@ -30,7 +30,7 @@ def errors(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same tensors, bit for bit, in the same dtypes."""
+    """True if two folders hold the same tensors, bit for bit, in the same dtypes."""
     left, right = tensors(a), tensors(b)
     assert left.keys() == right.keys()
     bits = [torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in left]

@@ -78,7 +78,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_generation_keeps_its_own_settings_and_the_ids_of_the_model(tmp_path: Path) -> None:
-    """Of the imported model before the tokenizer's; a list of ends that has the model's stays."""
+    """The imported model has priority over the tokenizer; a list of ends with its id stays."""
     own = {"eos_token_id": [6, 7], "pad_token_id": 3, "temperature": 0.6, "do_sample": True}
     base = {"eos_token_id": 7, "bos_token_id": 5, "generation_config": own}
     theirs = {"eos_token_id": 40, "top_p": 0.5}
@@ -99,7 +99,7 @@ def test_generation_keeps_its_own_settings_and_the_ids_of_the_model(tmp_path: Pa
     }
 
 
-def test_ids_that_a_tokenizer_has_and_that_are_others_are_told(tmp_path: Path) -> None:
+def test_ids_that_a_tokenizer_has_and_that_are_others_are_reported(tmp_path: Path) -> None:
     folder = tokenizer(tmp_path / "t", tokenizer_config=NAMES, tokenizer=ADDED)
     data = INDEXED | {"blend": [corpus(tmp_path / "a", 9)]}
     assert special_tokens({}, folder, {}, 100).notes == ()

@@ -57,7 +57,7 @@ def test_a_tokenizer_and_its_end_of_document(tokenizer: Path, corpus: str) -> No
         codec = codec_of(data, 4, given)
         assert codec.encode("b a z") == [2, 1, 3] and codec.ends == (0,)
         assert codec.decode([2, 1]).split() == ["b", "a"]
-    with pytest.raises(DataError, match="'a \ufffd' is not UTF-8, and its tokenizer takes nothing"):
+    with pytest.raises(DataError, match="'a \ufffd' is not UTF-8, which its tokenizer needs"):
         codec.encode("a \udcff")
     assert codec_of(common(source="synthetic"), 4, str(tokenizer)).ends == ()
     assert codec_of(common(source="synthetic"), 4, str(tokenizer), "<end>").ends == (0,)
@@ -85,7 +85,7 @@ def test_other_tokenizers_are_refused(tokenizer: Path, corpus: str) -> None:
         ("bytes", 256, "<end>", "--eod is for a tokenizer.json"),
         ("none.json", 4, None, "tokenizer none.json does not exist; give --tokenizer"),
         (str(tokenizer), 2, None, r"has ids up to 3 \('\?'\), but model.vocab_size=2"),
-        (str(tokenizer), 4, "<pad>", "--eod <pad> is no token of"),
+        (str(tokenizer), 4, "<pad>", "--eod <pad> is not a token of"),
     ):
         with pytest.raises(DataError, match=why):
             codec_of(data, vocabulary, given, eod)

@@ -1,4 +1,4 @@
-"""What is predicted of a file, how often, and what it comes to."""
+"""The predicted tokens of a file, each exactly once, and their score."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_every_token_is_predicted_once(count: int, batch: int) -> None:
 
 
 class Apart(Table):
-    """The same, where it is told where documents lie."""
+    """The same, where it is reported where documents lie."""
 
     def losses(self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Any = None) -> Tensor:
         self.positions = [*getattr(self, "positions", []), *position_BS.tolist()]
@@ -139,7 +139,7 @@ def test_what_cannot_be_scored_is_named(tmp_path: Path) -> None:
     empty.write_text("")
     with pytest.raises(DataError, match="empty.txt holds no tokens to predict"):
         text_of(str(empty), lambda: Codec(None, (0,)))
-    with pytest.raises(DataError, match="which token ends a document: give --eod TOKEN"):
+    with pytest.raises(DataError, match="ends a document is not known: give --eod TOKEN"):
         text_of(str(empty), lambda: Codec(None, ()))
     with pytest.raises(DataError, match="none does not exist; expected .jsonl, .json, .txt"):
         text_of(str(tmp_path / "none"), lambda: Codec(None, (0,)))

@@ -77,8 +77,8 @@ def test_a_full_disk_costs_the_log_only(tmp_path: Path) -> None:
         console._file = (tmp_path / NAME).open("ab", buffering=0)
         print("and again")
     assert out.getvalue() == "said all the same\nand again\n"
-    told = "\n-- 1 line could not be written here\n"
-    assert (tmp_path / NAME).read_text() == f"==== launch\n{told}and again\n"
+    reported = "\n-- 1 line could not be written here\n"
+    assert (tmp_path / NAME).read_text() == f"==== launch\n{reported}and again\n"
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:

@@ -97,15 +97,15 @@ def test_columns_stand_under_their_names(steps: int, more: dict[str, float]) -> 
         assert len(top) <= 120
 
 
-def test_the_heading_returns_and_reruns_are_told_when_they_happen(tmp_path: Path) -> None:
+def test_the_heading_returns_and_reruns_are_reported_when_they_happen(tmp_path: Path) -> None:
     metrics, stream = make(tmp_path)
     for step in range(1, 61):
         metrics.log(record(step, reruns=(step >= 3) + (step >= 40)))
     metrics.log({"step": 60, "valid_loss": 2.5})
     lines = stream.getvalue().splitlines()
     assert [n for n, text in enumerate(lines) if text.endswith(" eta")] == [0, 26, 52]
-    told = [text.split() for text in lines if "reruns" in text]
-    assert [(words[0], words[-1]) for words in told] == [("3/100", "1"), ("40/100", "2")]
+    reported = [text.split() for text in lines if "reruns" in text]
+    assert [(words[0], words[-1]) for words in reported] == [("3/100", "1"), ("40/100", "2")]
     assert lines[-1] == "-- validation loss 2.5000 after step 60"
 
 
@@ -141,7 +141,7 @@ def test_a_validation_is_a_line(tmp_path: Path) -> None:
     metrics.log({"step": 60, "tokens": 960} | found)
     (said,) = stream.getvalue().splitlines()
     assert said == (
-        "-- validation loss 2.5000 after step 60: perplexity 12.18, 1.030 bits a byte; "
+        "-- validation loss 2.5000 after step 60: perplexity 12.18, 1.030 bits per byte; "
         "wiki 3.0000, code 1.0000, short no label"
     )
     (record,) = read(tmp_path / "metrics.jsonl")
@@ -195,7 +195,7 @@ def test_summary_is_of_the_last_ten_logged_steps(tmp_path: Path) -> None:
     metrics.close({"tokens": 96})
     last = stream.getvalue().splitlines()[-1]
     assert last.startswith("done: step 12 after 0s | last 10 logged steps: 100 +- 1 tok/s/rank")
-    assert last.endswith("0.500 +- 0.000 s a step, loss 4.8800")
+    assert last.endswith("0.500 +- 0.000 s per step, loss 4.8800")
     summary = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert summary["event"] == "summary" and summary["tokens"] == 96
     assert summary["tokens_per_second_per_gpu"] == 100.5
@@ -475,8 +475,8 @@ def test_a_full_disk_turns_tensorboard_off_in_a_line(
     metrics.log(record(2))
     metrics.log(record(3))
     metrics.close()
-    told = [t for t in stream.getvalue().splitlines() if "TensorBoard" in t]
-    assert len(told) == 1 and "is off for the rest of the run" in told[0]
+    reported = [t for t in stream.getvalue().splitlines() if "TensorBoard" in t]
+    assert len(reported) == 1 and "is off for the rest of the run" in reported[0]
     assert others == [] and capfd.readouterr().err == ""
     thread = threading.Thread(target=lambda: 1 // 0)
     thread.start()

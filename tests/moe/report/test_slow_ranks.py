@@ -38,17 +38,17 @@ def test_a_pair_has_a_slow_one_too() -> None:
     assert watch.look(1, 1.0)[0] == {"0": pytest.approx(0.4)}
 
 
-def test_what_lasts_is_told_with_its_name_and_not_again_soon() -> None:
-    watch, told = SlowRanks(NAMES, 100), {}
+def test_what_lasts_is_reported_with_its_name_and_not_again_soon() -> None:
+    watch, reported = SlowRanks(NAMES, 100), {}
     for step in range(101, 101 + EVERY + 2 * PATIENCE):
         in_time = step == 105
         watch.add(times([0.0, 0.0, 0.0, 0.0 if in_time else 0.25]))
         _, warnings = watch.look(step, 0.5)
         if warnings:
-            (told[step],) = warnings
-    assert list(told) == [105 + PATIENCE, 105 + PATIENCE + EVERY]
-    assert "rank 3 on node3 by 0.250 s (50% of a step)" in told[105 + PATIENCE]
-    assert "rank 2" not in told[105 + PATIENCE]
+            (reported[step],) = warnings
+    assert list(reported) == [105 + PATIENCE, 105 + PATIENCE + EVERY]
+    assert "rank 3 on node3 by 0.250 s (50% of a step)" in reported[105 + PATIENCE]
+    assert "rank 2" not in reported[105 + PATIENCE]
 
 
 def test_a_rollback_starts_over() -> None:

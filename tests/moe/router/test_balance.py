@@ -298,10 +298,10 @@ def _pipeline() -> Any:
     return record, empty
 
 
-def _with_clones() -> Any:
+def _with_replication() -> Any:
     """Two micro-batches of a layer over two ranks, one of them with a copy; one more is undone."""
     install()
-    from phalanx.kernels.routing.clone_plan import CloneSize, clone_plan
+    from phalanx.kernels.routing.replication_plan import ReplicationSize, reference_replication_plan
     from phalanx.moe.router import balance
     from phalanx.parallel.groups import create
 
@@ -312,7 +312,9 @@ def _with_clones() -> Any:
     def add(rows: list[int]) -> None:
         count = torch.tensor(rows, dtype=torch.int32)
         r.statistics.add_counts(count)
-        r.statistics.add_clones(clone_plan(count, CloneSize(2, 2, 10)))
+        r.statistics.add_replication_plan(
+            reference_replication_plan(count, ReplicationSize(2, 2, 10))
+        )
 
     uneven, chunk = [600, 0, 0, 0, 0, 0, 0, 200], torch.nn.ModuleList([r])
     add(uneven)
@@ -331,13 +333,17 @@ def _with_clones() -> Any:
 @pytest.mark.dist
 def test_copies_of_experts_are_counted() -> None:
     """600 rows beside 200 become 512 + 10 beside 298, and 400 beside 400 stay."""
-    for record, without in run_distributed(_with_clones, 2):
-        assert record.cloned == 0.5
-        assert record.rank_load == pytest.approx(1000 / 800), "of the step, as without clones"
-        assert record.rank_load_uncloned == pytest.approx((600 + 400) / 800)
-        assert record.rank_load_cloned == pytest.approx((522 + 400) / 800)
-        assert (without.cloned, without.rank_load_cloned, without.rank_load) == (None, 0, 1)
-        assert without.rank_load_uncloned == 0
+    for record, without in run_distributed(_with_replication, 2):
+        assert record.replicas == 0.5
+        assert record.rank_load == pytest.approx(1000 / 800), "of the step, as without replication"
+        assert record.rank_load_without_replicas == pytest.approx((600 + 400) / 800)
+        assert record.rank_load_with_replicas == pytest.approx((522 + 400) / 800)
+        assert (without.replicas, without.rank_load_with_replicas, without.rank_load) == (
+            None,
+            0,
+            1,
+        )
+        assert without.rank_load_without_replicas == 0
 
 
 ROWS = {
@@ -353,16 +359,20 @@ def _plans_of_nodes() -> Any:
     From the plans of a rank's node, and from those of the group; collectives of the first table.
     """
     install()
-    from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
+    from phalanx.kernels.routing.replication_plan import (
+        ReplicationPlan,
+        ReplicationSize,
+        reference_replication_plan,
+    )
     from phalanx.parallel.groups import create
 
     groups, m = create(expert=4), model({})
     m.layers = len(ROWS)
     config = transformer(m)
 
-    def planned(rows: list[int], whole: bool) -> ClonePlan:
+    def planned(rows: list[int], whole: bool) -> ReplicationPlan:
         nodes = torch.tensor(rows, dtype=torch.int32).chunk(2)
-        plans = [clone_plan(count, CloneSize(2, 2, 10)) for count in nodes]
+        plans = [reference_replication_plan(count, ReplicationSize(2, 2, 10)) for count in nodes]
         if not whole:
             return plans[dist.get_rank() // 2]
         expert, *_ = (torch.cat(of) for of in zip(*(p[:1] for p in plans), strict=True))
@@ -377,7 +387,7 @@ def _plans_of_nodes() -> Any:
             r.set_layer_number(layer)
             for rows in micro_batches:
                 r.statistics.add_counts(torch.tensor(rows))
-                r.statistics.add_clones(planned(rows, whole))
+                r.statistics.add_replication_plan(planned(rows, whole))
             chunk.append(r)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             record = _collected([chunk], config, groups.pg)
@@ -387,14 +397,17 @@ def _plans_of_nodes() -> Any:
 
 
 @pytest.mark.dist
-def test_clones_of_nodes_are_counted_once_a_step() -> None:
+def test_replicas_of_nodes_are_counted_once_a_step() -> None:
     """The busiest rank of a micro-batch is that of all nodes."""
     for (of_nodes, asked), (of_group, alone) in run_distributed(_plans_of_nodes, 4):
         assert of_nodes == of_group
         assert (asked, alone) == (1, 0)
         first, second = (600 + 700) / (800 + 900), (200 + 900) / (800 + 1700)
-        assert of_nodes.rank_load_uncloned == pytest.approx(4 * (first + second) / 2)
-        assert of_nodes.cloned > 0 and of_nodes.rank_load_cloned < of_nodes.rank_load_uncloned
+        assert of_nodes.rank_load_without_replicas == pytest.approx(4 * (first + second) / 2)
+        assert (
+            of_nodes.replicas > 0
+            and of_nodes.rank_load_with_replicas < of_nodes.rank_load_without_replicas
+        )
 
 
 @pytest.mark.dist

@@ -15,7 +15,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
-from phalanx.moe.estimate.room import Room
+from phalanx.moe.estimate.free_memory import FreeMemory
 from phalanx.moe.training import choices
 from phalanx.moe.training.choices import (
     agreed_experts,
@@ -136,8 +136,8 @@ def _weights(overrides: list[str], experts: str, free: list[int]) -> str:
     here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device("cuda"))
     cfg = with_choices(load(overrides), here, kernels, "symm")
     cfg.run.graph = "off"
-    room = Room("GPU 0", free[dist.get_rank()])
-    with mock.patch.object(choices, "device_room", lambda _: room):
+    room = FreeMemory("GPU 0", free[dist.get_rank()])
+    with mock.patch.object(choices, "free_gpu_memory", return_value=room):
         return "".join(f"{c.backend}; {c.reason}" for c in choose_fp8_weights(cfg, here))
 
 

@@ -68,8 +68,8 @@ def test_folders_of_a_host_may_differ(tmp_path: Path) -> None:
 def another(rank: int, *, name: str, only: int) -> Iterator[None]:
     """Rank `only` has another `name` of `moe.training.shared`."""
     values = {"sources": "f00d" * 16, "packages": {"triton": "0.1"}}
-    different = mock.patch.object(shared, name, lambda: values[name])
-    unchanged = mock.patch.object(shared, "packages", lambda: {"triton": "3.6"})
+    different = mock.patch.object(shared, name, return_value=values[name])
+    unchanged = mock.patch.object(shared, "packages", return_value={"triton": "3.6"})
     with unchanged, different if rank == only else mock.MagicMock():
         yield
 

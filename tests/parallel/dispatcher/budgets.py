@@ -1,4 +1,4 @@
-"""What a budget of expert rows has to say after a step."""
+"""Overflow of a budget of expert rows after a step."""
 
 import torch.distributed as dist
 
@@ -6,5 +6,5 @@ from phalanx.parallel.dispatcher.capacity import Budget
 
 
 def overflowed(budget: Budget, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a layer on a rank of `group` needed more rows than it had since the last call."""
+    """True if a layer on a rank of `group` needed more rows than allocated since the last call."""
     return budget.exceeded(float(budget.record(group)))

@@ -26,7 +26,7 @@ from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from tests.parallel.dispatcher.gloo_clones import cloning
+from tests.parallel.dispatcher.replication.gloo_replicas import replicating
 
 NAN = 0xFF
 
@@ -154,8 +154,7 @@ def _standing_for(name: str, module: Any) -> Iterator[None]:
 
 @contextmanager
 def gloo_exchanges() -> Iterator[list[GlooExchange]]:
-    """Inside, `symm` works over them, and experts of any backend beside them; yields those that it
-    has asked for."""
+    """Context in which `symm` uses gloo exchanges, with any backend; yields the used exchanges."""
     made = list[GlooExchange]()
 
     @functools.cache
@@ -164,7 +163,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         return made[-1]
 
     def signalled(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Writes to where sums leave, those of own experts before it is the guests' turn."""
+        """Writes to where sums leave, those of own experts before it is the replicas' turn."""
 
         def call(
             backend: Any, a_SF: Any, linear: Any, plan: Any, *, signal: Any = None, **how: Any
@@ -186,9 +185,9 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         for patch in (
             _standing_for("phalanx.kernels.sm90.experts.combine", combine),
             mock.patch.object(symm, "exchange_of", exchange_of),
-            *cloning(exchange_of),
-            mock.patch.object(torch.cuda, "current_stream", lambda: on),
-            mock.patch.object(transport_class, "waits_for_tokens", lambda *of: True),
+            *replicating(exchange_of),
+            mock.patch.object(torch.cuda, "current_stream", return_value=on),
+            mock.patch.object(transport_class, "waits_for_tokens", return_value=True),
             *(mock.patch.object(b, "rows", signalled(b.rows)) for b in backends),
         ):
             stack.enter_context(patch)

@@ -1,5 +1,6 @@
-"""Model of the one-sided exchanges of `parallel.dispatcher.symm`: events on streams, in any order
-they allow.
+"""Model of the one-sided exchanges of `parallel.dispatcher.symm`: events on streams.
+
+Events come in any order that the streams allow.
 
 Every rank runs the same program on two streams, one for compute and one for pushes. A stream takes
 its events one by one; which stream is next is drawn at random, with speeds that differ and change.
@@ -21,7 +22,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
 
 
 class Violation(Exception):
-    """What must not happen did, or a stream waits for ever."""
+    """A violated invariant, or a stream that waits for ever."""
 
 
 class Event(NamedTuple):
@@ -34,13 +35,7 @@ class Event(NamedTuple):
 
 
 class Program:
-    """What the host of each rank gives to its streams; calls are those of `Exchange`.
-
-    Args:
-        ranks: R.
-        overlaps: pushes have a stream of their own.
-        slots: places.
-    """
+    """Commands of each rank's host to its streams; calls are those of `Exchange`."""
 
     def __init__(self, ranks: int, *, overlaps: bool = True, slots: int = SLOTS) -> None:
         self.ranks, self.overlaps, self.slots = ranks, overlaps, slots
@@ -107,7 +102,7 @@ class Program:
 
 
 def forward(program: Program, *, overlaps: bool, keep: bool) -> None:
-    """One layer, as `parallel.dispatcher.symm` runs it; `overlaps`: pushes run beside the experts."""
+    """Forward pass of a layer over `symm`; with `overlaps` pushes overlap the experts."""
     x = program.start()
     if overlaps:
         program.wait(x, side_only=True)

@@ -1,8 +1,8 @@
 """All ranks of an expert-parallel group in one process: what every transport comes to.
 
 For tests, and for whoever studies the transports. Tokens and
-sums move as in `parallel.dispatcher.symm`: a token once to each rank that holds one of its experts, a
-sum once back from each such rank. All of it is plain torch, whose autograd makes the way back of
+sums move as in `parallel.dispatcher.symm`: a token once to each rank that holds one of its experts,
+a sum once back from each such rank. All of it is plain torch, whose autograd makes the way back of
 gradients.
 
 Legend: T tokens of the rank that has most, D hidden, K slots for experts of a token, R ranks,
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.parallel.dispatcher.base import BudgetPlanner, Slots
+from phalanx.parallel.dispatcher.base import BudgetPlanner, TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.received import Received
 
 
 class Route(NamedTuple):
-    """What a rank was sent: the `route` of its `Received`."""
+    """Rows sent to a rank: the `route` of its `Received`."""
 
     wanted_N: Tensor
     """bool: rows that hold a token, and whose sums go back."""
@@ -47,7 +47,7 @@ class Simulated:
         ranks: int,
         *,
         experts: int,
-        slots: Slots,
+        slots: TokenChoices,
         budget: Budget,
         backend: str = "torch",
         canary: float = 0.0,

@@ -29,7 +29,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel import runtime
-from phalanx.parallel.dispatcher.base import Slots, make_dispatcher
+from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions, begin_exchanges
 from phalanx.parallel.dispatcher.transport import choose_transport
@@ -64,7 +64,7 @@ class Way(NamedTuple):
 
 
 def ways(hier: bool) -> tuple[Way, Way]:
-    """What is tested, and what it is compared with."""
+    """A tested layer, and its reference."""
     ours, flat = (
         choose_transport(name, dist.group.WORLD, torch.bfloat16)
         for name in ("hier" if hier else "symm", "alltoall")
@@ -106,13 +106,13 @@ class Layer:
             t.requires_grad_()
         for w in self.own if spec.accumulate else ():
             w.main_grad = torch.zeros_like(w, dtype=torch.float32)
-        self.clones: Tensor | None = None
-        """Experts in guest slots of all ranks, of the last call."""
+        self.replicas: Tensor | None = None
+        """Experts in replica slots of all ranks, of the last call."""
         self.dispatcher = make_dispatcher(
             way.transport,
             group=dist.group.WORLD,
             experts=E,
-            slots=Slots(top_k, top_k),
+            slots=TokenChoices(top_k, top_k),
             budget=Budget(64.0, torch.device("cuda")),
             backend="fused",
             symm=symm,
@@ -130,7 +130,9 @@ class Layer:
         for w in self.own if self.spec.accumulate else ():
             w.main_grad.zero_()
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
-        self.clones = None if received.clones is None else received.clones.expert_RN
+        self.replicas = (
+            None if received.replication_plan is None else received.replication_plan.expert_RN
+        )
         with received.saving():
             how = dict(
                 overlap=received.overlap, fp8_inputs=received.fp8_inputs, replicas=received.replicas
@@ -146,8 +148,10 @@ class Layer:
 
 
 def chosen(only: set[str], shape: str, precision: str, known: Iterable[str] = SPECS) -> bool:
-    """Whether names on the command line, if there are any of its kind, have both; `known` are the
-    precisions."""
+    """True if the command line selects both labels, or none of their kinds.
+
+    `known` are the labels of each kind.
+    """
     precisions = only & {*known}
     shapes = only - precisions
     return shape in (shapes or {shape}) and precision in (precisions or {precision})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.configs.docs import field_docs
 from phalanx.configs.transports import TRANSPORTS
-from phalanx.parallel.dispatcher.base import Dispatcher, Slots, make_dispatcher
+from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.local import Local
 from phalanx.parallel.dispatcher.received import Received
@@ -28,7 +28,7 @@ from tests.support.sync_free import sync_free
 
 CPU = torch.device("cpu")
 TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 16, 8, 3  # TOKENS: of all ranks together
-SLOTS = Slots(TOP_K, TOP_K)
+SLOTS = TokenChoices(TOP_K, TOP_K)
 
 
 class Result(NamedTuple):
@@ -150,7 +150,7 @@ def dispatcher_of(
     dtype: torch.dtype = torch.bfloat16,
     **given: Any,
 ) -> Dispatcher:
-    """As a run makes it; all ranks call it together."""
+    """A dispatcher as a run builds it; collective over the job."""
     return make_dispatcher(choose_transport(name, group, dtype), group=group, **given)
 
 
@@ -220,7 +220,7 @@ def test_exact_on_integers(name: str, ranks: int, kind: str, dtype: torch.dtype)
 
 
 def all_to_all(experts: int, top_k: int) -> Dispatcher:
-    slots, budget = Slots(top_k, top_k), Budget(8.0, CPU)
+    slots, budget = TokenChoices(top_k, top_k), Budget(8.0, CPU)
     return dispatcher_of("alltoall", dist.group.WORLD, experts=experts, slots=slots, budget=budget)
 
 
@@ -296,7 +296,7 @@ def refusals() -> list[str]:
         ("auto", 8, 9),
     ):
         with pytest.raises(ValueError) as error:
-            slots = Slots(top_k, top_k)
+            slots = TokenChoices(top_k, top_k)
             dispatcher_of(name, dist.group.WORLD, experts=experts, slots=slots, budget=budget)
         messages.append(str(error.value))
     return messages
@@ -312,7 +312,7 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
 
 
 def test_one_rank_is_local_and_copies_nothing() -> None:
-    given = dict(experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU))
+    given = dict(experts=8, slots=TokenChoices(2, 2), budget=Budget(1.5, CPU))
     dispatcher = dispatcher_of("auto", None, **given)
     x, idx = torch.randn(10, 4), torch.zeros(10, 2, dtype=torch.int32)
     received = dispatcher.dispatch(x, idx, torch.rand(10, 2))
@@ -326,23 +326,23 @@ def test_one_rank_is_local_and_copies_nothing() -> None:
 @pytest.mark.parametrize(
     ("slots", "tokens", "ranks", "local", "most"),
     [
-        (Slots(3, 3), 100, 1, 8, 300),
-        (Slots(3, 3), 100, 4, 2, 800),  # two experts a rank: each token comes twice at most
-        (Slots(3, 6, 64), 100, 1, 8, 600),  # every slot taken
-        (Slots(3, 6, 4), 100, 1, 8, 332),  # 4 more for each of the 8 experts
-        (Slots(3, 6, 4), 100, 4, 2, 800),
-        (Slots(1, 2, 4), 100, 4, 2, 432),
+        (TokenChoices(3, 3), 100, 1, 8, 300),
+        (TokenChoices(3, 3), 100, 4, 2, 800),  # two experts a rank: each token comes twice at most
+        (TokenChoices(3, 6, 64), 100, 1, 8, 600),  # every slot taken
+        (TokenChoices(3, 6, 4), 100, 1, 8, 332),  # 4 more for each of the 8 experts
+        (TokenChoices(3, 6, 4), 100, 4, 2, 800),
+        (TokenChoices(1, 2, 4), 100, 4, 2, 432),
     ],
 )
-def test_most_rows(slots: Slots, tokens: int, ranks: int, local: int, most: int) -> None:
-    assert slots.most(tokens, ranks, local) == most
+def test_most_rows(slots: TokenChoices, tokens: int, ranks: int, local: int, most: int) -> None:
+    assert slots.max_rows(tokens, ranks, local) == most
     budget = Budget(50.0, CPU)
     assert budget.rows(tokens, slots.top_k, ranks, local, most=most) == most
 
 
 def test_empty_slots_have_no_rows() -> None:
     """Ids of -1 between others, and a token that has nothing else, which comes back as zeros."""
-    slots, budget = Slots(1, 3, 2), Budget(1.0, CPU)
+    slots, budget = TokenChoices(1, 3, 2), Budget(1.0, CPU)
     dispatcher = dispatcher_of("local", None, experts=4, slots=slots, budget=budget)
     idx = torch.tensor([[2, -1, 0], [-1, -1, -1], [-1, 3, -1]], dtype=torch.int32)
     received = dispatcher.dispatch(torch.randn(3, 4), idx, torch.ones(3, 3))
@@ -356,7 +356,9 @@ def test_empty_slots_have_no_rows() -> None:
 
 def test_what_is_added_follows_in_its_order() -> None:
     """In bf16 the order shows: what is made beside comes before the residual."""
-    dispatcher = dispatcher_of("local", None, experts=1, slots=Slots(1, 1), budget=Budget(1.0, CPU))
+    dispatcher = dispatcher_of(
+        "local", None, experts=1, slots=TokenChoices(1, 1), budget=Budget(1.0, CPU)
+    )
     idx = torch.zeros(1, 1, dtype=torch.int32)
     received = dispatcher.dispatch(torch.ones(1, 8).bfloat16(), idx, torch.ones(1, 1))
     out, small, large = (torch.full((1, 8), v).bfloat16() for v in (1.0, 2.0**-8, -1.0))
@@ -367,7 +369,9 @@ def test_what_is_added_follows_in_its_order() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    dispatcher = dispatcher_of("local", None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU))
+    dispatcher = dispatcher_of(
+        "local", None, experts=8, slots=TokenChoices(2, 2), budget=Budget(1.5, CPU)
+    )
     with pytest.raises(ValueError, match="top_k=2"):
         dispatcher.dispatch(
             torch.randn(10, 4), torch.zeros(9, 2, dtype=torch.int32), torch.rand(9, 2)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.dist
 
 
 class Buffer:
-    """What Megatron-Core calls of `deep_ep.Buffer`, as its documentation says."""
+    """Methods of `deep_ep.Buffer` that Megatron-Core calls, as documented there."""
 
     sms = 20
 

@@ -21,7 +21,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatcher.base import Slots, make_dispatcher
+from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
@@ -70,7 +70,7 @@ def dispatcher_of(
         transport,
         group=None if transport.name == "local" else dist.group.WORLD,
         experts=E,
-        slots=Slots(K, K),
+        slots=TokenChoices(K, K),
         budget=Budget(8.0, torch.device("cpu")),
         recipe=recipe,
         fp8_rows=fp8_rows,
@@ -177,7 +177,7 @@ def joined(ranks: list[Given]) -> Given:
 @NODES
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_same_bits_over_nodes(recipe: Fp8Block, ranks: int, size: int) -> None:
-    """As with collectives, and as where nothing travels."""
+    """Results are those with collectives, and those on one rank."""
     by_rank = run_distributed(_same_over_nodes, ranks, recipe, size)
     alone = dispatcher_of(choose_transport("local", None, torch.bfloat16), recipe)
     here = layer(alone, joined([drawn(rank, ranks) for rank in range(ranks)]), recipe)

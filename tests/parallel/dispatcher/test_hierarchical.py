@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.dispatcher import nodes
-from phalanx.parallel.dispatcher.base import Dispatcher, Slots
+from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from tests.parallel.dispatcher.budgets import overflowed
@@ -53,7 +53,7 @@ def pretended(size: int) -> Iterator[None]:
 
 
 def made(
-    name: str, slots: Slots = SLOTS, budget: Budget | None = None, size: int = SIZE
+    name: str, slots: TokenChoices = SLOTS, budget: Budget | None = None, size: int = SIZE
 ) -> Dispatcher:
     given: dict[str, Any] = dict(experts=EXPERTS, slots=slots, budget=budget or Budget(8.0, CPU))
     with pretended(size):
@@ -94,7 +94,7 @@ def test_exact_on_integers(dtype: torch.dtype, ranks: int, size: int) -> None:
 
 class Planned(NamedTuple):
     rows_SD: Tensor
-    """What the experts read."""
+    """Rows that the experts read."""
     row_prob_S: Tensor
     offsets: Tensor
     needed: Tensor
@@ -103,11 +103,11 @@ class Planned(NamedTuple):
 
 
 def plans(case: Case, size: int) -> list[Planned]:
-    """Of `alltoall` and `hier` on this rank."""
+    """Rows of `alltoall` and `hier` on this rank."""
     tokens, found = TOKENS // dist.get_world_size(), []
     own = slice(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens)
     for name in ("alltoall", "hier"):
-        received = made(name, Slots(3, 4, 2), size=size).dispatch(
+        received = made(name, TokenChoices(3, 4, 2), size=size).dispatch(
             case.x_TD[own], case.idx_TK[own], case.prob_TK[own]
         )
         p = received.plan
@@ -142,7 +142,7 @@ def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int, size: int)
 
 def rank_sums(values: Tensor) -> Tensor:
     """Each rank adds a row of its own to every token, from its one expert of four."""
-    dispatcher = made("hier", Slots(RANKS, RANKS))
+    dispatcher = made("hier", TokenChoices(RANKS, RANKS))
     idx = 2 * torch.arange(RANKS, dtype=torch.int32).expand(5, -1)
     x = torch.zeros(5, 2, dtype=torch.bfloat16)
     received = dispatcher.dispatch(x, idx, torch.ones(5, RANKS))
@@ -241,7 +241,7 @@ def test_a_token_crosses_the_network_once_to_each_node() -> None:
 
 
 def taken(size: int) -> tuple[str, str]:
-    """What `auto` takes, and what `hier` says."""
+    """Choice of `auto`, and the reason of `hier`."""
     with pretended(size):
         given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
         auto = type(dispatcher_of("auto", dist.group.WORLD, **given)).__name__

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.end_to_end.test_train_gpu import GRAPH, Steps, close, train
-from tests.parallel.dispatcher.test_symm_gpu import CLONED, compare
+from tests.parallel.dispatcher.test_symm_gpu import REPLICATED, compare
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def _two_nodes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """By collectives, what pushes inside a node are compared with."""
+    """Results by collectives, the reference of pushes inside a node."""
     return train(tmp_path_factory.mktemp("fused"), "alltoall", *COMMON, FUSED, REFERENCE, ranks=4)
 
 
@@ -47,17 +47,27 @@ def test_hier_trains_like_collectives_with_experts_of_torch(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_graph_trains_bit_for_bit_like_eager_steps(slots: int, tmp_path: Path) -> None:
-    """What is logged of clones is the same too, for which the nodes meet once a step."""
-    options = [*COMMON, FUSED, "parallel.dispatch=hier", "run.steps=8", f"parallel.clones={slots}"]
+    """Logged loads are the same too, which the nodes reduce once a step."""
+    options = [
+        *COMMON,
+        FUSED,
+        "parallel.dispatch=hier",
+        "run.steps=8",
+        f"parallel.expert_replication={slots}",
+    ]
     eager = train(tmp_path, "eager", *options, ranks=4)
     graph = train(tmp_path, "graph", *options, GRAPH, ranks=4)
-    of_clones = ("rank_load", "cloned", "rank_load_uncloned", "rank_load_cloned") if slots else ()
-    for name in ("loss", "grad_norm", *of_clones):
+    of_replicas = (
+        ("rank_load", "replicas", "rank_load_without_replicas", "rank_load_with_replicas")
+        if slots
+        else ()
+    )
+    for name in ("loss", "grad_norm", *of_replicas):
         assert [s[name] for s in graph] == [s[name] for s in eager], name
 
 
 def test_fp32_goes_by_collectives_inside_a_node(tmp_path: Path) -> None:
-    """Where nothing can be pushed; what differs is the order of sums."""
+    """Without pushes; only the order of sums differs."""
     options = [*COMMON, "kernels=reference", "precision=fp32"]
     theirs = train(tmp_path, "alltoall", *options, REFERENCE, ranks=4)
     ours = train(tmp_path, "hier", *options, "parallel.dispatch=hier", ranks=4)
@@ -69,5 +79,5 @@ def test_layers_equal_those_with_collectives_inside_a_node_bit_for_bit() -> None
     compare(4, "hier", timeout=600)
 
 
-def test_layers_with_clones_in_each_node_equal_those_without() -> None:
-    compare(4, "hier", program=CLONED, least=288, timeout=900)
+def test_layers_with_replication_in_each_node_equal_those_without() -> None:
+    compare(4, "hier", program=REPLICATED, least=288, timeout=900)

@@ -118,7 +118,7 @@ def test_a_wait_before_the_start_is_a_deadlock() -> None:
 
 @pytest.mark.parametrize("meet", [True, False])
 def test_ranks_meet_before_places_are_taken_from_the_first_one_again(meet: bool) -> None:
-    """As replays of a graph do, whose exchanges need not fill all places."""
+    """Replays of a graph, whose exchanges need not fill all buffers."""
     program = Program(2)
     for _ in range(3):
         program.begin(meet=meet)
@@ -197,9 +197,9 @@ class Recorder:
     def look(self, given: Any) -> None:
         """Write down which exchanges an op reads."""
         for t in tree_leaves(given):
-            if isinstance(t, Tensor) and (u := self._holds.get(t.untyped_storage().data_ptr())):
-                if self.calls[-1] != ("read", u, 0):
-                    self.calls.append(("read", u, 0))
+            u = self._holds.get(t.untyped_storage().data_ptr()) if isinstance(t, Tensor) else None
+            if u and self.calls[-1] != ("read", u, 0):
+                self.calls.append(("read", u, 0))
 
 
 class Watch(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.dispatcher.base import Slots
+from phalanx.parallel.dispatcher.base import TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from tests.parallel.dispatcher.simulated import Simulated
 from tests.parallel.dispatcher.test_base import (
@@ -32,7 +32,7 @@ KINDS = ("even", "all experts", "one rank", "empty experts", "empty slots", "une
 
 
 def made(ranks: int, top_k: int = TOP_K, **options: Any) -> Simulated:
-    slots = Slots(top_k, top_k)
+    slots = TokenChoices(top_k, top_k)
     return Simulated(ranks, experts=EXPERTS, slots=slots, budget=Budget(64.0, CPU), **options)
 
 
@@ -70,7 +70,7 @@ def wanted(case: Case) -> Result:
 
 
 def layer(case: Case, counts: list[int], canary: float = 0.0) -> Result:
-    """Of all ranks; `canary` is in every row that is not a rank's, on both ways."""
+    """Rows of all ranks; `canary` fills rows that no rank reads, on both ways."""
     ranks = len(counts)
     simulated = made(ranks, case.idx_TK.shape[1], canary=canary)
     x, prob, w = (t.clone().requires_grad_() for t in (case.x_TD, case.prob_TK, case.w_EDD))
@@ -135,7 +135,7 @@ def test_ranks_are_added_in_their_order_in_fp32(
     dtype: torch.dtype, values: list[float], total: float
 ) -> None:
     """On the way back, and in the gradient of a token that has gone to all ranks."""
-    simulated = Simulated(4, experts=4, slots=Slots(4, 4), budget=Budget(8.0, CPU))
+    simulated = Simulated(4, experts=4, slots=TokenChoices(4, 4), budget=Budget(8.0, CPU))
     x = [torch.ones(1, 1, dtype=dtype, requires_grad=True) for _ in range(4)]
     idx, prob = [torch.arange(4, dtype=torch.int32)[None]] * 4, [torch.ones(1, 4)] * 4
     received = simulated.dispatch(x, idx, prob)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from phalanx.kernels.sm90.exchange import peer_buffers
 from phalanx.parallel.dispatcher import exchange as exchanges
-from phalanx.parallel.dispatcher.base import Slots
+from phalanx.parallel.dispatcher.base import TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from tests.parallel.dispatcher.test_base import dispatcher_of
 from tests.support.distributed import run_distributed
 
 
 def _connection(report: list[int]) -> Any:
-    """Of an exchange whose kernels have left a report."""
+    """Connection of an exchange whose kernels have left a report."""
     pytest.importorskip("cutlass")
     from phalanx.kernels.sm90.exchange.exchange import Exchange
 
@@ -43,7 +43,7 @@ def test_who_did_not_come_is_named() -> None:
 
 
 def _made(name: str) -> str:
-    given = dict(experts=4, slots=Slots(2, 2), budget=Budget(1.0, torch.device("cpu")))
+    given = dict(experts=4, slots=TokenChoices(2, 2), budget=Budget(1.0, torch.device("cpu")))
     try:
         return type(dispatcher_of(name, dist.group.WORLD, **given)).__name__
     except ValueError as error:

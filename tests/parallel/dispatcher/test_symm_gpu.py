@@ -1,5 +1,4 @@
-"""Layers over `symm`, with and without clones, on all GPUs of this host that it serves, or with
-several ranks on one; see `symm_layer` and `cloned_layer`."""
+"""Layers over `symm`, with and without replication, on all GPUs of this host or on one."""
 
 import os
 import subprocess
@@ -11,7 +10,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).parent / "symm_layer.py"
-CLONED = PROGRAM.with_name("cloned_layer.py")
+REPLICATED = PROGRAM.parent / "replication" / "layer.py"
 
 
 def compare(
@@ -32,7 +31,7 @@ def compare(
 
 
 def gpus() -> int:
-    """That are Hopper's, 8 at most."""
+    """Number of Hopper GPUs, at most 8."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return min(torch.cuda.device_count(), 8) if hopper else 0
 
@@ -43,10 +42,10 @@ def test_layers_equal_those_over_collectives_bit_for_bit() -> None:
     compare(gpus())
 
 
-def test_layers_with_clones_equal_those_without() -> None:
+def test_layers_with_replication_equal_those_without() -> None:
     if gpus() < 2:
         pytest.skip("needs two Hopper GPUs")
-    compare(gpus(), program=CLONED, least=288, timeout=900)
+    compare(gpus(), program=REPLICATED, least=288, timeout=900)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -55,4 +54,4 @@ def test_ranks_on_one_gpu(name: str, ranks: int) -> None:
     if not gpus():
         pytest.skip("needs a Hopper GPU")
     compare(ranks, name, least=48, one_gpu=True)
-    compare(ranks, name, program=CLONED, least=48, one_gpu=True)
+    compare(ranks, name, program=REPLICATED, least=48, one_gpu=True)

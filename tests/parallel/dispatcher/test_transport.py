@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 from phalanx.configs.transports import TRANSPORTS
 from phalanx.kernels.registry import table
-from phalanx.kernels.routing.clone_plan import CloneSize
-from phalanx.parallel.dispatcher.clones import Clones, Costs
+from phalanx.kernels.routing.replication_plan import ReplicationSize
+from phalanx.parallel.dispatcher.replication.options import CopyCosts, ReplicationOptions
 from phalanx.parallel.dispatcher.transport import (
     LOCAL,
     choices,
     choose_transport,
-    clone_choices,
     of_megatron,
     planned,
+    replication_choices,
     resolve,
     sms_of,
-    with_clones,
+    with_replication,
 )
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
 from tests.parallel.dispatcher.test_hierarchical import pretended
@@ -31,7 +31,7 @@ from tests.support.distributed import run_distributed
 
 BF16 = torch.bfloat16
 NO_PEER = "the GPUs of a host cannot write to each other's memory"
-NO_GAIN = "clones cost a step more than they save where ranks are nearly even"
+NO_GAIN = "replicas cost a step more than they save where ranks are nearly even"
 
 
 def ranks(nodes: str, symm: Sequence[str] = (), deepep: Sequence[str] = ()) -> list[Rank]:
@@ -230,12 +230,12 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         (
             dict(transport=SYMM, sms="auto", quantizes=True),
             "off",
-            "experts make FP8 of tokens once all are there (precision.dispatch=bf16)",
+            "experts quantise tokens once all have arrived (precision.dispatch=bf16)",
         ),
         (
             dict(transport=HIER, sms="auto"),
             "16 SMs",
-            "auto; inside nodes alone: what goes between them is waited for",
+            "auto; inside nodes only: the exchange between nodes is exposed",
         ),
         (
             dict(transport=SYMM, backend="torch", sms="auto", shared=True),
@@ -276,13 +276,13 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         (
             dict(transport=SYMM, backend="torch", shared=True),
             "16 SMs",
-            "parallel.comm_sms=16; beside the shared experts alone: "
+            "parallel.comm_sms=16; with the shared experts only: "
             "torch experts cannot wait for tokens",
         ),
         (
             dict(transport=HIER),
             "16 SMs",
-            "parallel.comm_sms=16; inside nodes alone: what goes between them is waited for",
+            "parallel.comm_sms=16; inside nodes only: the exchange between nodes is exposed",
         ),
         (
             dict(transport=Transport("alltoall", "auto")),
@@ -294,7 +294,7 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
             dict(transport=Transport("deepep", "")),
             "off",
             "deepep cannot overlap: its counts are waited for; "
-            "parallel.comm_sms=16 are those of its kernels",
+            "parallel.comm_sms=16 sets the SMs of its kernels",
         ),
         (
             dict(transport=of_megatron("auto"), backend="megatron"),
@@ -310,54 +310,58 @@ def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) 
     assert given.get("sms") != "auto" or state == (f"{sms} SMs" if sms else "off")
 
 
-def test_clones_where_the_transport_has_them() -> None:
-    how = dict(local=8, costs=Costs(300, 40), keep=False)
+def test_replication_where_the_transport_has_them() -> None:
+    how = dict(local=8, costs=CopyCosts(300, 40), keep=False)
     dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
-    with_two = with_clones(2, dense, ranks=4, **how)
-    assert with_two.clones == Clones(2, 300, least=40)
-    assert with_two.clones.size(4) == CloneSize(4, 2, 300, least=40)
+    with_two = with_replication(2, dense, ranks=4, **how)
+    assert with_two.replication == ReplicationOptions(2, 300, least=40)
+    assert with_two.replication.size(4) == ReplicationSize(4, 2, 300, least=40)
     for wanted in (0, "auto"):
         for transport in (dense, pushed):
-            assert with_clones(wanted, transport, ranks=4, **how) == transport
-    assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
-    assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300, least=40)
-    with pytest.raises(ValueError, match="deepep cannot clone experts; set parallel.dispatch=auto"):
-        with_clones(2, Transport("deepep", "wanted"), ranks=4, **how)
+            assert with_replication(wanted, transport, ranks=4, **how) == transport
+    assert with_replication(2, LOCAL, ranks=1, **how) == LOCAL
+    assert with_replication(1, pushed, ranks=2, **how).replication == ReplicationOptions(
+        1, 300, least=40
+    )
+    with pytest.raises(
+        ValueError, match="deepep cannot replicate experts; set parallel.dispatch=auto"
+    ):
+        with_replication(2, Transport("deepep", "wanted"), ranks=4, **how)
     with pytest.raises(ValueError, match="serves 512 experts on 8 ranks, not 128 on 16: set "):
-        with_clones(2, dense, ranks=16, **how)
-    with pytest.raises(ValueError, match="not 520 on 8: set parallel.clones=0"):
-        with_clones(2, dense, ranks=8, **how | {"local": 65})
-    assert clone_choices(0, pushed) == []
-    (line,) = clone_choices(2, with_two)
+        with_replication(2, dense, ranks=16, **how)
+    with pytest.raises(ValueError, match="not 520 on 8: set parallel.expert_replication=0"):
+        with_replication(2, dense, ranks=8, **how | {"local": 65})
+    assert replication_choices(0, pushed) == []
+    (line,) = replication_choices(2, with_two)
     assert line.backend == "2 slots" and "a copy costs 300 rows" in line.reason
-    (line,) = clone_choices("auto", pushed)
+    (line,) = replication_choices("auto", pushed)
     assert (line.backend, line.reason) == ("off", f"auto; {NO_GAIN}")
-    (line,) = clone_choices("auto", dense)
-    assert line.reason == "auto; alltoall does not hide what clones send"
-    (line,) = clone_choices("auto", Transport("deepep", "wanted"))
-    assert line.reason == "auto; deepep cannot clone experts"
-    (line,) = clone_choices(2, LOCAL)
+    (line,) = replication_choices("auto", dense)
+    assert line.reason == "auto; alltoall does not hide the exchange of replicas"
+    (line,) = replication_choices("auto", Transport("deepep", "wanted"))
+    assert line.reason == "auto; deepep cannot replicate experts"
+    (line,) = replication_choices(2, LOCAL)
     assert line.backend == "off" and "all experts are on one rank" in line.reason
 
 
-def test_over_nodes_the_transport_inside_clones() -> None:
+def test_over_nodes_the_transport_inside_replicates() -> None:
     pushed, dense = (
         Transport("hier", "auto", Transport(name, "")) for name in ("symm", "alltoall")
     )
-    two = with_clones(2, pushed, ranks=2, local=8, costs=Costs(300, 40), keep=True)
-    assert two.clones is None and two.inside == Transport(
-        "symm", "", clones=Clones(2, 300, True, 40)
+    two = with_replication(2, pushed, ranks=2, local=8, costs=CopyCosts(300, 40), keep=True)
+    assert two.replication is None and two.inside == Transport(
+        "symm", "", replication=ReplicationOptions(2, 300, True, 40)
     )
-    (line,) = clone_choices(2, two)
+    (line,) = replication_choices(2, two)
     assert line.backend == "2 slots"
     assert line.reason.startswith(
-        "parallel.clones=2; in each node by itself; a copy costs 300 rows"
+        "parallel.expert_replication=2; in each node by itself; a copy costs 300 rows"
     )
-    assert "rows and a layer with copies 40; weights are kept" in line.reason
-    reasons = [clone_choices("auto", of)[0].reason for of in (pushed, dense)]
+    assert "rows and a layer with copies 40; weights are saved" in line.reason
+    reasons = [replication_choices("auto", of)[0].reason for of in (pushed, dense)]
     assert reasons == [
         f"auto; {NO_GAIN}",
-        "auto; alltoall does not hide what clones send",
+        "auto; alltoall does not hide the exchange of replicas",
     ]
 
 

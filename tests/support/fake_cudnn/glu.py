@@ -18,7 +18,7 @@ def halves(h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def runs(gate: Tensor, up: Tensor) -> Tensor:
-    """Inverse of `split_halves`."""
+    """Inverse of `halves`."""
     pair = (gate.unflatten(-1, (-1, RUN)), up.unflatten(-1, (-1, RUN)))
     return torch.stack(pair, -2).flatten(-3)
 

@@ -226,7 +226,7 @@ class Sums:
 
 
 class SumsOfOwn(Sums):
-    """The last two places are guests', whose rows, like others, go by themselves and not here."""
+    """The last two places are replicas', whose rows, like others, go by themselves and not here."""
 
     def planned(self, plan: ExpertPlan) -> ExpertPlan:
         self.local -= 2

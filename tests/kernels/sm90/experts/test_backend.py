@@ -25,7 +25,6 @@ from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
-from tests.kernels.replicas import Copied, compare, experts_of, with_guests
 from tests.kernels.problems import (
     Problem,
     error,
@@ -37,6 +36,7 @@ from tests.kernels.problems import (
     random_choice,
     run,
 )
+from tests.kernels.replicas import Copied, compare, experts_of, with_replicas
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3
@@ -57,13 +57,13 @@ def plan_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = 
     return ExpertPlan(index, prob, offsets, None)
 
 
-OF_GUESTS = torch.zeros(6, dtype=torch.int64)
+OF_REPLICAS = torch.zeros(6, dtype=torch.int64)
 """Words that kernels wait with before they read weights of replicas."""
 
 
 def _check_waiting(ready: Tensor | None, out: Any) -> None:
     if out is not None and ready is not None:
-        assert ready is OF_GUESTS, "rows have come before it is guests' turn"
+        assert ready is OF_REPLICAS, "rows have come before it is replicas' turn"
         launches.append("ready")
 
 
@@ -314,7 +314,7 @@ def test_without_gradients_h_is_not_written() -> None:
     assert error(out, run(p, "reference")["out"]) < 1e-6
 
 
-def guests_problem(act: Activation = ACT, *, bias: bool) -> Problem:
+def replicas_problem(act: Activation = ACT, *, bias: bool) -> Problem:
     """Six places, of which one guest's is empty."""
     choice = random_choice(60, 3, [0, 1, 3, 5])
     return make(act, torch.float32, bias=bias, choice=choice, L=6, rows=200)
@@ -325,10 +325,10 @@ ORDER = torch.tensor([5, 1, 0, 4, 3, 2], dtype=torch.int32)
 
 @pytest.mark.parametrize("act", [ACT, Activation("squared_relu")], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_guests_are_a_second_launch(bias: bool, act: Activation) -> None:
+def test_replicas_are_a_second_launch(bias: bool, act: Activation) -> None:
     margins = Margins(8, 16, 24)
     spec = MLPSpec(act, "fused", margins, accumulate=True)
-    compare(guests_problem(act, bias=bias), 4, spec, order=ORDER)
+    compare(replicas_problem(act, bias=bias), 4, spec, order=ORDER)
     names = ["fc1_act", "grouped_gemm", "fc2_dgrad_dact", "grouped_gemm", "wgrad", "wgrad"]
     alone = [(name, margin) for name, margin, _ in launches[12:]]
     assert alone == list(zip(names, (8, 8, 16, 16, 24, 24), strict=True))
@@ -359,7 +359,7 @@ class Recorded:
 
     def send_gradient(self, dx_SD: Tensor, dprob_NK: Tensor, plan: ExpertPlan) -> Tensor:
         self._log.append("send_gradient")
-        # What is left of the sums has been sent long before, with guests' rows.
+        # What is left of the sums has been sent long before, with replicas' rows.
         self._sums.copy_(reference.combine(self._signal.out_SN, plan.inverse_NK))
         self.dprob_NK = dprob_NK
         return reference.combine(dx_SD, plan.inverse_NK)
@@ -402,19 +402,19 @@ all."""
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_guests_come_and_go_beside_exchanges(
+def test_replicas_come_and_go_beside_exchanges(
     recompute: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list = []
     monkeypatch.setattr(sys.modules[__name__], "launches", log)
-    p, how = guests_problem(bias=True), dict(accumulate=True, recompute_h=recompute)
+    p, how = replicas_problem(bias=True), dict(accumulate=True, recompute_h=recompute)
     spec = MLPSpec(ACT, "fused", **how)
     want, _ = compare(p, 4, spec)
     log.clear()
     overlap = Recorded(p.x, log)
     theirs = experts_of(p, slice(4, None))
-    replicas = Copied(theirs, log=log, words=OF_GUESTS if waits else None)
-    got = with_guests(p, 4, spec, replicas=replicas, overlap=overlap)
+    replicas = Copied(theirs, log=log, words=OF_REPLICAS if waits else None)
+    got = with_replicas(p, 4, spec, replicas=replicas, overlap=overlap)
     names = [one.replace(" ", "_") if isinstance(one, str) else one[0] for one in log]
     expected = " ".join(f"{FORWARD} {AGAIN[recompute]}".split())
     for one, other in WAITING if waits else ():

@@ -206,17 +206,19 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
 @pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_guests_have_the_bits_of_own_experts(recipe: Fp8Block, bias: bool, act: Activation) -> None:
+def test_replicas_have_the_bits_of_own_experts(
+    recipe: Fp8Block, bias: bool, act: Activation
+) -> None:
     choice = random_choice(200, 2, [0, 1, 3, 5])
     p = make(act, torch.bfloat16, bias=bias, choice=choice, L=6, D=192, width=160, rows=420)
     order = torch.tensor([5, 1, 0, 4, 3, 2], dtype=torch.int32)
     compare(p, 4, MLPSpec(act, "fused", accumulate=True, recipe=recipe), order=order)
 
 
-def test_copies_of_guests_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_replicas_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are others in the next micro-batch."""
     made, quantize = [], fp8_copies.quantize_weights
     monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
     p = make(Activation("swiglu"), torch.bfloat16, L=6, D=192, width=160)
     compare(p, 4, MLPSpec(p.act, "fused", accumulate=True, recipe=Fp8Block(), keep_fp8=True))
-    assert len(made) == 2 + 4 + 2  # own experts', guests' for each use; all experts' of the other
+    assert len(made) == 2 + 4 + 2  # own experts', replicas' for each use; all experts' of the other

@@ -1,0 +1,257 @@
+"""Free memory of a host or a GPU, compared with a run's minimum before anything is built.
+
+Every implementation holds parameters, gradients, optimizer state and the logits of a micro-batch
+at once. A run whose minimum exceeds the free memory is refused, since the operating system would
+kill it minutes later. The expected peak, activations included, only causes a warning.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from phalanx.configs.formats import width
+from phalanx.configs.knobs import listed, overrides, pluralize
+from phalanx.configs.layout import (
+    data_parallel_size,
+    expert_parallel_size,
+    pipeline_chunks,
+    stage_ranks,
+)
+from phalanx.configs.linear_attention import linear_layers
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import is_valid
+from phalanx.kernels.refusal import Refusal
+from phalanx.moe.estimate.accounting import parameters
+from phalanx.moe.estimate.advice import Changes, enough, halvings
+from phalanx.moe.estimate.weights import stage_weights
+from phalanx.moe.report.units import storage
+
+_NEAR = 0.9
+"""Fraction of free memory above which a run is warned."""
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory that ranks on one device can still allocate together."""
+
+    device: str
+    """`this host`, `GPU 0`."""
+    free: int
+    """Free bytes."""
+    swap: int = 0
+    """Free bytes of swap space, which are slow."""
+
+
+def free_host_memory(
+    root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")
+) -> FreeMemory:
+    """Free memory of this host, or less if a cgroup of this process allows less.
+
+    Args:
+        root: mount point of the cgroups.
+        me: file with the cgroups of this process.
+    """
+    free, swap = psutil.virtual_memory().available, psutil.swap_memory().free
+    device = "this host"
+    for folder in _cgroups(root, me):
+        if (left := _left(folder)) is not None and left < free:
+            free, device = max(0, left), "this host's cgroup"
+    return FreeMemory(device, free, swap)
+
+
+def free_gpu_memory(device: torch.device) -> FreeMemory:
+    """Free memory of a GPU, unused memory that torch's allocator has reserved included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return FreeMemory(f"GPU {device.index or 0}", free + unused)
+
+
+def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
+    """Bytes that some ranks of a run hold at once with any implementation.
+
+    Args:
+        cfg: valid.
+        world: ranks of the run.
+        ranks: ranks on the same device or host.
+    """
+    weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
+    total = 0
+    for rank in ranks:
+        w = weights[rank // each]
+        total += w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
+        total += logits_bytes(cfg) if rank // each == _last_stage(cfg) else 0
+    return total
+
+
+def launch_refusal(cfg: Config, world: int) -> Refusal:
+    """`memory_refusal` of a launch with all its ranks on this host, before they start.
+
+    Args:
+        cfg: valid.
+        world: ranks; LOCAL_WORLD_SIZE of them are on this host if that is set.
+    """
+    local = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if cfg.run.device == "cpu" or not torch.cuda.is_available():
+        return memory_refusal(cfg, world, local, free_host_memory())
+    for rank in local[: torch.cuda.device_count()]:
+        gpu = free_gpu_memory(torch.device("cuda", rank))
+        if text := memory_refusal(cfg, world, [rank], gpu):
+            return text
+    return None
+
+
+def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMemory) -> Refusal:
+    """Why a run cannot be built here, and overrides that fit; None if it may fit.
+
+    Args:
+        cfg: valid, as set by the user.
+        world: ranks of the run.
+        ranks: ranks that share `memory`.
+        memory: measured before they allocate.
+    """
+    need = minimum_bytes(cfg, world, ranks)
+    most = memory.free + memory.swap
+    if need <= most:
+        return None
+    sharing = pluralize(len(ranks), "rank") if len(ranks) > 1 else "a rank"
+    fits = [text for text, _ in _remedies(cfg, world, ranks, most)]
+    helps = listed(fits[:3] or [f"model={_small(cfg)}"])
+    return (
+        f"{cfg.model.name} does not fit: weights, gradients and optimizer of {sharing} take "
+        f"{storage(need)} of {memory.device}, which has {storage(most)} free; {_largest(cfg)}: set "
+        f"{helps}{_more_ranks(cfg, world)}"
+    )
+
+
+def _more_ranks(cfg: Config, world: int) -> str:
+    """Advice to estimate the run with more ranks; empty if the layout allows no such number."""
+    for ranks in (8 * world, 4 * world, 2 * world):
+        if is_valid(cfg, ranks):
+            number = overrides({"run.dry_run": True, "parallel.world_size": ranks})
+            return f", or estimate more ranks with {number}"
+    return ""
+
+
+def nearly_full(subject: str, expected: int, memory: FreeMemory, helps: str) -> str:
+    """Warning if `subject` is expected to take most of the free memory or more; else empty."""
+    if expected <= _NEAR * memory.free:
+        return ""
+    return (
+        f"{subject} is expected to take {storage(expected)} of {memory.device}, which has "
+        f"{storage(memory.free)} free: if it runs out of memory, {helps}"
+    )
+
+
+def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
+    """Pinned host memory that background checkpoints of some ranks on GPUs use.
+
+    `parallel.checkpoint.host_buffer` holds a rank's shard of a checkpoint; replicas split what all
+    of them hold.
+    """
+    weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
+    replicas = data_parallel_size(cfg, world) * cfg.parallel.context
+    copies, wide = each // expert_parallel_size(cfg, world), width(cfg)
+    total = 0
+    for w in (weights[rank // each] for rank in ranks):
+        state = w.optimizer_bytes
+        if not cfg.parallel.distributed_optimizer:
+            state //= replicas
+        total += state + wide * (w.dense // replicas + w.expert // copies)
+    return total
+
+
+def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[tuple[str, int]]:
+    """(overrides that fit, bytes needed): knobs of the run first, then the size of the model."""
+
+    def need(changed: Config, size: int) -> int:
+        return minimum_bytes(changed, size, ranks)
+
+    m, p = cfg.model, cfg.parallel
+    same_model: list[list[Changes]] = [
+        [{"parallel.distributed_optimizer": True}],
+        [{"parallel.grad_dtype": "bf16"}],
+        [{"optim.moments": "bf16"}],
+        [{"parallel.expert": n} for n in (2, 4, 8) if n > p.expert],
+    ]
+    fewer = [_halved("model.layers", m.layers), _halved("model.moe.experts", m.moe.experts)]
+    for kinds in (same_model, [_halved("model.vocab_size", m.vocab_size)], fewer):
+        pairs = [pair for pair in enough(cfg, world, need, most, kinds) if pair[1] <= most]
+        if pairs:
+            return pairs
+    return []
+
+
+def _small(cfg: Config) -> str:
+    """The option of `model=` with the same components that a CPU can train."""
+    a = cfg.model.attention
+    if linear_layers(cfg.model):
+        return "tiny_qwen3_next"
+    return "tiny_deepseek" if a.kind == "mla" else "tiny_gpt_oss" if a.sinks else "tiny"
+
+
+def _halved(path: str, size: int) -> list[Changes]:
+    return [{path: n} for n in halvings(size)]
+
+
+def _largest(cfg: Config) -> str:
+    """The knob that contributes most parameters, in words."""
+    m = cfg.model
+    p = parameters(m)
+    parts = {
+        f"model.vocab_size={m.vocab_size}": p.embedding + p.head,
+        f"model.layers={m.layers} of model.moe.experts={m.moe.experts}": p.routed_experts,
+        f"model.hidden={m.hidden}": p.attention + p.dense_mlp + p.shared_experts,
+    }
+    return f"most of it is {max(parts, key=lambda name: parts[name])}"
+
+
+def logits_bytes(cfg: Config) -> int:
+    """Bytes of a micro-batch's logits on a rank of the last stage."""
+    p, d = cfg.parallel, cfg.data
+    tokens = d.micro_batch * d.sequence_length // p.context
+    return width(cfg) * tokens * cfg.model.vocab_size // p.tensor
+
+
+def _last_stage(cfg: Config) -> int:
+    chunks = pipeline_chunks(cfg)
+    return next(i for i, letters in enumerate(chunks) if "L" in letters) % cfg.parallel.pipeline
+
+
+def _cgroups(root: Path, me: Path) -> list[Path]:
+    """Folders of the memory cgroups of this process, starting at the mount point."""
+    try:
+        lines = me.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = root / "memory" if kinds else root
+        parts = Path(path.lstrip("/"))
+        folders += [top, *(top / p for p in reversed(parts.parents)), top / parts]
+    return list(dict.fromkeys(folders))
+
+
+def _left(folder: Path) -> int | None:
+    """Bytes that a cgroup may still allocate, reclaimable page cache included; None: no limit."""
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = (folder / limit).read_text(encoding="utf-8").strip()
+            used = int((folder / usage).read_text(encoding="utf-8"))
+            stat = (folder / "memory.stat").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        if not most.isdecimal():  # max
+            return None
+        counters = dict(line.split(" ", 1) for line in stat.splitlines())
+        return int(most) - used + int(counters.get(cache, 0))
+    return None

@@ -1,0 +1,1 @@
+"""Expert replication: copies of hot experts on other ranks, for one micro-batch."""

@@ -1,0 +1,40 @@
+"""The site builds without a warning: its links lead somewhere, its API pages have every module."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT
+
+pytest.importorskip("mkdocs")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+def test_pages_of_the_root_and_sources_are_pages(site: Path) -> None:
+    index = (site / "index.html").read_text("utf-8")
+    assert 'href="source/moe/layer.py/"' in index and 'href="CONTRIBUTING/"' in index
+    source = (site / "source/moe/layer.py/index.html").read_text("utf-8")
+    assert "class" in source and "MoELayer" in source
+    assert (site / "measured/compare/losses_gpt_oss_20b_4_layers.png").is_file()
+    assert 'class="mermaid"' in (site / "design/index.html").read_text("utf-8")
+
+
+def test_api_pages_have_every_module(site: Path) -> None:
+    for package in ("configs", "kernels", "moe", "parallel"):
+        page = (site / "api" / package / "index.html").read_text("utf-8")
+        named = set(re.findall(r'id="(phalanx[\w.]+)"', page))
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(("phalanx", *path.relative_to(ROOT).with_suffix("").parts))
+            public = not any(part.startswith("_") for part in path.relative_to(ROOT).parts)
+            assert module in named or not public, module
