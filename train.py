@@ -85,7 +85,7 @@ def _train(
             from phalanx.parallel.megatron.imports import importing_megatron
 
             with importing_megatron():
-                from phalanx.moe.training.trainer import run
+                from phalanx.moe.training.entry import run
 
             launch = Launch(command_line(argv), console)
             return run(cfg, stop, guard, launch, ends_process=ends_process)

@@ -33,9 +33,10 @@ from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.parameter_facts import facts_of
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",
@@ -86,7 +87,7 @@ class Experts(MegatronModule):
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
         if spec.interleaved:
-            cast(Any, self.w1).gated_runs = _order(spec).run  # for parallel.megatron.matrices
+            facts_of(self.w1).gated_run = _order(spec).run  # for parallel.megatron.matrices
         if config.perform_initialization:
             self._initialize()
 
@@ -100,7 +101,7 @@ class Experts(MegatronModule):
         parameter.allreduce = False
         # A stacked bias is a matrix; parallel.engine exempts vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
-        parameter.adds_to_main_grad = self.spec.accumulate  # for parallel.engine
+        facts_of(parameter).adds_to_main_grad = self.spec.accumulate
         return cast(torch.nn.Parameter, parameter)
 
     @torch.no_grad()
@@ -116,18 +117,23 @@ class Experts(MegatronModule):
             for expert in self.w2:
                 self.config.output_layer_init_method(expert)
 
-    def forward(self, received: Received, addends: Sequence[Tensor] = ()) -> Tensor:
+    def forward(
+        self,
+        received: Received,
+        addends: Sequence[Tensor] = (),
+        memory: LayerContext = INACTIVE,
+    ) -> Tensor:
         """Sum of the outputs of this rank's experts for each received row, by probability.
 
         Args:
             received: rows and plan.
             addends: up to two [N, D] to be added to the sums.
+            memory: context of the layer.
 
         Returns:
             out_ND; without addends 0 for a row that none of these experts reads.
         """
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
-        memory = current_layer_context()
         with received.saving():
             return grouped_mlp(
                 received.rows_ND,

@@ -33,7 +33,7 @@ from phalanx.parallel.dispatcher.base import make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import Transport
-from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
 
@@ -133,48 +133,65 @@ class MoE(MoELayer):
         intermediate_tensors: None = None,
         padding_mask: None = None,
         residual: Tensor | None = None,
+        memory: LayerContext = INACTIVE,
     ) -> tuple[Tensor, None]:
         """Output of the layer [s, B, D], and no bias: biases are added inside.
 
         Args:
             hidden_states: normalised hidden states [s, B, D].
             residual: added to the output, also [s, B, D].
+            memory: context of the transformer layer.
 
         Raises:
             ValueError: a padding mask, or a resumed forward of Megatron-Core's partial graphs.
         """
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
-        if current_layer_context().recomputes("moe"):
+        if memory.recomputes("moe"):
             return checkpoint(self._forward, hidden_states, addend=residual), None
-        return self._forward(hidden_states, residual), None
+        return self._forward(hidden_states, residual, memory), None
 
-    def _forward(self, hidden_SBD: Tensor, residual_SBD: Tensor | None = None) -> Tensor:
+    def _forward(
+        self,
+        hidden_SBD: Tensor,
+        residual_SBD: Tensor | None = None,
+        memory: LayerContext = INACTIVE,
+    ) -> Tensor:
+        """Output of the layer [s, B, D]: the four steps, one after the other."""
         x_TD = hidden_SBD.flatten(0, 1)
         residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
+        shared_fc1 = shared_fc2 = None
+        if self.shared_experts is not None:  # each part overlaps one exchange of tokens
+            shared_fc1, shared_fc2 = self.shared_experts.halves(hidden_SBD, memory)
+
+        # 1. K experts and their weights for every token.
         with record_function("moe/route"):
             topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
-        shared = self.shared_experts
-        first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
+
+        # 2. Tokens go to the ranks of their experts, and come as rows in the order of experts.
         with record_function("moe/dispatch"):
             sent = self.dispatcher.send_tokens(x_TD, topk_idx_TK, topk_prob_TK)
-            if first is not None:
-                first()  # while tokens are in flight
+            if shared_fc1 is not None:
+                shared_fc1()  # while tokens are in flight
             received = self.dispatcher.receive_tokens(sent)
             del sent  # it may hold rows that nobody else needs
         if received.replication_plan is not None and self.training and torch.is_grad_enabled():
             self.router.statistics.add_replication_plan(received.replication_plan)
-        if self._adds:
-            addends = _addends(second, residual_TD)
-            with record_function("moe/experts"):
-                return self.experts(received, addends).view_as(hidden_SBD)
+
+        # 3. The weighted sum of this rank's experts for every received token. The fused experts add
+        # shared experts and residual as well, if there is nothing to combine.
+        added = _addends(shared_fc2, residual_TD) if self._adds else ()
         with record_function("moe/experts"):
-            out_ND = self.experts(received)
+            out_ND = self.experts(received, added, memory)
+        if self._adds:
+            return out_ND.view_as(hidden_SBD)
+
+        # 4. Rows go back, and those of a token are added, with shared experts and residual.
         with record_function("moe/combine"):
-            sums = self.dispatcher.send_sums(out_ND, received, alone=second is None)
-            # The shared experts' second half runs while sums are in flight.
-            addends = _addends(second, residual_TD)
-            out_TD = self.dispatcher.receive_sums(sums, received, addends)
+            sums = self.dispatcher.send_sums(out_ND, received, alone=shared_fc2 is None)
+            # The shared experts' second projection runs while sums are in flight.
+            added = _addends(shared_fc2, residual_TD)
+            out_TD = self.dispatcher.receive_sums(sums, received, added)
         return out_TD.view_as(hidden_SBD)
 
 

@@ -20,7 +20,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
 from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
 MEGATRON = partial(
@@ -50,7 +50,9 @@ class SharedExperts(SharedExpertMLP):
         if spec.recipe is not None and not self._splits:
             compute_by(spec, self)
 
-    def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
+    def halves(
+        self, hidden_SBD: Tensor, memory: LayerContext = INACTIVE
+    ) -> tuple[Callable[[], None], Callable[[], Tensor]]:
         """The two parts of one call of [s, B, D]; the second returns the output [N, D]."""
         pending: list[DenseFc1] = []
 
@@ -59,13 +61,12 @@ class SharedExperts(SharedExpertMLP):
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
                     first_half = dense_fc1(x_ND, w1, self.spec)
-                    memory = current_layer_context()
                     memory.drop("mlp", [first_half.h_NH], first_half.recompute)
                     pending.append(first_half)
 
         def second() -> Tensor:
             with record_function("moe/shared"):
-                if not self._splits and current_layer_context().recomputes("mlp"):
+                if not self._splits and memory.recomputes("mlp"):
                     return checkpoint(self, hidden_SBD).flatten(0, 1)
                 if not self._splits:
                     return self(hidden_SBD).flatten(0, 1)

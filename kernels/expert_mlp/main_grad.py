@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.parameter_facts import facts_of
+
 
 class Buffer(NamedTuple):
     """Destination of a gradient."""
@@ -39,20 +41,19 @@ def takes(parameter: Tensor | None) -> bool:
 
 def buffer(parameter: Tensor) -> Buffer:
     """Destination of the gradient of a parameter for which `takes` is true."""
-    replaces = getattr(parameter, "replaces_main_grad", False)
+    replaces = facts_of(parameter).replaces_main_grad
     return Buffer(parameter.main_grad, not replaces)  # type: ignore[attr-defined]
 
 
 def replace_next(parameters: Iterable[Tensor]) -> None:
     """Have the next gradient of each parameter overwrite its buffer; `takes` must hold for all."""
     for parameter in parameters:
-        parameter.replaces_main_grad = True  # type: ignore[attr-defined]
+        facts_of(parameter).replaces_main_grad = True
 
 
 def added(parameter: Tensor) -> Tensor | None:
     """Note that the gradient is in the buffer, and return the backward pass's result for it."""
-    if getattr(parameter, "replaces_main_grad", False):
-        parameter.replaces_main_grad = False  # type: ignore[attr-defined]
+    facts_of(parameter).replaces_main_grad = False
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None  # no hook waits for it
     parameter.grad_added_to_main_grad = True

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.backend import Linear
+from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.blocks import QuantizedWeights
 from phalanx.kernels.quantize.quantize import quantize_weights
 
@@ -21,15 +22,16 @@ def weight_copies(linear: Linear, *, keep: bool) -> QuantizedWeights:
         keep: cache them on the parameter until `forget`.
     """
     stored = linear.transposed if linear.is_transposed else linear
-    copies: QuantizedWeights | None = getattr(linear.source, "fp8_copies", None)
+    facts = None if linear.source is None else facts_of(linear.source)
+    copies: QuantizedWeights | None = None if facts is None else facts.fp8_copies
     if copies is None:
         copies = quantize_weights(stored.weight_LOI, stored.parts)
-        if keep and linear.source is not None:
-            linear.source.fp8_copies = copies  # type: ignore[attr-defined]
+        if keep and facts is not None:
+            facts.fp8_copies = copies
     return copies
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
     """Drop the cached copies of parameters, before the first use of updated weights."""
     for parameter in parameters:
-        vars(parameter).pop("fp8_copies", None)
+        facts_of(parameter).fp8_copies = None

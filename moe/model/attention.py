@@ -60,7 +60,7 @@ class CoreAttention(MegatronModule):
         config: heads, `kv_channels`, `window_size`, `window_attn_skip_freq`, `softmax_type`.
         layer_number: counted from 1, decides whether this layer has a window.
         softmax_scale: factor on the logits; 1 / sqrt(key channels) by default.
-        k_channels, v_channels: channels of a head, where they differ from `config.kv_channels`.
+        k_channels: channels of a query and key head; `config.kv_channels` by default.
         pg_collection: the `tp` group splits heads, the `cp` group splits the sequence.
         backend: backend of kernels.core_attention.
 
@@ -74,16 +74,13 @@ class CoreAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
+        *,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        *,
         backend: str,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         if attention_dropout or (attention_dropout is None and config.attention_dropout):

@@ -21,7 +21,7 @@ from phalanx.moe.experts import activation_of
 from phalanx.moe.saved_tensors import TokenCounts
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
 
@@ -61,9 +61,10 @@ class DenseMLP(MLP):
         if spec.recipe is not None and not self._fused:  # Megatron-Core adds biases
             compute_by(spec, self)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    def forward(
+        self, hidden_states: Tensor, *args: Any, memory: LayerContext = INACTIVE, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
         """Output [s, B, D] of hidden states [s, B, D], and a bias to add or None."""
-        memory = current_layer_context()
         if not self._fused:
             if memory.recomputes("mlp"):
                 return checkpoint(self._with_bias, hidden_states), None

@@ -1,56 +1,44 @@
-"""Cross entropy of the language model, with the vocabulary over the tensor-parallel ranks.
+"""Losses of the language model: cross entropy over tensor parallel ranks, tokens further ahead.
 
 On GPUs the gradient overwrites the logits, which nothing else reads. If a step knows the gradient
-of each loss in advance (`expect_grad`), Hopper GPUs write the gradient of the logits in the forward
+of each loss in advance (`LossContext`), Hopper GPUs write the gradient of the logits in the forward
 pass, while they read the logits for the loss (`kernels.sm90.loss`). Otherwise the backward pass
 writes it and reads the logits once more (`kernels.elementwise.cross_entropy`).
 
-Legend: N tokens, V vocabulary of this rank.
+The loss of a token ahead (multi-token prediction) is the mean over the labels that count. This
+replaces Megatron-Core's `process_mtp_loss`, which divides by the labels of a micro-batch of a rank,
+so that few labels weigh as much as many, and counts correct predictions by a pass over all logits.
+
+Legend: N tokens, V vocabulary of this rank, B sequences, S tokens of each on this rank, K tokens
+ahead.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class ExpectedGrad(NamedTuple):
-    """Gradient that losses are going to have."""
+@dataclass
+class LossContext:
+    """Facts on the losses of one call of a model, and results of that call.
 
-    gradient: Callable[[], Tensor]
-    """Returns the gradient of every loss that counts: fp32, one element, not 0."""
-    labels: int
-    """Address of the labels of these losses."""
-
-
-_EXPECTED: ContextVar[ExpectedGrad | None] = ContextVar("expected_grad", default=None)
-
-
-@contextlib.contextmanager
-def expect_grad(gradient: Callable[[], Tensor], labels: Tensor) -> Iterator[None]:
-    """Promise that losses of these labels have this gradient, which is computed where it is used.
-
-    Other gradients are right too, to twice the rounding, but cost a pass over the logits of their
-    tokens.
+    The caller passes it with the labels (`moe.model.gpt.LanguageModel.forward`).
     """
-    token = _EXPECTED.set(ExpectedGrad(gradient, labels.data_ptr()))
-    try:
-        yield
-    finally:
-        _EXPECTED.reset(token)
 
-
-def expected_grad(labels: Tensor) -> Tensor | None:
-    """Expected gradient of losses of these labels, fp32, one element; None if it is not known."""
-    promise = _EXPECTED.get()
-    if promise is None or promise.labels != labels.data_ptr():
-        return None
-    return promise.gradient()
+    expected_grad: Callable[[], Tensor] | None = None
+    """Function that returns the gradient of every next-token loss that counts: fp32, one element,
+    not 0. It is called only if it is used. Losses with other gradients are right too, to twice the
+    rounding, but cost a pass over the logits of their tokens."""
+    labels_ahead_K: Tensor | None = None
+    """Numbers by which the losses of each token ahead are divided; None: labels of the call."""
+    losses_ahead: list[Tensor] = field(default_factory=list)
+    """Losses of each token ahead, added by the call if it has `labels_ahead_K`."""
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -108,20 +96,25 @@ class OnePassCrossEntropy(torch.autograd.Function):
         return gradient_NV, None, None
 
 
-def cross_entropy(logits_SBV: Tensor, labels_BS: Tensor, group: dist.ProcessGroup) -> Tensor:
+def cross_entropy(
+    logits_SBV: Tensor,
+    labels_BS: Tensor,
+    group: dist.ProcessGroup,
+    expected_grad: Callable[[], Tensor] | None = None,
+) -> Tensor:
     """Loss of each token, fp32 [B, S], as Megatron-Core's models return it.
 
     Args:
         logits_SBV: bf16 or fp32; overwritten, at the latest by the backward pass.
         labels_BS: int64.
         group: tensor parallel group, over which the vocabulary is split.
+        expected_grad: see `LossContext`.
     """
     S, B, V = logits_SBV.shape
     target_N = labels_BS.t().reshape(-1)
     logits_NV = logits_SBV.contiguous().view(-1, V)
-    gradient = expected_grad(labels_BS) if _in_one_pass(logits_NV, group) else None
-    if gradient is not None:
-        loss_N = OnePassCrossEntropy.apply(logits_NV, target_N, gradient)
+    if expected_grad is not None and _in_one_pass(logits_NV, group):
+        loss_N = OnePassCrossEntropy.apply(logits_NV, target_N, expected_grad())
     else:
         loss_N = CrossEntropy.apply(logits_NV, target_N, group)
     return loss_N.view(S, B).t().contiguous()
@@ -136,3 +129,58 @@ def _in_one_pass(logits_NV: Tensor, group: dist.ProcessGroup) -> bool:
     from phalanx.kernels.sm90.loss.cross_entropy import configured
 
     return dist.get_world_size(group) == 1 and configured(logits_NV.shape[1]) is not None
+
+
+Shift = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Shift of [B, S] by one token within sequences and documents; with it, the sum of the result."""
+
+
+def keep_predictions(hidden_states: Tensor, **_: Any) -> Tensor:
+    """Hidden states as they are, in place of `process_mtp_loss`, which would add the losses.
+
+    The model adds them itself, where it has their `LossContext`.
+    """
+    return hidden_states
+
+
+def token_shift(cp_group: Any, packed_seq_params: Any) -> Shift:
+    """Megatron-Core's shift of tokens, labels and masks for one call of a model."""
+    return lambda x: roll_tensor(x, cp_group=cp_group, packed_seq_params=packed_seq_params)
+
+
+def add_losses_ahead(
+    hidden_states: list[Tensor],
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    context: LossContext,
+    *,
+    token_loss: Callable[[Tensor, Tensor], Tensor],
+    shift: Shift,
+    config: Any,
+) -> Tensor:
+    """Hidden states that predict the next token; their gradient includes that of the losses ahead.
+
+    Args:
+        hidden_states: [S, B, D] each, which predict the next token and each token ahead.
+        labels: [B, S], of the next token.
+        loss_mask: bool [B, S]: labels that count; None counts all.
+        context: receives the losses ahead.
+        token_loss: losses [B, S] from hidden states and labels.
+        shift: see `Shift`.
+        config: TransformerConfig with the factor of the losses.
+    """
+    next_SBD, *ahead = hidden_states
+    mask = torch.ones_like(labels, dtype=torch.bool) if loss_mask is None else loss_mask
+    for k, hidden_SBD in enumerate(ahead):
+        labels, _ = shift(labels)
+        mask, number = shift(mask)
+        if context.labels_ahead_K is None:
+            number = number.clamp(min=1)
+        else:
+            number = context.labels_ahead_K[k]
+        loss_BS = mask * token_loss(hidden_SBD, labels)
+        if context.labels_ahead_K is not None:
+            context.losses_ahead.append(loss_BS.detach().sum() / number)
+        scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        next_SBD = MTPLossAutoScaler.apply(next_SBD, scale * loss_BS / number)
+    return next_SBD

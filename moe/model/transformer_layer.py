@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.layer import MoE
+from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.norm import ResidualNorm
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.layer_context import (
+    INACTIVE,
     KEEP_ALL,
+    LayerContext,
     MemoryPlan,
-    current_layer_context,
     enter_layer,
 )
 from phalanx.parallel.memory.recompute import checkpoint
@@ -89,17 +91,18 @@ class Layer(TransformerLayer):
         )
         with enter_layer(self._memory, self.layer_number) as memory:
             if memory.recomputes("full"):
-                hidden = checkpoint(partial(self._forward, attend), hidden_states)
+                hidden = checkpoint(partial(self._forward, attend, INACTIVE), hidden_states)
                 memory.offload("residual", hidden_states)
             else:
-                hidden = self._forward(attend, hidden_states)
+                hidden = self._forward(attend, memory, hidden_states)
             # Pipeline schedules free what a stage returns, which they cannot do to a view.
             hidden = make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True)
             memory.end(hidden)
         return hidden, None
 
-    def _forward(self, attend: Callable[[Tensor], Any], hidden: Tensor) -> Tensor:
-        memory = current_layer_context()
+    def _forward(
+        self, attend: Callable[[Tensor], Any], memory: LayerContext, hidden: Tensor
+    ) -> Tensor:
         normed, residual = _fork(self.input_layernorm, hidden)
         memory.drop("norm", [normed], partial(_normed, self.input_layernorm, hidden))
         out, bias = attend(normed)
@@ -111,9 +114,10 @@ class Layer(TransformerLayer):
         memory.drop("norm", [normed, total], recompute)
         memory.offload("residual", residual, out if memory.recomputes("norm") else total)
         if isinstance(self.mlp, MoE):
-            hidden, _ = self.mlp(normed, residual=total)
+            hidden, _ = self.mlp(normed, residual=total, memory=memory)
             return hidden
-        out, bias = self.mlp(normed)
+        dense = isinstance(self.mlp, DenseMLP)
+        out, bias = self.mlp(normed, memory=memory) if dense else self.mlp(normed)
         return total + (out if bias is None else out + bias)
 
 

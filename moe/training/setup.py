@@ -20,9 +20,10 @@ from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
-from phalanx.moe.model.gpt import Backends, Layout, build, embedding_stages, transformer_config
+from phalanx.moe.model.gpt import Backends, build, embedding_stages
 from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
+from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
     agreed_experts,

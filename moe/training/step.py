@@ -17,8 +17,7 @@ import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
-from phalanx.moe.model.loss import expect_grad
-from phalanx.moe.model.mtp_loss import labels_ahead
+from phalanx.moe.model.loss import LossContext
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.labels import Batch, Labels, count_labels, make_labels
@@ -262,13 +261,13 @@ class Step:
         labels, mask = batch["labels"], batch.get("loss_mask")
         mean, report = mean_K[0], mean_loss if chunk.training else sample_losses
         gradient = partial(self._loss_gradient, labels, microbatches, mean, mask)
-        with expect_grad(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
-            if self.cfg.data.document_mask:
-                output = self._packed(batch, chunk)
-            else:
-                tokens, positions = batch["tokens"], batch["position_ids"]
-                output = chunk(tokens, positions, None, labels=labels, loss_mask=mask)
-        return output, partial(report, mean=mean, mask_BS=mask, ahead=ahead)
+        losses = LossContext(gradient, mean_K[1:])
+        if self.cfg.data.document_mask:
+            output = self._packed(batch, chunk, losses)
+        else:
+            tokens, positions = batch["tokens"], batch["position_ids"]
+            output = chunk(tokens, positions, None, labels=labels, loss_mask=mask, losses=losses)
+        return output, partial(report, mean=mean, mask_BS=mask, ahead=losses.losses_ahead)
 
     def _loss_gradient(
         self,
@@ -285,7 +284,7 @@ class Step:
             return torch.full((), value, dtype=torch.float32, device=labels.device)
         return factor / mean
 
-    def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
+    def _packed(self, batch: Batch, chunk: torch.nn.Module, losses: LossContext) -> Any:
         """Output of a chunk for sequences of packed documents, which the model sees as one."""
         names = ("tokens", "position_ids", "labels", "loss_mask")
         flat = {name: batch[name].reshape(1, -1) for name in names}
@@ -296,6 +295,7 @@ class Step:
             None,
             labels=flat["labels"],
             loss_mask=flat["loss_mask"],
+            losses=losses,
             packed_seq_params=packed(
                 batch["position_ids"],
                 places=places,

@@ -6,8 +6,6 @@ step (moe.training.bad_steps) is skipped before the parameters are changed.
 
 import gc
 import math
-import os
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,54 +17,42 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import logit_interval
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.report.compiling import report_compilation
-from phalanx.moe.report.expert_watch import ExpertWatch
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
-from phalanx.moe.report.slow_ranks import SlowRanks
 from phalanx.moe.report.start_page import describe, device, versions
+from phalanx.moe.report.step_records import StepRecords
 from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
-from phalanx.moe.training.choices import choose_graph, choose_kernels, with_choices
-from phalanx.moe.training.failure import emit_error, exit_with, not_captured
+from phalanx.moe.training.choices import choose_kernels
+from phalanx.moe.training.failure import not_captured
 from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
-from phalanx.moe.training.memory_check import check_memory
-from phalanx.moe.training.out_of_memory import explain_out_of_memory
-from phalanx.moe.training.preflight import checkpoint_root, nothing_left, preflight
+from phalanx.moe.training.preflight import checkpoint_root, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
-from phalanx.moe.training.shared import compare_settings
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import SourceLosses, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
-from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import set_activity
-from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
-from phalanx.parallel.fault.guard import Guard
+from phalanx.parallel.fault.agreement import Failed, agree, gather
 from phalanx.parallel.fault.signals import StopSignal
-from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
-from phalanx.parallel.run_folder import check_shared, lock
 from phalanx.parallel.run_start import Start, start_over_override
-from phalanx.parallel.runtime import Runtime, launcher_world, start
-from phalanx.parallel.runtime import end as end_runtime
-from phalanx.parallel.runtime import stop as stop_runtime
+from phalanx.parallel.runtime import Runtime
 
 
 class Trainer:
@@ -120,12 +106,7 @@ class Trainer:
             row = torch.from_numpy(train_set[0]).long()
             position = train_set.positions(0) if cfg.data.document_mask else None
             self.samples = Samples(cfg, self.compute, row, position)
-        self._routed: torch.Tensor | None = None
-        """All ranks' table of the load of the experts in the steps since the last record; None if
-        all of them were skipped."""
         self._logits_every = logit_interval(cfg.optim)
-        self._max_logits: list[torch.Tensor] = []
-        """Largest logits by layer, of those steps since the last record that measured them."""
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
@@ -154,11 +135,11 @@ class Trainer:
             launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
         if cfg.run.save_interval >= 0:  # else the checkpoints stay as they are
             self.checkpoints.started(start)
-        self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
-        location = f"rank {runtime.rank} on {socket.gethostname()}, {runtime.device}"
-        self.slow = SlowRanks(gather(location), self.step)
         self.metrics = self._metrics()
         self.pace = Pace(cfg, runtime)
+        self.records = StepRecords(
+            self.job, self.compute.collector, self.metrics, self.pace, self.step
+        )
         self.facts = title_facts(self.job)
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -288,7 +269,7 @@ class Trainer:
             self._eager = number
             self.metrics.event(f"{not_captured(failure)}; steps are eager from step {number} on")
         if number > self._first:  # the first step compiles, and opens files
-            self.slow.add(late)
+            self.records.add_times(late)
         fault = self.health.fault(number, loss, norm, labels)
         if fault is not None:
             balance.restore(engine.modules, before)
@@ -298,19 +279,23 @@ class Trainer:
                 return stopping
             self.metrics.event(f"skipped: {fault}")
         else:
-            self._routed = load
-            self._max_logits += [logits] if measured else []
+            self.records.add_accepted(load, logits if measured else None)
         self._set_activity("update")
         with record_function("optimizer"):
             engine.step(norm) if fault is None else engine.skip()
         self.step = number
         self._may_write()
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
-            record = {"loss": loss} if labels else {}
+            record: dict[str, Any] = {"loss": loss} if labels else {}
             record |= {"grad_norm": norm, "lr": engine.lr, "labels": labels, "data_time": waited}
             if self.cfg.model.mtp_layers and not math.isnan(mtp_loss):
                 record["mtp_loss"] = mtp_loss
-            self._log(record)
+            budget = self.job.budget
+            record |= {"step": self.step, "tokens": self._tokens(), "reruns": budget.reruns}
+            record |= self.health.counts() | {"capacity_factor": budget.capacity_factor}
+            if self._eager:
+                record["eager_steps"] = self.step - self._eager + 1
+            self.records.log(record)
         return stopping
 
     # --- around the loop --------------------------------------------------------------------------
@@ -378,55 +363,6 @@ class Trainer:
                 f"experts needed {needed:.2f} x the balanced rows: "
                 f"{subject} was run again with capacity_factor {factor:.2f}"
             )
-
-    def _log(self, record: dict[str, Any]) -> None:
-        budget = self.job.budget
-        load = self._take_load()
-        record |= {"step": self.step, "tokens": self._tokens()}
-        record |= {"reruns": budget.reruns} | self.health.counts()
-        record["capacity_factor"] = budget.capacity_factor
-        if self._eager:
-            record["eager_steps"] = self.step - self._eager + 1
-        record |= self.pace.rates(self.step)
-        late, slow = self.slow.look(self.step, record["step_time"])
-        record |= {"late": late} if late else {}
-        if load.load:  # none if all steps since the last record were skipped
-            record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
-            record |= {"layers": load.by_layer}
-            record |= {"rank_load": load.rank_load} if load.rank_load else {}
-        if load.replicas is not None:
-            record |= {
-                "replicas": load.replicas,
-                "rank_load_without_replicas": load.rank_load_without_replicas,
-            }
-            record |= {"rank_load_with_replicas": load.rank_load_with_replicas}
-        record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
-        record |= self._take_max_logits()
-        self.metrics.log(record)
-        for warning in (*self.experts.look(load, self.step), *slow):
-            self.metrics.event(warning)
-
-    def _take_load(self) -> balance.Balance:
-        """Load of the steps since the last record, without those that were skipped."""
-        table, self._routed = self._routed, None
-        balance.reset(self.job.engine.modules)
-        return balance.Balance() if table is None else self.compute.collector.read(table)
-
-    def _take_max_logits(self) -> dict[str, Any]:
-        """Largest attention logits of the steps since the last record: in total and by layer.
-
-        Empty if no step measured them; layers of linear attention have none.
-        """
-        measured, self._max_logits = self._max_logits, []
-        if not measured:
-            return {}
-        by_layer = torch.stack(measured).amax(0).tolist()
-        numbered = {str(n): x for n, x in enumerate(by_layer, 1) if x != -math.inf}
-        largest = max(numbered.values())
-        return {
-            "max_logit": largest,
-            "max_logits": {n: float(f"{x:.6g}") for n, x in numbered.items()},
-        }
 
     def _tokens(self) -> int:
         """Number of tokens that the data cursor has passed."""
@@ -513,10 +449,7 @@ class Trainer:
         self._load(path)
         self.health.roll_back(self.step, fault)
         self._extend_data()
-        self._take_load()
-        self._max_logits = []
-        self.experts.rewind(self.step)
-        self.slow.rewind(self.step)
+        self.records.rewind(self.step)
         self.metrics.rewind(self.step)
         self.metrics.event(f"rolled back to {path}: {fault}")
         self.pace.restart(self.step)
@@ -557,68 +490,3 @@ def _no_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def run(
-    cfg: Config, stop: StopSignal, guard: Guard, launch: Launch, *, ends_process: bool = False
-) -> int:
-    """Train, and return the process's exit code (see train.py).
-
-    Args:
-        cfg: validated config.
-        stop, guard: active signal handler and guard process.
-        launch: record of this start for the run folder.
-        ends_process: the process ends with the run, so that process groups need no teardown.
-    """
-    trainer: Trainer | None = None
-    watchdog: Watchdog | None = None
-    folder = Path(cfg.run.dir) / cfg.run.name
-    try:
-
-        def met(store: dist.Store) -> None:
-            nonlocal watchdog
-            rank, world = int(os.environ.get("RANK", "0")), launcher_world()
-            limit = cfg.parallel.timeout
-            watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
-            set_activity("start: comparison of settings")
-            compare_settings(cfg, store, rank, world)
-
-        runtime = start(
-            seed=cfg.run.seed,
-            timeout=cfg.parallel.timeout,
-            deterministic=cfg.run.deterministic,
-            met=met,
-        )
-        assert watchdog is not None
-        if cfg.run.device == "cuda" and runtime.device.type != "cuda":
-            raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
-        set_activity("start: what is left")
-        # A single rank has checked this before it imported torch (train.py).
-        if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
-            for line in lines if runtime.is_main else ():
-                print(f"-- {line}", flush=True)
-            watchdog.close()
-            end_runtime(runtime) if ends_process else stop_runtime()
-            return 0
-        set_activity("start: kernels")
-        choices = choose_kernels(cfg, runtime)
-        # Before the transport is chosen: a graph needs its stream from the start.
-        graph = choose_graph(with_choices(cfg, runtime, choices, cfg.parallel.dispatch))
-        stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
-        with explain_out_of_memory(cfg, runtime.world, folder), stream:
-            set_activity("start: memory check")
-            check_memory(cfg, runtime, choices)
-            set_activity("start: run folder")
-            held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
-            if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
-                check_shared(folder)
-            trainer = Trainer(
-                cfg, runtime, stop, launch, held if runtime.is_main else None, choices
-            )
-            trainer.fit()
-        watchdog.close()
-    except Exception as error:
-        rank, training = int(os.environ.get("RANK", "0")), trainer is not None
-        return exit_with(error, stop, rank=rank, training=training, watchdog=watchdog)
-    end_runtime(runtime) if ends_process else stop_runtime()
-    return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

@@ -23,9 +23,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from phalanx.kernels.parameter_facts import facts_of
+
 _OF_ADAMW = ("word_embeddings", "position_embeddings", "output_layer", "router")
 """Modules whose matrices AdamW updates."""
-_ATTRIBUTE = "muon_matrices"
 _TAG = "is_managed_by_layer_wise_optimizer"
 
 
@@ -47,21 +48,22 @@ class Matrices:
 
 def of(p: Tensor) -> Matrices | None:
     """The matrices of a parameter, or of what its optimizer updates in place of it."""
-    return getattr(p, _ATTRIBUTE, None)
+    matrices: Matrices | None = facts_of(p).muon_matrices
+    return matrices
 
 
 def mark(module: torch.nn.Module, config: TransformerConfig) -> None:
     """Note on each parameter of a bare model chunk which matrices it is, if Muon updates it."""
     for name, p in module.named_parameters():
         if (found := _matrices(name, p, config)) is not None:
-            setattr(p, _ATTRIBUTE, found)
+            facts_of(p).muon_matrices = found
 
 
 def hand_on(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
     """Note on what optimizers update which matrices it is: of (parameter, updated tensor)."""
     for parameter, updated in pairs:
         if (found := of(parameter)) is not None:
-            setattr(updated, _ATTRIBUTE, found)
+            facts_of(updated).muon_matrices = found
 
 
 def layout(
@@ -112,7 +114,7 @@ def _matrices(name: str, p: Tensor, config: TransformerConfig) -> Matrices | Non
     if path[-1] in ("w1", "w2") and p.dim() == 3:  # moe.experts
         batch, rows, columns = p.shape
         gated = path[-1] == "w1" and config.gated_linear_unit
-        if run := getattr(p, "gated_runs", 0):  # kernels.sm100.interleave
+        if run := facts_of(p).gated_run:  # kernels.sm100.interleave
             return Matrices(batch, rows // (2 * run), (run, run), columns)
         return Matrices(batch, 1, _halves(rows) if gated else (rows,), columns)
     if p.dim() != 2 or not path[-1].startswith("weight") or set(path) & set(_OF_ADAMW):

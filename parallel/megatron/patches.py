@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp import main_grad
+from phalanx.kernels.parameter_facts import facts_of
 
 
 @contextmanager
@@ -124,7 +125,7 @@ def replace_first_gradients(chunk: DistributedDataParallel) -> None:
     Megatron-Core would clear most of the gradients before each step.
     """
     for buffer in chunk.expert_parallel_buffers:
-        writes = (getattr(p, "adds_to_main_grad", False) for p in buffer.params)
+        writes = (facts_of(p).adds_to_main_grad for p in buffer.params)
         taken = (main_grad.takes(p) for p in buffer.params)
         if all(writes) and all(taken) and not buffer.extra_main_grads:
             buffer.reset = partial(main_grad.replace_next, buffer.params)

@@ -1,10 +1,13 @@
 """Memory of one forward pass of a layer: what its modules leave for the backward pass.
 
-The layer enters a context (`enter_layer`) and closes parts of it with the tensor whose gradient
-comes before theirs (`LayerContext.close`). Modules inside ask for the context that they run in
-(`current_layer_context`) and name what they produce; the plan decides whether it is saved,
-recomputed or offloaded. Where nothing is recomputed or offloaded, or without gradients, a context
-does nothing.
+The layer enters a context (`enter_layer`), passes it to its modules as an argument, and closes
+parts of it with the tensor whose gradient comes before theirs (`LayerContext.close`). The modules
+name what they produce; the plan decides whether it is saved, recomputed or offloaded. Where nothing
+is recomputed or offloaded, or without gradients, a context does nothing.
+
+Attention alone cannot take the argument: Megatron-Core's SelfAttention calls its projections and
+core attention with fixed signatures. It asks for `current_layer_context`, the one ambient state of
+a layer.
 """
 
 import threading
@@ -112,25 +115,27 @@ class LayerContext:
         self.close(tensor)
 
 
-_INACTIVE = LayerContext(KEEP_ALL)
+INACTIVE = LayerContext(KEEP_ALL)
+"""Context that saves everything: outside of layers, and inside `checkpoint`."""
 _STATE = threading.local()
 
 
 def current_layer_context() -> LayerContext:
-    """Context of the layer that runs in this thread.
+    """Context of the layer that runs in this thread, for attention.
 
-    An inactive one outside of layers and where nothing is saved, as inside `checkpoint`.
+    `INACTIVE` outside of layers and without gradients, as inside `checkpoint`.
     """
-    context: LayerContext = getattr(_STATE, "context", _INACTIVE)
-    return context if torch.is_grad_enabled() else _INACTIVE
+    context: LayerContext = getattr(_STATE, "context", INACTIVE)
+    return context if torch.is_grad_enabled() else INACTIVE
 
 
 @contextmanager
 def enter_layer(plan: MemoryPlan, number: int) -> Iterator[LayerContext]:
-    """Make a new context the current one, an inactive one without gradients."""
-    outer = getattr(_STATE, "context", _INACTIVE)
-    _STATE.context = LayerContext(plan, number) if torch.is_grad_enabled() else _INACTIVE
+    """Context of a forward pass of a layer; `INACTIVE` without gradients."""
+    outer = getattr(_STATE, "context", INACTIVE)
+    context = LayerContext(plan, number) if torch.is_grad_enabled() else INACTIVE
+    _STATE.context = context
     try:
-        yield _STATE.context
+        yield context
     finally:
         _STATE.context = outer

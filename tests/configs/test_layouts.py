@@ -186,7 +186,7 @@ def megatron_layouts(experiments: dict[str, int]) -> dict[str, tuple[int, int]]:
     from phalanx.parallel.megatron import cpu
 
     cpu.install()
-    from phalanx.moe.model.gpt import Layout, transformer_config
+    from phalanx.moe.model.megatron_config import Layout, transformer_config
 
     found = {}
     for name, world in experiments.items():

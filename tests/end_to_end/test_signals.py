@@ -60,7 +60,7 @@ STEP = "phalanx.moe.training.trainer:Trainer._train_step"
 SAVE = "phalanx.moe.training.trainer:Checkpointer.save"
 WRITE = "phalanx.parallel.checkpoint.checkpointer:Writing.finish"
 MOMENTS = {
-    "the start, before the ranks meet": ("phalanx.moe.training.trainer:start", 1, [TERM], 0),
+    "the start, before the ranks meet": ("phalanx.moe.training.entry:start", 1, [TERM], 0),
     "the start, in the model": ("phalanx.moe.training.trainer:setup", 1, [USR1], 0),
     "the start, in the checkpoint": ("phalanx.moe.training.trainer:Trainer._resume", 1, [INT], 0),
     "the first step": (STEP, 1, [TERM], 1),

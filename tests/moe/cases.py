@@ -46,7 +46,7 @@ def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = Non
 def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """TransformerConfig of the model as training builds it, with layout sizes and changes."""
     from phalanx.configs.schema import Config, PrecisionConfig
-    from phalanx.moe.model.gpt import Layout, transformer_config
+    from phalanx.moe.model.megatron_config import Layout, transformer_config
 
     sizes = {k: changes.pop(k) for k in ("tensor", "context", "expert") if k in changes}
     cfg = Config(model=model, precision=PrecisionConfig("fp32"))

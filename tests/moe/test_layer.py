@@ -96,8 +96,8 @@ def _run(name: str, backend: str, recompute: str = "none") -> Result:
     fill_global(layer, rank, ranks)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1 / ranks]))  # replicas are averaged
     x = tokens().chunk(ranks, 1)[rank].contiguous().requires_grad_()
-    with recomputing(recompute):
-        out, bias = layer(x)
+    with recomputing(recompute) as memory:
+        out, bias = layer(x, memory=memory)
     assert bias is None
     out.backward(upstream().chunk(ranks, 1)[rank])
     weights = {}
@@ -258,8 +258,8 @@ def _sync_free(name: str, recompute: str) -> None:
     fill_global(layer, rank, ranks)
     x = tokens().chunk(ranks, 1)[rank].contiguous().requires_grad_()
     with sync_free():
-        with recomputing(recompute):
-            out, _ = layer(x)
+        with recomputing(recompute) as memory:
+            out, _ = layer(x, memory=memory)
         out.square().sum().backward()
 
 

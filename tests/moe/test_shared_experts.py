@@ -1,4 +1,4 @@
-"""Shared experts in halves against Megatron-Core's whole."""
+"""Shared experts in two parts against Megatron-Core's module."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.support.distributed import run_distributed
 SPEC = MLPSpec(Activation("swiglu"), "torch")
 
 
-def _both(halves: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
+def _both(splits: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
     install()
     config = transformer(model(moe={"shared_ffn": 12, "shared_gate": gate}))
     from phalanx.moe.shared_experts import SharedExperts
@@ -19,7 +19,7 @@ def _both(halves: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
 
     torch.manual_seed(0)
     module = SharedExperts(config=config, pg_collection=create().pg, gate=gate, spec=SPEC)
-    module._splits = halves
+    module._splits = splits
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.3)

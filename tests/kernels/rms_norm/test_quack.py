@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.rms_norm import quack, weight_grad_triton
 from phalanx.kernels.rms_norm.quack_library import Rows
 from tests.kernels.rms_norm.problems import Problem, error, plain
@@ -109,7 +110,7 @@ def test_gradients_of_weights_go_to_their_buffer(replaces, wide):
     weight = torch.nn.Parameter(problem.given["weight"].clone())
     weight.main_grad = torch.full((16,), 3.0, dtype=wide)
     weight.grad_added_to_main_grad = False
-    weight.replaces_main_grad = replaces
+    facts_of(weight).replaces_main_grad = replaces
     x = problem.given["x"].requires_grad_()
     for accumulate in (False, True):
         out = quack.rms_norm(x, weight, 1e-5, accumulate=accumulate)
@@ -120,7 +121,7 @@ def test_gradients_of_weights_go_to_their_buffer(replaces, wide):
             exact = weight.grad.float()
     want = exact if replaces else exact + 3
     torch.testing.assert_close(weight.main_grad.float(), want, rtol=2**-7, atol=2**-7)
-    assert not weight.replaces_main_grad
+    assert not facts_of(weight).replaces_main_grad
 
 
 def test_a_frozen_weight_has_no_gradient():

@@ -18,6 +18,7 @@ from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider, rows_for
+from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.moe.experts import activation_of
 from tests.kernels.sm90 import remembered
@@ -141,7 +142,7 @@ def compiled_step(folder, spec: MLPSpec, weights: list[torch.Tensor]) -> Log:
     with offline(compiles=True, folder=folder) as log:
         for add in (False, True):
             for w in weights[:2]:
-                w.replaces_main_grad = not add
+                facts_of(w).replaces_main_grad = not add
             grouped_mlp(x, MLPWeights(*weights), plan, spec).backward(torch.zeros_like(x))
     return log
 

@@ -86,7 +86,8 @@ def built(
     from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
     from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
-    from phalanx.moe.model.gpt import Backends, Layout, build, transformer_config
+    from phalanx.moe.model.gpt import Backends, build
+    from phalanx.moe.model.megatron_config import Layout, transformer_config
     from phalanx.parallel.dispatcher.capacity import Budget
     from phalanx.parallel.dispatcher.transport import choose_transport
     from phalanx.parallel.groups import create
@@ -303,21 +304,21 @@ def test_logits(name: str) -> None:
 
 
 def _training(overrides: list[str]) -> None:
-    from phalanx.moe.model.mtp_loss import labels_ahead
+    from phalanx.moe.model.loss import LossContext
 
     cfg, model = built(overrides)
     state = fill(model)
     ids, labels = tokens(cfg.model.vocab_size)
-    with labels_ahead(torch.tensor([ids.numel() - len(ids)])) as logged:
-        got = model(ids, positions(), None, labels=labels).mean()
+    losses = LossContext(labels_ahead_K=torch.tensor([ids.numel() - len(ids)]))
+    got = model(ids, positions(), None, labels=labels, losses=losses).mean()
     got.backward()
 
     leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
     main, ahead = PlainModel(cfg.model, leaves).losses(ids, labels)
     (main + cfg.model.mtp_loss * ahead).backward()
     torch.testing.assert_close(got.double(), main.detach(), rtol=1e-5, atol=1e-5)
-    assert len(logged) == cfg.model.mtp_layers
-    for value in logged:
+    assert len(losses.losses_ahead) == cfg.model.mtp_layers
+    for value in losses.losses_ahead:
         torch.testing.assert_close(value.double(), ahead.detach(), rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         expected = leaves[name].grad

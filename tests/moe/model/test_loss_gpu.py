@@ -1,12 +1,10 @@
 """The loss on a GPU against fp64, and weight gradients added inside the GEMM."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.moe.model.loss import cross_entropy, expect_grad
+from phalanx.moe.model.loss import cross_entropy
 from phalanx.parallel.megatron.weight_grad import Accumulate
 
 pytestmark = pytest.mark.gpu
@@ -44,49 +42,47 @@ def test_cross_entropy(shape, dtype, group):
     assert bool(((given.grad.double() - exact.grad).abs() <= bound).all())
 
 
-def gradient(logits, labels, weight, group, told):
-    given = logits.clone().requires_grad_()
-    inside = expect_grad(lambda: torch.tensor(told, device="cuda"), labels)
-    with nullcontext() if told is None else inside:
-        loss = cross_entropy(given, labels, group)
-    assert torch.equal(given.detach(), logits) == (told is None)
+def gradient(logits, labels, weight, group, expected):
+    overwritten = logits.clone().requires_grad_()
+    if expected is None:
+        loss = cross_entropy(overwritten, labels, group)
+    else:
+        grad = torch.tensor(expected, device="cuda")
+        loss = cross_entropy(overwritten, labels, group, lambda: grad)
+    assert torch.equal(overwritten.detach(), logits) == (expected is None)
     (loss * weight).sum().backward()
-    return loss.detach(), given.grad
+    return loss.detach(), overwritten.grad
 
 
 @pytest.mark.parametrize("shape", [(33, 2, 4096), (128, 1, 201088)])
-def test_gradients_that_are_foretold(shape, group):
+def test_expected_gradients(shape, group):
     S, B, V = shape
     torch.manual_seed(1)
     logits = (8 * torch.randn(shape, device="cuda")).bfloat16()
     labels = torch.randint(V, (B, S), device="cuda")
-    told = 2.0**-9
-    weight = torch.full((B, S), told, device="cuda")
+    expected = 2.0**-9
+    weight = torch.full((B, S), expected, device="cuda")
     want_loss, want = gradient(logits, labels, weight, group, None)
-    loss, grad = gradient(logits, labels, weight, group, told)
+    loss, grad = gradient(logits, labels, weight, group, expected)
     torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-5)
     assert (grad == want).float().mean() > 0.999  # sums in another order
     torch.testing.assert_close(grad, want, rtol=2**-7, atol=0)
     # Tokens whose gradient is another, or none.
-    weight[0, :7] = torch.tensor([0.0, 1.0, -0.3, 2 * told, told, 0.0, 5e-7], device="cuda")
+    weight[0, :7] = torch.tensor([0.0, 1.0, -0.3, 2 * expected, expected, 0.0, 5e-7], device="cuda")
     _, want = gradient(logits, labels, weight, group, None)
-    _, grad = gradient(logits, labels, weight, group, told)
+    _, grad = gradient(logits, labels, weight, group, expected)
     torch.testing.assert_close(grad, want, rtol=2**-7, atol=0)
     assert not grad[0, 0].any() and not grad[5, 0].any()
 
 
-def test_a_gradient_is_foretold_for_what_is_inside_alone(group):
+def test_logits_are_overwritten_only_for_an_expected_gradient(group):
     logits = torch.zeros(2, 1, 64, device="cuda", dtype=torch.bfloat16)
     labels = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
-    with expect_grad(lambda: torch.tensor(0.5, device="cuda"), labels):
-        cross_entropy(logits, labels, group)  # nobody asks for gradients
-        assert not logits.any()
-        given = logits.clone().requires_grad_()
-        cross_entropy(given, labels.clone(), group)  # of other labels
-        assert not given.any()
-    given = logits.clone().requires_grad_()
-    cross_entropy(given, labels, group)
-    assert not given.any()
+    cross_entropy(logits, labels, group, lambda: torch.tensor(0.5, device="cuda"))
+    assert not logits.any()  # no gradient is needed
+    logits.requires_grad_()
+    cross_entropy(logits, labels, group)
+    assert not logits.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -46,13 +46,14 @@ def test_is_as_exact_as_a_product_and_an_addition(device: str, dtype: torch.dtyp
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_the_gradient_of_the_weight_goes_to_its_buffer(wide: torch.dtype, replaces: bool) -> None:
+    from phalanx.kernels.parameter_facts import facts_of
     from phalanx.moe.model.output_projection import _Biased
 
     x, w, b, upstream = given("cuda", torch.bfloat16)
     weight = torch.nn.Parameter(w)
     weight.main_grad = torch.full((D, IN), 5.0, dtype=wide, device="cuda")
     weight.grad_added_to_main_grad = False
-    weight.replaces_main_grad = replaces
+    facts_of(weight).replaces_main_grad = replaces
     _Biased.apply(x, weight, b, True).backward(upstream)
     assert weight.grad_added_to_main_grad
     want = upstream.double().t() @ x.double() + (0 if replaces else 5)

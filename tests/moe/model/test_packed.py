@@ -47,7 +47,7 @@ def unevenly(model: Any) -> None:
 
 def _packed_and_alone(overrides: list[str]) -> None:
     from phalanx.moe.data.packing import positions
-    from phalanx.moe.model.mtp_loss import labels_ahead
+    from phalanx.moe.model.loss import LossContext
     from phalanx.moe.model.packed import packed
     from phalanx.moe.training.step import mean_loss, sample_losses
     from phalanx.parallel.megatron.patches import shift_within_documents
@@ -73,15 +73,16 @@ def _packed_and_alone(overrides: list[str]) -> None:
     predicted = torch.tensor(sum(n - 1 for n in lengths))
     ahead_K = torch.tensor([sum(max(0, n - 2 - k) for n in lengths) for k in range(ahead)])
     assert predicted == mask.sum()
-    with labels_ahead(ahead_K) as logged:
-        losses = model(
-            text[:, :-1].reshape(1, -1),
-            place.reshape(1, -1),
-            None,
-            labels=text[:, 1:].reshape(1, -1),
-            loss_mask=mask.reshape(1, -1),
-            packed_seq_params=packed(place, places=0),
-        )
+    together = LossContext(labels_ahead_K=ahead_K)
+    losses = model(
+        text[:, :-1].reshape(1, -1),
+        place.reshape(1, -1),
+        None,
+        labels=text[:, 1:].reshape(1, -1),
+        loss_mask=mask.reshape(1, -1),
+        packed_seq_params=packed(place, places=0),
+        losses=together,
+    )
     total, count, report = mean_loss(losses, predicted, mask)
     got = gradients(total / count)
 
@@ -91,15 +92,16 @@ def _packed_and_alone(overrides: list[str]) -> None:
         if len(document) < 2:
             continue
         ids, labels = document[None, :-1], document[None, 1:]
-        with labels_ahead(ahead_K) as alone:
-            loss = model(ids, torch.arange(len(document) - 1)[None], None, labels=labels).sum()
+        alone = LossContext(labels_ahead_K=ahead_K)
+        position = torch.arange(len(document) - 1)[None]
+        loss = model(ids, position, None, labels=labels, losses=alone).sum()
         sums.append(loss.detach())
         for name, gradient in gradients(loss / predicted).items():
             want[name] = want.get(name, 0) + gradient
-        sums_ahead = [a + b for a, b in zip(sums_ahead, alone, strict=True)]
+        sums_ahead = [a + b for a, b in zip(sums_ahead, alone.losses_ahead, strict=True)]
 
     torch.testing.assert_close(report["loss"], sum(sums) / predicted, rtol=2e-6, atol=0)
-    torch.testing.assert_close(logged, sums_ahead, rtol=2e-6, atol=0)
+    torch.testing.assert_close(together.losses_ahead, sums_ahead, rtol=2e-6, atol=0)
     assert got.keys() == want.keys() == dict(model.named_parameters()).keys()
     for name, gradient in want.items():
         error = (got[name] - gradient).norm() / gradient.norm()

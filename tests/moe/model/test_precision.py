@@ -81,7 +81,7 @@ def stock_config(overrides: list[str]) -> dict[str, Any]:
     cpu.install()
     from megatron.core.transformer import transformer_config as of_megatron
 
-    from phalanx.moe.model.gpt import Layout, transformer_config
+    from phalanx.moe.model.megatron_config import Layout, transformer_config
 
     installed, of_megatron.is_te_min_version = of_megatron.is_te_min_version, lambda *_: True
     try:

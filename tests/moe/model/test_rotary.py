@@ -21,8 +21,8 @@ def _compare(kind: str, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from phalanx.moe.model.attention import LatentAttention, core_attention
-    from phalanx.moe.model.gpt import _YarnConfig
     from phalanx.moe.model.grouped_attention import GroupedAttention
+    from phalanx.moe.model.megatron_config import _YarnConfig
     from phalanx.moe.model.norm import RMSNorm
     from phalanx.parallel.groups import create
 

@@ -89,9 +89,9 @@ def test_equals_megatrons_layer_bit_for_bit(name: str) -> None:
 
 
 def _refused(change: dict[str, Any]) -> str:
-    from phalanx.moe.model import gpt
+    from phalanx.moe.model import megatron_config
 
-    transformer_config = gpt.transformer_config
+    transformer_config = megatron_config.transformer_config
 
     def changed(*given: Any, **named: Any) -> Any:
         config = transformer_config(*given, **named)
@@ -99,13 +99,13 @@ def _refused(change: dict[str, Any]) -> str:
             setattr(config, name, value)
         return config
 
-    gpt.transformer_config = changed
+    megatron_config.transformer_config = changed
     try:
         built(SMALL)
     except ValueError as error:
         return str(error)
     finally:
-        gpt.transformer_config = transformer_config
+        megatron_config.transformer_config = transformer_config
     return ""
 
 
@@ -117,7 +117,7 @@ def _refused(change: dict[str, Any]) -> str:
         ({"fp32_residual_connection": True}, "no residuals in fp32"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-            "what run.recompute says, not Megatron-Core",
+            "run.recompute selects what layers recompute",
         ),
     ],
 )

@@ -158,8 +158,8 @@ def _losses(overrides: list[str], share: float) -> Seen:
     found: list[Tensor] = []
     compute = LanguageModel.compute_language_model_loss
 
-    def watched(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        found.append(compute(self, labels, logits))
+    def watched(self: Any, *args: Any) -> Tensor:
+        found.append(compute(self, *args))
         return found[-1]
 
     trainer = trainer_of(overrides)

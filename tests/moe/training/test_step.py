@@ -19,7 +19,6 @@ Seen = list[tuple[float | None, list[float]]]
 def gradients(overrides: list[str]) -> Seen:
     """Expected gradient of the losses of a step, and the distinct actual ones, in order."""
     from phalanx.kernels.library_objects import replaced
-    from phalanx.moe.model import loss
     from phalanx.moe.model.gpt import LanguageModel
     from phalanx.moe.training.trainer import Trainer
     from phalanx.parallel.fault.signals import StopSignal
@@ -28,9 +27,9 @@ def gradients(overrides: list[str]) -> Seen:
     seen: Seen = []
     compute = LanguageModel.compute_language_model_loss
 
-    def watched(self: Any, labels: Any, logits: Any) -> Any:
-        expected, losses = loss.expected_grad(labels), compute(self, labels, logits)
-        value = None if expected is None else expected.item()
+    def watched(self: Any, labels: Any, logits: Any, expected_grad: Any = None) -> Any:
+        losses = compute(self, labels, logits, expected_grad)
+        value = None if expected_grad is None else expected_grad().item()
         losses.register_hook(lambda g: seen.append((value, g.unique().tolist())))
         return losses
 

@@ -22,6 +22,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.reference import Reference
+from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize import fp8_copies
 from phalanx.kernels.quantize.blocks import (
     Quantized,
@@ -187,12 +188,13 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     x, w1, w2 = (torch.randn(s).bfloat16().requires_grad_() for s in ((9, 64), (64, 64), (64, 32)))
     spec = MLPSpec(Activation("swiglu"), "fused", recipe=Fp8Block(), keep_fp8=True)
     dense_fc2(dense_fc1(x, w1, spec), w2, spec).sum().backward()
-    assert w1.fp8_copies.data_LOI.shape == (1, 64, 64) and w2.fp8_copies is not None
+    copies = [facts_of(w).fp8_copies for w in (w1, w2)]
+    assert copies[0].data_LOI.shape == (1, 64, 64) and copies[1] is not None
     fp8_copies.forget([x, w1, w2])
-    assert not hasattr(w1, "fp8_copies")
+    assert facts_of(w1).fp8_copies is None
     spec = replace(spec, keep_fp8=False)
     dense_fc1(x, w1, spec)
-    assert not hasattr(w1, "fp8_copies")
+    assert facts_of(w1).fp8_copies is None
 
 
 @pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)

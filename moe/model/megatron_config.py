@@ -1,0 +1,238 @@
+"""From a typed config to Megatron-Core's TransformerConfig, section by section.
+
+It has every MoE field too, so that the stock MoELayer (kernels.backend=megatron) builds from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.backends import expert_backend
+from phalanx.configs.formats import in_bf16, is_fp8
+from phalanx.configs.linear_attention import HEAD_DIM, TAPS
+from phalanx.configs.schema import (
+    AttentionConfig,
+    Config,
+    LinearAttentionConfig,
+    ModelConfig,
+    MoEConfig,
+)
+from phalanx.kernels.expert_mlp.activation import formula
+from phalanx.moe.experts import activation_of
+from phalanx.moe.model.precision import compute_dtype
+from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, router_kwargs
+
+
+@dataclass
+class _YarnConfig(TransformerConfig):
+    """TransformerConfig with the YaRN fields that GPTModel reads but 0.19.2 does not declare."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
+    """The nonlinearity of dense and shared MLPs and of the stock experts."""
+    act = activation_of(moe)
+    # Megatron-Core's fused paths recognise functions by identity, torch's and its own.
+    if act.kind == "quick_geglu" and act.alpha == QUICK_GELU_SLOPE:
+        return quick_gelu
+    if act.facts.torch:
+        torch_function: Callable[..., Tensor] = getattr(F, act.facts.torch)
+        return torch_function
+    value = formula(act).value
+    return lambda x: value(x, act)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of the layout that shapes a model chunk."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    expert: int = 1
+
+
+def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> TransformerConfig:
+    """Megatron-Core's config of this model on this layout."""
+    m = cfg.model
+    kind, rotary = _rotary(m.attention)
+    return kind(
+        **_blocks(m),
+        **_attention(m.attention),
+        **_linear_attention(m.linear_attention),
+        **_experts(m),
+        **_parallel(cfg, layout),
+        **_execution(cfg, layout, on_cpu=on_cpu),
+        **_fp8(cfg),
+        **router_kwargs(m),
+        **rotary,
+    )
+
+
+def _blocks(m: ModelConfig) -> dict[str, Any]:
+    """Width, dense MLP, norms and initialisation of the layers."""
+    e = m.moe
+    return dict(
+        num_layers=m.layers,
+        hidden_size=m.hidden,
+        ffn_hidden_size=m.dense_ffn,
+        add_bias_linear=m.bias,
+        gated_linear_unit=ACTIVATIONS[e.activation].gated,
+        activation_func=_activation(e),
+        activation_func_clamp_value=e.activation_limit or None,
+        glu_linear_offset=e.activation_offset,
+        normalization="RMSNorm",
+        layernorm_epsilon=m.norm_eps,
+        layernorm_zero_centered_gamma=m.norm_zero_centered,
+        hidden_dropout=0.0,
+        perform_initialization=False,
+        init_method_std=m.init_std,
+        mtp_num_layers=m.mtp_layers or None,
+        mtp_loss_scaling_factor=m.mtp_loss,
+    )
+
+
+def _attention(a: AttentionConfig) -> dict[str, Any]:
+    return dict(
+        num_attention_heads=a.heads,
+        num_query_groups=a.kv_heads if a.kind == "gqa" else a.heads,
+        kv_channels=a.head_dim,
+        add_qkv_bias=a.qkv_bias,
+        attention_output_gate=a.output_gate,
+        qk_layernorm=a.qk_norm or a.kind == "mla",
+        softmax_type="learnable" if a.sinks else "vanilla",
+        window_size=(a.window - 1, 0) if a.window else None,
+        window_attn_skip_freq=a.window_every if a.window and a.window_every > 1 else None,
+        attention_dropout=0.0,
+    )
+
+
+def _linear_attention(a: LinearAttentionConfig) -> dict[str, Any]:
+    """Sizes only: `build` decides layer by layer which layers have linear attention."""
+    return dict(
+        linear_conv_kernel_dim=TAPS,
+        linear_key_head_dim=HEAD_DIM,
+        linear_value_head_dim=HEAD_DIM,
+        linear_num_key_heads=a.key_heads,
+        linear_num_value_heads=a.value_heads,
+    )
+
+
+def _experts(m: ModelConfig) -> dict[str, Any]:
+    e = m.moe
+    return dict(
+        num_moe_experts=e.experts,
+        moe_ffn_hidden_size=e.ffn,
+        moe_shared_expert_intermediate_size=e.shared_ffn or None,
+        moe_shared_expert_gate=e.shared_gate,
+        moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def _parallel(cfg: Config, layout: Layout) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        context_parallel_size=layout.context,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+        ),
+        pipeline_model_parallel_layout=cfg.parallel.pipeline_layout or None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
+    """Precision, and which of Megatron-Core's fusions and ways to communicate are used."""
+    dtype, interleaved = compute_dtype(cfg), layout.virtual_pipeline > 1
+    return dict(
+        bf16=in_bf16(cfg),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # The stock MoE layer applies it to its experts too, which then need Apex or TE.
+        gradient_accumulation_fusion=(
+            cfg.kernels.gradient_accumulation_fusion
+            and not expert_backend(cfg.kernels.backend).stock_layer
+            and not on_cpu
+        ),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        # kernels.core_attention.latent and kernels.core_attention.rope rotate, and say why.
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=not on_cpu,
+        deallocate_pipeline_outputs=True,
+        # Batches of interleaved stages send in both directions. With two stages both go to the same
+        # peer, and NCCL matches the transfers of a pair by their order in the batch: a stage would
+        # receive what was meant for another chunk. Single transfers are ordered in each direction,
+        # and overlap the compute of other micro-batches.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not on_cpu and not interleaved,
+        variable_seq_lengths=False,
+        deterministic_mode=False,
+    )
+
+
+def _fp8(cfg: Config) -> dict[str, Any]:
+    """Fields of Transformer Engine's blockwise recipe, for Megatron-Core's own experts."""
+    p = cfg.precision
+    if not is_fp8(cfg) or not expert_backend(cfg.kernels.backend).stock_layer:
+        return {}
+    return dict(
+        fp8="hybrid" if p.grad_format == "e5m2" else "e4m3",
+        fp8_recipe="blockwise",
+        first_last_layers_bf16=p.bf16_first_layers + p.bf16_last_layers > 0,
+        num_layers_at_start_in_bf16=p.bf16_first_layers,
+        num_layers_at_end_in_bf16=p.bf16_last_layers,
+    )
+
+
+def _rotary(a: AttentionConfig) -> tuple[type[TransformerConfig], dict[str, Any]]:
+    """The class that declares this attention's rotary embedding, and its fields."""
+    y = a.yarn
+    if a.kind == "mla":
+        return MLATransformerConfig, dict(
+            q_lora_rank=a.q_lora_rank or None,
+            kv_lora_rank=a.kv_lora_rank,
+            qk_head_dim=a.qk_nope_dim,
+            qk_pos_emb_head_dim=a.qk_rope_dim,
+            v_head_dim=a.v_dim,
+            rope_type="yarn" if y.factor > 1 else "rope",
+            rotary_base=a.rope_theta,
+            rotary_scaling_factor=y.factor,
+            original_max_position_embeddings=y.original_context,
+            beta_fast=y.beta_fast,
+            beta_slow=y.beta_slow,
+            mscale=y.mscale,
+            mscale_all_dim=y.mscale_all_dim,
+        )
+    if y.factor > 1:
+        return _YarnConfig, dict(
+            yarn_rotary_scaling_factor=y.factor,
+            yarn_original_max_position_embeddings=y.original_context,
+            yarn_beta_fast=y.beta_fast,
+            yarn_beta_slow=y.beta_slow,
+            yarn_mscale=y.mscale,
+            yarn_mscale_all_dim=y.mscale_all_dim,
+            yarn_correction_range_round_to_int=y.truncate,
+        )
+    return TransformerConfig, {}

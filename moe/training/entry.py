@@ -1,0 +1,94 @@
+"""One training process, from its first contact with the other ranks to its exit code."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch.distributed as dist
+
+from phalanx.configs.capture import CAPTURED
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.training.choices import choose_graph, choose_kernels, with_choices
+from phalanx.moe.training.failure import emit_error, exit_with
+from phalanx.moe.training.launch import Launch
+from phalanx.moe.training.memory_check import check_memory
+from phalanx.moe.training.out_of_memory import explain_out_of_memory
+from phalanx.moe.training.preflight import nothing_left
+from phalanx.moe.training.shared import compare_settings
+from phalanx.moe.training.trainer import Trainer
+from phalanx.parallel.cuda_graph import own_stream
+from phalanx.parallel.fault.activity import set_activity
+from phalanx.parallel.fault.agreement import on_main
+from phalanx.parallel.fault.guard import Guard
+from phalanx.parallel.fault.signals import StopSignal
+from phalanx.parallel.fault.watchdog import Watchdog
+from phalanx.parallel.run_folder import check_shared, lock
+from phalanx.parallel.runtime import end as end_runtime
+from phalanx.parallel.runtime import launcher_world, start
+from phalanx.parallel.runtime import stop as stop_runtime
+
+
+def run(
+    cfg: Config, stop: StopSignal, guard: Guard, launch: Launch, *, ends_process: bool = False
+) -> int:
+    """Train, and return the process's exit code (see train.py).
+
+    Args:
+        cfg: validated config.
+        stop, guard: active signal handler and guard process.
+        launch: record of this start for the run folder.
+        ends_process: the process ends with the run, so that process groups need no teardown.
+    """
+    trainer: Trainer | None = None
+    watchdog: Watchdog | None = None
+    folder = Path(cfg.run.dir) / cfg.run.name
+    try:
+
+        def met(store: dist.Store) -> None:
+            nonlocal watchdog
+            rank, world = int(os.environ.get("RANK", "0")), launcher_world()
+            limit = cfg.parallel.timeout
+            watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
+            set_activity("start: comparison of settings")
+            compare_settings(cfg, store, rank, world)
+
+        runtime = start(
+            seed=cfg.run.seed,
+            timeout=cfg.parallel.timeout,
+            deterministic=cfg.run.deterministic,
+            met=met,
+        )
+        assert watchdog is not None
+        if cfg.run.device == "cuda" and runtime.device.type != "cuda":
+            raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+        set_activity("start: what is left")
+        # A single rank has checked this before it imported torch (train.py).
+        if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
+            for line in lines if runtime.is_main else ():
+                print(f"-- {line}", flush=True)
+            watchdog.close()
+            end_runtime(runtime) if ends_process else stop_runtime()
+            return 0
+        set_activity("start: kernels")
+        choices = choose_kernels(cfg, runtime)
+        # Before the transport is chosen: a graph needs its stream from the start.
+        graph = choose_graph(with_choices(cfg, runtime, choices, cfg.parallel.dispatch))
+        stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
+        with explain_out_of_memory(cfg, runtime.world, folder), stream:
+            set_activity("start: memory check")
+            check_memory(cfg, runtime, choices)
+            set_activity("start: run folder")
+            held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
+            if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
+                check_shared(folder)
+            trainer = Trainer(
+                cfg, runtime, stop, launch, held if runtime.is_main else None, choices
+            )
+            trainer.fit()
+        watchdog.close()
+    except Exception as error:
+        rank, training = int(os.environ.get("RANK", "0")), trainer is not None
+        return exit_with(error, stop, rank=rank, training=training, watchdog=watchdog)
+    end_runtime(runtime) if ends_process else stop_runtime()
+    return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code
