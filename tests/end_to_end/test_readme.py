@@ -275,7 +275,8 @@ def test_every_experiment_named_exists() -> None:
 
 
 def test_knobs_in_the_text_exist() -> None:
-    text = "\n".join(prose(TEXTS[page]) for page in TEXTS if page != "CHANGELOG.md")
+    past = ("CHANGELOG.md", "docs/measured/")  # name the knobs of their time
+    text = "\n".join(prose(TEXTS[page]) for page in TEXTS if not page.startswith(past))
     named = set(re.findall(rf"`((?:{'|'.join(GROUPS)})\.[a-z_.\d]+)", text))
     assert named and sorted(named - {*knobs(), *sections()}) == []
 
