@@ -1,7 +1,6 @@
-"""Valid values of each knob by itself: choices of strings, bounds of numbers.
+"""Checks of each knob by itself, by the facts of its field: choices of strings, bounds of numbers.
 
-A number may be 0 or more unless listed here. `validate` reads these first, and the rules between
-knobs after.
+`validate` makes these first, and applies the rules between knobs after.
 """
 
 import difflib
@@ -9,140 +8,24 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_BACKENDS
-from phalanx.configs.formats import RECIPES
-from phalanx.configs.knobs import get, knobs, repair, visible
-from phalanx.configs.machines import MACHINES
-from phalanx.configs.memory import OFFLOAD, RECOMPUTE
+from phalanx.configs.knobs import Knob, get, knobs, repair, visible
 from phalanx.configs.schema import Config
-from phalanx.configs.transports import TRANSPORTS
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "model.attention.kind": ("gqa", "mla"),
-    "model.attention.qk_norm_over": ("head", "projection"),
-    "model.moe.router.score": ("softmax", "sigmoid"),
-    "model.moe.router.softmax_over": ("all", "topk"),
-    "model.moe.router.rounding": ("none", "nearest", "up", "down"),
-    "precision.recipe": RECIPES,
-    "precision.grad_format": ("e4m3", "e5m2"),
-    "precision.wgrad": ("fp8", "bf16"),
-    "precision.wgrad_blocks": ("square", "vector"),
-    "precision.hidden": ("bf16", "fp8"),
-    "precision.dispatch": ("bf16", "fp8"),
-    "precision.dense": ("fp8", "bf16"),
-    "precision.weights": ("auto", "scratch", "resident"),
-    "parallel.save_x": ("redispatch", "keep"),
-    "parallel.comm_sms": ("auto",),
-    "parallel.expert_replication": ("auto",),
-    "parallel.grad_dtype": ("fp32", "bf16"),
-    "data.source": ("embedded", "indexed", "synthetic"),
-    "optim.kind": ("adamw", "muon"),
-    "optim.moments": ("fp32", "bf16"),
-    "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
-    "run.device": ("auto", "cuda", "cpu"),
-    "run.graph": ("auto", "off", "full_iteration"),
-    "run.recompute": tuple(RECOMPUTE),
-    "run.offload": tuple(OFFLOAD),
-    "run.bad_steps": ("stop", "skip", "rollback"),
-    "run.async_save": ("auto", "on", "off"),
-    "run.machine": tuple(MACHINES),
-    "run.wandb": ("off", "offline", "online"),
-}
-
-
-def choices() -> dict[str, tuple[str, ...]]:
-    """Values of every knob that has a list of them; those of the tables as they are now."""
-    tables = {
-        "model.moe.activation": tuple(ACTIVATIONS),
-        "kernels.backend": ("auto", *EXPERT_BACKENDS),
-        "kernels.attention": ("auto", *ATTENTION_BACKENDS),
-        "kernels.norm": ("auto", *NORM_BACKENDS),
-        "parallel.dispatch": ("auto", *TRANSPORTS),
-    }
-    return _CHOICES | tables
-
-
-AT_LEAST: dict[str, int] = {
-    "model.attention.heads": 1,
-    "model.attention.kv_heads": 1,
-    "model.attention.head_dim": 1,
-    "model.attention.kv_lora_rank": 1,
-    "model.attention.qk_nope_dim": 1,
-    "model.attention.qk_rope_dim": 1,
-    "model.attention.v_dim": 1,
-    "model.attention.window_every": 1,
-    "model.attention.yarn.factor": 1,
-    "model.attention.yarn.original_context": 1,
-    "model.linear_attention.full_attention_interval": 1,
-    "model.linear_attention.key_heads": 1,
-    "model.linear_attention.value_heads": 1,
-    "model.moe.experts": 1,
-    "model.moe.top_k": 1,
-    "model.moe.ffn": 1,
-    "model.moe.router.groups": 1,
-    "model.moe.router.group_topk": 1,
-    "model.moe.router.rounding_tile": 1,
-    "model.layers": 1,
-    "model.hidden": 1,
-    "model.dense_ffn": 1,
-    "parallel.tensor": 1,
-    "parallel.pipeline": 1,
-    "parallel.virtual_pipeline": 1,
-    "parallel.context": 1,
-    "parallel.timeout": 1,
-    "data.sequence_length": 1,
-    "data.micro_batch": 1,
-    "data.global_batch": 1,
-    "optim.ns_steps": 1,
-    "run.steps": 1,
-    "run.max_bad_steps": 1,
-    "run.save_interval": -1,
-    "run.keep_last": 1,
-    "run.log_interval": 1,
-    "run.eval_batches": 1,
-}
-
-ABOVE_ZERO: frozenset[str] = frozenset(
-    {
-        "model.attention.rope_theta",
-        "model.attention.yarn.beta_fast",
-        "model.attention.yarn.beta_slow",
-        "model.moe.activation_alpha",
-        "model.moe.router.scale",
-        "model.norm_eps",
-        "model.init_std",
-        "parallel.capacity_factor",
-        "optim.lr",
-        "optim.eps",
-    }
-)
 
 _MOST = 2**31 - 1
 """Upper bound of every integer: no size is near it, and seeds and shapes in libraries end there."""
 
-BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2", "optim.momentum"})
 
-
-LARGEST_PUBLISHED: dict[str, int] = {
-    "model.vocab_size": 1_000_000,  # XLM-V
-    "model.layers": 128,  # Llama 3.1 405B has 126
-    "model.hidden": 20_480,  # MT-NLG
-    "model.dense_ffn": 81_920,  # MT-NLG
-    "model.moe.experts": 2_048,  # Switch-C
-    "model.moe.ffn": 81_920,
-    "model.moe.shared_ffn": 81_920,
-    "model.attention.heads": 128,  # MT-NLG, DeepSeek-V3
-    "data.sequence_length": 10_000_000,  # contexts, of Llama 4
-}
+def choices() -> dict[str, tuple[str, ...]]:
+    """Valid strings of every knob that has a list of them."""
+    return {path: names for path, knob in knobs().items() if (names := knob.facts.strings)}
 
 
 def oversized(cfg: Config) -> list[str]:
     """Sizes beyond those of every published model: what to lower, a line each."""
     return [
         f"{path}={get(cfg, path)}: lower it, published models have at most {most:,}"
-        for path, most in LARGEST_PUBLISHED.items()
-        if get(cfg, path) > most
+        for path, knob in knobs().items()
+        if (most := knob.facts.largest_published) is not None and get(cfg, path) > most
     ]
 
 
@@ -163,24 +46,24 @@ def bound_problems(cfg: Config) -> Iterator[str]:
                 numbers = ", and no number" if knob.type == int | str else ""
                 reason = f"is not one of {', '.join(allowed[path])}{numbers}"
                 yield repair(cfg, path, reason, (near or allowed[path])[0])
-        elif knob.type in (int, float, int | str) and (bound := _bound(path, value)):
+        elif knob.type in (int, float, int | str) and (bound := _bound(knob, value)):
             yield repair(cfg, path, *bound)
 
 
-def _bound(path: str, value: float) -> tuple[str, Any] | None:
+def _bound(knob: Knob, value: float) -> tuple[str, Any] | None:
     """Return the bound that a number violates, and a value within it."""
-    default = knobs()[path].default
-    if knobs()[path].type is not float:
+    default, facts = knob.default, knob.facts
+    if knob.type is not float:
         if value > _MOST:
             return f"must be at most {_MOST}", default
         value = max(value, -_MOST)  # no float holds some whole numbers
     if not math.isfinite(value):
         return "must be finite", default
-    if path in ABOVE_ZERO:
+    if facts.above_zero:
         return None if value > 0 else ("must be above 0", default)
-    if path in BELOW_ONE and value >= 1:
+    if facts.below_one and value >= 1:
         return "must be below 1", default
-    least = AT_LEAST.get(path, 0)
-    if value >= least:
+    if value >= facts.at_least:
         return None
-    return f"must be at least {least}", least if default == "auto" else max(least, default)
+    nearest = facts.at_least if default == "auto" else max(facts.at_least, default)
+    return f"must be at least {facts.at_least}", nearest

@@ -8,20 +8,12 @@ without arguments.
 import argparse
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from phalanx.configs import programs, schema
-from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.knobs import get, knobs, sections, shown
 from phalanx.configs.load import GROUPS, load
-from phalanx.configs.transports import TRANSPORTS, TransportFacts
-
-TABLES: dict[str, Mapping[str, ActivationFacts | TransportFacts]] = {
-    "model.moe.activation": ACTIVATIONS,
-    "parallel.dispatch": TRANSPORTS,
-}
-"""Knobs whose values are the entries of a table."""
 
 BEGIN, END = "<!-- knobs -->", "<!-- /knobs -->"
 
@@ -35,9 +27,10 @@ def field_docs() -> dict[str, str]:
         owner, _, name = path.rpartition(".")
         if name in by_class[owners[owner].__name__]:
             found[path] = by_class[owners[owner].__name__][name]
-    for path, table in TABLES.items():
-        entries = "; ".join(f"`{name}`: {facts.meaning}" for name, facts in table.items())
-        found[path] += f" {entries}."
+    for path, knob in knobs().items():
+        if meanings := knob.facts.meanings:
+            entries = "; ".join(f"`{name}`: {text}" for name, text in meanings.items())
+            found[path] += f" {entries}."
     return found
 
 

@@ -12,8 +12,6 @@ from phalanx.configs.knobs import listed, pluralize, repair
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.transports import TRANSPORTS
 
-RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
-
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
 """Formats that Blackwell multiplies, in routed experts with `cudnn`."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from phalanx.configs.fields import KnobFacts, facts_of
 from phalanx.configs.schema import Config
 
 # What people write who come from other trainers.
@@ -36,29 +37,32 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "train_iters": ("run.steps",),
 }
 
-RENAMED: dict[str, str] = {
-    "run.precision": "precision",
-    "parallel.clones": "parallel.expert_replication",
-}
-"""Knobs that were, and the group or knob that takes the same values now."""
-
 REMOVED: dict[str, str] = {"kernels.dynamic": "fused kernels always claim tiles at run time"}
 """Knobs that no longer exist, and what is always done instead."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One leaf of the schema: dotted path, type, and the default before any YAML file."""
+    """One leaf of the schema: dotted path, type, default before any YAML file, and its facts."""
 
     path: str
     type: Any
     default: Any
+    facts: KnobFacts
 
 
 @functools.cache
 def knobs() -> dict[str, Knob]:
     """All knobs by dotted path, in the order of the schema."""
-    return {path: Knob(path, f.type, _default(f)) for path, f in _walk(Config, "")}
+    return {
+        path: Knob(path, f.type, _default(f), facts_of(f.metadata)) for path, f in _walk(Config, "")
+    }
+
+
+@functools.cache
+def renamed() -> dict[str, Knob]:
+    """Knobs by their earlier dotted paths."""
+    return {knob.facts.formerly: knob for knob in knobs().values() if knob.facts.formerly}
 
 
 @functools.cache

@@ -37,11 +37,11 @@ from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
     REMOVED,
-    RENAMED,
     did_you_mean,
     knobs,
     overrides,
     pluralize,
+    renamed,
     sections,
     suggest,
     visible,
@@ -361,8 +361,9 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
     if key in sections() and not isinstance(value, dict):
         inner = next(path for path in knobs() if path.startswith(f"{key}."))
         return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
-    if key in RENAMED:
-        return [f"{override.input_line}: is now {overrides({RENAMED[key]: value})}"]
+    if present := renamed().get(key):
+        name = present.facts.group or present.path
+        return [f"{override.input_line}: is now {overrides({name: value})}"]
     if key in REMOVED:
         return [f"{override.input_line}: no longer exists, as {REMOVED[key]}; remove it"]
     if key not in knobs() and key not in sections():

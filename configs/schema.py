@@ -8,18 +8,25 @@ the tests.
 
 from dataclasses import dataclass, field
 
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_BACKENDS
+from phalanx.configs.fields import knob
+from phalanx.configs.machines import MACHINES
+from phalanx.configs.tables.activation_memory import OFFLOAD, RECOMPUTE
+from phalanx.configs.transports import TRANSPORTS
+
 
 @dataclass
 class YarnConfig:
     """YaRN context extension of the rotary embedding (arXiv 2309.00071)."""
 
-    factor: float = 1.0
+    factor: float = knob(1.0, at_least=1)
     """Context extension factor, at least 1; the default of 1 turns YaRN off."""
-    original_context: int = 4096
+    original_context: int = knob(4096, at_least=1)
     """Context length, in tokens, that the rotary base was chosen for."""
-    beta_fast: float = 32.0
+    beta_fast: float = knob(32.0, above_zero=True)
     """Frequencies with more rotations than this over the original context stay unchanged."""
-    beta_slow: float = 1.0
+    beta_slow: float = knob(1.0, above_zero=True)
     """Frequencies with fewer rotations than this over the original context are divided by `factor`.
 
     Frequencies between `beta_slow` and `beta_fast` are interpolated.
@@ -39,30 +46,30 @@ class YarnConfig:
 class AttentionConfig:
     """Attention of every layer: grouped-query or multi-head latent (arXiv 2412.19437)."""
 
-    kind: str = "gqa"
+    kind: str = knob("gqa", choices=("gqa", "mla"))
     """`gqa` is grouped-query attention, `mla` is multi-head latent attention."""
-    heads: int = 8
+    heads: int = knob(8, at_least=1, largest_published=128)  # MT-NLG, DeepSeek-V3
     """Number of query heads."""
-    kv_heads: int = 8
+    kv_heads: int = knob(8, at_least=1)
     """Number of key and value heads of `gqa`; it must divide `heads`. `mla` ignores it."""
-    head_dim: int = 64
+    head_dim: int = knob(64, at_least=1)
     """Channels of one head of `gqa`; it must be even."""
     q_lora_rank: int = 0
     """Rank of the compressed query of `mla`; 0 projects the queries directly."""
-    kv_lora_rank: int = 512
+    kv_lora_rank: int = knob(512, at_least=1)
     """Rank of the compressed keys and values of `mla`."""
-    qk_nope_dim: int = 128
+    qk_nope_dim: int = knob(128, at_least=1)
     """Channels of an `mla` query or key head that carry no position."""
-    qk_rope_dim: int = 64
+    qk_rope_dim: int = knob(64, at_least=1)
     """Channels of an `mla` query or key head with rotary embedding; the number must be even."""
-    v_dim: int = 128
+    v_dim: int = knob(128, at_least=1)
     """Channels of an `mla` value head."""
     qk_norm: bool = False
     """Apply RMSNorm to queries and keys of `gqa`, each head by itself (Qwen3) by default.
 
     `mla` always normalises its compressed vectors.
     """
-    qk_norm_over: str = "head"
+    qk_norm_over: str = knob("head", choices=("head", "projection"))
     """Channels that `qk_norm` normalises together: of a `head`, or of the whole `projection`.
 
     `projection` is the norm of OLMoE and MiniMax-M2, over all heads. Tensor parallelism would split
@@ -75,14 +82,14 @@ class AttentionConfig:
 
     The default of 0 attends to all earlier tokens.
     """
-    window_every: int = 1
+    window_every: int = knob(1, at_least=1)
     """With a window, every `window_every`-th layer attends to all earlier tokens instead.
 
     1 gives every layer the window; 2 alternates (GPT-OSS).
     """
     sinks: bool = False
     """Add one learnable logit per head to the softmax denominator (attention sinks, GPT-OSS)."""
-    rope_theta: float = 10000.0
+    rope_theta: float = knob(10000.0, above_zero=True)
     """Base of the rotary embedding."""
     rotary_dim: int = 0
     """Leading channels of a `gqa` head with rotary embedding; the number must be even.
@@ -105,14 +112,14 @@ class LinearAttentionConfig:
     Heads have 128 channels, and the convolution reaches over four tokens.
     """
 
-    full_attention_interval: int = 1
+    full_attention_interval: int = knob(1, at_least=1)
     """Every so many layers one has `model.attention`; those between have linear attention.
 
     The default of 1 has no linear attention, 4 has three such layers and then another (Qwen3-Next).
     """
-    key_heads: int = 16
+    key_heads: int = knob(16, at_least=1)
     """Number of query and key heads of linear attention."""
-    value_heads: int = 32
+    value_heads: int = knob(32, at_least=1)
     """Number of value heads of linear attention, each with a state; a multiple of `key_heads`."""
 
 
@@ -120,23 +127,23 @@ class LinearAttentionConfig:
 class RouterConfig:
     """Choice of the top-k experts of a token, and balance of the load of the experts."""
 
-    score: str = "softmax"
+    score: str = knob("softmax", choices=("softmax", "sigmoid"))
     """Function from router logits to scores: `softmax`, or `sigmoid` (DeepSeek-V3)."""
-    softmax_over: str = "all"
+    softmax_over: str = knob("all", choices=("all", "topk"))
     """Softmax over `all` experts before the top-k, or over the `topk` logits after it (GPT-OSS)."""
     normalize: bool = True
     """Divide the top-k probabilities by their sum; no effect with `softmax_over=topk` or `top_k=1`.
 
     A single normalised expert would always have the weight 1, and the router no gradient.
     """
-    groups: int = 1
+    groups: int = knob(1, at_least=1)
     """Number of expert groups of group-limited routing; must divide `experts`; 1 turns it off."""
-    group_topk: int = 1
+    group_topk: int = knob(1, at_least=1)
     """Number of groups that a token may choose experts from.
 
     The score of a group is the sum of its `top_k / group_topk` best experts.
     """
-    scale: float = 1.0
+    scale: float = knob(1.0, above_zero=True)
     """Factor on the top-k probabilities (`routed_scaling_factor` of DeepSeek-V3)."""
     bias_rate: float = 0.0
     """Step size of the per-expert bias that balances without a loss (arXiv 2408.15664).
@@ -155,13 +162,13 @@ class RouterConfig:
     """
     z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps the logits small (ST-MoE, arXiv 2202.08906)."""
-    rounding: str = "none"
+    rounding: str = knob("none", choices=("none", "nearest", "up", "down"))
     """Round the tokens of each expert to whole GEMM tiles: `none`, `nearest`, `up` or `down`.
 
     This is token rounding (arXiv 2512.14080) over the micro-batch of a rank, in training only. The
     grouped GEMMs of the experts then have no padded tiles.
     """
-    rounding_tile: int = 128
+    rounding_tile: int = knob(128, at_least=1)
     """Tile size, in tokens, for `rounding`."""
     force_balance: bool = False
     """Replace the chosen experts by a perfectly balanced choice. For benchmarks only."""
@@ -176,21 +183,21 @@ class RouterConfig:
 class MoEConfig:
     """Experts of every MoE layer."""
 
-    experts: int = 8
+    experts: int = knob(8, at_least=1, largest_published=2_048)  # Switch-C
     """Number of routed experts of a layer."""
-    top_k: int = 2
+    top_k: int = knob(2, at_least=1)
     """Number of routed experts that a token uses."""
-    ffn: int = 512
+    ffn: int = knob(512, at_least=1, largest_published=81_920)
     """Intermediate width of one routed expert."""
-    shared_ffn: int = 0
+    shared_ffn: int = knob(0, largest_published=81_920)
     """Total intermediate width of the shared experts, which process every token; 0 has none."""
     shared_gate: bool = False
     """Multiply the output of the shared experts by the sigmoid of a gate of each token."""
     dense_layers: int = 0
     """Number of leading layers that have a dense MLP instead of experts."""
-    activation: str = "swiglu"
+    activation: str = knob("swiglu", choices=(ACTIVATIONS,))
     """Activation of every MLP, an entry of configs/activations.py."""
-    activation_alpha: float = 1.702
+    activation_alpha: float = knob(1.702, above_zero=True)
     """Slope inside the sigmoid of `quick_geglu`; the other activations ignore it."""
     activation_limit: float = 0.0
     """Upper limit of the gate, and limit of the linear half on both sides; 0 does not clamp."""
@@ -206,21 +213,21 @@ class ModelConfig:
 
     name: str = "tiny"
     """Name of the model in logs and records."""
-    vocab_size: int = 0
+    vocab_size: int = knob(0, largest_published=1_000_000)  # XLM-V
     """Number of tokens in the vocabulary; it must be a multiple of `parallel.tensor`.
 
     0, as the small models have it, takes that of the data: 256 for bytes and random tokens, else
     the number of ids of the tokenizer of `data.blend`, rounded up to a multiple of 128.
     """
-    layers: int = 2
+    layers: int = knob(2, at_least=1, largest_published=128)  # Llama 3.1 405B has 126
     """Number of transformer layers, without multi-token-prediction layers."""
-    hidden: int = 128
+    hidden: int = knob(128, at_least=1, largest_published=20_480)  # MT-NLG
     """Width of the residual stream."""
-    dense_ffn: int = 512
+    dense_ffn: int = knob(512, at_least=1, largest_published=81_920)  # MT-NLG
     """Intermediate width of the MLP of a dense layer."""
     bias: bool = False
     """Use biases in attention, router and MLPs (GPT-OSS)."""
-    norm_eps: float = 1e-5
+    norm_eps: float = knob(1e-5, above_zero=True)
     """Epsilon of every RMSNorm."""
     norm_zero_centered: bool = False
     """Store the weights of norms less 1, so that they begin at 0 (Qwen3-Next).
@@ -233,7 +240,7 @@ class ModelConfig:
     """Number of multi-token-prediction layers (DeepSeek-V3)."""
     mtp_loss: float = 0.1
     """Weight of the multi-token-prediction loss."""
-    init_std: float = 0.02
+    init_std: float = knob(0.02, above_zero=True)
     """Standard deviation of initial weights; output projections divide it by sqrt(2 * layers)."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """Attention."""
@@ -260,16 +267,15 @@ class SmMarginConfig:
 class KernelsConfig:
     """Which implementation runs each operation. A forced choice that cannot run is an error."""
 
-    backend: str = "auto"
-    """Experts: `reference`, `torch`, `te`, `fused` (Hopper), `cudnn` (Blackwell), `megatron` (its
-    stock MoELayer) or `auto`."""
-    attention: str = "auto"
-    """Core attention: `fa4` (flash-attn-4), `te`, `sdpa`, `flex`, `reference` or `auto`.
+    backend: str = knob("auto", choices=("auto", EXPERT_BACKENDS))
+    """Experts: an entry of configs/backends.py, or `auto` for the best that can run."""
+    attention: str = knob("auto", choices=("auto", ATTENTION_BACKENDS))
+    """Core attention: an entry of configs/backends.py, or `auto` for the best that can run.
 
     Linear attention runs by flash-linear-attention where it can, with `reference` always by torch.
     """
-    norm: str = "auto"
-    """RMSNorm: `quack` (QuACK), `te`, `torch` or `auto`."""
+    norm: str = knob("auto", choices=("auto", NORM_BACKENDS))
+    """RMSNorm: an entry of configs/backends.py, or `auto` for the best that can run."""
     gradient_accumulation_fusion: bool = True
     """On a GPU, the weight-gradient kernels add directly into Megatron-Core's gradient buffers."""
     sm_margin: SmMarginConfig = field(default_factory=SmMarginConfig)
@@ -280,7 +286,12 @@ class KernelsConfig:
 class PrecisionConfig:
     """Number formats. All knobs but `recipe` are switches of recipes (docs/precision.md)."""
 
-    recipe: str = "bf16"
+    recipe: str = knob(
+        "bf16",
+        choices=("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4"),
+        formerly="run.precision",
+        group="precision",
+    )
     """`bf16` with an fp32 router and fp32 masters, `fp32`, or `fp8_block`, `mxfp8`, `nvfp4`.
 
     These three are `bf16` whose linear layers multiply quantized operands with fp32 sums.
@@ -288,33 +299,33 @@ class PrecisionConfig:
     of weights (DeepSeek-V3, arXiv 2412.19437). `mxfp8`: e4m3 in blocks of 32. `nvfp4`: e2m1 in
     blocks of 16 (arXiv 2509.25149). Set it as a group: `precision=fp8_block`.
     """
-    grad_format: str = "e4m3"
+    grad_format: str = knob("e4m3", choices=("e4m3", "e5m2"))
     """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less.
 
     It reaches 14 powers of two further down, for gradients that become zero within their blocks.
     """
-    wgrad: str = "fp8"
+    wgrad: str = knob("fp8", choices=("fp8", "bf16"))
     """Operands of weight gradients: `fp8`, which is the recipe's format, or `bf16`.
 
     These sums run over tokens and enter the weights directly; `bf16` rules FP8 out as a cause.
     """
-    wgrad_blocks: str = "square"
+    wgrad_blocks: str = knob("square", choices=("square", "vector"))
     """Blocks of the operands of weight gradients: `square`, 128 tokens x 128 channels, or `vector`.
 
     `vector` is a channel of 128 tokens, as in Transformer Engine, which `kernels=megatron` always
     has. As scales are powers of two both err alike, and one scale for a tile is cheaper.
     """
-    hidden: str = "bf16"
+    hidden: str = knob("bf16", choices=("bf16", "fp8"))
     """Format in which the input of the experts' activation is saved for backward: `bf16` or `fp8`.
 
     It is most of what a layer saves. `fp8` rounds the input of gradients, not the output.
     """
-    dispatch: str = "bf16"
+    dispatch: str = knob("bf16", choices=("bf16", "fp8"))
     """Format of tokens and gradients on their way to the experts: `bf16`, or `fp8` with its scales.
 
     The experts would round them anyway. Sums travel back in bf16.
     """
-    dense: str = "fp8"
+    dense: str = knob("fp8", choices=("fp8", "bf16"))
     """Attention projections, dense MLPs, shared experts: `fp8`, as the routed experts, or `bf16`.
 
     With `kernels=megatron` they are bf16 in any case, as those of linear attention always are.
@@ -325,7 +336,7 @@ class PrecisionConfig:
     """Number of last decoder layers in bf16; layers of multi-token prediction do not count."""
     stochastic_rounding: bool = True
     """Round gradients of `nvfp4` up or down at random, so that they are right in the mean."""
-    weights: str = "auto"
+    weights: str = knob("auto", choices=("auto", "scratch", "resident"))
     """Place of FP8 copies of expert weights: `resident`, `scratch`, or `auto` by what fits.
 
     `resident` makes them once a step and needs 2 bytes a parameter, as GEMMs read them in two
@@ -343,11 +354,11 @@ class ParallelConfig:
     Set it to check a layout, or to estimate it with `run.dry_run`, without its machines. There, and
     without a launcher, 0 takes the number that `experiment` is laid out for, by its name.
     """
-    tensor: int = 1
+    tensor: int = knob(1, at_least=1)
     """Tensor-parallel size of attention and dense MLPs; above 1 with sequence parallelism."""
-    pipeline: int = 1
+    pipeline: int = knob(1, at_least=1)
     """Number of pipeline stages."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: int = knob(1, at_least=1)
     """Number of model chunks per pipeline stage (interleaved schedule)."""
     pipeline_layout: str = ""
     """Pipeline layout of Megatron-Core, as in `Et|(tt|)*30mL`; empty splits the layers evenly.
@@ -355,7 +366,7 @@ class ParallelConfig:
     The letters are E embedding, t transformer layer, m multi-token prediction and L loss; | ends a
     stage.
     """
-    context: int = 1
+    context: int = knob(1, at_least=1)
     """Context-parallel size: the number of ranks that share a sequence; in linear attention they
     share out key and value heads."""
     expert: int = 0
@@ -364,18 +375,18 @@ class ParallelConfig:
     The default of 0 takes the largest size up to 8 that divides the number of experts and the ranks
     of a pipeline stage.
     """
-    dispatch: str = "auto"
+    dispatch: str = knob("auto", choices=("auto", TRANSPORTS))
     """Transport between tokens and experts, an entry of configs/transports.py.
 
     `auto` takes the best that can run. All ranks of a group use the same transport, and the start
     page says which and why.
     """
-    save_x: str = "redispatch"
+    save_x: str = knob("redispatch", choices=("redispatch", "keep"))
     """How `symm` provides received tokens to the backward pass: `redispatch` resends them.
 
     `keep` holds them in memory instead. `hier` resends them inside a node, not over the network.
     """
-    comm_sms: int | str = "auto"
+    comm_sms: int | str = knob("auto", choices=("auto",))
     """Number of SMs that `symm` uses to exchange tokens while the fused experts run on the others.
 
     `auto` is 16 where `symm` meets fused experts, and 0 elsewhere; 0 exchanges on all SMs, without
@@ -383,12 +394,12 @@ class ParallelConfig:
     `alltoall` refuse a number. If `parallel.dispatch=auto` chooses one of them, or the experts are
     not fused, the start page says that it has no effect.
     """
-    capacity_factor: float = 1.5
+    capacity_factor: float = knob(1.5, above_zero=True)
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
 
     A step that needs more rows is rerun with larger buffers; no token is dropped.
     """
-    expert_replication: int | str = 0
+    expert_replication: int | str = knob(0, choices=("auto",), formerly="parallel.clones")
     """Replica slots of a rank for copies of other ranks' hot experts, micro-batch by micro-batch.
 
     With uneven routing ranks then share their rows, and results are the same bit for bit
@@ -400,9 +411,9 @@ class ParallelConfig:
     """Shard the optimizer state over the data-parallel ranks."""
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
-    grad_dtype: str = "fp32"
+    grad_dtype: str = knob("fp32", choices=("fp32", "bf16"))
     """Dtype in which gradients are accumulated and reduced: `fp32` or `bf16`."""
-    timeout: int = 600
+    timeout: int = knob(600, at_least=1)
     """Seconds after which a collective that has not finished ends the run."""
 
 
@@ -410,7 +421,7 @@ class ParallelConfig:
 class DataConfig:
     """Source of tokens, and batching."""
 
-    source: str = "embedded"
+    source: str = knob("embedded", choices=("embedded", "indexed", "synthetic"))
     """`embedded` (bytes of the Python library), `indexed` (Megatron .bin/.idx) or `synthetic`.
 
     `embedded` and `synthetic` are for tests and benchmarks; long runs with checkpoints need
@@ -430,11 +441,11 @@ class DataConfig:
 
     Copies of the index of addresses in `data.blend` are there as well.
     """
-    sequence_length: int = 256
+    sequence_length: int = knob(256, at_least=1, largest_published=10_000_000)  # Llama 4
     """Number of tokens in a sequence."""
-    micro_batch: int = 4
+    micro_batch: int = knob(4, at_least=1)
     """Number of sequences that a rank processes in one forward pass."""
-    global_batch: int = 32
+    global_batch: int = knob(32, at_least=1)
     """Number of sequences in one optimizer step, over all ranks and micro-batches."""
     seed: int = 1234
     """Seed of the order of documents and samples."""
@@ -455,14 +466,14 @@ class DataConfig:
 class OptimConfig:
     """AdamW or Muon, and the learning-rate schedule."""
 
-    kind: str = "adamw"
+    kind: str = knob("adamw", choices=("adamw", "muon"))
     """Optimizer: `adamw`, or `muon` for matrices with AdamW for all else.
 
     Muon updates the matrices of attention, MLPs and experts; embedding, output layer, router, norms
     and biases stay with AdamW, at the same learning rate. Training cannot go on from a checkpoint
     of the other kind.
     """
-    lr: float = 3e-3
+    lr: float = knob(3e-3, above_zero=True)
     """Peak learning rate."""
     min_lr: float = 3e-4
     """Learning rate at the end of the decay."""
@@ -476,7 +487,9 @@ class OptimConfig:
 
     Set it for a run that will be extended: otherwise a larger `run.steps` changes the curve.
     """
-    schedule: str = "cosine"
+    schedule: str = knob(
+        "cosine", choices=("cosine", "linear", "constant", "inverse-square-root", "WSD")
+    )
     """Decay of the learning rate: `cosine`, `linear`, `constant`, `inverse-square-root` or `WSD`.
 
     All but `constant` fall to `min_lr` at `decay_steps`, `inverse-square-root` by its square root
@@ -484,19 +497,19 @@ class OptimConfig:
     """
     weight_decay: float = 0.1
     """Decoupled weight decay, of AdamW and of Muon; biases and norms have none."""
-    beta1: float = 0.9
+    beta1: float = knob(0.9, below_one=True)
     """Decay rate of the first moment, below 1."""
-    beta2: float = 0.95
+    beta2: float = knob(0.95, below_one=True)
     """Decay rate of the second moment, below 1."""
-    eps: float = 1e-8
+    eps: float = knob(1e-8, above_zero=True)
     """Epsilon in the denominator of AdamW."""
-    momentum: float = 0.95
+    momentum: float = knob(0.95, below_one=True)
     """Decay rate of Muon's momentum, a running mean of gradients; below 1."""
     nesterov: bool = True
     """Nesterov's form of Muon's momentum."""
-    ns_steps: int = 5
+    ns_steps: int = knob(5, at_least=1)
     """Newton-Schulz iterations by which Muon makes an update orthogonal, in the run's own dtype."""
-    moments: str = "fp32"
+    moments: str = knob("fp32", choices=("fp32", "bf16"))
     """Dtype of the moments: `fp32`, or `bf16`, which saves 6 bytes per parameter (of Muon's, 4).
 
     With `bf16` the fp32 master weight is stored as the bf16 weight and its missing 16 bits, without
@@ -534,26 +547,26 @@ class RunConfig:
     Those of a run are below `<run.checkpoints>/<run.name>`. Each rank writes its part to the run
     folder first, which then needs not be shared by hosts (docs/checkpoints.md).
     """
-    steps: int = 100
+    steps: int = knob(100, at_least=1)
     """Number of optimizer steps of the whole run, including those before a resume."""
     seed: int = 1
     """Seed of the initial weights, which are the same for every layout."""
-    device: str = "auto"
+    device: str = knob("auto", choices=("auto", "cuda", "cpu"))
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has a GPU."""
-    recompute: list[str] = field(default_factory=list)
+    recompute: list[str] = knob([], choices=(RECOMPUTE,))
     """Parts that the backward pass recomputes, as in `[norm,expert_h]`; one name needs no brackets.
 
     `norm`, `mla_up` (from compressed vectors to queries, keys, values), `attention`, `mlp` (dense
     and shared), `expert_h` (input of the experts' activation), `moe_act` (of `kernels=megatron`),
     `moe` or `full` layers; `none` is `[]` (docs/memory.md has what each saves and costs).
     """
-    offload: list[str] = field(default_factory=list)
+    offload: list[str] = knob([], choices=(OFFLOAD,))
     """Tensors that wait in pinned host memory for the backward pass, written as `recompute` is.
 
     `residual` (inputs of norms), `attention` (queries, keys, values, result) and `expert_h`. Copies
     run beside other work, in captured steps too. On a CPU they are copies.
     """
-    graph: str = "auto"
+    graph: str = knob("auto", choices=("auto", "off", "full_iteration"))
     """CUDA graph: `off`, `full_iteration` for forward and backward of all micro-batches, or `auto`.
 
     `auto` captures where it can; elsewhere the start page says why not. Two eager steps come first,
@@ -573,37 +586,37 @@ class RunConfig:
     It starts where `resume` says, with `auto` where it first started. Later launches with the same
     word go on from the newest checkpoint, as torchrun and Slurm repeat commands.
     """
-    bad_steps: str = "stop"
+    bad_steps: str = knob("stop", choices=("stop", "skip", "rollback"))
     """Answer to a loss or gradient that is not finite: `stop`, `skip` the step, or `rollback`.
 
     The update of such a step is never applied. `rollback` returns to the last checkpoint and goes
     on with the data after the bad step.
     """
-    max_bad_steps: int = 10
+    max_bad_steps: int = knob(10, at_least=1)
     """Number of steps skipped in a row, or rollbacks to one checkpoint, before the run ends."""
     skip_spikes: float = 0.0
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean.
 
     Mean and deviation are those of the last 128 accepted steps. The default of 0 skips none.
     """
-    save_interval: int = 0
+    save_interval: int = knob(0, at_least=-1)
     """Number of steps between checkpoints; 0 saves only at the end, -1 never saves."""
-    keep_last: int = 2
+    keep_last: int = knob(2, at_least=1)
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps none."""
-    async_save: str = "auto"
+    async_save: str = knob("auto", choices=("auto", "on", "off"))
     """Write checkpoints in the background: `on`, `off`, or `auto`, which is on with CUDA."""
     requeue_code: int = 0
     """Exit code of a rank that a signal stopped before the last step; scripts/slurm.sbatch sets 85.
 
     With a code other than 0 torchrun reports a failure, and with --max-restarts starts again.
     """
-    log_interval: int = 1
+    log_interval: int = knob(1, at_least=1)
     """Number of steps between progress lines."""
     eval_interval: int = 0
     """Number of steps between validations; 0 turns validation off."""
-    eval_batches: int = 8
+    eval_batches: int = knob(8, at_least=1)
     """Number of global batches in a validation; every validation reads the same ones."""
     sample_every: int = 0
     """Number of steps between samples, greedy texts that go on with the data; 0 makes none.
@@ -615,9 +628,9 @@ class RunConfig:
 
     Set `parallel.world_size` to the number of ranks to estimate, if not that of `experiment`.
     """
-    machine: str = "h200"
+    machine: str = knob("h200", choices=(MACHINES,))
     """GPU that `run.dry_run` assumes: `h200` or `h100`; configs/machines.py holds their rates."""
-    wandb: str = "off"
+    wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
     wandb_project: str = "phalanx"
     """Name of the Weights & Biases project."""

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from phalanx.configs.bounds import LARGEST_PUBLISHED
 from phalanx.configs.knobs import knobs
 from phalanx.moe.hf import ConversionError
 
@@ -126,7 +125,7 @@ def value_of(config: Fields, name: str, knob: str) -> Any:
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         found = f"{name}={shown(value)}" if name in config else f"no {name}"
         raise ConversionError(f"{config.where} has {found}; expected {kind.__name__}")
-    most = LARGEST_PUBLISHED.get(f"model.{knob}")
+    most = knobs()[f"model.{knob}"].facts.largest_published
     if most is not None and value > _BEYOND * most:
         raise ConversionError(
             f"{config.where} has {name}={shown(value)}; published models have at most {most:,}"

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any
 
-from phalanx.configs.knobs import knobs, visible
+from phalanx.configs.knobs import knobs, renamed, visible
 
-RENAMED = {
-    "run.precision": "precision.recipe",
-    "parallel.clones": "parallel.expert_replication",
-}
-"""Knobs of older checkpoints, and their present names."""
 _NEEDED = ("model.", "precision.", "data.")
 """Sections that have to be understood."""
 _FEW = 8
@@ -59,7 +54,7 @@ def understood(config: Any) -> SavedKnobs:
     values: dict[str, Any] = {}
     ignored, refused = list[str](), list[str]()
     for name, value in leaves(config):
-        path = RENAMED.get(name, name)
+        path = _present(name)
         if _known(path, value):
             values[path] = value
         elif f"{path}.".startswith(_NEEDED):
@@ -76,7 +71,7 @@ def understood(config: Any) -> SavedKnobs:
 
 def unknown(config: dict[str, Any]) -> set[str]:
     """Paths, as they were saved, that this version does not know or has another type for."""
-    return {name for name, value in leaves(config) if not _known(RENAMED.get(name, name), value)}
+    return {name for name, value in leaves(config) if not _known(_present(name), value)}
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -91,6 +86,11 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def shown(value: Any) -> str:
     """A value as users read it."""
     return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _present(path: str) -> str:
+    """Present path of a knob of an older checkpoint."""
+    return renamed()[path].path if path in renamed() else path
 
 
 def _known(path: str, value: Any) -> bool:

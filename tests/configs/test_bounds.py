@@ -1,9 +1,12 @@
 """Choices and bounds of single knobs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from phalanx.configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, choices
+from phalanx.configs.bounds import choices
+from phalanx.configs.fields import KnobFacts
 from phalanx.configs.knobs import knobs
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Facts, resolve
@@ -30,7 +33,13 @@ def test_every_knob_has_its_choices_or_bounds() -> None:
     texts = {path for path, knob in knobs().items() if knob.type in (str, int | str)} | names
     numbers = {path for path, knob in knobs().items() if knob.type in (int, float, int | str)}
     assert texts == set(choices()) | TEXTS_WITHOUT_CHOICES
-    assert set(AT_LEAST) | ABOVE_ZERO | BELOW_ONE <= numbers
+    plain = KnobFacts()
+    bounded = {
+        path
+        for path, knob in knobs().items()
+        if replace(knob.facts, choices=(), formerly="", group="") != plain
+    }
+    assert bounded <= numbers and len(bounded) > 40
 
 
 @pytest.mark.parametrize(

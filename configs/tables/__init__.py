@@ -1,0 +1,1 @@
+"""Tables from which valid values, documentation, estimates and implementations derive."""
