@@ -40,11 +40,11 @@ def _run(cfg: Config) -> tuple[_Rank, tuple[int, int]]:
 
     calls, added = [], main_grad.added
 
-    def pluralize(parameter: torch.Tensor) -> Any:
+    def counted(parameter: torch.Tensor) -> Any:
         calls.append(not main_grad.buffer(parameter).add)
         return added(parameter)
 
-    main_grad.added = pluralize
+    main_grad.added = counted
     try:
         return _train(cfg), (len(calls), sum(calls))
     finally:

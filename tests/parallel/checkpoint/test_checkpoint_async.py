@@ -78,13 +78,13 @@ def test_the_same_bytes_as_a_save_that_training_waits_for(tmp_path: Path) -> Non
 def _at_call(number: int, act: Callable[[], object], original: Callable[..., Any]) -> Any:
     calls = []
 
-    def pluralize(*args: Any, **kw: Any) -> Any:
+    def counted(*args: Any, **kw: Any) -> Any:
         calls.append(args)
         if len(calls) == number:
             act()
         return original(*args, **kw)
 
-    return pluralize
+    return counted
 
 
 def _writer_killed(folder: Path, name: str, call: int, found_by: str) -> str:

@@ -124,11 +124,11 @@ def _loads_both(root: str, at: str, folder: Path) -> tuple[int, int]:
         with pytest.MonkeyPatch.context() as patch:
             original = Remote.read
 
-            def pluralize(self: Remote, start: int = 0, stop: int | None = None) -> bytes:
+            def counted(self: Remote, start: int = 0, stop: int | None = None) -> bytes:
                 read.append((self.name, stop and stop - start))
                 return original(self, start, stop)
 
-            patch.setattr(Remote, "read", pluralize)
+            patch.setattr(Remote, "read", counted)
             checkpoints.load(path, engine.chunks)  # the model only
         held = sum(size for size, _ in commit.read_commit(path).files.values())
         load(checkpoints, path, engine)

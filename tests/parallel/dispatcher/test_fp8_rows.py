@@ -115,7 +115,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @contextmanager
-def pluralize() -> Iterator[list[int]]:
+def counted() -> Iterator[list[int]]:
     """Bytes of the rows that this rank gives to all-gathers."""
     gather, sent = dist.all_gather_into_tensor, list[int]()
 
@@ -141,7 +141,7 @@ def both(name: str, recipe: Fp8Block, size: int = 2) -> tuple[list[Tensor], list
     given, transport = drawn(dist.get_rank(), dist.get_world_size()), over(name, size)
     results, sent = [], []
     for fp8_rows in (True, False):
-        with pluralize() as rows:
+        with counted() as rows:
             results.append(layer(dispatcher_of(transport, recipe, fp8_rows), given, recipe))
         sent.append(rows)
     # Tokens, and in the backward pass gradients; over nodes first those of this rank, and inside
