@@ -13,6 +13,7 @@ from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_B
 from phalanx.configs.fields import knob
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.tables.activation_memory import OFFLOAD, RECOMPUTE
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.transports import TRANSPORTS
 
 
@@ -464,14 +465,12 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW or Muon, and the learning-rate schedule."""
+    """Optimizer and learning-rate schedule."""
 
-    kind: str = knob("adamw", choices=("adamw", "muon"))
-    """Optimizer: `adamw`, or `muon` for matrices with AdamW for all else.
+    kind: str = knob("adamw", choices=(OPTIMIZERS,))
+    """Optimizer, an entry of configs/tables/optimizers.py.
 
-    Muon updates the matrices of attention, MLPs and experts; embedding, output layer, router, norms
-    and biases stay with AdamW, at the same learning rate. Training cannot go on from a checkpoint
-    of the other kind.
+    Training cannot go on from a checkpoint of another kind.
     """
     lr: float = knob(3e-3, above_zero=True)
     """Peak learning rate."""

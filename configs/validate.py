@@ -31,6 +31,7 @@ from phalanx.configs.layout import (
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.transports import TRANSPORTS
 
 __all__ = [
@@ -298,9 +299,10 @@ def _optim(cfg: Config) -> Iterator[str]:
         )
         yield repair(cfg, "optim.warmup_steps", reason, room)
     a, ranks = cfg.model.attention, cfg.parallel.tensor
-    if o.kind == "muon" and a.kind == "gqa" and ranks > a.kv_heads:
+    facts = OPTIMIZERS[o.kind]
+    if facts.whole_matrices and a.kind == "gqa" and ranks > a.kv_heads:
         reason = f"cuts one head's keys and values (model.attention.kv_heads={a.kv_heads}), which "
-        reason += "optim.kind=muon updates whole"
+        reason += f"optim.kind={o.kind} updates whole"
         yield repair(cfg, "parallel.tensor", reason, a.kv_heads)
     if o.qk_clip and cfg.model.attention.qk_norm:
         reason = "rescales weights in front of a norm that undoes it (model.attention.qk_norm=true)"
@@ -318,7 +320,7 @@ def _optim(cfg: Config) -> Iterator[str]:
         )
         yield repair(cfg, "kernels.attention", reason, "auto")
     if o.moments == "bf16":
-        for knob in ("beta1", "beta2", *(["momentum"] if o.kind == "muon" else [])):
+        for knob in facts.decay_rates:
             # A step at 0.999 takes off less than half a unit in the last place of bf16: nothing.
             if getattr(o, knob) > _BETA_OF_BF16:
                 reason = f"is above {_BETA_OF_BF16}, where moments=bf16 rounds decay away"

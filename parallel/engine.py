@@ -6,11 +6,11 @@ the model but its chunks, and nothing of the loss but the function that returns 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -29,11 +29,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
-from phalanx.parallel.megatron import adam, matrices, muon, patches, rescale
-from phalanx.parallel.megatron.updated import parts, updated
+from phalanx.parallel.megatron import adam, patches, rescale
 
 
 class Diverged(RuntimeError):
@@ -48,7 +48,7 @@ class Engine:
         chunks: bare model chunks, already initialised. Weight decay spares vectors, biases and
             parameters with a true attribute `no_weight_decay`.
         parallel: overlap, optimizer sharding and gradient dtype.
-        optim: AdamW or Muon, the dtype of moments, and schedule.
+        optim: kind of optimizer, the dtype of moments, and schedule.
         steps: optimizer steps of the run.
         device: where parameters live.
         graph: forward and backward are going to be captured: parameters are gathered before, not
@@ -68,10 +68,9 @@ class Engine:
     ) -> None:
         self.config = config
         self.modules = list(chunks)
-        with_muon = optim.kind == "muon"
-        if with_muon:
-            for chunk in self.modules:
-                matrices.mark(chunk, config)
+        setup: adam.Setup = resolve_name(OPTIMIZERS[optim.kind].implementation)(optim, config)
+        for chunk in self.modules:
+            setup.mark(chunk)
         wrapped = [Float16Module(config, c) if config.bf16 else c for c in chunks]
         sharded = parallel.distributed_optimizer
         ddp = DistributedDataParallelConfig(
@@ -84,12 +83,11 @@ class Engine:
         self.chunks = []
         for i, c in enumerate(wrapped):
             given: dict[str, Any] = {"disable_bucketing": i > 0}
-            if with_muon and sharded:
-                given["full_param_layout"] = matrices.layout(
-                    c.to(device), config, ddp, one_bucket=i > 0
-                )
+            layout = setup.layout(c.to(device), ddp, one_bucket=i > 0) if sharded else None
+            if layout is not None:
+                given["full_param_layout"] = layout
             self.chunks.append(DistributedDataParallel(config, ddp, c.to(device), **given))
-            matrices.untag(c)
+            setup.wrapped(c)
         for chunk in self.chunks:
             patches.replace_first_gradients(chunk)
         config.grad_scale_func = patches.scale_in_loss(self.chunks)
@@ -110,12 +108,7 @@ class Engine:
         if config.bf16 and sharded and optim.moments == "bf16":
             patches.without_masters(settings)
         moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
-        if with_muon:
-            tensor = ps.get_tensor_model_parallel_group()
-            recipe = muon.recipe(optim, bf16=config.bf16, tensor_group=tensor)
-            adam.install(moments, muon.Muon, recipe=recipe)
-        else:
-            adam.install(moments)
+        adam.install(moments, setup.kind, **setup.options())
         self._clips_in_update = optim.moments == "bf16"
         """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
         undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
@@ -125,9 +118,7 @@ class Engine:
             config_overrides=get_standard_config_overrides(settings) | undecayed,
             use_gloo_process_groups=False,
         )
-        if with_muon:
-            for part in parts(self.optimizer):
-                matrices.hand_on((u.parameter, u.main) for u in updated(part))
+        setup.built(self.optimizer)
         curve = Curve.of(optim, steps)
         self.scheduler = curve.scheduler(self.optimizer, optim.weight_decay)
         self._clip = optim.clip_grad

@@ -12,6 +12,7 @@ from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, stage_ranks
 from phalanx.configs.linear_attention import HEAD_DIM
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.moe.estimate.accounting import projections
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
@@ -61,7 +62,7 @@ class Share(NamedTuple):
 def stacks(
     cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, linear: int = 0
 ) -> list[Stack]:
-    """Matrices of a number of layers; none for an optimizer other than Muon.
+    """Matrices of a number of layers; none for an optimizer that updates none as a whole.
 
     Args:
         cfg: valid.
@@ -71,7 +72,7 @@ def stacks(
         mtp: prediction layers among these.
         linear: layers with linear attention among all of them.
     """
-    if cfg.optim.kind != "muon":
+    if not OPTIMIZERS[cfg.optim.kind].whole_matrices:
         return []
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
     h, a = m.hidden, m.attention

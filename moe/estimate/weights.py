@@ -20,6 +20,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.moe.estimate import muon
 from phalanx.moe.estimate.accounting import (
     attention_norms,
@@ -157,6 +158,7 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon
     p = cfg.parallel
     elements = dense + expert
     grad = 2 if p.grad_dtype == "bf16" else _FP32
+    moments = OPTIMIZERS[cfg.optim.kind].moments
     moment = 2 if cfg.optim.moments == "bf16" else _FP32
     master = 2 if split_masters(cfg) else _FP32
     if not in_bf16(cfg):
@@ -168,7 +170,7 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon
     share = muon.largest_share(cfg, world, stacks)
     dense_left = dense - sum(s.elements for s in stacks if not s.expert) // p.tensor
     expert_left = expert - sum(s.elements for s in stacks if s.expert)
-    state = (master + 2 * moment) * (-(-dense_left // replicas) - (-expert_left // copies))
+    state = (master + moments * moment) * (-(-dense_left // replicas) - (-expert_left // copies))
     state += (master + moment) * share.elements
     padding = share.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
     return Weights(

@@ -15,6 +15,7 @@ from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.data.blend import open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError
@@ -132,10 +133,12 @@ def tokens_read(cfg: Config) -> int:
 
 def _optimizer(cfg: Config) -> Iterator[str]:
     """Check that the library of the optimizer is installed."""
-    if cfg.optim.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
+    package = OPTIMIZERS[cfg.optim.kind].package
+    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        without = next(name for name, facts in OPTIMIZERS.items() if not facts.package)
         raise ConfigError(
-            "optim.kind=muon needs emerging-optimizers, which is not installed: reinstall this "
-            "project's dependencies, or set optim.kind=adamw"
+            f"optim.kind={cfg.optim.kind} needs {package}, which is not installed: reinstall this "
+            f"project's dependencies, or set optim.kind={without}"
         )
     yield from ()
 

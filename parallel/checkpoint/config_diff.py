@@ -8,6 +8,7 @@ Layout, kernels, recipe of FP8, schedule, length and logging may change, and are
 from typing import Any
 
 from phalanx.configs.knobs import overrides
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
 from phalanx.parallel.run_start import start_over_override
 
@@ -52,7 +53,7 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """
     old, new = understood(saved).values, dict(leaves(current))
     if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
-        old.setdefault("optim.kind", "adamw")  # of versions that had no other
+        old.setdefault("optim.kind", next(iter(OPTIMIZERS)))  # of versions that had no other
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:

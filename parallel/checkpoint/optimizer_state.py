@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.megatron.adam import AdamW
-from phalanx.parallel.megatron.muon import Muon
 from phalanx.parallel.megatron.updated import parts, updated
 from phalanx.parallel.object_store import Place
 from phalanx.parallel.run_start import start_over_override
@@ -122,12 +122,18 @@ def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
     """Compare the optimizer with the names that the checkpoint at `path` holds.
 
     Raises:
-        CheckpointMismatch: one of them is Muon and the other is not; there is no momentum that
-            could be made of the moments of AdamW, or the other way round.
+        CheckpointMismatch: their parameters have state of other kinds; no momentum could be made
+            of the moments of AdamW, or the other way round.
     """
-    held = any(name.startswith("optimizer.state.momentum_buffer.") for name in stored)
-    if held != any(isinstance(part.optimizer, Muon) for part in parts(optimizer)):
-        kind = "muon" if held else "adamw"
+    states = {facts.own_state: kind for kind, facts in reversed(OPTIMIZERS.items())}
+    used = {getattr(part.optimizer, "own_state", "") for part in parts(optimizer)} - {""}
+    held = {
+        state
+        for state in states
+        if state and any(name.startswith(f"optimizer.state.{state}.") for name in stored)
+    }
+    if held != used:
+        kind = states[next(iter(held), "")]
         raise CheckpointMismatch(
             f"{path} has an optimizer of another kind: go on with optim.kind={kind}, or start "
             f"anew with another run.name or with {start_over_override()} run.resume=never"

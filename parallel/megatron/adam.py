@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.param_layout import FullParamLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from phalanx.configs.schema import OptimConfig
 from phalanx.kernels.elementwise.adam import Update, update_
 
 _FUSED_ADAM_ONLY = {
@@ -29,13 +33,15 @@ class AdamW(torch.optim.Optimizer):
     weights: their state has a `remainder`, int16, which makes master copies of them and begins as
     0. Gradients are then fp32 or bf16, in the attribute `decoupled_grad`. `adam_w_mode=False` is
     L2-regularised Adam. The signature is the part of FusedAdam's that Megatron-Core uses, and
-    `moments`.
+    `moments`. `own_state` is that of `configs.tables.optimizers`.
 
     Raises:
         TypeError: a keyword that neither this nor FusedAdam's state has.
         ValueError: moments of another dtype, or in bf16 with L2 regularisation; or decoupled
             gradients without moments in bf16.
     """
+
+    own_state = ""
 
     def __init__(
         self,
@@ -126,6 +132,50 @@ class AdamW(torch.optim.Optimizer):
         for p in params:
             grad, state = getattr(p, self._grad), self.state[p]
             update_(p, grad, state["exp_avg"], state["exp_avg_sq"], how, state.get("remainder"))
+
+
+class Setup:
+    """The part of the engine that depends on the optimizer: AdamW here, others in subclasses.
+
+    The engine calls the methods in this order, and `kind` is built by Megatron-Core.
+
+    Args:
+        optim: knobs.
+        config: Megatron-Core's config of the model.
+    """
+
+    kind: type[AdamW] = AdamW
+
+    def __init__(self, optim: OptimConfig, config: TransformerConfig) -> None:
+        self.optim, self.config = optim, config
+
+    def mark(self, chunk: torch.nn.Module) -> None:
+        """Note on the parameters of a bare chunk how they are updated."""
+
+    def layout(
+        self, chunk: torch.nn.Module, ddp: DistributedDataParallelConfig, *, one_bucket: bool
+    ) -> FullParamLayout | None:
+        """Offsets of a chunk's parameters in the buffers of a sharded optimizer.
+
+        Args:
+            chunk: in the dtypes that it trains in.
+            ddp: of the data parallel wrapper.
+            one_bucket: the wrapper gets `disable_bucketing`.
+
+        Returns:
+            None for those of Megatron-Core.
+        """
+        return None
+
+    def wrapped(self, chunk: torch.nn.Module) -> None:
+        """Note that the data parallel wrapper of a chunk is built."""
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `kind`; the process groups exist."""
+        return {}
+
+    def built(self, optimizer: Any) -> None:
+        """Note that Megatron-Core has built its optimizer."""
 
 
 def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:

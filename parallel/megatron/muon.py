@@ -17,12 +17,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.param_layout import FullParamLayout
 from torch import Tensor
 
-from phalanx.configs.schema import OptimConfig
 from phalanx.kernels.elementwise.muon import momentum, move_
-from phalanx.parallel.megatron.adam import AdamW
-from phalanx.parallel.megatron.matrices import Matrices, joined, of, pieces
+from phalanx.parallel.megatron.adam import AdamW, Setup
+from phalanx.parallel.megatron.matrices import (
+    Matrices,
+    hand_on,
+    joined,
+    layout,
+    mark,
+    of,
+    pieces,
+    untag,
+)
+from phalanx.parallel.megatron.updated import parts, updated
 
 _COEFFICIENTS = "simple"
 """Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers."""
@@ -47,12 +59,6 @@ class Recipe:
     """Ranks that share the matrices whose `split` is set; they gather them."""
 
 
-def recipe(optim: OptimConfig, *, bf16: bool, tensor_group: Any) -> Recipe:
-    """Return the recipe of the knobs; `tensor_group` holds the tensor-parallel ranks."""
-    precision = "medium" if bf16 else "highest"
-    return Recipe(optim.momentum, optim.nesterov, optim.ns_steps, precision, tensor_group)
-
-
 class Muon(AdamW):
     """AdamW whose parameters with `Matrices` (parallel.megatron.matrices) are updated by Muon.
 
@@ -63,13 +69,15 @@ class Muon(AdamW):
         ImportError: emerging-optimizers is not installed.
     """
 
+    own_state = "momentum_buffer"
+
     def __init__(self, params: Iterable[Any], *given: Any, recipe: Recipe, **named: Any) -> None:
         self._library = _library()
         super().__init__(params, *given, **named)
         self.recipe = recipe
 
     def _moments_of(self, p: Tensor) -> tuple[str, ...]:
-        return super()._moments_of(p) if of(p) is None else ("momentum_buffer",)
+        return super()._moments_of(p) if of(p) is None else (self.own_state,)
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         super()._update(group, [p for p in params if of(p) is None])
@@ -86,12 +94,12 @@ class Muon(AdamW):
         """A parameter in slices of whole stacks."""
         shape = (matrices.batch, -1, matrices.columns)
         state = self.state[p]
-        tensors = [p, getattr(p, self._grad), state["momentum_buffer"]]
+        tensors = [p, getattr(p, self._grad), state[self.own_state]]
         tensors += [state["remainder"]] if "remainder" in state else []
         stacks = [t.detach().view(shape) for t in tensors]
         at_once = max(1, _SLICE * matrices.batch // p.numel())
-        for parts in zip(*(s.split(at_once) for s in stacks), strict=True):
-            yield _Slice(*parts)
+        for part in zip(*(s.split(at_once) for s in stacks), strict=True):
+            yield _Slice(*part)
 
     def _with_momentum(self, part: "_Slice", matrices: Matrices) -> "_Move":
         update = momentum(
@@ -138,6 +146,32 @@ class Muon(AdamW):
         # What the library made of more rows than columns is a transposed view.
         found = torch.empty(made.shape, device=made.device)
         return torch.mul(made, _RMS * lib.scale(rows, columns, mode="spectral"), out=found)
+
+
+class MuonSetup(Setup):
+    """Muon in the engine: parameters are marked with their matrices, and lie whole on one rank."""
+
+    kind = Muon
+
+    def mark(self, chunk: torch.nn.Module) -> None:
+        mark(chunk, self.config)
+
+    def layout(
+        self, chunk: torch.nn.Module, ddp: DistributedDataParallelConfig, *, one_bucket: bool
+    ) -> FullParamLayout:
+        return layout(chunk, self.config, ddp, one_bucket=one_bucket)
+
+    def wrapped(self, chunk: torch.nn.Module) -> None:
+        untag(chunk)
+
+    def options(self) -> dict[str, Any]:
+        o, tensor_group = self.optim, ps.get_tensor_model_parallel_group()
+        precision = "medium" if self.config.bf16 else "highest"
+        return {"recipe": Recipe(o.momentum, o.nesterov, o.ns_steps, precision, tensor_group)}
+
+    def built(self, optimizer: Any) -> None:
+        for part in parts(optimizer):
+            hand_on((u.parameter, u.main) for u in updated(part))
 
 
 class _Slice(NamedTuple):

@@ -25,7 +25,7 @@ from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Treatment of what layers leave for the backward pass, by the names of configs/tables/activation_memory.py."""
+    """Treatment of saved tensors, by the names of configs/tables/activation_memory.py."""
 
     recompute: frozenset[str] = frozenset()
     """Names of what is recomputed."""

@@ -1,4 +1,4 @@
-"""Activation, transport and backend are added by an entry each, without a change in the package."""
+"""Activations, transports, backends and optimizers are added by an entry each."""
 
 import re
 from collections.abc import Iterator
@@ -237,6 +237,56 @@ def test_an_added_backend_has_the_bits_of_the_one_that_it_extends(recipe: Recipe
         outs.append(grouped_mlp(x, MLPWeights(w1, w2), plan, spec))
         assert (Counted.calls > before) == (name == "counted")
     assert torch.equal(*outs)
+
+
+# --- an optimizer ---------------------------------------------------------------------------------
+
+
+def test_an_added_optimizer_obeys_the_rules() -> None:
+    assert "lion" in choices()["optim.kind"]
+    assert "`lion`: the sign of momentum (arXiv 2302.06675)" in tables()
+    with pytest.raises(ConfigError, match="optim.beta1=0.999 is above 0.99"):
+        configured("optim.kind=lion", "optim.moments=bf16", "optim.beta1=0.999")
+    configured("optim.kind=lion", "optim.moments=bf16", "optim.momentum=0.999")
+
+
+def test_a_dry_run_counts_the_moments_of_an_added_optimizer() -> None:
+    """Masters and one moment in fp32, where AdamW has two."""
+    base = "experiment=moonlight_8gpu"
+    lion, adamw = (
+        resolved(configured(base, f"optim.kind={kind}", world=8), 8, 8)
+        for kind in ("lion", "adamw")
+    )
+    bytes_of = [[w.optimizer_bytes for w in stage_weights(cfg, 8)] for cfg in (lion, adamw)]
+    assert bytes_of[0] == [pytest.approx(2 / 3 * n) for n in bytes_of[1]]
+
+
+@pytest.mark.dist
+def test_a_model_trains_with_an_added_optimizer(tmp_path: Path) -> None:
+    """Two ranks with a sharded state and one rank have the same losses, and others than AdamW's."""
+    losses = {}
+    for kind, ranks in (("lion", 2), ("lion", 1), ("adamw", 1)):
+        name = f"{kind}{ranks}"
+        ended = run(
+            ranks,
+            [
+                *SMALL,
+                "run.steps=4",
+                "precision=fp32",
+                "run.save_interval=-1",
+                "optim.warmup_steps=0",
+                "optim.lr=1e-3",
+                "optim.min_lr=1e-4",
+                f"optim.kind={kind}",
+                f"run.dir={tmp_path / name}",
+            ],
+            added,
+        )
+        assert [rank.code for rank in ended] == [0] * ranks, ended[0].err
+        losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
+    assert losses["lion2"] == pytest.approx(losses["lion1"], rel=1e-4)
+    assert losses["lion1"][-1] < losses["lion1"][0] - 0.05
+    assert losses["lion1"][1:] != pytest.approx(losses["adamw1"][1:], rel=1e-4)
 
 
 # --- all, in a run --------------------------------------------------------------------------------

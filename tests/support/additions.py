@@ -1,4 +1,4 @@
-"""Two activations, a transport and a backend that the package lacks, as a user would add them."""
+"""Activations, a transport, a backend and an optimizer that users could add to the package."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.backends import EXPERT_BACKENDS, ExpertBackend
+from phalanx.configs.tables.optimizers import OPTIMIZERS, OptimizerFacts
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.activation import Activation
@@ -22,6 +23,7 @@ from phalanx.kernels.registry import Facts
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
+from phalanx.parallel.megatron.adam import AdamW, Setup
 
 # --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
 
@@ -160,6 +162,36 @@ ADDED_BACKENDS = {
     )
 }
 
+# --- Lion (arXiv 2302.06675) ----------------------------------------------------------------------
+
+
+class Lion(AdamW):
+    """The sign of a mean of momentum and gradient, with one moment."""
+
+    def _moments_of(self, p: Tensor) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        for p in params:
+            momentum, grad = self.state[p]["exp_avg"], p.grad
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(momentum.lerp(grad, 1 - beta1).sign(), alpha=group["lr"])
+            momentum.lerp_(grad, 1 - beta2)
+
+
+class LionSetup(Setup):
+    """Lion, which needs no more of the engine than AdamW."""
+
+    kind = Lion
+
+
+ADDED_OPTIMIZERS = {
+    "lion": OptimizerFacts(
+        "tests.support.additions:LionSetup", "the sign of momentum (arXiv 2302.06675)", moments=1
+    )
+}
+
 
 @contextlib.contextmanager
 def added(rank: int = 0) -> Iterator[None]:
@@ -168,5 +200,6 @@ def added(rank: int = 0) -> Iterator[None]:
         mock.patch.dict(ACTIVATIONS, ADDED_ACTIVATIONS),
         mock.patch.dict(TRANSPORTS, ADDED_TRANSPORTS),
         mock.patch.dict(EXPERT_BACKENDS, ADDED_BACKENDS),
+        mock.patch.dict(OPTIMIZERS, ADDED_OPTIMIZERS),
     ):
         yield

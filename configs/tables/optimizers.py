@@ -1,0 +1,48 @@
+"""The optimizers: one entry each, with the class that sets it up.
+
+Allowed values and their documentation, rules between knobs, estimates and the engine derive from
+this table, so that no other file compares the name of an optimizer. An entry names its class by
+import path, so that reading it does not import torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """Facts of an optimizer for configurations, estimates and checkpoints."""
+
+    implementation: str
+    """`module:class`, a subclass of `parallel.megatron.adam.Setup`."""
+    meaning: str
+    """Short description, in Markdown, for the documentation."""
+    moments: int = 2
+    """Number of moments of a parameter; of one whose matrix is updated as a whole, it is 1."""
+    decay_rates: tuple[str, ...] = ("beta1", "beta2")
+    """Knobs of `optim` that are decay rates of moments."""
+    whole_matrices: bool = False
+    """Updates matrices as a whole: a rank of the sharded optimizer owns whole parameters."""
+    own_state: str = ""
+    """State that parameters have with no other optimizer, by which its checkpoints are recognised;
+    empty: it has that of AdamW or less."""
+    package: str = ""
+    """Package that it needs; empty: none but torch."""
+
+
+OPTIMIZERS: dict[str, OptimizerFacts] = {
+    "adamw": OptimizerFacts(
+        "phalanx.parallel.megatron.adam:Setup",
+        "Adam with decoupled weight decay (arXiv 1711.05101)",
+    ),
+    "muon": OptimizerFacts(
+        "phalanx.parallel.megatron.muon:MuonSetup",
+        "the matrices of attention, MLPs and experts are moved by their momentum made orthogonal "
+        "(Moonlight, arXiv 2502.16982); embedding, output layer, router, norms and biases stay "
+        "with AdamW, at the same learning rate",
+        decay_rates=("beta1", "beta2", "momentum"),
+        whole_matrices=True,
+        own_state="momentum_buffer",
+        package="emerging-optimizers",
+    ),
+}
+"""By the value of `optim.kind`; the first is that of checkpoints that name none."""
