@@ -4,11 +4,11 @@
 to, with kernels, transport and device resolved by then.
 """
 
-from phalanx.configs.backends import attention_backend, expert_backend
 from phalanx.configs.formats import in_bf16
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.backends import attention_backend, expert_backend
+from phalanx.configs.tables.transports import TRANSPORTS
 
 CAPTURED, EAGER = "full_iteration", "off"
 

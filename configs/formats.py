@@ -1,16 +1,16 @@
 """Meaning of `precision` for everything else: bytes, layers that follow a recipe, and its rules.
 
-Others ask here and do not compare names of recipes. Transports say in `configs.transports` whether
-they carry FP8.
+Others ask here and do not compare names of recipes. Whether a transport carries FP8 is in
+`configs.tables.transports`.
 """
 
 from collections.abc import Iterator
 from dataclasses import fields
 
-from phalanx.configs.backends import EXPERT_BACKENDS, expert_backend
 from phalanx.configs.knobs import listed, pluralize, repair
 from phalanx.configs.schema import Config, PrecisionConfig
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
+from phalanx.configs.tables.transports import TRANSPORTS
 
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
 """Formats that Blackwell multiplies, in routed experts with `cudnn`."""

@@ -9,12 +9,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import changed, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
-from phalanx.configs.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS, TRANSPORTS
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.transports import (
+    MAX_REPLICATED_EXPERTS,
+    MAX_REPLICATION_RANKS,
+    TRANSPORTS,
+)
 
 
 def stage_ranks(cfg: Config, world: int) -> int:

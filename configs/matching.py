@@ -30,7 +30,7 @@ def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:
     Args:
         cfg: valid.
         world: ranks.
-        gpu: name as in `configs.machines`.
+        gpu: name as in `configs.tables.machines`.
     """
     found = [
         match

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activation_memory import CONTAINS
+from phalanx.configs.tables.backends import expert_backend
 
 _AGAINST: dict[str, tuple[str, ...]] = {
     "residual": (),

@@ -8,13 +8,13 @@ the tests.
 
 from dataclasses import dataclass, field
 
-from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_BACKENDS
 from phalanx.configs.fields import knob
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.tables.activation_memory import OFFLOAD, RECOMPUTE
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_BACKENDS
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.optimizers import OPTIMIZERS
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.transports import TRANSPORTS
 
 
 @dataclass
@@ -197,7 +197,7 @@ class MoEConfig:
     dense_layers: int = 0
     """Number of leading layers that have a dense MLP instead of experts."""
     activation: str = knob("swiglu", choices=(ACTIVATIONS,))
-    """Activation of every MLP, an entry of configs/activations.py."""
+    """Activation of every MLP, an entry of configs/tables/activations.py."""
     activation_alpha: float = knob(1.702, above_zero=True)
     """Slope inside the sigmoid of `quick_geglu`; the other activations ignore it."""
     activation_limit: float = 0.0
@@ -269,14 +269,14 @@ class KernelsConfig:
     """Which implementation runs each operation. A forced choice that cannot run is an error."""
 
     backend: str = knob("auto", choices=("auto", EXPERT_BACKENDS))
-    """Experts: an entry of configs/backends.py, or `auto` for the best that can run."""
+    """Experts: an entry of configs/tables/backends.py, or `auto` for the best that can run."""
     attention: str = knob("auto", choices=("auto", ATTENTION_BACKENDS))
-    """Core attention: an entry of configs/backends.py, or `auto` for the best that can run.
+    """Core attention: an entry of configs/tables/backends.py, or `auto` for the best that can run.
 
     Linear attention runs by flash-linear-attention where it can, with `reference` always by torch.
     """
     norm: str = knob("auto", choices=("auto", NORM_BACKENDS))
-    """RMSNorm: an entry of configs/backends.py, or `auto` for the best that can run."""
+    """RMSNorm: an entry of configs/tables/backends.py, or `auto` for the best that can run."""
     gradient_accumulation_fusion: bool = True
     """On a GPU, the weight-gradient kernels add directly into Megatron-Core's gradient buffers."""
     sm_margin: SmMarginConfig = field(default_factory=SmMarginConfig)
@@ -377,7 +377,7 @@ class ParallelConfig:
     of a pipeline stage.
     """
     dispatch: str = knob("auto", choices=("auto", TRANSPORTS))
-    """Transport between tokens and experts, an entry of configs/transports.py.
+    """Transport between tokens and experts, an entry of configs/tables/transports.py.
 
     `auto` takes the best that can run. All ranks of a group use the same transport, and the start
     page says which and why.
@@ -628,7 +628,7 @@ class RunConfig:
     Set `parallel.world_size` to the number of ranks to estimate, if not that of `experiment`.
     """
     machine: str = knob("h200", choices=(MACHINES,))
-    """GPU that `run.dry_run` assumes: `h200` or `h100`; configs/machines.py holds their rates."""
+    """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py."""
     wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
     wandb_project: str = "phalanx"

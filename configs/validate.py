@@ -10,9 +10,7 @@ import re
 from collections.abc import Iterator
 
 from phalanx.configs import capture
-from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.addresses import flaw, is_address
-from phalanx.configs.backends import attention_backend, expert_backend, norm_backend
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
@@ -31,8 +29,10 @@ from phalanx.configs.layout import (
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import attention_backend, expert_backend, norm_backend
 from phalanx.configs.tables.optimizers import OPTIMIZERS
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.transports import TRANSPORTS
 
 __all__ = [
     "ConfigError",

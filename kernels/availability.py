@@ -1,4 +1,4 @@
-"""Predicates of `configs.backends`: which implementation can run on a machine with a model.
+"""Predicates of `configs.tables.backends`: which implementation can run on a machine with a model.
 
 They depend on `Facts` alone and import no implementation.
 """
@@ -6,8 +6,8 @@ They depend on `Facts` alone and import no implementation.
 import torch
 
 from phalanx.configs import programs
-from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import MICROSCALING
+from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.core_attention.limits import unsupported_heads
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Facts

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 
 import torch
 
-from phalanx.configs.backends import (
+from phalanx.configs.tables.backends import (
     ATTENTION_BACKENDS,
     EXPERT_BACKENDS,
     LINEAR_ATTENTION_BACKENDS,
@@ -74,7 +74,7 @@ class Facts:
     slots: int = 0
     """Expert ids of a token: K, or with token rounding more."""
     activation: str = ""
-    """Kind of the experts' activation (`configs.activations`); empty is unknown and fits."""
+    """Kind of the experts' activation (`configs.tables.activations`); empty is unknown and fits."""
     activation_alpha: float = 1.702
     activation_limit: float = 0.0
     activation_offset: float = 0.0

@@ -41,7 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.configs.transports import AUTO_SMS
+from phalanx.configs.tables.transports import AUTO_SMS
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.models import cases
 from phalanx.scripts.bench.records import Record, plot, shape_text, summary, table, write

@@ -1,4 +1,4 @@
-"""No code compares the name of an implementation: facts about it stand in `configs.backends`."""
+"""No code compares the name of a backend or optimizer: facts about it stand in `configs.tables`."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.configs import backends
+from phalanx.configs.tables import backends
+from phalanx.configs.tables.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[1]
 TABLES = (
@@ -14,6 +15,7 @@ TABLES = (
     backends.ATTENTION_BACKENDS,
     backends.LINEAR_ATTENTION_BACKENDS,
     backends.NORM_BACKENDS,
+    OPTIMIZERS,
 )
 NAMES = {name for table in TABLES for name in table}
 FOLDERS = ("configs", "kernels", "moe", "parallel")

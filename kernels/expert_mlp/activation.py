@@ -2,7 +2,7 @@
 
 It says what is computed; each backend says how. `kernels.expert_mlp.reference.activation` states it
 in plain torch. Gated kinds read H = 2F channels, the gate in the first F and the linear half in the
-last F. The kinds are the entries of `configs.activations`.
+last F. The kinds are the entries of `configs.tables.activations`.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
+from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An entry of `configs.activations`, which has its formula, with its constants.
+    """An entry of `configs.tables.activations`, which has its formula, with its constants.
 
     Raises:
         ValueError: unknown kind or negative limit.
@@ -60,7 +60,7 @@ class Activation:
 
 
 class Formula(NamedTuple):
-    """The functions of an activation in plain torch; see `configs.activations.ActivationFacts`."""
+    """Functions of an activation in plain torch: `configs.tables.activations.ActivationFacts`."""
 
     value: Callable[[Tensor, Activation], Tensor]
     slope: Callable[[Tensor, Activation], Tensor]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from phalanx.configs.backends import ExpertBackend, expert_backend
+from phalanx.configs.tables.backends import ExpertBackend, expert_backend
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.quantize.recipe import Recipe
 
@@ -59,7 +59,7 @@ class MLPSpec:
 
     @property
     def facts(self) -> ExpertBackend:
-        """The backend's entry in `configs.backends`."""
+        """The backend's entry in `configs.tables.backends`."""
         return expert_backend(self.backend)
 
 

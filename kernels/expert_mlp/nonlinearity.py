@@ -1,4 +1,4 @@
-"""Value and derivative of every activation of `configs.activations` in plain torch.
+"""Value and derivative of every activation of `configs.tables.activations` in plain torch.
 
 Functions of the clamped gate (or of h without a gate), elementwise, in the dtype of x. They are
 what `kernels.expert_mlp.torch_grouped` compiles, and what `kernels.expert_mlp.reference` and dense

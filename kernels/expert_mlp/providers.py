@@ -1,4 +1,4 @@
-"""Expert backends by name, from `configs.backends`.
+"""Expert backends by name, from `configs.tables.backends`.
 
 `kernels.registry` decides which can run; this module does not check. A backend is imported at its
 first use, as the compiler of the fused one takes seconds to import.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from phalanx.configs.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.quantize.recipe import Recipe
 

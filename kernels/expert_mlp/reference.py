@@ -70,7 +70,7 @@ def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
 
 
 def reference(options: Options) -> "Reference":
-    """The backend `reference` of `configs.backends`, which has no options."""
+    """The backend `reference` of `configs.tables.backends`, which has no options."""
     return Reference()
 
 

@@ -34,7 +34,7 @@ from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_p
 
 
 def grouped(options: Options) -> "Grouped":
-    """The backend `torch` of `configs.backends`, which has no options."""
+    """The backend `torch` of `configs.tables.backends`, which has no options."""
     return Grouped()
 
 

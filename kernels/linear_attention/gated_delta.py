@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.configs.backends import LINEAR_ATTENTION_BACKENDS, LinearAttentionBackend
+from phalanx.configs.tables.backends import LINEAR_ATTENTION_BACKENDS, LinearAttentionBackend
 from phalanx.kernels.linear_attention import torch_delta
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.configs.backends import NORM_BACKENDS
+from phalanx.configs.tables.backends import NORM_BACKENDS
 
 
 def rms_norm(

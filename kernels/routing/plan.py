@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.configs.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -41,7 +41,7 @@ def make_plan(
         local_experts: L.
         rows: S. If `needed` is larger, the last experts lack rows: rerun the step with more.
         backend: `reference`, `torch` or `fused`, with equal results; `cudnn`, whose experts' rows
-            are padded (`pads_rows_to` of `configs.backends`).
+            are padded (`pads_rows_to` of `configs.tables.backends`).
         experts: number of all ranks' experts; if set, PHALANX_DEBUG=1 checks that ids are from -1
             to experts - 1.
 

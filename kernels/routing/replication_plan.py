@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.configs.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS
+from phalanx.configs.tables.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS
 
 
 class ReplicationSize(NamedTuple):

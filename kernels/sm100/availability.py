@@ -1,4 +1,4 @@
-"""Availability of cuDNN's grouped GEMMs, for `configs.backends`."""
+"""Availability of cuDNN's grouped GEMMs, for `configs.tables.backends`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The cuDNN backend of `configs.backends`."""
+"""The cuDNN backend of `configs.tables.backends`."""
 
 from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.expert_mlp.providers import Options

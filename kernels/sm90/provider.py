@@ -1,4 +1,4 @@
-"""The fused backend of `configs.backends`."""
+"""The fused backend of `configs.tables.backends`."""
 
 from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.expert_mlp.providers import Options

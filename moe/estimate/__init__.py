@@ -2,7 +2,7 @@
 
 `weights` and `activations` count bytes, `pipeline` counts micro-batches in flight on a stage,
 `memory` adds both up per stage, `traffic` counts the bytes of expert dispatch and `heads` those of
-linear attention, `timing` divides by the rates of a machine (configs/machines.py), `advice` looks
-for overrides that fit. `moe.estimate.dry_run` prints the page; `free_memory` compares a run with
-the memory of the current machine before anything is built.
+linear attention, `timing` divides by the rates of a machine (configs/tables/machines.py), `advice`
+looks for overrides that fit. `moe.estimate.dry_run` prints the page; `free_memory` compares a run
+with the memory of the current machine before anything is built.
 """

@@ -10,7 +10,6 @@ router, norms or recompute.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.linear_attention import (
     HEAD_DIM,
     TAPS,
@@ -20,6 +19,7 @@ from phalanx.configs.linear_attention import (
     qkv_dim,
 )
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
+from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.moe.report.units import count
 
 

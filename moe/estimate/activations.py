@@ -13,12 +13,12 @@ from itertools import product
 
 import torch
 
-from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.moe import experts, stock_moe
 from phalanx.moe.estimate.traffic import costs, nodes, overlaps

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
-from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.memory import host_needed, needed
 from phalanx.moe.estimate.memory_options import cheapest

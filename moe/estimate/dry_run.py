@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import described, is_fp8, quantizes
 from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
@@ -14,11 +13,12 @@ from phalanx.configs.layout import (
     replica_slots,
     stage_ranks,
 )
-from phalanx.configs.machines import MACHINES, Machine
 from phalanx.configs.matching import Match, matching_records
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.accounting import (
     bf16_peak,

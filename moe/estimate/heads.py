@@ -6,8 +6,8 @@ saves and computes as much as with all heads over its own tokens; only these exc
 
 from phalanx.configs.formats import width
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
-from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import Machine
 from phalanx.parallel.dispatcher.costs import Links
 
 

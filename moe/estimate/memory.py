@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from phalanx.configs.backends import attention_backend
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import attention_backend
 from phalanx.moe.estimate.activations import Activations, LayerMemory
 from phalanx.moe.estimate.pipeline import in_flight_bytes
 from phalanx.moe.estimate.traffic import costs

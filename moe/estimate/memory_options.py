@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from phalanx.configs.knobs import changed
-from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activation_memory import OFFLOAD, RECOMPUTE
+from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import is_valid
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.timing import step_time

@@ -8,8 +8,8 @@ from typing import Any
 
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import changed, overrides
-from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.advice import needed
 from phalanx.moe.estimate.resolve import resolved

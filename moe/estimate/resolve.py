@@ -3,12 +3,12 @@
 import copy
 
 from phalanx.configs import capture
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import expert_parallel_size
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights

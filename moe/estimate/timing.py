@@ -13,8 +13,6 @@ Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -25,8 +23,10 @@ from phalanx.configs.layout import (
     stage_ranks,
 )
 from phalanx.configs.linear_attention import linear_layers
-from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.accounting import (
     delta_rule_products,
     flops_per_token,

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.transport import class_of

@@ -9,8 +9,6 @@ parallel ranks, and of all else over data and context parallel ranks.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import in_bf16, quantized_layer, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -20,6 +18,8 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.moe.estimate import muon
 from phalanx.moe.estimate.accounting import (

@@ -38,9 +38,9 @@ from megatron.core.transformer.utils import (
 )
 from torch.profiler import record_function
 
-from phalanx.configs.backends import ATTENTION_BACKENDS
 from phalanx.configs.formats import width
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import ATTENTION_BACKENDS
 from phalanx.kernels.core_attention import sinks
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
@@ -369,7 +369,7 @@ def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     """The core attention module of a layer spec.
 
     Args:
-        backend: an entry of `configs.backends.ATTENTION_BACKENDS`.
+        backend: an entry of `configs.tables.backends.ATTENTION_BACKENDS`.
         whole_with_sinks: attention has sinks, and sequences are not split over ranks.
     """
     if path := ATTENTION_BACKENDS[backend].layer:

@@ -26,12 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import (
     AttentionConfig,
     Config,
 )
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding

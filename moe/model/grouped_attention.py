@@ -18,8 +18,8 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from phalanx.configs.backends import attention_backend, norm_backend
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import attention_backend, norm_backend
 from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope
 from phalanx.moe.model.attention import CoreAttention, core_saved_tensors

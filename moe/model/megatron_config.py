@@ -13,8 +13,6 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.linear_attention import HEAD_DIM, TAPS
 from phalanx.configs.schema import (
@@ -24,6 +22,8 @@ from phalanx.configs.schema import (
     ModelConfig,
     MoEConfig,
 )
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.precision import compute_dtype

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.backends import NORM_BACKENDS
+from phalanx.configs.tables.backends import NORM_BACKENDS
 from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 
 
@@ -73,7 +73,7 @@ def norm_class(backend: str, *, residual: bool = False) -> Any:
     """Norm class of a layer spec.
 
     Args:
-        backend: an entry of `configs.backends.NORM_BACKENDS`.
+        backend: an entry of `configs.tables.backends.NORM_BACKENDS`.
         residual: take ResidualNorm, if the norm is ours.
 
     Raises:

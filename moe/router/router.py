@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.backends import expert_backend
 from phalanx.configs.schema import Config, RouterConfig
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.moe.router import balance, fused_topk, token_rounding
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance

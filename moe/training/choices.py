@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from phalanx.configs import capture
-from phalanx.configs.backends import EXPERT_BACKENDS, attention_backend
 from phalanx.configs.formats import MICROSCALING, is_fp8, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.accounting import mlp_weights
@@ -186,7 +186,7 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
 
 
 def choose_copy_costs(cfg: Config, runtime: Runtime) -> CopyCosts:
-    """Costs of copies of experts, by measured rates (configs/machines.py).
+    """Costs of copies of experts, by measured rates (configs/tables/machines.py).
 
     They are the same on all ranks. Collective.
     """

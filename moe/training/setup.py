@@ -11,10 +11,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
-from phalanx.configs.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS
 from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice

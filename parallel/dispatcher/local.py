@@ -29,7 +29,7 @@ class Local(Dispatcher):
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
-        return None  # configs.transports states that it serves one rank
+        return None  # configs.tables.transports states that it serves one rank
 
     @classmethod
     def costs(cls, reach: GroupTopology) -> TransportCosts:

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.transports import AUTO_SMS, TRANSPORTS
+from phalanx.configs.tables.transports import AUTO_SMS, TRANSPORTS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
@@ -30,7 +30,7 @@ LOCAL = Transport("local", "all experts are on one rank")
 
 
 def class_of(name: str) -> type[Dispatcher]:
-    """The class that an entry of `configs.transports` names."""
+    """The class that an entry of `configs.tables.transports` names."""
     transport: type[Dispatcher] = resolve_name(TRANSPORTS[name].implementation)
     return transport
 
@@ -54,8 +54,8 @@ def choose_transport(wanted: str, group: dist.ProcessGroup | None, dtype: torch.
     """The transport of this rank's group; collective over the job.
 
     Args:
-        wanted: key of `configs.transports`, or `auto`: `local` on one rank, else the first of the
-            table that `auto` may take and that can run.
+        wanted: key of `configs.tables.transports`, or `auto`: `local` on one rank, else the
+            first of the table that `auto` may take and that can run.
         group: this rank's expert-parallel group; None is one rank.
         dtype: dtype of the tokens.
 
@@ -96,7 +96,7 @@ def planned(
     """Predict `choose_transport` on identical machines, without them.
 
     Args:
-        wanted: key of `configs.transports`, or `auto`.
+        wanted: key of `configs.tables.transports`, or `auto`.
         ranks: number of ranks of an expert-parallel group: neighbours that start at a node.
         node_ranks: number of ranks of a node.
         refusals: reason that a rank cannot serve, by the name of the transport, as from

@@ -1,6 +1,7 @@
 """Interface of a transport: its sends and receives, the reasons that it cannot run, its costs.
 
-A new transport is a subclass of `Dispatcher` and an entry that names it in `configs.transports`.
+A new transport is a subclass of `Dispatcher` and an entry that names it in
+`configs.tables.transports`.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N received rows.
 """
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.configs.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
@@ -31,7 +32,7 @@ class Transport:
     """Transport of an expert-parallel group, the same on all of its ranks."""
 
     name: str
-    """Key of `configs.transports.TRANSPORTS`; or `megatron`, which is Megatron-Core's own."""
+    """Key of `configs.tables.transports.TRANSPORTS`; or `megatron`, Megatron-Core's own."""
     reason: str
     """Reason for the choice, in clauses separated by semicolons."""
     inside: "Transport | None" = None

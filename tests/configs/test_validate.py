@@ -10,7 +10,7 @@ import pytest
 from phalanx.configs.knobs import spelled
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
 
 MASK = "data.document_mask=true"

@@ -14,8 +14,8 @@ import tests.support.training  # noqa: F401  (Megatron-Core, once for all ranks,
 from phalanx.configs.bounds import choices
 from phalanx.configs.docs import tables
 from phalanx.configs.load import load
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp

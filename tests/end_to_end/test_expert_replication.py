@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.configs.machines import CPU_RANKS
+from phalanx.configs.tables.machines import CPU_RANKS
 from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_costs

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
-from phalanx.configs.backends import EXPERT_BACKENDS, ExpertBackend
+from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, ExpertBackend
 from phalanx.configs.tables.optimizers import OPTIMIZERS, OptimizerFacts
-from phalanx.configs.transports import TRANSPORTS, TransportFacts
+from phalanx.configs.tables.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import Backend, Linear

@@ -1,4 +1,4 @@
-"""The activations of `configs.activations` on registers, forward and backward, in fp32."""
+"""The activations of `configs.tables.activations` on registers, forward and backward, in fp32."""
 
 import math
 
@@ -59,7 +59,7 @@ def _activate(act: Activation, x: Float32) -> tuple[Float32, Float32]:
     """
     if not act.facts.cute:
         raise ValueError(
-            f"activation {act.kind!r} has no `cute` function in phalanx.configs.activations"
+            f"activation {act.kind!r} has no `cute` function in phalanx.configs.tables.activations"
         )
     value, slope = function(act.facts.cute)(x, act)
     return value, slope

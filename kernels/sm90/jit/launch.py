@@ -22,7 +22,7 @@ from cutlass import Int32
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
-from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.jit.pointers import arguments_of

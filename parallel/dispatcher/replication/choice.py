@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
-from phalanx.configs.transports import MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS, TRANSPORTS
+from phalanx.configs.tables.transports import (
+    MAX_REPLICATED_EXPERTS,
+    MAX_REPLICATION_RANKS,
+    TRANSPORTS,
+)
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher.replication.options import CopyCosts, ReplicationOptions
 from phalanx.parallel.dispatcher.transport import LOCAL, class_of

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.configs.machines import CPU_RANKS, Rates, rates_of
+from phalanx.configs.tables.machines import CPU_RANKS, Rates, rates_of
 from phalanx.kernels.routing.replica_routing import route_to_replicas
 from phalanx.kernels.routing.replication_plan import (
     ReplicationPlan,
@@ -61,7 +61,7 @@ class ReplicationOptions:
 
 
 def rates_on(device: torch.device, otherwise: str) -> Rates:
-    """Rates of a device, or of the machine `otherwise` for a GPU unknown to configs/machines.py."""
+    """Rates of a device, or of `otherwise` for a GPU that configs/tables/machines.py lacks."""
     if device.type != "cuda":
         return CPU_RANKS
     return rates_of(torch.cuda.get_device_name(device), otherwise)

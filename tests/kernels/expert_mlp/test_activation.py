@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from phalanx.configs import activations as table
 from phalanx.configs.bounds import choices
 from phalanx.configs.docs import field_docs
+from phalanx.configs.tables import activations as table
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import Linear, Operand
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan

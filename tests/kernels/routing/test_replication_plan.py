@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.configs.machines import MACHINES
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.kernels.routing.replica_routing import assign_pairs, count_rows, pair_numbers
 from phalanx.kernels.routing.replication_plan import (
     ReplicationPlan,

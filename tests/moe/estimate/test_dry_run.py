@@ -11,9 +11,9 @@ import pytest
 from phalanx import train
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.records import Record, configured, launch, own, published
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.accounting import bf16_peak, fp8_peak, model_size
 from phalanx.moe.estimate.advice import needed, suggestions
@@ -325,7 +325,7 @@ def test_nothing_measured_beats_the_bound(name: str) -> None:
     kind = record.hardware.split(" x ")[1].lower()
     cfg.run.machine = kind
     validate(cfg, world)
-    assert cfg.precision.recipe == record.dtype == "bf16"  # the rates of configs.machines
+    assert cfg.precision.recipe == record.dtype == "bf16"  # the rates of configs.tables.machines
     best = bound(resolved(cfg, world, 8), world, MACHINES[kind])
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world / best.seconds
     assert record.tokens_per_second_per_gpu < tokens

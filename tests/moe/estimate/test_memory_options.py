@@ -7,8 +7,8 @@ import pytest
 
 from phalanx.configs.knobs import knobs
 from phalanx.configs.load import load
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.advice import suggestions

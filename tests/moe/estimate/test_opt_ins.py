@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.configs.knobs import get, knobs
 from phalanx.configs.load import load, options
-from phalanx.configs.machines import MACHINES
 from phalanx.configs.records import launch, own
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.advice import needed
 from phalanx.moe.estimate.dry_run import dry_run

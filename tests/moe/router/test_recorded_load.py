@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.configs.machines import CPU_RANKS, rates_of
+from phalanx.configs.tables.machines import CPU_RANKS, rates_of
 from phalanx.kernels.routing.replication_plan import ReplicationSize, make_replication_plan
 from phalanx.moe.router.recorded_load import (
     RecordedLoad,

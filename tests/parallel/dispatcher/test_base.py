@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.docs import field_docs
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.local import Local

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.registry import table
 from phalanx.kernels.routing.replication_plan import ReplicationSize
 from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication

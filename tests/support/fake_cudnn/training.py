@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
-from phalanx.configs.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.registry import Facts
 from tests.support import fake_cudnn
 
