@@ -10,28 +10,42 @@ from dataclasses import fields
 from phalanx.configs.knobs import listed, pluralize, repair
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
+from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS
-
-MICROSCALING = frozenset({"mxfp8", "nvfp4"})
-"""Formats that Blackwell multiplies, in routed experts with `cudnn`."""
 
 BLOCK = 128
 """Channels that share a scale."""
 
 
+def recipe_facts(cfg: Config) -> RecipeFacts:
+    """Facts of the recipe of the run."""
+    return RECIPES[cfg.precision.recipe]
+
+
 def is_fp8(cfg: Config) -> bool:
     """Linear layers multiply FP8 in blocks of 128."""
-    return cfg.precision.recipe == "fp8_block"
+    return recipe_facts(cfg).fp8_blocks
+
+
+def multiplies_fp8(cfg: Config) -> bool:
+    """GEMMs of the experts read FP8 in blocks of 128; otherwise weights have no FP8 copies."""
+    multiplied = expert_backend(cfg.kernels.backend).multiplies
+    return is_fp8(cfg) and cfg.precision.recipe in multiplied
+
+
+def is_emulated(cfg: Config) -> bool:
+    """Experts multiply the values of a recipe in bf16, which costs time."""
+    return quantizes(cfg) and expert_backend(cfg.kernels.backend).emulates
 
 
 def quantizes(cfg: Config) -> bool:
     """Operands of linear layers are quantized by a recipe."""
-    return is_fp8(cfg) or cfg.precision.recipe in MICROSCALING
+    return bool(recipe_facts(cfg).build)
 
 
 def in_bf16(cfg: Config) -> bool:
     """Weights and activations are bf16, and optimizer states have fp32 masters beside them."""
-    return cfg.precision.recipe != "fp32"
+    return recipe_facts(cfg).bf16
 
 
 def width(cfg: Config) -> int:
@@ -80,7 +94,8 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield from _layers(cfg)
     backend, recipe = cfg.kernels.backend, cfg.precision.recipe
     facts = expert_backend(backend)
-    if recipe in MICROSCALING and not facts.emulates and recipe not in facts.multiplies:
+    runs = facts.emulates or recipe in facts.multiplies
+    if recipe_facts(cfg).microscaling and not runs:
         reason = f"has no {recipe}, which {_runs(recipe)}"
         yield repair(cfg, "kernels.backend", reason, "auto")
     elif is_fp8(cfg) and facts.stock_layer:
@@ -109,21 +124,11 @@ def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
         yield repair(cfg, "precision.dispatch", reason, "bf16")
 
 
-_OF_ALL = ("wgrad", "dense", "bf16_first_layers", "bf16_last_layers")
-_OF_FP8_BLOCK = ("grad_format", "wgrad_blocks", "hidden", "dispatch", "weights")
-_SWITCHES = {
-    "fp8_block": (*_OF_ALL, *_OF_FP8_BLOCK),
-    "mxfp8": _OF_ALL,
-    "nvfp4": (*_OF_ALL, "stochastic_rounding"),
-}
-"""Knobs of each recipe."""
-
-
 def _switches(cfg: Config) -> Iterator[str]:
     """Switches that mean nothing to the recipe."""
-    own = _SWITCHES.get(cfg.precision.recipe, ())
+    own = recipe_facts(cfg).switches
     for f in fields(cfg.precision):
-        of = [recipe for recipe, switches in _SWITCHES.items() if f.name in switches]
+        of = [recipe for recipe, facts in RECIPES.items() if f.name in facts.switches]
         if of and f.name not in own and getattr(cfg.precision, f.name) != f.default:
             reason = f"is a switch of {listed(of)}, and precision is {cfg.precision.recipe}"
             yield repair(cfg, f"precision.{f.name}", reason, f.default)

@@ -14,6 +14,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS, NORM_BACKENDS
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.configs.tables.recipes import RECIPES
 from phalanx.configs.tables.transports import TRANSPORTS
 
 
@@ -289,16 +290,14 @@ class PrecisionConfig:
 
     recipe: str = knob(
         "bf16",
-        choices=("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4"),
+        choices=(RECIPES,),
         formerly="run.precision",
         group="precision",
     )
-    """`bf16` with an fp32 router and fp32 masters, `fp32`, or `fp8_block`, `mxfp8`, `nvfp4`.
+    """Recipe, an entry of configs/tables/recipes.py; set it as a group: `precision=fp8_block`.
 
-    These three are `bf16` whose linear layers multiply quantized operands with fp32 sums.
-    `fp8_block`: e4m3, whose scales are powers of two, for 128 channels of a token and for 128 x 128
-    of weights (DeepSeek-V3, arXiv 2412.19437). `mxfp8`: e4m3 in blocks of 32. `nvfp4`: e2m1 in
-    blocks of 16 (arXiv 2509.25149). Set it as a group: `precision=fp8_block`.
+    Recipes other than `bf16` and `fp32` are `bf16` whose linear layers multiply quantized operands
+    with fp32 sums.
     """
     grad_format: str = knob("e4m3", choices=("e4m3", "e5m2"))
     """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less.

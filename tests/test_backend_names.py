@@ -1,4 +1,4 @@
-"""No code compares the name of a backend or optimizer: facts about it stand in `configs.tables`."""
+"""No code compares a backend, optimizer or recipe by name: facts stand in `configs.tables`."""
 
 import ast
 from collections.abc import Iterator

@@ -12,6 +12,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from phalanx.configs.schema import PrecisionConfig
+
 GradFormat = Literal["e4m3", "e5m2"]
 TokenBlocks = Literal["vector", "square"]
 
@@ -54,3 +56,23 @@ class Microscaling:
 
 
 type Recipe = Fp8Block | Microscaling
+
+
+def fp8_block(p: PrecisionConfig) -> Fp8Block:
+    """The recipe `fp8_block` of a run."""
+    return Fp8Block(
+        grad_format=p.grad_format,  # type: ignore[arg-type]
+        wgrad=p.wgrad,  # type: ignore[arg-type]
+        wgrad_blocks=p.wgrad_blocks,  # type: ignore[arg-type]
+        hidden=p.hidden,  # type: ignore[arg-type]
+    )
+
+
+def mxfp8(p: PrecisionConfig) -> Microscaling:
+    """The recipe `mxfp8` of a run."""
+    return Microscaling("mxfp8", p.wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
+
+
+def nvfp4(p: PrecisionConfig) -> Microscaling:
+    """The recipe `nvfp4` of a run."""
+    return Microscaling("nvfp4", p.wgrad, p.stochastic_rounding)  # type: ignore[arg-type]

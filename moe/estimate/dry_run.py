@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
-from phalanx.configs.formats import described, is_fp8, quantizes
+from phalanx.configs.formats import described, is_emulated, is_fp8
 from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -90,7 +90,7 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
-    elif quantizes(cfg) and expert_backend(k.backend).emulates:
+    elif is_emulated(cfg):
         emulation = f"{k.backend} multiplies {cfg.precision.recipe} values in bf16"
         yield f"emulated  {emulation}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"

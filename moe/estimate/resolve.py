@@ -3,7 +3,7 @@
 import copy
 
 from phalanx.configs import capture
-from phalanx.configs.formats import is_fp8, quantizes_on_arrival
+from phalanx.configs.formats import multiplies_fp8, quantizes_on_arrival
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
@@ -32,8 +32,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
         raise ConfigError(capture.forced_graph_error(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
-    multiplies = expert_backend(cfg.kernels.backend).multiplies
-    if is_fp8(cfg) and cfg.precision.recipe in multiplies:
+    if multiplies_fp8(cfg):
         cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)
     return cfg
 

@@ -13,7 +13,7 @@ Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from phalanx.configs.formats import in_bf16, width
+from phalanx.configs.formats import in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -315,7 +315,7 @@ class _Rates(NamedTuple):
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     """Rates of a layer in FP8 or not."""
     m, p, facts = machine, cfg.precision, expert_backend(cfg.kernels.backend)
-    fast = fp8 and "fp8_block" in facts.multiplies
+    fast = fp8 and multiplies_fp8(cfg)
 
     def mixed(slow: float, quick: float) -> float:
         """Mean rate if weight gradients, a third of the work, may be in bf16."""

@@ -9,7 +9,7 @@ parallel ranks, and of all else over data and context parallel ranks.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.configs.formats import in_bf16, quantized_layer, width
+from phalanx.configs.formats import in_bf16, multiplies_fp8, quantized_layer, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -235,7 +235,7 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
         kinds = layer_kinds(cfg, letters, first)
         first += letters.count("t")
         stages[i % cfg.parallel.pipeline] += sum(k.fp8 and not k.dense for k in kinds)
-    if "fp8_block" not in expert_backend(cfg.kernels.backend).multiplies:
+    if not multiplies_fp8(cfg):
         return [0] * cfg.parallel.pipeline
     most = 1 if cfg.precision.weights == "scratch" else m.layers + m.mtp_layers
     return [layer * min(layers, most) for layers in stages]

@@ -1,12 +1,13 @@
 """Precision of a run for the modules of its model: one dtype, and the recipe of each layer."""
 
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import torch
 
-from phalanx.configs.formats import MICROSCALING, in_bf16, quantized_layer
+from phalanx.configs.formats import in_bf16, quantized_layer, recipe_facts
 from phalanx.configs.schema import Config
-from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
+from phalanx.kernels.quantize.recipe import Recipe
 from phalanx.moe.layer import MoEOptions
 
 
@@ -25,15 +26,8 @@ def recipe(cfg: Config, layer: int) -> Recipe | None:
     """
     if not quantized_layer(cfg, layer):
         return None
-    p = cfg.precision
-    if p.recipe in MICROSCALING:
-        return Microscaling(p.recipe, p.wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
-    return Fp8Block(
-        grad_format=p.grad_format,  # type: ignore[arg-type]
-        wgrad=p.wgrad,  # type: ignore[arg-type]
-        wgrad_blocks=p.wgrad_blocks,  # type: ignore[arg-type]
-        hidden=p.hidden,  # type: ignore[arg-type]
-    )
+    built: Recipe = resolve_name(recipe_facts(cfg).build)(cfg.precision)
+    return built
 
 
 def with_recipe(options: MoEOptions, recipe: Recipe | None, *, dense: bool) -> MoEOptions:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.configs import capture
-from phalanx.configs.formats import MICROSCALING, is_fp8, width
+from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_facts, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
@@ -121,7 +121,7 @@ def emulation(cfg: Config) -> list[Choice]:
     if recipe in experts.multiplies and experts.dense and cfg.precision.dense == "fp8":
         reason = "routed experts multiply it; other layers its values in bf16, which is slower; "
         return [Choice(recipe, "emulated", f"{reason}precision.dense=bf16 avoids that")]
-    if recipe not in MICROSCALING or not experts.emulates:
+    if not (recipe_facts(cfg).microscaling and is_emulated(cfg)):
         return []
     return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]
 
@@ -160,13 +160,13 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
     """
     if not is_fp8(cfg):
         return []
-    backend, wanted = cfg.kernels.backend, cfg.precision.weights
+    wanted = cfg.precision.weights
     chosen, reason = _fp8_weights_of_rank(cfg, runtime)
     if "scratch" in gather(chosen) and chosen == "resident":
         chosen, reason = "scratch", f"{reason}, and another rank has less free memory"
     if wanted == "auto":
         return [Choice("fp8 weights", chosen, f"auto; {reason}")]
-    if cfg.precision.recipe in EXPERT_BACKENDS[backend].multiplies:
+    if multiplies_fp8(cfg):
         return [Choice("fp8 weights", wanted, f"precision.weights={wanted}")]
     return [Choice("fp8 weights", chosen, f"{reason}; precision.weights={wanted} is not in effect")]
 
@@ -175,7 +175,7 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     """Value of `precision.weights=auto` on this rank, and the reason."""
     backend = cfg.kernels.backend
     experts = EXPERT_BACKENDS[backend]
-    if cfg.precision.recipe not in experts.multiplies:
+    if not multiplies_fp8(cfg):
         return "none", f"{backend} experts multiply values of FP8 in bf16"
     if experts.stock_layer:
         return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"

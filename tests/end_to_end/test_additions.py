@@ -1,4 +1,4 @@
-"""Activations, transports, backends and optimizers are added by an entry each."""
+"""Activations, transports, backends, optimizers and recipes are added by an entry each."""
 
 import re
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 from phalanx.moe.estimate.traffic import traffic
 from phalanx.moe.estimate.weights import stage_weights
+from phalanx.moe.model.precision import recipe
 from phalanx.parallel.dispatcher.costs import Links
 from tests.parallel.dispatcher.test_base import (
     ROUTINGS,
@@ -287,6 +288,57 @@ def test_a_model_trains_with_an_added_optimizer(tmp_path: Path) -> None:
     assert losses["lion2"] == pytest.approx(losses["lion1"], rel=1e-4)
     assert losses["lion1"][-1] < losses["lion1"][0] - 0.05
     assert losses["lion1"][1:] != pytest.approx(losses["adamw1"][1:], rel=1e-4)
+
+
+# --- a recipe -------------------------------------------------------------------------------------
+
+
+def test_an_added_recipe_obeys_the_rules() -> None:
+    assert "fp8_wide" in choices()["precision.recipe"]
+    assert "`fp8_wide`: e4m3 in blocks of 128, and e5m2 for gradients" in tables()
+    switch = "precision.hidden=fp8 is a switch of fp8_block, and precision is fp8_wide"
+    with pytest.raises(ConfigError, match=switch):
+        configured("precision.recipe=fp8_wide", "precision.hidden=fp8")
+    cfg = configured("precision.recipe=fp8_wide", "precision.bf16_first_layers=1")
+    assert [recipe(cfg, layer) for layer in range(2)] == [None, Fp8Block("e5m2")]
+
+
+def test_a_dry_run_counts_an_added_recipe() -> None:
+    """Weights in bf16 and no FP8 copies, as its values are emulated."""
+    base = ("experiment=moonlight_8gpu", "kernels.backend=torch")
+    added_one, fp8 = (
+        resolved(configured(*base, f"precision.recipe={name}", world=8), 8, 8)
+        for name in ("fp8_wide", "fp8_block")
+    )
+    assert stage_memory(added_one, 8) == stage_memory(fp8, 8)
+    assert step_time(added_one, 8, MACHINES["h200"]) == step_time(fp8, 8, MACHINES["h200"])
+
+
+@pytest.mark.dist
+def test_a_model_trains_with_an_added_recipe(tmp_path: Path) -> None:
+    """It has the bits of the recipe that can be told to do the same, and others than bf16."""
+    losses = {}
+    same = ["precision=fp8_block", "precision.grad_format=e5m2"]
+    for name, overrides in (
+        ("added", ["precision.recipe=fp8_wide"]),
+        ("same", same),
+        ("bf16", ["precision=bf16"]),
+    ):
+        (ended,) = run(
+            1,
+            [
+                *SMALL,
+                "data=synthetic",
+                "run.steps=3",
+                "run.save_interval=-1",
+                *overrides,
+                f"run.dir={tmp_path / name}",
+            ],
+            added,
+        )
+        assert ended.code == 0, ended.err
+        losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
+    assert losses["added"] == losses["same"] != losses["bf16"]
 
 
 # --- all, in a run --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Activations, a transport, a backend and an optimizer that users could add to the package."""
+"""Activations, a transport, a backend, an optimizer and a recipe that users could add."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.configs.schema import PrecisionConfig
 from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, ExpertBackend
 from phalanx.configs.tables.optimizers import OPTIMIZERS, OptimizerFacts
+from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.activation import Activation
@@ -19,6 +21,7 @@ from phalanx.kernels.expert_mlp.backend import Backend, Linear
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.registry import Facts
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.received import Planner, Received
@@ -193,6 +196,23 @@ ADDED_OPTIMIZERS = {
 }
 
 
+# --- FP8 in blocks of 128, with gradients in e5m2 -------------------------------------------------
+
+
+def wide_gradients(p: PrecisionConfig) -> Fp8Block:
+    return Fp8Block(grad_format="e5m2", wgrad=p.wgrad)  # type: ignore[arg-type]
+
+
+ADDED_RECIPES = {
+    "fp8_wide": RecipeFacts(
+        "e4m3 in blocks of 128, and e5m2 for gradients",
+        build="tests.support.additions:wide_gradients",
+        switches=("wgrad", "dense", "bf16_first_layers", "bf16_last_layers", "weights"),
+        fp8_blocks=True,
+    )
+}
+
+
 @contextlib.contextmanager
 def added(rank: int = 0) -> Iterator[None]:
     """Register them in the tables of this process."""
@@ -201,5 +221,6 @@ def added(rank: int = 0) -> Iterator[None]:
         mock.patch.dict(TRANSPORTS, ADDED_TRANSPORTS),
         mock.patch.dict(EXPERT_BACKENDS, ADDED_BACKENDS),
         mock.patch.dict(OPTIMIZERS, ADDED_OPTIMIZERS),
+        mock.patch.dict(RECIPES, ADDED_RECIPES),
     ):
         yield

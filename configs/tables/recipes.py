@@ -1,0 +1,58 @@
+"""The recipes of `precision.recipe`: one entry each, from which rules, estimates and models derive.
+
+An entry names the function that builds its kernel recipe by import path, so that reading it does
+not import torch. Which backends multiply its operands is in `configs.tables.backends`;
+`configs.formats` answers questions about a configuration.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """Facts of a recipe."""
+
+    meaning: str
+    """Short description, in Markdown, for the documentation."""
+    bf16: bool = True
+    """Weights and activations are bf16, with fp32 masters in the optimizer; else all is fp32."""
+    build: str = ""
+    """`module:function` from `configs.schema.PrecisionConfig` to `kernels.quantize.recipe.Recipe`.
+    Empty: linear layers are not quantized."""
+    switches: tuple[str, ...] = ()
+    """Knobs of `precision` that the recipe has."""
+    fp8_blocks: bool = False
+    """Operands are FP8 in blocks of 128: tokens can travel in FP8, and weights have FP8 copies."""
+    microscaling: bool = False
+    """Operands are in blocks along the contraction, with scales that Blackwell applies."""
+
+
+_SWITCHES = ("wgrad", "dense", "bf16_first_layers", "bf16_last_layers")
+
+RECIPES: dict[str, RecipeFacts] = {
+    "bf16": RecipeFacts("bf16 with an fp32 router and fp32 masters"),
+    "fp32": RecipeFacts("fp32 throughout, for checks", bf16=False),
+    "fp8_block": RecipeFacts(
+        "e4m3, whose scales are powers of two, for 128 channels of a token and for 128 x 128 of "
+        "weights (DeepSeek-V3, arXiv 2412.19437)",
+        build="phalanx.kernels.quantize.recipe:fp8_block",
+        switches=(
+            *_SWITCHES,
+            *("grad_format", "wgrad_blocks", "hidden", "dispatch", "weights"),
+        ),
+        fp8_blocks=True,
+    ),
+    "mxfp8": RecipeFacts(
+        "e4m3 in blocks of 32",
+        build="phalanx.kernels.quantize.recipe:mxfp8",
+        switches=_SWITCHES,
+        microscaling=True,
+    ),
+    "nvfp4": RecipeFacts(
+        "e2m1 in blocks of 16 (arXiv 2509.25149)",
+        build="phalanx.kernels.quantize.recipe:nvfp4",
+        switches=(*_SWITCHES, "stochastic_rounding"),
+        microscaling=True,
+    ),
+}
+"""By the value of `precision.recipe`."""
