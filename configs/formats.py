@@ -22,6 +22,11 @@ def recipe_facts(cfg: Config) -> RecipeFacts:
     return RECIPES[cfg.precision.recipe]
 
 
+def is_microscaling(recipe: str) -> bool:
+    """Return whether a recipe has blocks along the contraction, which Blackwell multiplies."""
+    return recipe in RECIPES and RECIPES[recipe].microscaling
+
+
 def is_fp8(cfg: Config) -> bool:
     """Linear layers multiply FP8 in blocks of 128."""
     return recipe_facts(cfg).fp8_blocks

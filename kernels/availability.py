@@ -6,7 +6,7 @@ They depend on `Facts` alone and import no implementation.
 import torch
 
 from phalanx.configs import programs
-from phalanx.configs.formats import MICROSCALING
+from phalanx.configs.formats import is_microscaling
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.core_attention.limits import unsupported_heads
 from phalanx.kernels.refusal import Refusal
@@ -39,7 +39,7 @@ def te_experts(facts: Facts) -> Refusal:
 
 def stock_experts(facts: Facts) -> Refusal:
     """Reason why Megatron-Core's MoE layer cannot run, or None."""
-    if facts.recipe in MICROSCALING:
+    if is_microscaling(facts.recipe):
         return f"has no {facts.recipe} here"
     why = te(facts) if facts.fp8 else None
     return why and f"has fp8_block by Transformer Engine: {why}"
@@ -132,7 +132,7 @@ def fused_experts(facts: Facts) -> Refusal:
         return f"needs CUDA capability 9.x, not {dotted(facts.capability)}"
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {short(facts.dtype)}"
-    if facts.recipe in MICROSCALING:
+    if is_microscaling(facts.recipe):
         return f"has no {facts.recipe}, which Hopper does not multiply"
     if facts.hidden % 64 or facts.ffn % 64:
         return (

@@ -2,7 +2,7 @@
 
 import torch
 
-from phalanx.configs.formats import MICROSCALING
+from phalanx.configs.formats import is_microscaling
 from phalanx.kernels.availability import dotted, short
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
@@ -29,7 +29,7 @@ def runs_here(facts: Facts) -> Refusal:
         return "has no blocks of 128 (precision=fp8_block)"
     if why := unsupported_sizes(facts.hidden, facts.ffn, facts.experts):
         return why
-    block_scaled = facts.recipe in MICROSCALING
+    block_scaled = is_microscaling(facts.recipe)
     if block_scaled and facts.wgrad == "bf16":
         return f"has no weight gradients in bf16 (precision.wgrad) under {facts.recipe}"
     if facts.activation:
