@@ -113,7 +113,7 @@ def _taken(out: int) -> tuple[str, list[tuple[str, str]]]:
     layer = _layer("column", replace(SPEC, backend="fused"), out)
     spec = computes_by(layer)
     assert spec is not None
-    said = emulated_layers([torch.nn.ModuleDict({"linear_kv_down_proj": layer})])
+    said = emulated_layers([torch.nn.ModuleDict({"linear_kv_down_proj": layer})], "fused")
     return spec.backend, [(choice.backend, choice.reason) for choice in said]
 
 
