@@ -185,9 +185,11 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def classes() -> dict[str, list[ast.ClassDef]]:
-    """Classes of the tree by name."""
+    """Classes of the tree by name, without those of tests, which stand for classes of libraries."""
     found: dict[str, list[ast.ClassDef]] = {}
     for path in SOURCES:
+        if path.is_relative_to(ROOT / "tests"):
+            continue
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
