@@ -179,7 +179,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         placeholder_grads=False,
     ),
 }
-"""By the value of `kernels.backend`."""
+"""Implementations by the value of `kernels.backend`."""
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "fa4": AttentionBackend(
@@ -212,7 +212,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         f"{_AVAILABILITY}:always", "explicit softmax", graph=False, linear="torch"
     ),
 }
-"""By the value of `kernels.attention`."""
+"""Implementations by the value of `kernels.attention`."""
 
 LINEAR_ATTENTION_BACKENDS: dict[str, LinearAttentionBackend] = {
     "fla": LinearAttentionBackend(
@@ -249,7 +249,7 @@ NORM_BACKENDS: dict[str, NormBackend] = {
         f"{_AVAILABILITY}:always", "PyTorch", implementation="phalanx.kernels.rms_norm.torch_norm"
     ),
 }
-"""By the value of `kernels.norm`."""
+"""Implementations by the value of `kernels.norm`."""
 
 _UNRESOLVED = ExpertBackend("", emulates=True)
 _UNRESOLVED_ATTENTION = AttentionBackend("")
