@@ -99,7 +99,7 @@ def test_a_push_is_few_frames_from_the_layer(monkeypatch: pytest.MonkeyPatch) ->
         frames = [frame.name for frame in traceback.extract_stack()]
         calls.append(frames[frames.index(test_a_push_is_few_frames_from_the_layer.__name__) + 1 :])
 
-    def launch(*arguments: Any) -> None:
+    def launch(*arguments: Any, **named: Any) -> None:
         program_called(*arguments)
 
     calls: list[list[str]] = []
