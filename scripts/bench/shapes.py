@@ -12,9 +12,9 @@ class Bars(NamedTuple):
     """Bars that must be reached, and goals, each forward and backward."""
 
     must: tuple[float, float]
-    goal: tuple[float, float]
+    goal: tuple[float | None, float | None]
 
-    def of(self, pass_name: str) -> tuple[float, float]:
+    def of(self, pass_name: str) -> tuple[float, float | None]:
         """Bar and goal of a pass."""
         position = ("forward", "backward").index(pass_name)
         return self.must[position], self.goal[position]

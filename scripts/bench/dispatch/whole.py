@@ -7,7 +7,8 @@ Legend: T tokens of a rank, D hidden, K experts of a token, N received rows, S e
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.scripts.bench.ends import ExchangeEnds, Inputs, dispatcher, inputs, transports
+from phalanx.scripts.bench.dispatch.ends import ExchangeEnds, Inputs, dispatcher, inputs, transports
 from phalanx.scripts.bench.models import (
     EXPOSED_TARGET,
     FLASH,
@@ -33,9 +34,10 @@ from phalanx.scripts.bench.models import (
     Model,
 )
 from phalanx.scripts.bench.problems import BF16
-from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.routing import KINDS, routed, uneven
+from phalanx.scripts.bench.shapes import Bars
+from phalanx.scripts.bench.timing import Bench, Case, Timings, differing, measure, passes
 
 _W = 0.02
 _COPIES, _SHARE = 5, 0.7
@@ -44,7 +46,7 @@ references (two kinds of routing); and the share of device memory that they may 
 ALONE = "experts alone"
 
 
-def fitting(bench: RankBench, model: Model, memory: float) -> Model:
+def fitting(bench: Bench, model: Model, memory: float) -> Model:
     """The layer, its experts halved until their weights and gradients fit in `memory` bytes."""
     matrices = 3 if model.activation.gated else 2
     while True:
@@ -55,7 +57,7 @@ def fitting(bench: RankBench, model: Model, memory: float) -> Model:
         model = model._replace(experts=model.experts // 2)
 
 
-def fitted(bench: RankBench, model: Model) -> Model:
+def fitted(bench: Bench, model: Model) -> Model:
     """The layer that fits on this device, with the experts of `bench.ranks` of `GPUS` GPUs.
 
     The GEMMs of a GPU are then those of the targets; it sends fewer rows.
@@ -76,7 +78,7 @@ class Layer:
 
     def __init__(
         self,
-        bench: RankBench,
+        bench: Bench,
         model: Model,
         group: dist.ProcessGroup,
         *,
@@ -144,35 +146,31 @@ class Layer:
         added = self.spec.accumulate
         return torch.autograd.grad(out_TD, leaves, batch.dout_TD, allow_unused=added)
 
-    def add_sides(
-        self, sides: RankSides, batch: Inputs, label: str, *, backward: bool
-    ) -> list[str]:
-        """Add every transport as side `<transport>, <label>`, checked against `alltoall`."""
+    def cases(
+        self, timings: Timings, batch: Inputs, label: str, *, backward: bool, **judged: Any
+    ) -> Iterator[Case]:
+        """Every transport as side `<transport>, <label>`, checked against `alltoall`.
+
+        Args:
+            judged: fields of the forward and backward cases, as of `passes`.
+        """
         reference = dispatcher("alltoall", self.bench, self.model, batch, self.group)
         out_TD = self.forward(reference, batch).detach()
         gradients = self.both(reference, batch) if backward else ()
-        names = []
-        ready = transports(sides, self.model, batch, self.group, label, self.bench.comm_sms)
-        for name, transport in ready.items():
-            side = f"{name}, {label}"
-            names.append(side)
-            sides.take(
-                side,
-                "forward",
-                functools.partial(self.forward, transport, batch),
+        sms, group = self.bench.comm_sms, self.group
+        for name, transport in transports(timings, self.model, batch, group, label, sms).items():
+            forward = functools.partial(self.forward, transport, batch)
+            both = functools.partial(self.both, transport, batch)
+            checks = (
                 lambda out: differing([out], [out_TD], ["out"]),
+                lambda got: differing(got, gradients, self.names),
             )
-            if backward:
-                sides.take(
-                    side,
-                    "both",
-                    functools.partial(self.both, transport, batch),
-                    lambda got: differing(got, gradients, self.names),
-                )
-        return names
+            timed = passes(f"{name}, {label}", forward, both, **judged)
+            for case, check in zip(timed, checks[: 1 + backward], strict=False):
+                yield replace(case, check=check)
 
-    def alone(self, sides: RankSides, batch: Inputs, label: str) -> str:
-        """Add the experts alone, on rows received beforehand, as a side; return its name."""
+    def alone(self, batch: Inputs, label: str, **judged: Any) -> Iterator[Case]:
+        """The experts alone, on rows received beforehand, as a side."""
         reference = dispatcher("alltoall", self.bench, self.model, batch, self.group)
         with torch.no_grad():
             received = reference.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
@@ -190,10 +188,7 @@ class Layer:
         def both() -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(forward(), leaves, dout, allow_unused=True)
 
-        side = f"{ALONE}, {label}"
-        sides.take(side, "forward", forward)
-        sides.take(side, "both", both)
-        return side
+        return passes(f"{ALONE}, {label}", forward, both, **judged)
 
     def batch(self, kind: str, tokens: int) -> Inputs:
         """Inputs of a kind of routing, for this rank of the layer's group."""
@@ -201,138 +196,113 @@ class Layer:
         return inputs(self.bench, m, routed(kind, tokens, m.experts, m.top_k, **rank_device))
 
 
-def layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    fitted_model, shape = fitted(bench, model), model.shape(tokens)
-    sides, timed_sides, ends = bench.sides("layer", shape), [], []
-    problem = Layer(bench, fitted_model, dist.group.WORLD)
-    for kind in KINDS:
-        batch = problem.batch(kind, tokens)
-        timed_sides += problem.add_sides(sides, batch, kind, backward=True)
-        if model.exposed and bench.ranks > 1 and kind == KINDS[0]:
-            alone, ends = problem.alone(sides, batch, kind), list(timed_sides)
-            two = ExchangeEnds(sides, fitted_model, batch, dist.group.WORLD)
-            for name, transport in transports(
-                sides, fitted_model, batch, dist.group.WORLD, kind
-            ).items():
-                two.add_sides(f"{name}, {kind}", transport, backward=False)
-    sides.run()
+def layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
+    fitted_model, world = fitted(bench, model), dist.group.WORLD
+    timings = bench.timings("layer", model.shape(tokens))
+    problem = Layer(bench, fitted_model, world)
     fewer = fitted_model.experts < model.experts
     note = f"{fitted_model.experts} of {model.experts} experts" if fewer else ""
     incomplete = fitted_model.experts * GPUS < model.experts * bench.ranks
     judged = bench.ranks > 1 and tokens == TOKENS and not incomplete
-    records = []
-    for side in timed_sides:
-        for pass_name in ("forward", "backward"):
-            target = model.asked.get(pass_name) if judged and side.endswith(KINDS[0]) else None
-            records += rate(sides, side, pass_name, model.flops(tokens, pass_name), target, note)
-    if ends:
-        for pass_name in ("forward", "backward"):
-            records += sides.record(
-                alone, pass_name, flops=model.flops(tokens, pass_name), note=note
-            )
-    for side in ends:
-        records += sides.record(side, "dispatch") + sides.record(side, "combine")
-        records += exposed(sides, side, alone, judged)
-    return records + _once(sides.skipped)
-
-
-def rate(
-    sides: RankSides, side: str, pass_name: str, flops: int, target: float | None, note: str = ""
-) -> list[Record]:
-    """A pass, against the TFLOP/s that are asked of it."""
-    if target is None:
-        return sides.record(side, pass_name, flops=flops, note=note)
-    note = f"asked {target:g} TFLOP/s{note and ', '}{note}"
-    judged = dict(other=flops / target * 1e-9, bars=(1.0, None), note=note)
-    return sides.record(side, pass_name, flops=flops, **judged)
-
-
-def exposed(sides: RankSides, side: str, alone: str, judged: bool) -> list[Record]:
-    """The part of dispatch and combine that the forward pass of a layer waits for."""
-    fitted_model, experts = sides.time(side, "forward"), sides.time(alone, "forward")
-    out, back = sides.time(side, "dispatch"), sides.time(side, "combine")
-    if fitted_model is None or experts is None or out is None or back is None:
-        return []
-    waited = fitted_model.ms - experts.ms
-    share = waited / (out.ms + back.ms)
-    note = f"{share:.2f} of both exchanges"
-    at = (sides.suite, sides.shape, side, "exposed", sides.bench.mode, waited)
-    if not judged:
-        return [Record(*at, note=note)]
-    ratio = EXPOSED_TARGET / max(share, 0.01)
-    note = f"{note}, asked {EXPOSED_TARGET}"
-    return [Record(*at, ratio=ratio, bar=1.0, note=note)]
-
-
-def flash(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    sides, timed_sides = bench.sides("flash", model.shape(tokens)), []
-    problem = Layer(bench, model, dist.group.WORLD)
+    cases, exposing, ends = list[Case](), False, list[Case]()
     for kind in KINDS:
         batch = problem.batch(kind, tokens)
-        timed_sides += problem.add_sides(sides, batch, kind, backward=False)
-    sides.run()
-    records = []
-    for side in timed_sides:
-        target = FLASH_TOKENS.get(tokens) if model == FLASH and bench.ranks > 1 else None
+        first = kind == KINDS[0]
+        for case in problem.cases(timings, batch, kind, backward=True):
+            cases.append(_targeted(case, model, tokens, note, judged=judged and first))
+        if model.exposed and bench.ranks > 1 and first:
+            exposing = True
+            flops = model.flops(tokens, "forward")
+            alone = list(problem.alone(batch, kind, flops=flops, note=note))
+            exchanges = ExchangeEnds(timings, fitted_model, batch, world)
+            for name, transport in transports(timings, fitted_model, batch, world, kind).items():
+                ends += exchanges.cases(f"{name}, {kind}", transport, backward=False)
+    records = measure(timings, [*cases, *(alone if exposing else ()), *ends])
+    for side in dict.fromkeys(case.side for case in ends):
+        records += exposed(timings, side, f"{ALONE}, {KINDS[0]}", judged)
+    return records
+
+
+def _targeted(case: Case, model: Model, tokens: int, note: str, *, judged: bool) -> Case:
+    """A pass with its operations, and the TFLOP/s that are its target if it has one."""
+    pass_name = case.report or case.pass_name
+    case = replace(case, flops=model.flops(tokens, pass_name), note=note)
+    target = model.targets.get(pass_name) if judged else None
+    return case if target is None else targeted(case, target)
+
+
+def targeted(case: Case, target: float) -> Case:
+    """A pass against its target in TFLOP/s."""
+    note = f"asked {target:g} TFLOP/s{case.note and ', '}{case.note}"
+    return replace(case, against=case.flops / target * 1e-9, bars=(1.0, None), note=note)
+
+
+def exposed(timings: Timings, side: str, alone: str, judged: bool) -> list[Record]:
+    """The part of dispatch and combine that the forward pass of a layer waits for."""
+    layer, experts = timings.time(side, "forward"), timings.time(alone, "forward")
+    out, back = timings.time(side, "dispatch"), timings.time(side, "combine")
+    if layer is None or experts is None or out is None or back is None:
+        return []
+    waited = layer.ms - experts.ms
+    share = waited / (out.ms + back.ms)
+    note = f"{share:.2f} of both exchanges"
+    head = (timings.suite, timings.shape, side, "exposed", timings.bench.mode, waited)
+    if not judged:
+        return [Record(*head, note=note)]
+    ratio = EXPOSED_TARGET / max(share, 0.01)
+    note = f"{note}, asked {EXPOSED_TARGET}"
+    return [Record(*head, ratio=ratio, bar=1.0, note=note)]
+
+
+def flash(bench: Bench, model: Model, tokens: int) -> list[Record]:
+    timings, cases = bench.timings("flash", model.shape(tokens)), list[Case]()
+    problem = Layer(bench, model, dist.group.WORLD)
+    target = FLASH_TOKENS.get(tokens) if model == FLASH and bench.ranks > 1 else None
+    for kind in KINDS:
         judged: dict[str, Any] = {}
-        if target is not None and side.endswith(KINDS[0]):
-            judged = dict(other=target, bars=(1.0, None), note=f"asked {target} ms")
-        records += sides.record(side, "forward", flops=model.flops(tokens, "forward"), **judged)
-    return records + sides.skipped
+        if target is not None and kind == KINDS[0]:
+            judged = dict(against=target, note=f"asked {target} ms")
+        for case in problem.cases(
+            timings, problem.batch(kind, tokens), kind, backward=False, **judged
+        ):
+            bars = (1.0, None) if judged else None
+            cases.append(replace(case, flops=model.flops(tokens, "forward"), bars=bars))
+    return measure(timings, cases)
 
 
-def scaling(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+def scaling(bench: Bench, model: Model, tokens: int) -> list[Record]:
     shape, ranks = model.shape(tokens), bench.ranks
     if ranks < 4 or ranks % 2:
         why = f"needs an even number of ranks above 2, not {ranks}"
         return [Record("scaling", shape, "-", "-", bench.mode, note=why)]
-    sides, pair = bench.sides("scaling", shape), dist.new_subgroups(2)[0]
-    flops, records = model.flops(tokens, "forward"), []
-    timed_sides: dict[int, list[str]] = {}
+    timings, pair = bench.timings("scaling", shape), dist.new_subgroups(2)[0]
+    flops = model.flops(tokens, "forward")
+    of_size: dict[int, list[Case]] = {2: [], ranks: []}
     for size, group in ((2, pair), (ranks, dist.group.WORLD)):
         problem = Layer(bench, model, group)
-        timed_sides[size] = []
         for kind in KINDS:
-            batch = problem.batch(kind, tokens)
-            label = f"{size} ranks, {kind}"
-            timed_sides[size] += problem.add_sides(sides, batch, label, backward=False)
-    sides.run()
-    for few, many in zip(timed_sides[2], timed_sides[ranks], strict=True):
-        least = sides.time(few, "forward")
-        judged = {} if least is None else dict(other=least.ms, bars=(SCALING_TARGET, None))
-        records += sides.record(few, "forward", flops=flops)
-        records += sides.record(many, "forward", flops=flops, **judged)
-    return records + sides.skipped
+            batch, label = problem.batch(kind, tokens), f"{size} ranks, {kind}"
+            of_size[size] += problem.cases(timings, batch, label, backward=False, flops=flops)
+    cases = []
+    for few, many in zip(of_size[2], of_size[ranks], strict=True):
+        cases += [few, replace(many, against=few.side, bars=(SCALING_TARGET, None))]
+    return measure(timings, cases)
 
 
-def skew(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+def skew(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time the layer with all tokens on the first rank, against the time of its experts."""
     model = model._replace(shared=0)  # which all ranks share
     fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if bench.ranks == 1:
         return [Record("skew", shape, "-", "-", bench.mode, note="needs several ranks")]
-    sides = bench.sides("skew", shape)
-    problem = Layer(bench, fitted_model, dist.group.WORLD)
-    rank_device = dict(rank=bench.rank, device=bench.clock.device)
-    batch = inputs(
-        bench,
-        fitted_model,
-        uneven("one rank", tokens, fitted_model.experts, fitted_model.top_k, **rank_device),
-    )
-    timed_sides = problem.add_sides(sides, batch, "one rank", backward=True)
-    alone = problem.alone(sides, batch, "one rank")
-    sides.run()
-    fewer = f"{fitted_model.experts} experts" if fitted_model.experts < model.experts else ""
-    records = []
-    for pass_name in ("forward", "backward"):
-        flops, least = bench.ranks * model.flops(tokens, pass_name), sides.time(alone, pass_name)
-        records += sides.record(alone, pass_name, flops=flops, note=fewer)
-        for side in timed_sides:
-            judged = {} if least is None else dict(other=least.ms, bars=(SKEW_TARGET, None))
-            records += sides.record(side, pass_name, flops=flops, note=fewer, **judged)
-    return records + sides.skipped
-
-
-def _once(skipped: Sequence[Record]) -> list[Record]:
-    """Records without duplicates, as from a transport requested twice."""
-    return list(dict.fromkeys(skipped))
+    timings, problem = bench.timings("skew", shape), Layer(bench, fitted_model, dist.group.WORLD)
+    sizes = tokens, fitted_model.experts, fitted_model.top_k
+    idx = uneven("one rank", *sizes, rank=bench.rank, device=bench.clock.device)
+    batch = inputs(bench, fitted_model, idx)
+    note = f"{fitted_model.experts} experts" if fitted_model.experts < model.experts else ""
+    judged = dict(flops=bench.ranks * model.flops(tokens, "forward"), note=note)
+    bars = Bars((SKEW_TARGET, SKEW_TARGET), (None, None))
+    compared = judged | dict(against=f"{ALONE}, one rank", bars=bars)
+    layers = problem.cases(timings, batch, "one rank", backward=True, **compared)
+    alone = problem.alone(batch, "one rank", **judged)
+    return measure(timings, [*alone, *layers], by_pass=True)

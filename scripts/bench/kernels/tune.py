@@ -17,14 +17,14 @@ from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm import tiles
-from phalanx.scripts.bench.measure import Bench
 from phalanx.scripts.bench.problems import SWIGLU, dirichlet, index_of, offsets_of, random
 from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.timing import Bench, Case, measure
 
 Table = Mapping[str, Mapping[str, float]]
 
 
-class Case(NamedTuple):
+class Problem(NamedTuple):
     """Rows, columns of the output, depth of the contraction, experts."""
 
     S: int
@@ -33,13 +33,17 @@ class Case(NamedTuple):
     L: int
 
 
-DEEP = (Case(32768, 2304, 4608, 16), Case(32768, 1536, 7168, 32))
-SHALLOW = (Case(65536, 2304, 768, 16), Case(65536, 1536, 2048, 16), Case(32768, 3072, 3072, 8))
+DEEP = (Problem(32768, 2304, 4608, 16), Problem(32768, 1536, 7168, 32))
+SHALLOW = (
+    Problem(65536, 2304, 768, 16),
+    Problem(65536, 1536, 2048, 16),
+    Problem(32768, 3072, 3072, 8),
+)
 CASES = (*SHALLOW, DEEP[0])
 """Shapes of kinds that do not distinguish deep from shallow."""
 
 
-def cases_of(kind: str) -> tuple[Case, ...]:
+def cases_of(kind: str) -> tuple[Problem, ...]:
     """Shapes for an entry of the table."""
     if "gathered" not in kind:
         return CASES
@@ -84,7 +88,7 @@ def update(path: Path, new: Table) -> None:
     temporary.replace(path)
 
 
-def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[str, Callable]]:
+def calls(bench: Bench, name: str, case: Problem, gather: bool) -> Iterator[tuple[str, Callable]]:
     """The kernel with each weight layout that it supports, as functions of the tile's name."""
     S, N, K, L = case
     device, counts = bench.clock.device, dirichlet(S, L)
@@ -136,17 +140,12 @@ def kind(bench: Bench, entry: str) -> tuple[list[Record], dict[str, float]]:
     records: list[Record] = []
     for case in cases_of(entry):
         for layout, call in calls(bench, name, case, gather):
-            sides, flops = bench.sides("tune", case), 2 * case.S * case.N * case.K
-            pass_name = f"{entry} {layout}".strip()
+            timings, what = bench.timings("tune", case), f"{entry} {layout}".strip()
+            flops = (4 if name == "fc1_act" else 2) * case.S * case.N * case.K
+            sides = [Case(tile, what, lambda t=tile: call(t), flops) for tile in listed]  # noqa: B023
+            records += measure(timings, sides)
             for tile in listed:
-                sides.add(tile, pass_name, lambda tile=tile: call(tile))  # noqa: B023
-            sides.run()
-            records += sides.skipped
-            for tile in listed:
-                scale = 2 if name == "fc1_act" else 1
-                records += sides.record(tile, pass_name, flops=scale * flops)
-                time = sides.time(tile, pass_name)
-                if time is not None:
+                if time := timings.time(tile, what):
                     measured[tile].append(time.ms)
         bench.clock.free()
     complete = len({len(times) for times in measured.values()}) == 1 and all(measured.values())

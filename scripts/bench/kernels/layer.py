@@ -8,7 +8,7 @@ Legend: T tokens, D hidden, F expert width, H = 2F, E experts, K experts per tok
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
-from phalanx.scripts.bench.measure import Bench, Call, Sides, reason
-from phalanx.scripts.bench.mlp import MODES, verdict, with_backward
+from phalanx.scripts.bench.clocks import Call
+from phalanx.scripts.bench.kernels.mlp import MODES, verdict, with_backward
 from phalanx.scripts.bench.problems import SWIGLU, error, random
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import LAYER, Shape
+from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes, reason
 
 _OURS, _PUBLIC, _SONIC = "ours", "ours, public functions", "sonic"
 ROUTING: dict[str, Any] = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)
@@ -132,60 +133,55 @@ def warm(bench: Bench, shapes: Sequence[Shape]) -> None:
 
 
 def suite(bench: Bench, shape: Shape) -> list[Record]:
-    sides = bench.sides("layer", shape)
+    timings = bench.timings("layer", shape)
     theirs, dout = leaves_of(shape, bench.clock.device)
     K, ops = shape[4], provider(bench.backend)
     x, router, w1, w2 = theirs
     leaves = [x, router, split_gate_up(w1.detach()).requires_grad_(), w2]
-    passes: dict[str, tuple[Call, list[Tensor]]] = {
+    sides: dict[str, tuple[Call, list[Tensor]]] = {
         _OURS: (lambda: Layer.apply(*leaves, K, ops), leaves),
         _PUBLIC: (lambda: composed(*leaves, K, bench.backend), leaves),
     }
-    records: list[Record] = []
+    checks: list[Record] = []
     if "sonic" in bench.peers:
         try:
             if "sonicmoe" not in sys.modules:
                 warm(bench, bench.shapes.get("layer", [shape]))
-            passes[_SONIC] = sonic(x, router, w1, w2, K), theirs
-            records += _checked(sides, passes, dout)
+            sides[_SONIC] = sonic(x, router, w1, w2, K), theirs
+            checks = _checked(timings, sides, dout)
         except Exception as why:
-            sides.skip(_SONIC, "", "eager", reason(why), failed=bench.demanded)
-            passes.pop(_SONIC, None)
-    for name, (forward, of) in passes.items():
-        ours_first = name != _SONIC
-        sides.add(name, "forward", forward, modes=MODES, ours=ours_first)
-        sides.add(name, "both", with_backward(forward, of, dout), modes=MODES, ours=ours_first)
-    sides.run()
+            timings.skip(_SONIC, "", "eager", reason(why), failed=bench.demanded)
+            sides.pop(_SONIC, None)
+    return [*checks, *measure(timings, _cases(shape, sides, dout), by_pass=True)]
+
+
+def _cases(
+    shape: Shape, sides: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
+) -> Iterator[Case]:
+    """Both of our versions against SonicMoE; the first is judged."""
     T, D, F, _, K = shape
-    bars = LAYER.get(shape)
-    for mode in MODES:
-        for pass_name, flops in (("forward", 6 * T * K * D * F), ("backward", 12 * T * K * D * F)):
-            peer = sides.time(_SONIC, pass_name, mode)
-            other = None if peer is None else peer.ms
-            pass_bars = None if bars is None else bars.of(pass_name)
-            records += sides.record(
-                _OURS, pass_name, mode, flops=flops, other=other, bars=pass_bars
-            )
-            records += sides.record(_PUBLIC, pass_name, mode, flops=flops, other=other)
-            records += sides.record(_SONIC, pass_name, mode, flops=flops)
-    return [*records, *sides.skipped]
+    for side, (forward, leaves) in sides.items():
+        both, ours = with_backward(forward, leaves, dout), side != _SONIC
+        judged = dict(against=_SONIC if ours else None, ours=ours, modes=MODES)
+        bars = LAYER.get(shape) if side == _OURS else None
+        yield from passes(side, forward, both, 6 * T * K * D * F, bars, **judged)
 
 
 def _checked(
-    sides: Sides, passes: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
+    timings: Timings, sides: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
 ) -> list[Record]:
     """Compare output and gradients of each of our versions with SonicMoE's."""
     results = {}
-    for name, (forward, leaves) in passes.items():
+    for name, (forward, leaves) in sides.items():
         out = forward()
         results[name] = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
         del out
     expected = results.pop(_SONIC)
     expected[3] = split_gate_up(expected[3])
-    return [compared(sides, name, results, expected) for name, results in results.items()]
+    return [compared(timings, name, ours, expected) for name, ours in results.items()]
 
 
-def compared(sides: Sides, name: str, results: list[Tensor], expected: list[Tensor]) -> Record:
+def compared(timings: Timings, name: str, results: list[Tensor], expected: list[Tensor]) -> Record:
     """Errors of output, dx and weight gradients; a few tokens may have chosen other experts."""
     differs = torch.zeros(expected[0].shape[0], dtype=torch.bool, device=expected[0].device)
     for i in (0, 1):
@@ -200,4 +196,4 @@ def compared(sides: Sides, name: str, results: list[Tensor], expected: list[Tens
         )
     ]
     failure = f"{share:.1%} of the tokens are different" if not share <= _OTHER_TOKENS else ""
-    return verdict(sides, f"check of {name}", errors, failure)
+    return verdict(timings, f"check of {name}", errors, failure)

@@ -5,6 +5,7 @@ step. Weight gradients are added to fp32 buffers on all sides. Peer: Transformer
 Engine's GroupedLinear in its blockwise recipe, with a compiled SwiGLU * prob between.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,11 +15,12 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.scripts.bench.measure import Bench, Call, Sides, reason
-from phalanx.scripts.bench.mlp import swiglu_prob, with_backward
+from phalanx.scripts.bench.clocks import Call
+from phalanx.scripts.bench.kernels.mlp import swiglu_prob, with_backward
 from phalanx.scripts.bench.problems import SWIGLU, Experts, dirichlet, error, experts
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import FP8, FP8_TE, Shape
+from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes, reason
 
 BF16, EIGHT, PEER = "bf16", "fp8", "te"
 RECIPES = {BF16: None, EIGHT: Fp8Block()}
@@ -63,52 +65,36 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     p = experts(shape, dirichlet(shape[0], shape[3]), bench.clock.device)
     for leaf in (p.x_SD, p.w1, p.w2):
         leaf.requires_grad_()
-    sides = bench.sides("fp8", shape)
+    timings = bench.timings("fp8", shape)
     spec = MLPSpec(SWIGLU, bench.backend, accumulate=True, keep_fp8=True)
     specs = {side: replace(spec, recipe=recipe) for side, recipe in RECIPES.items()}
-    records = [_checked(sides, p, specs)]
+    check = _checked(timings, p, specs)
     for w in (p.w1, p.w2):
         w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-    for side, options in specs.items():
-        forward = mlp(p, options)
-        sides.add(side, "forward", forward)
+    return [check, *measure(timings, _cases(timings, p, specs), by_pass=True)]
+
+
+def _cases(timings: Timings, p: Experts, specs: dict[str, MLPSpec]) -> Iterator[Case]:
+    """FP8 against bf16, and both passes together against Transformer Engine."""
+    bench, shape, flops = timings.bench, timings.shape, p.forward_flops
+    for side, spec in specs.items():
+        forward = mlp(p, spec)
         both = with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
-        sides.add(side, "both", both)
-    if PEER in bench.peers:
-        _add_peer(sides, p)
-    sides.run()
-    for pass_name, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
-        records += _compared(sides, pass_name, flops)
-    return [*records, *_against_peer(sides, 3 * p.forward_flops), *sides.skipped]
-
-
-def _add_peer(sides: Sides, p: Experts) -> None:
+        judged = dict(bars=FP8.get(shape), against=BF16) if side == EIGHT else {}
+        yield from passes(side, forward, both, flops, **judged)
+    if PEER not in bench.peers:
+        return
     try:
         forward, leaves = transformer_engine(p)
     except Exception as why:
-        sides.skip(PEER, "both", "graph", reason(why), failed=sides.bench.demanded)
+        timings.skip(PEER, "both", "graph", reason(why), failed=bench.demanded)
         return
-    sides.add(PEER, "both", with_backward(forward, leaves, p.dy_SD), ours=False)
+    judged = dict(against=PEER, bars=FP8_TE.get(shape), note="of te")
+    yield Case(EIGHT, "both", None, 3 * flops, **judged)
+    yield Case(PEER, "both", with_backward(forward, leaves, p.dy_SD), 3 * flops, ours=False)
 
 
-def _against_peer(sides: Sides, flops: float) -> list[Record]:
-    """Records of forward and backward pass together, against Transformer Engine."""
-    records = sides.record(PEER, "both", flops=flops)
-    if not records:
-        return []
-    bars, peer = FP8_TE.get(sides.shape), records[0].ms
-    return sides.record(EIGHT, "both", flops=flops, other=peer, bars=bars, note="of te") + records
-
-
-def _compared(sides: Sides, pass_name: str, flops: float) -> list[Record]:
-    before = sides.time(BF16, pass_name)
-    bars = FP8[sides.shape].of(pass_name) if sides.shape in FP8 else None
-    ms = None if before is None else before.ms
-    records = sides.record(BF16, pass_name, flops=flops)
-    return records + sides.record(EIGHT, pass_name, flops=flops, other=ms, bars=bars)
-
-
-def _checked(sides: Sides, p: Experts, specs: dict[str, MLPSpec]) -> Record:
+def _checked(timings: Timings, p: Experts, specs: dict[str, MLPSpec]) -> Record:
     """Record of the relative errors of FP8 results against bf16 results."""
     results = []
     for spec in specs.values():
@@ -119,4 +105,4 @@ def _checked(sides: Sides, p: Experts, specs: dict[str, MLPSpec]) -> Record:
     names = ("y", "dx", "dw1", "dw2")
     note = ", ".join(f"{name} {value:.1e}" for name, value in zip(names, errors, strict=True))
     wrong = not all(1e-3 < value <= TOLERANCE for value in errors)
-    return Record("fp8", sides.shape, "check", "relative error", "", note=note, failed=wrong)
+    return Record("fp8", timings.shape, "check", "relative error", "", note=note, failed=wrong)

@@ -15,11 +15,11 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
-from phalanx.scripts.bench.layer import ROUTING, Layer, composed, leaves_of, split_gate_up
-from phalanx.scripts.bench.measure import Bench, reason, time_of
+from phalanx.scripts.bench.kernels.layer import ROUTING, Layer, composed, leaves_of, split_gate_up
 from phalanx.scripts.bench.problems import SWIGLU
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import Shape
+from phalanx.scripts.bench.timing import Bench, reason, time_of
 
 _CALLS, _WARM_CALLS = 100, 10
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from phalanx.kernels.core_attention import core, sinks
 from phalanx.scripts.bench.comparison import Operation, Row, compare
-from phalanx.scripts.bench.libraries import Sizes, drawn
-from phalanx.scripts.bench.measure import Bench, reason
+from phalanx.scripts.bench.libraries.libraries import Sizes, drawn
+from phalanx.scripts.bench.timing import Bench, reason
 
 _CALLS = 30
 

@@ -1,9 +1,7 @@
-"""bench_dispatch without a GPU: the whole program on gloo ranks, what it counts and compares."""
+"""bench_dispatch on gloo ranks: the whole program, its checks, routing, and targets."""
 
 import contextlib
 import io
-import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +14,13 @@ from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (impo
 from phalanx.parallel.dispatcher import alltoall
 from phalanx.parallel.megatron import cpu
 from phalanx.scripts import bench_dispatch
-from phalanx.scripts.bench import exchange as suites
 from phalanx.scripts.bench import models, records, routing
-from phalanx.scripts.bench import whole as _whole  # noqa: F401
-from phalanx.scripts.bench.exchange import _rate
-from phalanx.scripts.bench.measure import Key
+from phalanx.scripts.bench.clocks import Cpu
+from phalanx.scripts.bench.dispatch import exchange
+from phalanx.scripts.bench.dispatch.whole import exposed, fitting, targeted
 from phalanx.scripts.bench.models import DEEPSEEK, FLASH, GPT_OSS, QWEN3, TINY
-from phalanx.scripts.bench.ranks import Cpus, RankBench, RankSides, attempt
-from phalanx.scripts.bench.whole import exposed, fitting, rate
+from phalanx.scripts.bench.timing import Bench, Case
+from tests.scripts.bench.test_timing import timings_with
 from tests.support.distributed import run_distributed
 from tests.support.torchrun import Torchrun
 
@@ -58,9 +55,9 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     (code, out), other = run_distributed(program, 2, options)
     assert code == 0 and other == (0, "")
     assert out.startswith("device CPU, torch ") and out.splitlines()[-1].endswith("0 failures")
-    known, made = records.read(path)
-    assert known["ranks"] == "2" and known["gpus"] == 0 and known["torch"] == torch.__version__
-    assert known["models"] == {
+    run_facts, made = records.read(path)
+    assert run_facts["ranks"] == "2" and run_facts["gpus"] == 0
+    assert run_facts["models"] == {
         "32,64,64,8,2": "tiny",
         "32,64,128,8,2": "tiny, biases",
         "32,128,64,8,2": "tiny, ungated",
@@ -69,24 +66,22 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     timed = [r for r in made if r.ms is not None and r.pass_name != "exposed"]
     assert all(len(r.ranks) == 2 and r.mode == "eager" for r in timed)
     assert all(abs(max(r.ranks) - r.ms) < 1e-3 for r in timed if r.ms)
-    found: dict[str, set[tuple[str, str]]] = {}
+    rows: dict[str, set[tuple[str, str]]] = {}
     for r in timed:
-        found.setdefault(r.suite, set()).add((r.side, r.pass_name))
+        rows.setdefault(r.suite, set()).add((r.side, r.pass_name))
         assert f"  {r.side}" in out and f" {r.pass_name} " in out
-    both = {f"alltoall, {kind}" for kind in routing.KINDS}
+    sides = {f"alltoall, {kind}" for kind in routing.KINDS}
     ends = {"dispatch", "dispatch backward", "combine", "combine backward"}
-    assert found["exchange"] == {(side, pass_name) for side in both for pass_name in ends}
-    assert found["plan"] == {
-        (f"EP {ranks}, {kind}", "plan") for ranks in (2, 8) for kind in routing.KINDS
-    }
-    alone = {("experts alone, random", pass_name) for pass_name in PASSES}
-    parts = {("alltoall, random", pass_name) for pass_name in ("dispatch", "combine")}
-    assert found["layer"] == {(s, w) for s in both for w in PASSES} | alone | parts
-    assert found["flash"] == {(side, "forward") for side in both}
-    sides = ("alltoall, one rank", "experts alone, one rank")
-    assert found["skew"] == {(side, pass_name) for side in sides for pass_name in PASSES}
-    judged = [r for r in made if r.met is not None]
-    assert {r.suite for r in judged} == {"skew"} and picture.stat().st_size > 1000
+    assert rows["exchange"] == {(side, name) for side in sides for name in ends}
+    assert rows["plan"] == {(f"EP {n}, {kind}", "plan") for n in (2, 8) for kind in routing.KINDS}
+    alone = {("experts alone, random", name) for name in PASSES}
+    parts = {("alltoall, random", name) for name in ("dispatch", "combine")}
+    assert rows["layer"] == {(side, name) for side in sides for name in PASSES} | alone | parts
+    assert rows["flash"] == {(side, "forward") for side in sides}
+    skewed = ("alltoall, one rank", "experts alone, one rank")
+    assert rows["skew"] == {(side, name) for side in skewed for name in PASSES}
+    assert {r.suite for r in made if r.met is not None} == {"skew"}
+    assert picture.stat().st_size > 1000
     notes = {r.suite: r.note for r in made if r.suite in ("wire", "scaling")}
     assert notes == {
         "wire": "needs CUDA",
@@ -95,7 +90,7 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
 
 
 class _Exchange:
-    """Stands in for one over NVLink: tokens of all ranks by gloo."""
+    """An exchange over gloo that gathers the tokens of all ranks; wrong with 24 SMs on rank 1."""
 
     def __init__(self, group: Any, tokens: int, hidden: int, slots: int, options: Any) -> None:
         self.sms = options.comm_sms
@@ -112,32 +107,30 @@ class _Exchange:
         return sent
 
 
-class _Company:
+class _Load:
+    """A GEMM that ends too early if it leaves 32 SMs on rank 1."""
+
     gigabytes_per_second = 0.0
 
     def __init__(self, model: Any, tokens: int, sms: int, ms: float) -> None:
-        self.sms, self.runs = sms, 0
+        self.sms = sms
         assert ms > 0
 
-    def start(self) -> None:
-        self.runs += 1
+    def start(self) -> None: ...
 
-    def join(self, end: Any) -> None:
-        self.runs -= 1
+    def join(self, end: Any) -> None: ...
 
     def shortest_lead(self) -> float:
-        assert self.runs == 0
         return -1.0 if self.sms == 32 and dist.get_rank() == 1 else 1.0
 
 
 def _wire() -> list[records.Record]:
     cpu.install()
-    patch = pytest.MonkeyPatch()
-    with patch.context() as p:
-        p.setattr(suites, "refuse", lambda *_: None)
-        p.setattr(suites, "exchange_of", _Exchange)
-        p.setattr(suites, "_gemms", _Company)
-        return suites.wire(RankBench(Cpus(), 2), TINY, 32)
+    with pytest.MonkeyPatch.context() as p:
+        p.setattr(exchange, "refuse", lambda *_: None)
+        p.setattr(exchange, "exchange_of", _Exchange)
+        p.setattr(exchange, "Gemms", _Load)
+        return exchange.wire(Bench(Cpu(), 2), TINY, 32)
 
 
 @pytest.mark.dist
@@ -165,51 +158,24 @@ def test_replication_and_rows(tmp_path: Path) -> None:
     (code, out), other = run_distributed(program, 2, options)
     assert code == 0 and other == (0, "") and out.splitlines()[-1].endswith("0 failures")
     _, made = records.read(path)
-    replicated = [r for r in made if r.suite == "replication"]
-    ways = ("without replication", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
+    replicated = [r for r in made if r.suite == "clones"]
+    ways = ("without clones", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
     assert {(r.side, r.pass_name) for r in replicated} == {
-        (f"{kind}, {way}", pass_name)
+        (f"{kind}, {way}", name)
         for kind in routing.UNEVEN
         for way in ways
-        for pass_name in ("forward", "both")
+        for name in ("forward", "both")
     }
     assert all("load 2.00" in r.note for r in replicated if r.side.startswith("one rank"))
     assert all("load 1.00" in r.note for r in replicated if r.side.startswith("balanced"))
     judged = {(r.side, r.pass_name): r.bar for r in replicated if r.bar}
     assert len(judged) == 4 and judged["one rank, 2 slots", "both"] == 0.6667
-    balanced = {r.pass_name: r.ms for r in replicated if r.side == "balanced, without replication"}
+    balanced = {r.pass_name: r.ms for r in replicated if r.side == f"balanced, {ways[0]}"}
     assert all(r.ratio == pytest.approx(balanced[r.pass_name] / r.ms, rel=1e-2) for r in replicated)
     of_rows = {(r.side, r.bar) for r in made if r.suite == "rows"}
     bars = {"bf16": None, "bf16, then FP8": None, "FP8": 1.7}
     dispatched = {(f"{way}, {k}", bar) for way, bar in bars.items() for k in routing.KINDS}
     assert of_rows == dispatched | {(f"layer, rows in {way}", None) for way in ("bf16", "FP8")}
-
-
-def _uneven() -> dict[str, torch.Tensor]:
-    rank = dist.get_rank()
-    return {k: routing.uneven(k, 4096, 32, 4, rank=rank, device=CPU) for k in routing.UNEVEN}
-
-
-@pytest.mark.dist
-def test_uneven_routing() -> None:
-    found = run_distributed(_uneven, 2)
-    for kind in routing.UNEVEN:
-        both = torch.cat([ranks[kind] for ranks in found])
-        assert both.dtype == torch.int32
-        assert (both.sort(1).values.diff(dim=1) > 0).all(), kind  # distinct experts
-        share_E = torch.bincount(both.flatten(), minlength=32) / len(both)
-        most = share_E.max()
-        if kind == "balanced":
-            assert (share_E == 4 / 32).all()
-        elif kind == "random":
-            assert most < 0.15
-        elif kind == "one rank":
-            assert share_E[:16].sum() == 4 and most < 0.3
-        elif kind == "half to one expert":
-            assert share_E.argmax() == 1 and abs(most - (0.5 + 0.5 * 4 / 32)) < 0.03
-        else:  # the two most wanted, of weights 1 and 1 / 2
-            first, second = share_E.topk(2).values
-            assert 0.4 < second < first < 0.85 and share_E.min() < 0.06
 
 
 @pytest.mark.dist
@@ -224,19 +190,17 @@ def test_pairs_against_all_ranks() -> None:
 
 def _wrong_on_the_last_rank(arguments: list[str]) -> tuple[int, str]:
     real = alltoall.AllToAll.combine
-    exact: list[Any] = []
+    dispatchers: list[Any] = []
 
-    def combine(self: Any, *given: Any) -> torch.Tensor:
-        exact.append(self)  # the first is what others are compared with
-        out_TD = real(self, *given)
-        wrong = self is not exact[0] and dist.get_rank() == dist.get_world_size() - 1
+    def combine(self: Any, *args: Any) -> torch.Tensor:
+        dispatchers.append(self)  # the first computes the reference
+        out_TD = real(self, *args)
+        wrong = self is not dispatchers[0] and dist.get_rank() == dist.get_world_size() - 1
         return out_TD.roll(1, 0) if wrong else out_TD
 
-    alltoall.AllToAll.combine = combine  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alltoall.AllToAll, "combine", combine)
         return program(arguments)
-    finally:
-        alltoall.AllToAll.combine = real  # type: ignore[method-assign]
 
 
 @pytest.mark.dist
@@ -256,68 +220,28 @@ def test_a_transport_that_was_named_has_to_run() -> None:
 
 
 @pytest.mark.dist
-def test_one_rank_measures_what_needs_no_other() -> None:
+def test_one_rank_measures_suites_without_exchange() -> None:
     ((code, out),) = run_distributed(program, 1, [])
     assert code == 0 and out.splitlines()[-1] == "0 of 0 bars met, 0 missed, 0 failures"
     assert out.count("needs several ranks") >= 2 and "EP 8, random" in out
     assert "local, balanced" in out and "alltoall" not in out
 
 
-def _sides() -> tuple[Any, ...]:
-    bench = RankBench(Cpus(), 3)
-    sides, rank = bench.sides("layer", (1,)), dist.get_rank()
-
-    def fails() -> None:
-        if rank == 1:
-            raise ValueError("no such memory")
-
-    sides.take("a", "forward", lambda: time.sleep(0.002 + 0.01 * rank))
-    sides.take("b", "forward", fails)
-    sides.run()
-    shape = (1,)
-    raised = attempt(bench, lambda: [] if rank == 0 else fails() or [], "plan", shape)
-    (record,) = sides.record("a", "forward")
-    return record, sides.skipped, raised, [key.side for key in sides.times]
+# --- targets --------------------------------------------------------------------------------------
 
 
-@pytest.mark.dist
-def test_the_slowest_rank_counts_and_what_fails_on_one_takes_part_on_none() -> None:
-    for record, skipped, raised, sides in run_distributed(_sides, 2):
-        assert record.ms == pytest.approx(record.ranks[1], abs=1e-3) and record.ms >= 12
-        assert 2 <= record.ranks[0] < record.ranks[1]
-        assert sides == ["a"]
-        (one,) = skipped
-        assert one.failed and one.note == "rank 1: ValueError: no such memory"
-        assert [r.note for r in raised] == ["rank 1: ValueError: no such memory"]
-
-
-def _sides_of(times: dict[tuple[str, str], list[float]]) -> RankSides:
-    """Sides of two ranks with these medians."""
-    bench: Any = SimpleNamespace(mode="graph", ranks=2)
-    sides = RankSides(bench, "layer", (1,))
-    sides._of_ranks = [
-        {Key(side, pass_name): [values[rank]] * 3 for (side, pass_name), values in times.items()}
-        for rank in range(2)
-    ]
-    return sides
-
-
-def test_what_is_asked_becomes_a_ratio() -> None:
-    sides = _sides_of({("a", "forward"): [1.0, 2.0], ("a", "both"): [5.0, 5.0]})
-    (record,) = rate(sides, "a", "forward", 700_000_000_000, 280)
+def test_a_target_becomes_a_ratio() -> None:
+    timings = timings_with({("a", "forward"): [1.0, 2.0]})
+    (record,) = timings.record(targeted(Case("a", "forward", flops=7e11), 280))
     assert (record.ms, record.tflops, record.ratio) == (2.0, 350, 1.25) and record.met
-    assert record.ranks == (1.0, 2.0) and record.note == "asked 280 TFLOP/s"
-    (backward,) = rate(sides, "a", "backward", 10, None)
-    assert backward.ms == 4.0 and backward.ranks == (4.0, 3.0) and backward.met is None
-    assert rate(sides, "b", "forward", 10, 1) == []
+    assert record.note == "asked 280 TFLOP/s"
 
 
 def test_rate_on_the_wire_is_that_of_the_slowest_link() -> None:
-    sides = _sides_of({("16 SMs", "random"): [1.0, 2.0], ("8 SMs", "random"): [1.0, 1.0]})
-    (record,) = _rate(sides, "16 SMs", "random", [600_000_000, 800_000_000], True)
+    timings = timings_with({("16 SMs", "random"): [1.0, 2.0], ("8 SMs", "random"): [1.0, 1.0]})
+    (record,) = exchange._rate(timings, "16 SMs", "random", [600_000_000, 800_000_000], True)
     assert record.gbs == 400 and record.ratio == pytest.approx(400 / 330) and record.met
-    assert "400 GB/s" in records.table([record])
-    (record,) = _rate(sides, "8 SMs", "random", [600_000_000, 800_000_000], True)
+    (record,) = exchange._rate(timings, "8 SMs", "random", [600_000_000, 800_000_000], True)
     assert record.gbs == 600 and record.bar is None
 
 
@@ -328,11 +252,11 @@ def test_exposed_share() -> None:
         ("a", "dispatch"): [1.0, 1.5],
         ("a", "combine"): [0.5, 0.5],
     }
-    (record,) = exposed(_sides_of(times), "a", "alone", True)
+    (record,) = exposed(timings_with(times), "a", "alone", True)
     assert record.ms == 0.5 and record.ratio == pytest.approx(0.4 / 0.25) and record.met
     assert record.note == "0.25 of both exchanges, asked 0.4"
     del times["a", "combine"]
-    assert exposed(_sides_of(times), "a", "alone", True) == []
+    assert exposed(timings_with(times), "a", "alone", True) == []
 
 
 def test_operations_of_a_layer() -> None:
@@ -342,7 +266,7 @@ def test_operations_of_a_layer() -> None:
     assert FLASH.flops(4096, "forward") == 4 * 4096 * 2 * 2048 * 2048
 
 
-def test_cases_are_those_that_are_asked_for() -> None:
+def test_layers_of_suites() -> None:
     assert models.cases("layer", None, tiny=False) == [
         (model, 8192) for model in (DEEPSEEK, QWEN3, GPT_OSS)
     ]
@@ -359,16 +283,18 @@ def test_experts_are_halved_until_they_fit() -> None:
     assert fitting(bench, DEEPSEEK, gigabyte).experts >= DEEPSEEK.top_k
 
 
+# --- routing --------------------------------------------------------------------------------------
+
+
 def test_routing() -> None:
     cpu.install()
     drawn = [routing.routed("random", 40, 8, 3, rank=rank, device=CPU) for rank in (0, 1)]
     assert not torch.equal(*drawn) and drawn[0].dtype == torch.int32
     assert all(len(set(row)) == 3 for row in drawn[0].tolist())
-    both = [routing.routed("balanced", 40, 8, 3, rank=rank, device=CPU) for rank in (0, 1)]
-    assert torch.cat(both).flatten().bincount().tolist() == [30] * 8
-    assert torch.equal(
-        routing.probabilities(4, 3, rank=1, device=CPU).sum(1).round(decimals=5), torch.ones(4)
-    )
+    balanced = [routing.routed("balanced", 40, 8, 3, rank=rank, device=CPU) for rank in (0, 1)]
+    assert torch.cat(balanced).flatten().bincount().tolist() == [30] * 8
+    sums = routing.probabilities(4, 3, rank=1, device=CPU).sum(1)
+    assert torch.equal(sums.round(decimals=5), torch.ones(4))
 
 
 def test_bytes_of_a_dispatch_are_those_of_distinct_other_ranks() -> None:
@@ -378,18 +304,42 @@ def test_bytes_of_a_dispatch_are_those_of_distinct_other_ranks() -> None:
     assert sent == 4 * 2 * 100 + 3 * 8 * idx.numel()
 
 
-def _fullest() -> float:
-    idx = [[0, 1], [0, 2]] if dist.get_rank() == 0 else [[1, 0], [3, 2]]
-    return routing.fullest(torch.tensor(idx, dtype=torch.int32), 4, dist.group.WORLD)
+def _on_ranks() -> tuple[float, dict[str, torch.Tensor]]:
+    rank = dist.get_rank()
+    idx = [[0, 1], [0, 2]] if rank == 0 else [[1, 0], [3, 2]]
+    load = routing.fullest(torch.tensor(idx, dtype=torch.int32), 4, dist.group.WORLD)
+    uneven = {k: routing.uneven(k, 4096, 32, 4, rank=rank, device=CPU) for k in routing.UNEVEN}
+    return load, uneven
 
 
 @pytest.mark.dist
-def test_room_is_for_the_fullest_rank() -> None:
-    assert run_distributed(_fullest, 2) == [5 / 4] * 2
+def test_uneven_routing_and_the_most_loaded_rank() -> None:
+    ranks = run_distributed(_on_ranks, 2)
+    assert [load for load, _ in ranks] == [5 / 4] * 2
+    for kind in routing.UNEVEN:
+        idx = torch.cat([uneven[kind] for _, uneven in ranks])
+        assert idx.dtype == torch.int32
+        assert (idx.sort(1).values.diff(dim=1) > 0).all(), kind  # distinct experts
+        share_E = torch.bincount(idx.flatten(), minlength=32) / len(idx)
+        largest = share_E.max()
+        if kind == "balanced":
+            assert (share_E == 4 / 32).all()
+        elif kind == "random":
+            assert largest < 0.15
+        elif kind == "one rank":
+            assert share_E[:16].sum() == 4 and largest < 0.3
+        elif kind == "half to one expert":
+            assert share_E.argmax() == 1 and abs(largest - (0.5 + 0.5 * 4 / 32)) < 0.03
+        else:  # the two most wanted, of weights 1 and 1 / 2
+            first, second = share_E.topk(2).values
+            assert 0.4 < second < first < 0.85 and share_E.min() < 0.06
+
+
+# --- the script -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "error"),
     [
         (["fast"], "fast: a suite is one of wire"),
         (["--dispatch", "symm,nccl"], "--dispatch nccl: a transport is one of symm, alltoall"),
@@ -398,15 +348,13 @@ def test_room_is_for_the_fullest_rank() -> None:
         (["--comm-sms", "-1"], "--comm-sms -1: must be at least 0"),
     ],
 )
-def test_bad_arguments_are_refused_in_a_line(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_dispatch.arguments(argv)
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert error in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_devices_that_are_not_there(
+def test_missing_devices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -417,16 +365,3 @@ def test_devices_that_are_not_there(
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert bench_dispatch.main(["plan"]) == 1
     assert "this host has 2 GPUs, and there is a rank 2" in capsys.readouterr().err
-
-
-def test_json_has_what_others_do_not_need(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    made = [
-        records.Record("wire", (1,), "a", "b", ms=2.0, gbs=330.04, ranks=(1.5, 2.0)),
-        records.Record("mlp", (1,), "a", "b", ms=2.0),
-    ]
-    records.write(path, {}, made)
-    first, second = json.loads(path.read_text())["records"]
-    assert first["gbs"] == 330 and first["ranks"] == [1.5, 2.0]
-    assert not {"gbs", "ranks"} & set(second)
-    assert records.read(path)[1][1] == made[1]

@@ -1,10 +1,10 @@
-"""Suites `replication` and `rows`: uneven routing with and without replication, and FP8 rows.
+"""Suites `clones` and `rows`: uneven routing with and without expert replication, and FP8 rows.
 
-`replication` runs the layers of `layer`, without a shared expert and with gradients of weights
-added to fp32 buffers, over `symm`. Every time is compared with balanced routing without
-replication. A rank has two replica slots; if all tokens go to one rank's experts, as many as spread
-these over all ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at
-the cost of their rows alone (`<slots> slots, any`).
+`clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
+fp32 buffers, over `symm`. Every time is compared with balanced routing without replication. A rank
+has two replica slots; if all tokens go to one rank's experts, as many as spread these over all
+ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at the cost of
+their rows alone (`<slots> slots, any`).
 """
 
 import functools
@@ -17,33 +17,29 @@ from torch import Tensor
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher.base import Dispatcher
+from phalanx.parallel.dispatcher.clones import Clones, Costs, costs_of_copies, rates_on
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.dispatcher.replication.options import (
-    CopyCosts,
-    ReplicationOptions,
-    copy_costs,
-    rates_on,
-)
 from phalanx.parallel.dispatcher.transport import refuse
-from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
+from phalanx.scripts.bench.dispatch.ends import Inputs, dispatcher, inputs
+from phalanx.scripts.bench.dispatch.whole import Layer, fitted
 from phalanx.scripts.bench.models import REPLICATION_TARGETS, ROWS_TARGETS, Model
 from phalanx.scripts.bench.problems import BF16
-from phalanx.scripts.bench.ranks import RankBench, differing
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.routing import KINDS, UNEVEN, fullest, routed, uneven
-from phalanx.scripts.bench.whole import Layer, fitted
+from phalanx.scripts.bench.timing import Bench, Case, differing, measure
 
 _SLOTS = 2
 _WIDTH = 2
 """Bytes of a weight when it is sent to a replica slot."""
 
 
-def replication(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+def clones(bench: Bench, model: Model, tokens: int) -> list[Record]:
     model = model._replace(shared=0)
     fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if why := _cannot(bench):
-        return [Record("replication", shape, "-", "-", bench.mode, note=why)]
-    sides, timed_sides = bench.sides("replication", shape), []
+        return [Record("clones", shape, "-", "-", bench.mode, note=why)]
+    cases, reference = list[Case](), f"{UNEVEN[0]}, without clones"
+    fewer = f", {fitted_model.experts} of {model.experts} experts" if fitted_model != model else ""
     problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True)
     local = fitted_model.experts // bench.ranks
     for kind in UNEVEN:
@@ -55,46 +51,35 @@ def replication(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         results = [problem.forward(plain, batch).detach(), *problem.both(plain, batch)[:2]]
         slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
         costs = _costs(bench, fitted_model)
-        as_run = ReplicationOptions(slots, costs.copy, least=costs.any)
-        dispatchers = {"without replication": plain}
+        as_run = Clones(slots, costs.copy, least=costs.any)
+        dispatchers = {"without clones": plain}
         for label, replication in (("", as_run), (", any", replace(as_run, least=0))):
             dispatchers[f"{slots} slots{label}"] = _dispatcher(
                 bench, fitted_model, batch, replication
             )
+        judged = dict(against=reference, note=f"load {load:.2f}{fewer}")
         for label, transport in dispatchers.items():
-            side = f"{kind}, {label}"
-            timed_sides.append((kind, side, load))
+            side, targets = f"{kind}, {label}", None
+            if label.endswith("slots"):
+                targets = REPLICATION_TARGETS.get(kind)
             forward = functools.partial(problem.forward, transport, batch)
             both = functools.partial(problem.both, transport, batch)
-            sides.take(side, "forward", forward, functools.partial(_wrong, results[:1]))
-            sides.take(side, "both", both, functools.partial(_wrong, results[1:]))
-    sides.run()
-    fewer = f", {fitted_model.experts} of {model.experts} experts" if fitted_model != model else ""
-    records = []
-    for kind, side, load in timed_sides:
-        for pass_name in ("forward", "both"):
-            balanced = sides.time(timed_sides[0][1], pass_name)
-            replicated = pass_name == "both" and side.endswith("slots")
-            records += sides.record(
-                side,
-                pass_name,
-                other=balanced and balanced.ms,
-                bars=REPLICATION_TARGETS.get(kind) if replicated else None,
-                note=f"load {load:.2f}{fewer}",
-            )
-    return records + sides.skipped
+            first, second = (functools.partial(_wrong, r) for r in (results[:1], results[1:]))
+            cases.append(Case(side, "forward", forward, check=first, **judged))
+            cases.append(Case(side, "both", both, check=second, bars=targets, **judged))
+    return measure(bench.timings("clones", shape), cases)
 
 
-def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time a dispatch of FP8 rows against bf16 rows, and bf16 rows quantised on arrival.
 
     A dispatch ends when all rows have arrived; it uses as many SMs as it has beside experts. Then
-    a layer of FP8 experts, as in suite `replication`, with rows sent in either format.
+    a layer of FP8 experts, as in suite `clones`, with rows sent in either format.
     """
     shape = model.shape(tokens)
     if why := _cannot(bench):
         return [Record("rows", shape, "-", "-", bench.mode, note=why)]
-    sides, records = bench.sides("rows", shape), []
+    cases = []
     where_to = bench.transports[0], bench, model
     for kind in KINDS:
         rank_device = dict(rank=bench.rank, device=bench.clock.device)
@@ -110,22 +95,18 @@ def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
             received = _dispatch(ready, batch)
             return received, quantize_rows(received.rows_ND)
 
-        sides.take(f"bf16, {kind}", "dispatch", functools.partial(_dispatch, plain, batch))
-        sides.take(f"bf16, then FP8, {kind}", "dispatch", quantized)
-        sides.take(f"FP8, {kind}", "dispatch", functools.partial(_dispatch, fp8, batch))
-    sides.run()
-    for kind in KINDS:
-        time = sides.time(f"bf16, {kind}", "dispatch")
-        other = time and time.ms
-        records += sides.record(f"bf16, {kind}", "dispatch")
-        records += sides.record(f"bf16, then FP8, {kind}", "dispatch", other=other)
-        records += sides.record(f"FP8, {kind}", "dispatch", other=other, bars=ROWS_TARGETS)
-    return records + sides.skipped + _layer(bench, model._replace(shared=0), tokens)
+        send_bf16, send_fp8 = (functools.partial(_dispatch, t, batch) for t in (plain, fp8))
+        judged = dict(against=f"bf16, {kind}")
+        cases.append(Case(f"bf16, {kind}", "dispatch", send_bf16))
+        cases.append(Case(f"bf16, then FP8, {kind}", "dispatch", quantized, **judged))
+        cases.append(Case(f"FP8, {kind}", "dispatch", send_fp8, bars=ROWS_TARGETS, **judged))
+    records = measure(bench.timings("rows", shape), cases)
+    return records + _layer(bench, model._replace(shared=0), tokens)
 
 
-def _layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time a layer of FP8 experts with rows sent in bf16 and in FP8."""
-    fitted_model, sides = fitted(bench, model), bench.sides("rows", model.shape(tokens))
+    fitted_model, cases = fitted(bench, model), []
     problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True, recipe=Fp8Block())
     rank_device = dict(rank=bench.rank, device=bench.clock.device)
     batch = inputs(
@@ -145,15 +126,10 @@ def _layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
             recipe=Fp8Block(),
             fp8_rows=fp8_rows,
         )
-        sides.take(side, "forward", functools.partial(problem.forward, transport, batch))
-        sides.take(side, "both", functools.partial(problem.both, transport, batch))
-    sides.run()
-    records = []
-    for side in sent:
-        for pass_name in ("forward", "both"):
-            plain = sides.time("layer, rows in bf16", pass_name)
-            records += sides.record(side, pass_name, other=plain and plain.ms)
-    return records + sides.skipped
+        judged = dict(against="layer, rows in bf16")
+        for name, run in (("forward", problem.forward), ("both", problem.both)):
+            cases.append(Case(side, name, functools.partial(run, transport, batch), **judged))
+    return measure(bench.timings("rows", model.shape(tokens)), cases)
 
 
 def _wrong(expected: list[Tensor], result: Tensor | tuple[Tensor, ...]) -> str:
@@ -170,21 +146,21 @@ def _dispatch(ready: Dispatcher, batch: Inputs) -> Received:
     return received
 
 
-def _cannot(bench: RankBench) -> str:
+def _cannot(bench: Bench) -> str:
     if bench.ranks == 1:
         return "needs several ranks"
     return refuse(bench.transports[0], dist.group.WORLD, BF16) or ""
 
 
-def _costs(bench: RankBench, model: Model) -> CopyCosts:
+def _costs(bench: Bench, model: Model) -> Costs:
     """Cost of a replica, as a training run estimates it."""
     rates = rates_on(bench.clock.device, "h200")
     weights = 3 * model.hidden * model.ffn
-    return copy_costs(rates, weights=weights, width=_WIDTH, keep=False)
+    return costs_of_copies(rates, weights=weights, width=_WIDTH, keep=False)
 
 
 def _dispatcher(
-    bench: RankBench, model: Model, batch: Inputs, replication: ReplicationOptions | None
+    bench: Bench, model: Model, batch: Inputs, replication: Clones | None
 ) -> Dispatcher:
     return dispatcher(
         bench.transports[0],

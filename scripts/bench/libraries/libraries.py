@@ -18,8 +18,8 @@ from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.router import fused_topk
 from phalanx.parallel.megatron.adam import AdamW
-from phalanx.scripts.bench.comparison import Operation, Row, both_ms, compare, gap, note_of
-from phalanx.scripts.bench.measure import Bench, reason
+from phalanx.scripts.bench.comparison import Operation, Row, compare, gap, row
+from phalanx.scripts.bench.timing import Bench, Case, reason
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NOPE, ROTARY, VALUE = 128, 64, 128
@@ -328,21 +328,21 @@ def _step(
             setattr(p, attribute, g)
         return parameters_
 
-    sides, note, result_gap = bench.sides(operation, ()), "", None
+    timings, note, result_gap = bench.timings(operation, ()), "", None
     mine = parameters(copy=True)
-    sides.add("ours", "step", AdamW(mine, **numbers, **ours).step, modes=("eager",))
+    eager = dict(modes=("eager",))
+    timings.add(Case("ours", "step", AdamW(mine, **numbers, **ours).step, **eager))
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
 
         other = parameters(copy=False)
         step = FusedAdam(other, **numbers, **theirs).step
-        sides.add("TE", "step", step, modes=("eager",), ours=False)
-        result_gap = None if sides.skipped else gap(mine, other)
+        timings.add(Case("TE", "step", step, ours=False, **eager))
+        result_gap = None if timings.skipped else gap(mine, other)
     except Exception as error:
         note = reason(error)
-    sides.run()
-    ms = both_ms(sides, "TE", "step", "eager")
-    return Row(operation, "TE", "step", *ms, result_gap, note_of(sides, note))
+    timings.run()
+    return row(timings, "TE", "step", result_gap, note, "eager")
 
 
 PARTS: dict[str, Callable[[Bench, Sizes], Iterator[list[Row]]]] = {

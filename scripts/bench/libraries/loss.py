@@ -14,9 +14,9 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise import cross_entropy as two_passes
 from phalanx.kernels.sm90.loss import cross_entropy as one_pass
-from phalanx.scripts.bench.comparison import Row, both_ms, gap, note_of
-from phalanx.scripts.bench.libraries import Sizes, drawn
-from phalanx.scripts.bench.measure import Bench, reason
+from phalanx.scripts.bench.comparison import Row, gap, row
+from phalanx.scripts.bench.libraries.libraries import Sizes, drawn
+from phalanx.scripts.bench.timing import Bench, Case, reason
 
 VOCABULARIES = {
     "Qwen3": 151936,
@@ -45,19 +45,18 @@ def losses(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
 def _measured(
     bench: Bench, operation: str, library: str, theirs: Both, logits: Tensor, target: Tensor
 ) -> Row:
-    sides, note, result_gap = bench.sides(operation, ()), "", None
+    timings, note, result_gap = bench.timings(operation, ()), "", None
     x = logits.clone()
     our_results = [_in_one_pass(x, target), x]
     try:
         other = logits.clone()
         result_gap = gap(our_results, [theirs(other, target), other])
-        sides.add(library, "both", lambda: theirs(other, target), ours=False)
+        timings.add(Case(library, "both", lambda: theirs(other, target), ours=False))
     except Exception as error:
         note = reason(error)
-    sides.add("ours", "both", lambda: _in_one_pass(x, target))
-    sides.run()
-    ms = both_ms(sides, library, "both")
-    return Row(operation, library, "both", *ms, result_gap, note_of(sides, note))
+    timings.add(Case("ours", "both", lambda: _in_one_pass(x, target)))
+    timings.run()
+    return row(timings, library, "both", result_gap, note)
 
 
 def _in_one_pass(logits: Tensor, target: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 Legend: T tokens of a rank, D hidden, K experts of a token, N received rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,10 @@ from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
-from phalanx.scripts.bench.measure import reason
 from phalanx.scripts.bench.models import Model
 from phalanx.scripts.bench.problems import BF16, random
-from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
 from phalanx.scripts.bench.routing import fullest, probabilities
+from phalanx.scripts.bench.timing import Bench, Case, Timings, differing, reason
 
 TIMEOUT = 120
 """Seconds after which a missing rank ends the run."""
@@ -42,7 +41,7 @@ class Inputs(NamedTuple):
     dout_TD: Tensor
 
 
-def inputs(bench: RankBench, model: Model, idx_TK: Tensor) -> Inputs:
+def inputs(bench: Bench, model: Model, idx_TK: Tensor) -> Inputs:
     """Random tokens (differentiable, as the probabilities are) for a routing."""
     tokens, device = len(idx_TK), bench.clock.device
     torch.manual_seed(1 + bench.rank)
@@ -53,7 +52,7 @@ def inputs(bench: RankBench, model: Model, idx_TK: Tensor) -> Inputs:
 
 def dispatcher(
     name: str,
-    bench: RankBench,
+    bench: Bench,
     model: Model,
     batch: Inputs,
     group: dist.ProcessGroup,
@@ -86,7 +85,7 @@ def dispatcher(
 
 
 def transports(
-    sides: RankSides,
+    timings: Timings,
     model: Model,
     batch: Inputs,
     group: dist.ProcessGroup,
@@ -97,13 +96,13 @@ def transports(
 
     Without `comm_sms` an exchange uses all SMs and has ended when it returns.
     """
-    bench, dispatchers = sides.bench, {}
+    bench, dispatchers = timings.bench, {}
     for name in bench.transports:
         try:
             dispatchers[name] = dispatcher(name, bench, model, batch, group, comm_sms)
         except ValueError as error:
             why = reason(error).removeprefix("ValueError: ")
-            sides.skip(f"{name}, {label}", "-", bench.mode, why, failed=bench.demanded)
+            timings.skip(f"{name}, {label}", "-", bench.mode, why, failed=bench.demanded)
     return dispatchers
 
 
@@ -111,14 +110,14 @@ class ExchangeEnds:
     """Dispatch and combine of a routing, with the results of `alltoall` to compare with.
 
     Args:
-        sides: collects the timed calls. batch: inputs of this rank. group: expert-parallel group.
+        timings: notes what cannot run. batch: inputs of this rank. group: expert-parallel group.
     """
 
     def __init__(
-        self, sides: RankSides, model: Model, batch: Inputs, group: dist.ProcessGroup
+        self, timings: Timings, model: Model, batch: Inputs, group: dist.ProcessGroup
     ) -> None:
-        self._sides, self._batch = sides, batch
-        reference = dispatcher("alltoall", sides.bench, model, batch, group)
+        self._clock, self._batch = timings.bench.clock, batch
+        reference = dispatcher("alltoall", timings.bench, model, batch, group)
         received = reference.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
         # The contents of rows that no token reads are unspecified and not compared.
         self._read_N = (received.plan.inverse_NK >= 0).any(1)
@@ -133,39 +132,40 @@ class ExchangeEnds:
         (grad_ND,) = torch.autograd.grad(out_TD, self._out_ND, batch.dout_TD)
         self._dout_ND = grad_ND[self._read_N]
 
-    def add_sides(self, side: str, transport: Dispatcher, *, backward: bool = True) -> None:
-        """Add `dispatch` and `combine` of a transport as side `<side>`, forward and both passes."""
-        batch, take = self._batch, self._sides.take
-        self._sides.bench.clock.align_ranks()
-        with (
-            torch.no_grad()
-        ):  # an autograd graph kept alive would tie captured backwards to this stream
+    def cases(self, side: str, transport: Dispatcher, *, backward: bool = True) -> Iterator[Case]:
+        """Dispatch and combine of a transport as side `side`, forward and backward."""
+        batch = self._batch
+        self._clock.align_ranks()
+        with torch.no_grad():  # a live autograd graph would tie captured backwards to this stream
             received = self._dispatch(transport)
-        passes: list[tuple[str, Callable, Callable]] = [
-            ("dispatch", lambda: self._dispatch(transport), self._check_received),
-            (
-                "combine",
-                lambda: transport.combine(self._out_ND, received),
-                lambda out: differing([out], [self._sums_TD], ["sums"]),
-            ),
-        ]
+
+        def combine() -> Tensor:
+            return transport.combine(self._out_ND, received)
+
+        def dispatch_both() -> tuple[Tensor, ...]:
+            return self._dispatch_backward(self._dispatch(transport))
+
+        def combine_both() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(combine(), self._out_ND, batch.dout_TD)
+
+        def check(names: Sequence[str], expected: list[Tensor]) -> Callable[[Any], str]:
+            return lambda found: differing(found, expected, names)
+
+        sums = check(["sums"], [self._sums_TD])
+        gradient = check(["gradient"], [self._dout_ND])
+        dispatch = Case(
+            side, "dispatch", lambda: self._dispatch(transport), check=self._check_received
+        )
+        yield dispatch
         if backward:
-            passes += [
-                (
-                    "dispatch both",
-                    lambda: self._dispatch_backward(self._dispatch(transport)),
-                    lambda got: differing(got, self._gradients, ["dx", "dprob"]),
-                ),
-                (
-                    "combine both",
-                    lambda: torch.autograd.grad(
-                        transport.combine(self._out_ND, received), self._out_ND, batch.dout_TD
-                    ),
-                    lambda got: differing([got[0][self._read_N]], [self._dout_ND], ["gradient"]),
-                ),
-            ]
-        for pass_name, call, check in passes:
-            take(side, pass_name, call, check)
+            grads = check(["dx", "dprob"], list(self._gradients))
+            back = dict(report="dispatch backward", check=grads)
+            yield Case(side, "dispatch both", dispatch_both, **back)
+        yield Case(side, "combine", combine, check=lambda out: sums([out]))
+        if backward:
+            back = dict(report="combine backward")
+            back["check"] = lambda got: gradient([got[0][self._read_N]])
+            yield Case(side, "combine both", combine_both, **back)
 
     def _dispatch(self, transport: Dispatcher) -> Received:
         return transport.dispatch(self._batch.x_TD, self._batch.idx_TK, self._batch.prob_TK)

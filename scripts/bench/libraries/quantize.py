@@ -8,16 +8,17 @@ Legend: S rows, C channels, L experts, O and I channels out and in.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.quantize import quantize
-from phalanx.scripts.bench.comparison import Row, both_ms, note_of
-from phalanx.scripts.bench.libraries import Sizes, drawn
-from phalanx.scripts.bench.measure import Bench
+from phalanx.scripts.bench.comparison import Row, row
+from phalanx.scripts.bench.libraries.libraries import Sizes, drawn
 from phalanx.scripts.bench.problems import dirichlet
+from phalanx.scripts.bench.timing import Bench, Case
 
 ROWS = {"DeepSeek-V3": (65536, 7168, 32), "GPT-OSS": (32768, 2880, 4), "Qwen3": (65536, 2048, 16)}
 """S, C, L."""
@@ -63,10 +64,11 @@ def _measured(
     del written
     half = torch.empty(moved // 2, dtype=torch.uint8, device=bench.clock.device)
     target = torch.empty_like(half)
-    sides = bench.sides(operation, ())
-    sides.add("ours", "all", call)
-    sides.add("copy", "all", lambda: target.copy_(half), ours=False)
-    sides.run()
-    ms = both_ms(sides, "copy", "all")
-    rates = [f"{moved / m * 1e-9:.3g}" for m in ms if m]
-    return Row(operation, "copy", "all", *ms, None, note_of(sides, f"{', '.join(rates)} TB/s"))
+    timings = bench.timings(operation, ())
+    timings.add(Case("ours", "all", call))
+    timings.add(Case("copy", "all", lambda: target.copy_(half), ours=False))
+    timings.run()
+    result = row(timings, "copy", "all")
+    rates = [f"{moved / ms * 1e-9:.3g}" for ms in (result.ours, result.theirs) if ms]
+    note = "; ".join(filter(None, [f"{', '.join(rates)} TB/s", result.note]))
+    return replace(result, note=note)

@@ -4,7 +4,7 @@ Peers: torch._grouped_mm with a compiled SwiGLU * prob, and Transformer Engine's
 the same. Weight gradients are bf16, as the peers'; a further side adds to fp32 buffers instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,11 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.scripts.bench.measure import Bench, Call, Sides, reason
+from phalanx.scripts.bench.clocks import Call
 from phalanx.scripts.bench.problems import BF16, SWIGLU, Experts, dirichlet, error, experts
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import MLP, Shape
+from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes, reason
 
 MODES = ("eager", "graph")
 TOLERANCE = 0.02
@@ -75,62 +76,47 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     p = experts(shape, dirichlet(shape[0], shape[3]), bench.clock.device)
     for leaf in (p.x_SD, p.w1, p.w2):
         leaf.requires_grad_()
-    sides = bench.sides("mlp", shape)
-    records = _checked(sides, p) + _measured(sides, p)
-    return [*records, *sides.skipped]
-
-
-def _measured(sides: Sides, p: Experts) -> list[Record]:
-    bench = sides.bench
-    leaves = [p.x_SD, p.w1, p.w2]
-    forward = ours(p, bench.backend)
-    sides.add(_OURS, "forward", forward, modes=MODES)
-    sides.add(_OURS, "both", with_backward(forward, leaves, p.dy_SD), modes=MODES)
+    timings = bench.timings("mlp", shape)
+    checks = _checked(timings, p)
     for w in (p.w1, p.w2):
         w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-    added = with_backward(ours(p, bench.backend, accumulate=True), leaves, p.dy_SD)
-    sides.add(_ADDED, "both", added, modes=MODES)
+    return [*checks, *measure(timings, _cases(timings, p), by_pass=True)]
+
+
+def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
+    """Our passes against the fastest peer, and the peers."""
+    backend, leaves, flops = timings.bench.backend, [p.x_SD, p.w1, p.w2], p.forward_flops
+    forward = ours(p, backend)
+    both = with_backward(forward, leaves, p.dy_SD)
+    judged = dict(against=_PEERS, modes=MODES)
+    yield from passes(_OURS, forward, both, flops, MLP.get(timings.shape), **judged)
+    added = with_backward(ours(p, backend, accumulate=True), leaves, p.dy_SD)
+    options = dict(report="backward", forward_of=_OURS)
+    yield Case(_ADDED, "both", added, 2 * flops, **options, **judged)
+    for name, (forward, leaves) in _peers(timings, p).items():
+        both = with_backward(forward, leaves, p.dy_SD)
+        yield from passes(name, forward, both, flops, modes=MODES, ours=False)
+
+
+def _peers(timings: Timings, p: Experts) -> dict[str, tuple[Call, list[Tensor]]]:
+    """Forward pass and leaves of each peer that is installed."""
     act = torch.compile(swiglu_prob, dynamic=False) if p.device.type == "cuda" else swiglu_prob
+    peers = {}
     for name, build in (("torch", unfused), ("te", transformer_engine)):
-        if name in bench.peers:
+        if name in timings.bench.peers:
             try:
-                forward, leaves = build(p, act)
+                peers[name] = build(p, act)
             except Exception as why:
-                sides.skip(name, "", "eager", reason(why), failed=bench.demanded)
-                continue
-            both = with_backward(forward, leaves, p.dy_SD)
-            sides.add(name, "forward", forward, modes=MODES, ours=False)
-            sides.add(name, "both", both, modes=MODES, ours=False)
-    sides.run()
-    for key, times in list(sides.times.items()):
-        if key.side == _OURS and key.pass_name == "forward":
-            sides.times[key._replace(side=_ADDED)] = times
-    records = []
-    for mode in MODES:
-        for pass_name, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
-            records += _compared(sides, pass_name, mode, flops)
-    return records
+                timings.skip(name, "", "eager", reason(why), failed=timings.bench.demanded)
+    return peers
 
 
-def _compared(sides: Sides, pass_name: str, mode: str, flops: float) -> list[Record]:
-    """Records of a pass; ours with the ratio to the fastest peer."""
-    peers = [sides.time(name, pass_name, mode) for name in _PEERS]
-    best = min((time.ms for time in peers if time is not None), default=None)
-    bars = MLP[sides.shape].of(pass_name) if sides.shape in MLP else None
-    records = sides.record(_OURS, pass_name, mode, flops=flops, other=best, bars=bars)
-    if pass_name == "backward":
-        records += sides.record(_ADDED, pass_name, mode, flops=flops, other=best)
-    for name in _PEERS:
-        records += sides.record(name, pass_name, mode, flops=flops)
-    return records
-
-
-def _checked(sides: Sides, p: Experts) -> list[Record]:
+def _checked(timings: Timings, p: Experts) -> list[Record]:
     """Compare all results with torch's, if it is a peer."""
-    if "torch" not in sides.bench.peers:
+    if "torch" not in timings.bench.peers:
         return []
     forward, leaves = unfused(p, swiglu_prob)
-    ours_forward, errors = ours(p, sides.bench.backend), []
+    ours_forward, errors = ours(p, timings.bench.backend), []
     pairs = [(ours_forward(), forward())]
     pairs += zip(
         torch.autograd.grad(pairs[0][0], [p.x_SD, p.w1, p.w2], p.dy_SD),
@@ -139,13 +125,15 @@ def _checked(sides: Sides, p: Experts) -> list[Record]:
     )
     for name, (a, b) in zip(("y", "dx", "dw1", "dw2"), pairs, strict=True):
         errors.append((name, error(a.detach(), b.detach().mT if name[:2] == "dw" else b.detach())))
-    return [verdict(sides, "check", errors)]
+    return [verdict(timings, "check", errors)]
 
 
-def verdict(sides: Sides, side: str, errors: list[tuple[str, float]], other: str = "") -> Record:
+def verdict(
+    timings: Timings, side: str, errors: list[tuple[str, float]], other: str = ""
+) -> Record:
     """Record of relative errors; failed if one is too large or NaN, or if `other` says why."""
     wrong = [f"{name} above {TOLERANCE}" for name, value in errors if not value <= TOLERANCE]
     wrong += [other] if other else []
     note = ", ".join([*(f"{name} {value:.1e}" for name, value in errors), *wrong])
-    head = (sides.suite, sides.shape, side, "relative error", "")
+    head = (timings.suite, timings.shape, side, "relative error", "")
     return Record(*head, note=note, failed=bool(wrong))

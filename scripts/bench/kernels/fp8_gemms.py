@@ -21,10 +21,10 @@ from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
-from phalanx.scripts.bench.measure import Bench
 from phalanx.scripts.bench.problems import SWIGLU, dirichlet, experts, index_of, random
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import FP8_GEMMS, Shape
+from phalanx.scripts.bench.timing import Bench, Case, measure
 
 _JUDGED = ("fp8", "fp8, square")
 
@@ -53,7 +53,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     )
 
     flops_FD = 2 * S * D * F
-    cases = {
+    calls = {
         "fc1_act": (
             2 * flops_FD,
             lambda: fc1_act(x, p.w1, *args, **row_args),
@@ -95,17 +95,10 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
             },
         ),
     }
-    sides, records = bench.sides("fp8_gemms", shape), list[Record]()
-    for name, (_, call, fp8_calls) in cases.items():
-        sides.add("bf16", name, call)
+    bars, cases = FP8_GEMMS.get(shape, {}), []
+    for name, (flops, call, fp8_calls) in calls.items():
+        cases.append(Case("bf16", name, call, flops))
         for side, fp8_call in fp8_calls.items():
-            sides.add(side, name, fp8_call)
-    sides.run()
-    for name, (flops, _, fp8_calls) in cases.items():
-        base = sides.time("bf16", name)
-        records += sides.record("bf16", name, flops=flops)
-        for side in fp8_calls:
-            before = None if base is None else base.ms
-            bars = FP8_GEMMS.get(shape, {}).get(name) if side in _JUDGED else None
-            records += sides.record(side, name, flops=flops, other=before, bars=bars)
-    return [*records, *sides.skipped]
+            judged = bars.get(name) if side in _JUDGED else None
+            cases.append(Case(side, name, fp8_call, flops, against="bf16", bars=judged))
+    return measure(bench.timings("fp8_gemms", shape), cases)
