@@ -1,6 +1,6 @@
 """Two implementations of an operation: difference of their results, and the time of each.
 
-Both run once on the same data and are compared, then `scripts.bench.measure` times them in
+Both run once on the same data and are compared, then `scripts.bench.timing` times them in
 interleaved rounds. An error of the library becomes the note of its rows; ours is still measured.
 """
 

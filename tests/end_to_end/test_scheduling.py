@@ -1,22 +1,35 @@
 """Two test processes: order of their files, and exclusive use of the machine."""
 
+import importlib.util
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.scheduling import in_order, shared
+from tests.support.scheduling import SLOW_HELPERS, in_order, is_unit, shared
 
 
-def item(path: str, *markers: str) -> Any:
+def item(path: str, *markers: str, **imported: Any) -> Any:
     def closest(name: str) -> str | None:
         return name if name in markers else None
 
-    return SimpleNamespace(path=path, get_closest_marker=closest)
+    module = ModuleType("test_module")
+    vars(module).update(imported)
+    return SimpleNamespace(path=Path(path), get_closest_marker=closest, module=module)
+
+
+def test_unit_tests_are_selected_by_rule() -> None:
+    assert is_unit(item("tests/a.py", time=time, sys=sys))
+    assert not is_unit(item("tests/end_to_end/a.py"))
+    assert not is_unit(item("tests/a.py", subprocess=subprocess))
+    assert not is_unit(item("tests/a.py", run=subprocess.run))
+    for marker in ("dist", "alone", "slow", "gpu"):
+        assert not is_unit(item("tests/a.py", marker))
+    assert all(importlib.util.find_spec(name) for name in SLOW_HELPERS)
 
 
 def test_files_with_ranks_come_first_and_stay_whole() -> None:
