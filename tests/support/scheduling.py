@@ -16,7 +16,7 @@ SLOW_HELPERS = (
     "tests.kernels.sm90.simt",
     "tests.kernels.triton_code",
     "tests.support.launch",
-    "tests.support.offline_cudnn",
+    "tests.kernels.sm100.offline_cudnn",
     "tests.support.torchrun",
 )
 """Modules that compile or interpret kernels, or start processes."""

@@ -1,6 +1,6 @@
 """Bad input ends with one line that names the cause and the fix, an exit code, and no files.
 
-`CASES` lists the inputs. `python -m tests.end_to_end.test_bad_input` prints a part of
+`CASES` lists the inputs. `python -m tests.end_to_end.project.test_bad_input` prints a part of
 them, with the answers, as a table.
 """
 
@@ -26,7 +26,7 @@ from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, announced, run, text, write_corpus
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
 
 Prepare = Callable[[Path], Any]

@@ -65,7 +65,7 @@ def comes(path: Path, timeout: float = 60) -> bool:
 def test_ranks_run_beside_ranks_but_not_beside_one_who_is_alone(
     mine: str, others: str, together: bool, tmp_path: Path
 ) -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     with shared(tmp_path, alone=mine == "alone"):
         other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path), others], cwd=root)
         assert comes(tmp_path / "ready")

@@ -19,7 +19,7 @@ from phalanx.parallel.fault.watchdog import LOST
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 20
 OVERRIDES = [
     *["model=tiny", "kernels=fused", "run.device=cuda", "run.name=run", "run.steps=100000"],

@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import SMALL, records, text, write_corpus
 from tests.support.torchrun import Torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8"]
 # Neither the session's launcher variables nor its choice of threads.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "WANDB_MODE")}

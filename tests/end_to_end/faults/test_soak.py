@@ -1,6 +1,6 @@
 """Many random kills: the run always resumes, loses little, and ends like an undisturbed one.
 
-python -m pytest -m slow -s tests/end_to_end/test_soak.py
+python -m pytest -m slow -s tests/end_to_end/faults/test_soak.py
 """
 
 import json

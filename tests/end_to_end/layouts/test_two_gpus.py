@@ -3,7 +3,7 @@
 All that the defaults choose on a Hopper GPU: fused kernels, `symm`, SMs for exchanges. This is what
 runs before a release, in less than eight minutes on two H100s:
 
-    python -m pytest -m gpu tests/end_to_end/test_two_gpus.py
+    python -m pytest -m gpu tests/end_to_end/layouts/test_two_gpus.py
 """
 
 from itertools import product

@@ -4,7 +4,7 @@
 replication, offloading or another optimizer. A seed draws until `configs.validate` accepts the
 combination: rejected ones cost nothing, and accepted ones have to train.
 
-    SEEDS=1000:1200 python -m pytest -m slow tests/end_to_end/test_random_layouts.py
+    SEEDS=1000:1200 python -m pytest -m slow tests/end_to_end/layouts/test_random_layouts.py
 """
 
 import copy
@@ -19,7 +19,7 @@ from phalanx.configs.knobs import put
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
-from tests.end_to_end.test_layouts import MODELS, agree
+from tests.end_to_end.layouts.test_layouts import MODELS, agree
 from tests.support.training import Trained, trained
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -17,7 +17,7 @@ import pytest
 
 import phalanx
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["run.steps=1", "run.save_interval=-1", "data=synthetic", "data.sequence_length=32"]
 SMALL += ["data.global_batch=2", "data.micro_batch=1", "model.hidden=32", "model.layers=1"]
 IMPORTS = """
