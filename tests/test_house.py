@@ -100,7 +100,7 @@ def test_no_signature_is_long() -> None:
         for name in long_signatures(path.read_text("utf-8"))
     }
     assert found <= LONG_SIGNATURES, (
-        f"more than {MOST_PARAMETERS} parameters: pass an object of options"
+        f"more than {MOST_PARAMETERS} parameters: pass an options object"
     )
 
 
