@@ -11,7 +11,7 @@ import torch
 
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.jit.launch import sms
 from phalanx.scripts.bench.kernels import mlp
@@ -52,7 +52,7 @@ def with_margin(p: Experts) -> dict[str, tuple[Callable[[int], object], float]]:
     y, dw1 = torch.empty_like(p.x_SD), torch.empty_like(p.w1)
     flops_FD = 2 * p.S * p.D * p.F
     return {
-        "rows": (lambda m: rows(a, p.w2, p.offsets, out_SN=y, sm_margin=m), flops_FD),
+        "rows": (lambda m: grouped_gemm(a, p.w2, p.offsets, out_SN=y, sm_margin=m), flops_FD),
         "fc1_act": (
             lambda m: fc1_act(p.x_SD, p.w1, *sizes, prob_S=p.prob_S, sm_margin=m),
             2 * flops_FD,

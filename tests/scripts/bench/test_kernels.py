@@ -223,7 +223,7 @@ def test_the_table_of_tiles_is_rewritten_in_its_format(tmp_path: Path) -> None:
     table = tiles.table()
     assert tune.to_text(table) == tiles.PATH.read_text()
     path, new = tmp_path / "tiles.json", {kind: dict(entry) for kind, entry in table.items()}
-    new["rows"] = {"co256": 1.0, "pp192": 1.02}
+    new["grouped_gemm"] = {"co256": 1.0, "pp192": 1.02}
     tune.update(path, new)
     assert json.loads(path.read_text()) == new and list(tmp_path.iterdir()) == [path]
     lines = tune.changes(table, new)
