@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import median
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -200,7 +200,7 @@ class Timings:
             return
         for mode in modes:
             clock.align_ranks()
-            ready, why = call, ""
+            ready, why = cast(Call, call), ""
             if mode == "graph":
                 try:
                     ready = clock.capture(call)

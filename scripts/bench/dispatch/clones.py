@@ -9,6 +9,7 @@ their rows alone (`<slots> slots, any`).
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def clones(bench: Bench, model: Model, tokens: int) -> list[Record]:
     problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True)
     local = fitted_model.experts // bench.ranks
     for kind in UNEVEN:
-        rank_device = dict(rank=bench.rank, device=bench.clock.device)
+        rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
         idx = uneven(kind, tokens, fitted_model.experts, fitted_model.top_k, **rank_device)
         batch = inputs(bench, fitted_model, idx)
         load = fullest(idx, fitted_model.experts, dist.group.WORLD)
@@ -57,7 +58,7 @@ def clones(bench: Bench, model: Model, tokens: int) -> list[Record]:
             dispatchers[f"{slots} slots{label}"] = _dispatcher(
                 bench, fitted_model, batch, replication
             )
-        judged = dict(against=reference, note=f"load {load:.2f}{fewer}")
+        judged: dict[str, Any] = dict(against=reference, note=f"load {load:.2f}{fewer}")
         for label, transport in dispatchers.items():
             side, targets = f"{kind}, {label}", None
             if label.endswith("slots"):
@@ -82,7 +83,7 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
     cases = []
     where_to = bench.transports[0], bench, model
     for kind in KINDS:
-        rank_device = dict(rank=bench.rank, device=bench.clock.device)
+        rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
         batch = inputs(
             bench, model, routed(kind, tokens, model.experts, model.top_k, **rank_device)
         )
@@ -96,7 +97,7 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
             return received, quantize_rows(received.rows_ND)
 
         send_bf16, send_fp8 = (functools.partial(_dispatch, t, batch) for t in (plain, fp8))
-        judged = dict(against=f"bf16, {kind}")
+        judged: dict[str, Any] = dict(against=f"bf16, {kind}")
         cases.append(Case(f"bf16, {kind}", "dispatch", send_bf16))
         cases.append(Case(f"bf16, then FP8, {kind}", "dispatch", quantized, **judged))
         cases.append(Case(f"FP8, {kind}", "dispatch", send_fp8, bars=ROWS_TARGETS, **judged))
@@ -108,7 +109,7 @@ def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time a layer of FP8 experts with rows sent in bf16 and in FP8."""
     fitted_model, cases = fitted(bench, model), []
     problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True, recipe=Fp8Block())
-    rank_device = dict(rank=bench.rank, device=bench.clock.device)
+    rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
     batch = inputs(
         bench,
         fitted_model,
@@ -126,7 +127,7 @@ def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
             recipe=Fp8Block(),
             fp8_rows=fp8_rows,
         )
-        judged = dict(against="layer, rows in bf16")
+        judged: dict[str, Any] = dict(against="layer, rows in bf16")
         for name, run in (("forward", problem.forward), ("both", problem.both)):
             cases.append(Case(side, name, functools.partial(run, transport, batch), **judged))
     return measure(bench.timings("rows", model.shape(tokens)), cases)

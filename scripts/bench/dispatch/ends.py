@@ -159,7 +159,7 @@ class ExchangeEnds:
         yield dispatch
         if backward:
             grads = check(["dx", "dprob"], list(self._gradients))
-            back = dict(report="dispatch backward", check=grads)
+            back: dict[str, Any] = dict(report="dispatch backward", check=grads)
             yield Case(side, "dispatch both", dispatch_both, **back)
         yield Case(side, "combine", combine, check=lambda out: sums([out]))
         if backward:

@@ -53,9 +53,9 @@ def wire(bench: Bench, model: Model, tokens: int) -> list[Record]:
     records: list[Record] = []
     kinds = KINDS if bench.ranks >= GPUS else (OF_EIGHT, *KINDS)
     for kind in kinds:
-        rank_device = dict(rank=bench.rank, device=device)
+        rank_device: dict[str, Any] = dict(rank=bench.rank, device=device)
         idx = routed(kind, tokens, model.experts, model.top_k, **rank_device)
-        sizes = dict(experts=model.experts, rank=bench.rank, ranks=bench.ranks)
+        sizes: dict[str, Any] = dict(experts=model.experts, rank=bench.rank, ranks=bench.ranks)
         sent = bench.gather(bytes_sent(idx, model.hidden, **sizes))
         x = random(tokens, model.hidden, device=device)
         side = torch.zeros(-(-8 * idx.numel() // 16) * 4, dtype=torch.int32, device=device)
@@ -147,7 +147,7 @@ def exchange(bench: Bench, model: Model, tokens: int) -> list[Record]:
         return [Record("exchange", shape, "-", "-", bench.mode, note="needs several ranks")]
     timings, cases = bench.timings("exchange", shape), list[Case]()
     for kind in KINDS:
-        rank_device = dict(rank=bench.rank, device=bench.clock.device)
+        rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
         idx = routed(kind, tokens, model.experts, model.top_k, **rank_device)
         batch = inputs(bench, model, idx)
         ends = ExchangeEnds(timings, model, batch, world)
@@ -164,7 +164,9 @@ def plan(bench: Bench, model: Model, tokens: int) -> list[Record]:
     for ranks in sorted({PLAN_RANKS, bench.ranks} - {1}):
         received, local = ranks * tokens, model.experts // ranks
         rows = Budget(CAPACITY_FACTOR, device).rows(tokens, model.top_k, ranks, local)
-        size = dict(first_expert=bench.rank % ranks * local, local_experts=local, rows=rows)
+        size: dict[str, Any] = dict(
+            first_expert=bench.rank % ranks * local, local_experts=local, rows=rows
+        )
         cases = []
         for kind in KINDS:
             idx = routed(kind, received, model.experts, model.top_k, rank=0, device=device)

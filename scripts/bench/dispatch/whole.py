@@ -97,7 +97,9 @@ class Layer:
             params_dtype=BF16,
             perform_initialization=False,
         )
-        options = dict(accumulate=accumulate, recipe=recipe, keep_fp8=recipe is not None)
+        options: dict[str, Any] = dict(
+            accumulate=accumulate, recipe=recipe, keep_fp8=recipe is not None
+        )
         self.spec = MLPSpec(model.activation, bench.backend, **options)
         self.experts = Experts(
             config=config,
@@ -300,7 +302,7 @@ def skew(bench: Bench, model: Model, tokens: int) -> list[Record]:
     idx = uneven("one rank", *sizes, rank=bench.rank, device=bench.clock.device)
     batch = inputs(bench, fitted_model, idx)
     note = f"{fitted_model.experts} experts" if fitted_model.experts < model.experts else ""
-    judged = dict(flops=bench.ranks * model.flops(tokens, "forward"), note=note)
+    judged: dict[str, Any] = dict(flops=bench.ranks * model.flops(tokens, "forward"), note=note)
     bars = Bars((SKEW_TARGET, SKEW_TARGET), (None, None))
     compared = judged | dict(against=f"{ALONE}, one rank", bars=bars)
     layers = problem.cases(timings, batch, "one rank", backward=True, **compared)

@@ -7,6 +7,7 @@ Engine's GroupedLinear in its blockwise recipe, with a compiled SwiGLU * prob be
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def transformer_engine(p: Experts) -> tuple[Call, list[Tensor]]:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
 
-    options = dict(bias=False, params_dtype=torch.bfloat16, device=p.device)
+    options: dict[str, Any] = dict(bias=False, params_dtype=torch.bfloat16, device=p.device)
     fc1 = te.GroupedLinear(p.L, p.D, 2 * p.F, fuse_wgrad_accumulation=True, **options)
     fc2 = te.GroupedLinear(p.L, p.F, p.D, fuse_wgrad_accumulation=True, **options)
     weights = [*fc1.parameters(), *fc2.parameters()]
@@ -80,7 +81,7 @@ def _cases(timings: Timings, p: Experts, specs: dict[str, MLPSpec]) -> Iterator[
     for side, spec in specs.items():
         forward = mlp(p, spec)
         both = with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
-        judged = dict(bars=FP8.get(shape), against=BF16) if side == EIGHT else {}
+        judged: dict[str, Any] = dict(bars=FP8.get(shape), against=BF16) if side == EIGHT else {}
         yield from passes(side, forward, both, flops, **judged)
     if PEER not in bench.peers:
         return

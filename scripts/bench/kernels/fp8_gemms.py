@@ -4,6 +4,8 @@ Each GEMM reads operands as in training: in bf16, weights are read transposed an
 gather; in FP8, operands were transposed beforehand, outside the timed region.
 """
 
+from typing import Any
+
 import torch
 
 from phalanx.kernels.quantize.blocks import Quantized
@@ -40,8 +42,8 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     h, dh, a = (random(S, width, device=device) for width in (2 * F, 2 * F, F))
     y, dx = (torch.empty_like(p.x_SD) for _ in range(2))
     dw1, dw2 = (torch.zeros_like(w, dtype=torch.float32) for w in (p.w1, p.w2))
-    row_args = dict(index_S=index, prob_S=p.prob_S)
-    wgrad_args = dict(accumulate=True, order_L=p.order_L)
+    row_args: dict[str, Any] = dict(index_S=index, prob_S=p.prob_S)
+    wgrad_args: dict[str, Any] = dict(accumulate=True, order_L=p.order_L)
 
     x8, dy8, a8, dh8 = (quantize_rows(t, parts) for t, parts in ((x, 1), (dy, 1), (a, 1), (dh, 2)))
     w1, w2 = quantize_weights(p.w1, 2), quantize_weights(p.w2)

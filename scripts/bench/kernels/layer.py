@@ -82,7 +82,7 @@ class Choice(torch.autograd.Function):
 def composed(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, backend: str) -> Tensor:
     """The same layer composed of the library's public functions."""
     idx, prob = Choice.apply(nnf.linear(x, router), top_k)
-    size = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
+    size: dict[str, Any] = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
     plan = make_plan(idx, prob, **size, backend=backend)
     return grouped_mlp(x, MLPWeights(w1, w2), plan, MLPSpec(SWIGLU, backend))
 
@@ -162,7 +162,7 @@ def _cases(
     T, D, F, _, K = shape
     for side, (forward, leaves) in sides.items():
         both, ours = with_backward(forward, leaves, dout), side != _SONIC
-        judged = dict(against=_SONIC if ours else None, ours=ours, modes=MODES)
+        judged: dict[str, Any] = dict(against=_SONIC if ours else None, ours=ours, modes=MODES)
         bars = LAYER.get(shape) if side == _OURS else None
         yield from passes(side, forward, both, 6 * T * K * D * F, bars, **judged)
 

@@ -5,6 +5,7 @@ the same. Weight gradients are bf16, as the peers'; a further side adds to fp32 
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +62,7 @@ def transformer_engine(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, li
     """Transformer Engine's forward pass, with weights of its own, and its leaves."""
     import transformer_engine.pytorch as te
 
-    options = dict(bias=False, params_dtype=BF16, device=p.device)
+    options: dict[str, Any] = dict(bias=False, params_dtype=BF16, device=p.device)
     fc1 = te.GroupedLinear(p.L, p.D, 2 * p.F, **options)
     fc2 = te.GroupedLinear(p.L, p.F, p.D, **options)
     x, prob, counts = p.x_SD, p.prob_S[:, None], p.counts
@@ -88,10 +89,10 @@ def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
     backend, leaves, flops = timings.bench.backend, [p.x_SD, p.w1, p.w2], p.forward_flops
     forward = ours(p, backend)
     both = with_backward(forward, leaves, p.dy_SD)
-    judged = dict(against=_PEERS, modes=MODES)
+    judged: dict[str, Any] = dict(against=_PEERS, modes=MODES)
     yield from passes(_OURS, forward, both, flops, MLP.get(timings.shape), **judged)
     added = with_backward(ours(p, backend, accumulate=True), leaves, p.dy_SD)
-    options = dict(report="backward", forward_of=_OURS)
+    options: dict[str, Any] = dict(report="backward", forward_of=_OURS)
     yield Case(_ADDED, "both", added, 2 * flops, **options, **judged)
     for name, (forward, leaves) in _peers(timings, p).items():
         both = with_backward(forward, leaves, p.dy_SD)

@@ -6,6 +6,7 @@ experts most rows; `gather` compares rows gathered by an index with contiguous r
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -84,7 +85,9 @@ def margins(bench: Bench, shape: Shape, make_load: MakeLoad = Copies) -> list[Re
 
 def _free(name: str, call: Callable[[int], object], flops: float, total: int) -> Iterator[Case]:
     for m in MARGINS:
-        judged = dict(against="0 free", bars=(margin_bar(m, total), None)) if m else {}
+        judged: dict[str, Any] = {}
+        if m:
+            judged = dict(against="0 free", bars=(margin_bar(m, total), None))
         yield Case(f"{m} free", name, lambda m=m: call(m), flops, **judged)
 
 
@@ -102,12 +105,13 @@ def _occupied(
     cases = []
     for m in MARGINS[1:]:
         load = make_load(m, _LASTING * full_ms * total / (total - m) + 0.2)
-        judged = dict(against="0 occupied", bars=occupied_bars(m, total), load=load)
+        judged: dict[str, Any] = dict(against="0 occupied", bars=occupied_bars(m, total), load=load)
         cases.append(Case(f"{m} occupied", name, lambda m=m: call(m), flops, **judged))
         timings.add(cases[-1])
     timings.run()
     records = []
     for case in cases:
+        assert case.load is not None
         lead, rate = case.load.shortest_lead(), case.load.gigabytes_per_second
         if lead < 0:
             why = "the copies ended too early"
@@ -136,7 +140,7 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
             against = None if routing == "balanced" else f"balanced, {kind}"
             judged = bars if routing == "zipf" and kind == "dynamic" else None
             note = f"most rows {max(counts) * L / S:.2f} of the mean"
-            options = dict(against=against, note=note)
+            options: dict[str, Any] = dict(against=against, note=note)
             side = f"{routing}, {kind}"
             cases += passes(side, forward, both, p.forward_flops, judged, **options)
     return measure(bench.timings("skew", shape), cases, by_pass=True)
@@ -188,6 +192,6 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
     for name, (flops, call, picked, contiguous) in cases.items():
         timed.append(Case("contiguous", name, lambda c=call, s=contiguous: c(s), flops))
         gathered = lambda c=call, s=picked: c(s, index_S=index)  # noqa: E731
-        judged = dict(against="contiguous", bars=(GATHER_BAR, None))
+        judged: dict[str, Any] = dict(against="contiguous", bars=(GATHER_BAR, None))
         timed.append(Case("gathered", name, gathered, flops, **judged))
     return measure(bench.timings("gather", shape), timed)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,7 +96,7 @@ def calls(bench: Bench, name: str, case: Problem, gather: bool) -> Iterator[tupl
     index = index_of(counts, T, device) if gather else None
     torch.manual_seed(0)
     a = random(T if gather else S, K, device=device)
-    args = dict(index_S=index, prob_S=torch.rand(S, device=device))
+    args: dict[str, Any] = dict(index_S=index, prob_S=torch.rand(S, device=device))
 
     def loop(tile: str, transposed: bool) -> tiles.Mainloop:
         return tiles.configured(tile, gather=gather, transposed=transposed)

@@ -330,7 +330,7 @@ def _step(
 
     timings, note, result_gap = bench.timings(operation, ()), "", None
     mine = parameters(copy=True)
-    eager = dict(modes=("eager",))
+    eager: dict[str, Any] = dict(modes=("eager",))
     timings.add(Case("ours", "step", AdamW(mine, **numbers, **ours).step, **eager))
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
