@@ -56,8 +56,8 @@ RUNS = {
     "flash": "dispatch.whole",
     "scaling": "dispatch.whole",
     "skew": "dispatch.whole",
-    "clones": "dispatch.clones",
-    "rows": "dispatch.clones",
+    "replication": "dispatch.replication",
+    "rows": "dispatch.replication",
 }
 """Module of each suite, which is a function of the same name."""
 

@@ -158,8 +158,8 @@ def test_replication_and_rows(tmp_path: Path) -> None:
     (code, out), other = run_distributed(program, 2, options)
     assert code == 0 and other == (0, "") and out.splitlines()[-1].endswith("0 failures")
     _, made = records.read(path)
-    replicated = [r for r in made if r.suite == "clones"]
-    ways = ("without clones", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
+    replicated = [r for r in made if r.suite == "replication"]
+    ways = ("without replication", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
     assert {(r.side, r.pass_name) for r in replicated} == {
         (f"{kind}, {way}", name)
         for kind in routing.UNEVEN

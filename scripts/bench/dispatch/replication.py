@@ -1,10 +1,10 @@
-"""Suites `clones` and `rows`: uneven routing with and without expert replication, and FP8 rows.
+"""Suites `replication` and `rows`: uneven routing with and without replication, and FP8 rows.
 
-`clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
-fp32 buffers, over `symm`. Every time is compared with balanced routing without replication. A rank
-has two replica slots; if all tokens go to one rank's experts, as many as spread these over all
-ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at the cost of
-their rows alone (`<slots> slots, any`).
+`replication` runs the layers of `layer`, without a shared expert and with gradients of weights
+added to fp32 buffers, over `symm`. Every time is compared with balanced routing without
+replication. A rank has two replica slots; if all tokens go to one rank's experts, as many as spread
+these over all ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at
+the cost of their rows alone (`<slots> slots, any`).
 """
 
 import functools
@@ -18,8 +18,13 @@ from torch import Tensor
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.parallel.dispatcher.clones import Clones, Costs, costs_of_copies, rates_on
 from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.replication.options import (
+    CopyCosts,
+    ReplicationOptions,
+    copy_costs,
+    rates_on,
+)
 from phalanx.parallel.dispatcher.transport import refuse
 from phalanx.scripts.bench.dispatch.ends import Inputs, dispatcher, inputs
 from phalanx.scripts.bench.dispatch.whole import Layer, fitted
@@ -34,12 +39,12 @@ _WIDTH = 2
 """Bytes of a weight when it is sent to a replica slot."""
 
 
-def clones(bench: Bench, model: Model, tokens: int) -> list[Record]:
+def replication(bench: Bench, model: Model, tokens: int) -> list[Record]:
     model = model._replace(shared=0)
     fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if why := _cannot(bench):
-        return [Record("clones", shape, "-", "-", bench.mode, note=why)]
-    cases, reference = list[Case](), f"{UNEVEN[0]}, without clones"
+        return [Record("replication", shape, "-", "-", bench.mode, note=why)]
+    cases, reference = list[Case](), f"{UNEVEN[0]}, without replication"
     fewer = f", {fitted_model.experts} of {model.experts} experts" if fitted_model != model else ""
     problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True)
     local = fitted_model.experts // bench.ranks
@@ -52,12 +57,10 @@ def clones(bench: Bench, model: Model, tokens: int) -> list[Record]:
         results = [problem.forward(plain, batch).detach(), *problem.both(plain, batch)[:2]]
         slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
         costs = _costs(bench, fitted_model)
-        as_run = Clones(slots, costs.copy, least=costs.any)
-        dispatchers = {"without clones": plain}
-        for label, replication in (("", as_run), (", any", replace(as_run, least=0))):
-            dispatchers[f"{slots} slots{label}"] = _dispatcher(
-                bench, fitted_model, batch, replication
-            )
+        as_run = ReplicationOptions(slots, costs.copy, least=costs.any)
+        dispatchers = {"without replication": plain}
+        for label, options in (("", as_run), (", any", replace(as_run, least=0))):
+            dispatchers[f"{slots} slots{label}"] = _dispatcher(bench, fitted_model, batch, options)
         judged: dict[str, Any] = dict(against=reference, note=f"load {load:.2f}{fewer}")
         for label, transport in dispatchers.items():
             side, targets = f"{kind}, {label}", None
@@ -68,14 +71,14 @@ def clones(bench: Bench, model: Model, tokens: int) -> list[Record]:
             first, second = (functools.partial(_wrong, r) for r in (results[:1], results[1:]))
             cases.append(Case(side, "forward", forward, check=first, **judged))
             cases.append(Case(side, "both", both, check=second, bars=targets, **judged))
-    return measure(bench.timings("clones", shape), cases)
+    return measure(bench.timings("replication", shape), cases)
 
 
 def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time a dispatch of FP8 rows against bf16 rows, and bf16 rows quantised on arrival.
 
     A dispatch ends when all rows have arrived; it uses as many SMs as it has beside experts. Then
-    a layer of FP8 experts, as in suite `clones`, with rows sent in either format.
+    a layer of FP8 experts, as in suite `replication`, with rows sent in either format.
     """
     shape = model.shape(tokens)
     if why := _cannot(bench):
@@ -153,15 +156,15 @@ def _cannot(bench: Bench) -> str:
     return refuse(bench.transports[0], dist.group.WORLD, BF16) or ""
 
 
-def _costs(bench: Bench, model: Model) -> Costs:
+def _costs(bench: Bench, model: Model) -> CopyCosts:
     """Cost of a replica, as a training run estimates it."""
     rates = rates_on(bench.clock.device, "h200")
     weights = 3 * model.hidden * model.ffn
-    return costs_of_copies(rates, weights=weights, width=_WIDTH, keep=False)
+    return copy_costs(rates, weights=weights, width=_WIDTH, keep=False)
 
 
 def _dispatcher(
-    bench: Bench, model: Model, batch: Inputs, replication: Clones | None
+    bench: Bench, model: Model, batch: Inputs, replication: ReplicationOptions | None
 ) -> Dispatcher:
     return dispatcher(
         bench.transports[0],
