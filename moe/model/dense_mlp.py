@@ -11,6 +11,9 @@ from typing import Any
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import width
+from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, for_widths
 from phalanx.kernels.quantize.recipe import Fp8Block
