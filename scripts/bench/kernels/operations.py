@@ -133,16 +133,14 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
     for leaf in (p.x_SD, p.w1, p.w2):
         leaf.requires_grad_()
     bars, cases = Bars((SKEW_BAR, SKEW_BAR), (None, None)), []
-    for kind in ("dynamic", "static"):
-        for routing, counts in routings.items():
-            forward = mlp.ours(p.routed(counts), bench.backend, dynamic=kind == "dynamic")
-            both = mlp.with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
-            against = None if routing == "balanced" else f"balanced, {kind}"
-            judged = bars if routing == "zipf" and kind == "dynamic" else None
-            note = f"most rows {max(counts) * L / S:.2f} of the mean"
-            options: dict[str, Any] = dict(against=against, note=note)
-            side = f"{routing}, {kind}"
-            cases += passes(side, forward, both, p.forward_flops, judged, **options)
+    for routing, counts in routings.items():
+        forward = mlp.ours(p.routed(counts), bench.backend)
+        both = mlp.with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
+        against = None if routing == "balanced" else "balanced"
+        judged = bars if routing == "zipf" else None
+        note = f"most rows {max(counts) * L / S:.2f} of the mean"
+        options: dict[str, Any] = dict(against=against, note=note)
+        cases += passes(routing, forward, both, p.forward_flops, judged, **options)
     return measure(bench.timings("skew", shape), cases, by_pass=True)
 
 

@@ -24,10 +24,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     seen: list[tuple[str, Any]] = []
 
-    def launch(kernel: Any, config: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(kernel: Any, config: Any, /, **arguments: Any) -> None:
+        pointers, integers = jit.arguments_of(kernel)
+        assert arguments.keys() == {*pointers, *integers}
+        assert all(isinstance(arguments[name], int) for name in integers)
         if kernel.__name__ == "PlanKernel":  # its results are indices
-            for t in tensors[2:]:
-                t.zero_()
+            for name in [*pointers][2:]:
+                arguments[name].zero_()
         seen.append((kernel.__name__, config))
 
     def check(device: Any, name: str, tensor: Any, dtype: Any, shape: Any) -> None:
