@@ -44,19 +44,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from phalanx.configs.tables.transports import AUTO_SMS
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.models import cases
-from phalanx.scripts.bench.records import Record, plot, shape_text, summary, table, write
+from phalanx.scripts.bench.program import Report
+from phalanx.scripts.bench.records import shape_text
 
 TRANSPORTS = ("symm", "alltoall")
 RUNS = {
-    "wire": "exchange",
-    "exchange": "exchange",
-    "plan": "exchange",
-    "layer": "whole",
-    "flash": "whole",
-    "scaling": "whole",
-    "skew": "whole",
-    "replication": "replication",
-    "rows": "replication",
+    "wire": "dispatch.exchange",
+    "exchange": "dispatch.exchange",
+    "plan": "dispatch.exchange",
+    "layer": "dispatch.whole",
+    "flash": "dispatch.whole",
+    "scaling": "dispatch.whole",
+    "skew": "dispatch.whole",
+    "replication": "dispatch.replication",
+    "rows": "dispatch.replication",
 }
 """Module of each suite, which is a function of the same name."""
 
@@ -99,27 +100,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Report:
-    """Collects records; the first rank shows and writes them as they come."""
-
-    def __init__(self, path: Path | None, run_facts: dict[str, Any], *, shown: bool) -> None:
-        self.records: list[Record] = []
-        self.facts, self.shown, self._path = run_facts, shown, path
-
-    def add(self, records: list[Record], title: str = "") -> None:
-        self.records += records
-        if self.shown:
-            print(f"\n{title}{table(records)}", flush=True)
-        self.save()
-
-    def save(self) -> None:
-        if self.shown and self._path is not None:
-            write(self._path, self.facts, self.records)
-
-
 def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
     """All suites; whatever a shape raises becomes a record."""
-    from phalanx.scripts.bench.ranks import attempt
+    from phalanx.scripts.bench.timing import attempt
 
     for suite in args.suites:
         measured = getattr(importlib.import_module(f"phalanx.scripts.bench.{RUNS[suite]}"), suite)
@@ -155,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 1
     from phalanx.parallel import runtime
-    from phalanx.scripts.bench.ends import TIMEOUT
+    from phalanx.scripts.bench.dispatch.ends import TIMEOUT
 
     process = runtime.start(seed=0, timeout=TIMEOUT, deterministic=False)
     try:
@@ -168,15 +151,16 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     import torch
 
     from phalanx.kernels.registry import Facts, resolve
+    from phalanx.scripts.bench.clocks import Cpu, GroupGpu
     from phalanx.scripts.bench.problems import BF16
-    from phalanx.scripts.bench.ranks import Cpus, Gpus, RankBench
+    from phalanx.scripts.bench.timing import Bench
 
     cuda = args.device == "cuda"
     capability = torch.cuda.get_device_capability() if cuda else None
     backend = resolve("grouped_mlp", "auto", Facts(args.device, capability, BF16)).backend
     transports = args.dispatch if process.world > 1 or args.demanded else ("local",)
-    bench = RankBench(
-        Gpus() if cuda else Cpus(),
+    bench = Bench(
+        GroupGpu() if cuda else Cpu(),
         args.rounds,
         demanded=args.demanded,
         backend=backend,
@@ -194,16 +178,9 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     if cuda:
         run_facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     report = Report(args.json, run_facts, shown=process.is_main)
-    if process.is_main:
-        print(", ".join(f"{k} {v}" for k, v in run_facts.items() if isinstance(v, str)))
+    report.start()
     run(bench, args, report)
-    report.facts |= facts(bench.clock.device, [], after=True)
-    report.save()
-    if process.is_main:
-        print(f"\n{summary(report.records)}")
-        problem = plot(args.plot, report.records, report.facts) if args.plot else ""
-        print(problem, file=sys.stderr, end="\n" if problem else "")
-    return 1 if any(r.failed for r in report.records) else 0
+    return report.finish(bench, args.plot)
 
 
 if __name__ == "__main__":

@@ -26,26 +26,27 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.scripts.bench import shapes
+from phalanx.scripts.bench.clocks import Gpu
 from phalanx.scripts.bench.facts import facts
-from phalanx.scripts.bench.measure import Bench, Gpu, reason
-from phalanx.scripts.bench.records import Record, plot, read, summary, table, write
+from phalanx.scripts.bench.program import Report, show
+from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import Shape
+from phalanx.scripts.bench.timing import Bench, attempt, reason
 
 PEERS = ("torch", "te", "sonic")
 RUNS = {
-    "mlp": ("mlp", "suite"),
-    "layer": ("layer", "suite"),
-    "margins": ("operations", "margins"),
-    "skew": ("operations", "skew"),
-    "gather": ("operations", "gather"),
-    "host": ("host", "suite"),
-    "fp8": ("fp8", "suite"),
-    "fp8_gemms": ("fp8_gemms", "suite"),
+    "mlp": ("kernels.mlp", "suite"),
+    "layer": ("kernels.layer", "suite"),
+    "margins": ("kernels.operations", "margins"),
+    "skew": ("kernels.operations", "skew"),
+    "gather": ("kernels.operations", "gather"),
+    "host": ("kernels.host", "suite"),
+    "fp8": ("kernels.fp8", "suite"),
+    "fp8_gemms": ("kernels.fp8_gemms", "suite"),
 }
 """Module and function of each suite; imported when it runs."""
 
@@ -109,44 +110,26 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Report:
-    """Collects records; shows and writes them as they come."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.records: list[Record] = []
-        self.facts: dict[str, Any] = {}
-        self._path = args.json
-
-    def add(self, records: list[Record]) -> None:
-        self.records += records
-        print(table(records), flush=True)
-        self.save()
-
-    def save(self) -> None:
-        if self._path is not None:
-            write(self._path, self.facts, self.records)
-
-
 def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) -> None:
-    """All suites; whatever a shape raises becomes a record."""
-    for suite, chosen in selected.items():
-        for shape in chosen:
-            try:
-                module, function = RUNS[suite]
-                measured: Callable[[Bench, Shape], list[Record]] = getattr(
-                    importlib.import_module(f"phalanx.scripts.bench.{module}"), function
-                )
-                records = measured(bench, shape)
-            except Exception as error:
-                records = [Record(suite, shape, "-", "-", "", note=reason(error), failed=True)]
-            report.add(records)
+    """Run all suites; an error of a shape becomes a record."""
+    for suite, shapes_ in selected.items():
+        for shape in shapes_:
+            report.add(attempt(bench, lambda s=suite, x=shape: _records(bench, s, x), suite, shape))
             bench.clock.free()
+
+
+def _records(bench: Bench, suite: str, shape: Shape) -> list[Record]:
+    module, function = RUNS[suite]
+    measured: Callable[[Bench, Shape], list[Record]] = getattr(
+        importlib.import_module(f"phalanx.scripts.bench.{module}"), function
+    )
+    return measured(bench, shape)
 
 
 def tune(bench: Bench, report: Report, *, dry: bool) -> None:
     """Measure all kinds of tiles.json, show what changes, and write it unless dry."""
     from phalanx.kernels.sm90.gemm import tiles
-    from phalanx.scripts.bench import tune as tuning
+    from phalanx.scripts.bench.kernels import tune as tuning
 
     old, new = tiles.table(), {}
     for kind in old:
@@ -165,25 +148,10 @@ def tune(bench: Bench, report: Report, *, dry: bool) -> None:
         print(f"wrote {tiles.PATH}")
 
 
-def show(args: argparse.Namespace) -> int:
-    """Table and plot of earlier results."""
-    try:
-        run_facts, records = read(args.from_json)
-    except (OSError, ValueError) as error:
-        print(f"--from-json: {error}", file=sys.stderr)
-        return 1
-    print(", ".join(f"{k} {v}" for k, v in run_facts.items() if isinstance(v, str)))
-    print(table(records))
-    print(f"\n{summary(records)}")
-    problem = plot(args.plot, records, run_facts) if args.plot else ""
-    print(problem, file=sys.stderr, end="\n" if problem else "")
-    return 1 if problem else 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.from_json is not None:
-        return show(args)
+        return show(args.from_json, args.plot)
     import torch
 
     if not torch.cuda.is_available():
@@ -191,19 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     options = dict(shapes=args.selected, warm=args.warm)
     bench = Bench(Gpu(), args.rounds, args.peers, args.demanded, **options)
-    report = Report(args)
-    report.facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
-    print(", ".join(f"{k} {v}" for k, v in report.facts.items() if isinstance(v, str)))
+    command = sys.argv[1:] if argv is None else list(argv)
+    report = Report(args.json, facts(bench.clock.device, command))
+    report.start()
     if args.tune:
         tune(bench, report, dry=args.dry)
     else:
         run(bench, args.selected, report)
-    report.facts |= facts(bench.clock.device, [], after=True)
-    report.save()
-    print(f"\n{summary(report.records)}")
-    problem = plot(args.plot, report.records, report.facts) if args.plot else ""
-    print(problem, file=sys.stderr, end="\n" if problem else "")
-    return 1 if any(r.failed for r in report.records) else 0
+    return report.finish(bench, args.plot)
 
 
 if __name__ == "__main__":

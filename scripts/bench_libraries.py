@@ -22,10 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.scripts.bench import attention, libraries, loss, quantize
+from phalanx.scripts.bench.clocks import Gpu
 from phalanx.scripts.bench.comparison import HEAD, Row
 from phalanx.scripts.bench.facts import facts
-from phalanx.scripts.bench.measure import Bench, Gpu, reason
+from phalanx.scripts.bench.libraries import attention, libraries, loss, quantize
+from phalanx.scripts.bench.timing import Bench, reason
 
 PARTS = libraries.PARTS | {
     "attention": attention.attention,

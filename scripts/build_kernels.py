@@ -30,7 +30,7 @@ from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 
 @dataclass(frozen=True)

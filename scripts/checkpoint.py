@@ -21,7 +21,7 @@ from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat
 from phalanx.parallel.checkpoint.saved_knobs import leaves, unknown
 from phalanx.parallel.object_store import Place, argument
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 SET_ASIDE = {
     ".bad": "failed verification",

@@ -44,8 +44,8 @@ from phalanx.scripts.compare.points import expand
 from phalanx.scripts.compare.report import Report, read, unit_of
 from phalanx.scripts.compare.results import Run
 from phalanx.scripts.compare.sweep import Sweep
-from phalanx.scripts.pictures import common_title
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.pictures import common_title
+from phalanx.scripts.output.reader import may_leave
 from phalanx.scripts.record_anchor import commit, versions
 
 TOLERANCE = 0.01

@@ -26,7 +26,7 @@ from phalanx.moe.report.progress import progress
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import argument, folder_argument
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3

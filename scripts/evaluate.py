@@ -26,7 +26,7 @@ from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.object_store import folder_argument
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score

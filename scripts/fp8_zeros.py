@@ -33,6 +33,7 @@ from phalanx import train
 from phalanx.kernels.expert_mlp import providers
 from phalanx.kernels.expert_mlp.backend import Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize import emulated_fp8
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 
@@ -96,13 +97,13 @@ def counting() -> Iterator[Zeros]:
     zeros = Zeros()
 
     def counting_backend(*args: Any) -> Counting:
-        quantized = Counting(*args)
-        quantized.zeros = zeros
-        return quantized
+        backend = Counting(*args)
+        backend.zeros = zeros
+        return backend
 
     providers.provider.cache_clear()
     try:
-        with mock.patch.object(providers, "EmulatedFP8", counting_backend):
+        with mock.patch.object(emulated_fp8, "EmulatedFP8", counting_backend):
             yield zeros
     finally:
         providers.provider.cache_clear()

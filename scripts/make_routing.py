@@ -31,7 +31,7 @@ from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import write
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 _TOKENS = 4096
 

@@ -28,7 +28,7 @@ from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
 from phalanx.moe.report.units import count
-from phalanx.scripts.pictures import (
+from phalanx.scripts.output.pictures import (
     centred_means,
     common_title,
     differences,
@@ -37,7 +37,7 @@ from phalanx.scripts.pictures import (
     pyplot,
     smoothing,
 )
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 _FEW = 50
 """Steps up to which each is drawn as a point."""

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from phalanx.configs import programs
 from phalanx.moe.report.loggers import read, start_facts
 from phalanx.parallel.object_store import folder_argument
-from phalanx.scripts.pictures import (
+from phalanx.scripts.output.pictures import (
     centred_means,
     left_out,
     not_finite,
@@ -33,7 +33,7 @@ from phalanx.scripts.pictures import (
     smoothing,
     title,
 )
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 _FEW = 50
 """Steps up to which each is drawn as a point."""

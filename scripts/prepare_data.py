@@ -56,7 +56,7 @@ from phalanx.moe.data.token_files import (
 )
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.object_store import folder_argument
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki

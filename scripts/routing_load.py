@@ -37,7 +37,7 @@ from phalanx.configs.tables.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import RecordingFacts, read_facts, read_layer
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_cost
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 _COST = copy_cost(rates_of("", "h200"), width=2, keep=False)
 _HEADS = (

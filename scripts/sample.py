@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from phalanx.configs.knobs import pluralize
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.codec import Codec

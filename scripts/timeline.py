@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
-from phalanx.scripts.pictures import pyplot, title
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.pictures import pyplot, title
+from phalanx.scripts.output.reader import may_leave
 
 KINDS = (
     # A function that sends and waits has no other operation below it.

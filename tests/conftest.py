@@ -11,7 +11,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every n
 
 import torch  # reads OMP_NUM_THREADS when it is imported
 
-from tests.support.scheduling import in_order, shared
+from tests.support.scheduling import in_order, is_unit, shared
 
 gc.disable()  # until all test files are imported, which creates little garbage
 
@@ -21,7 +21,11 @@ if not torch.cuda.is_available():
     )  # the first compilation on a CPU takes minutes
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_unit(item):
+            item.add_marker("unit")
     items[:] = in_order(items)
     if torch.cuda.is_available():
         return

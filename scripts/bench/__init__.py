@@ -1,5 +1,5 @@
-"""Suites of `scripts/bench_kernels.py`.
+"""Framework of the benchmarks, and their suites by script.
 
-`shapes` has the problems and the target ratios, `measure` the timed rounds, `records` the table and
-the JSON. A suite is a function from a `Bench` and a shape to records.
+`timing` times cases in interleaved rounds on a clock of `clocks`, `records` prints and stores the
+results, `program` runs suites; `shapes` and `models` have problems and targets.
 """

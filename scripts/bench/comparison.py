@@ -1,6 +1,6 @@
 """Two implementations of an operation: difference of their results, and the time of each.
 
-Both run once on the same data and are compared, then `scripts.bench.measure` times them in
+Both run once on the same data and are compared, then `scripts.bench.timing` times them in
 interleaved rounds. An error of the library becomes the note of its rows; ours is still measured.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.scripts.bench.measure import Bench, Sides, reason
+from phalanx.scripts.bench.timing import Bench, Case, Timings, reason
 
 HEAD = (
     "| operation | library | pass | ours us | library us | library / ours | max difference "
@@ -98,33 +98,36 @@ def compare(
 ) -> list[Row]:
     """Time forward and backward of both sides in CUDA graphs."""
     ours, gaps, note = make_ours(), (None, None), ""
-    sides = bench.sides(operation, ())
+    timings = bench.timings(operation, ())
     try:
         theirs = make_theirs()
         gaps = tuple(map(gap, ours.values(), theirs.values()))
-        _add_sides(sides, library, theirs, ours=False)
+        _add(timings, library, theirs, ours=False)
     except Exception as error:
         note = reason(error)
-    _add_sides(sides, "ours", ours)
-    sides.run()
+    _add(timings, "ours", ours)
+    timings.run()
     rows = []
     for pass_name, result_gap in zip(("forward", "backward"), gaps, strict=True):
-        ms = both_ms(sides, library, pass_name)
-        rows.append(Row(operation, library, pass_name, *ms, result_gap, note_of(sides, note)))
+        rows.append(row(timings, library, pass_name, result_gap, note))
     return rows
 
 
-def both_ms(sides: Sides, library: str, pass_name: str, mode: str = "graph") -> list[float | None]:
-    """Milliseconds of our side and of the library's; None for one that was not measured."""
-    timed = [sides.time(side, pass_name, mode) for side in ("ours", library)]
-    return [None if time is None else time.ms for time in timed]
+def row(
+    timings: Timings,
+    library: str,
+    pass_name: str,
+    result_gap: Gap | None = None,
+    note: str = "",
+    mode: str = "",
+) -> Row:
+    """The row of a pass; reasons of calls that could not run are added to the note."""
+    times = [timings.time(side, pass_name, mode) for side in ("ours", library)]
+    ms = [None if time is None else time.ms for time in times]
+    notes = filter(None, [note, *(record.note for record in timings.skipped)])
+    return Row(timings.suite, library, pass_name, *ms, result_gap, "; ".join(notes))
 
 
-def note_of(sides: Sides, note: str) -> str:
-    """A note, and the reasons of sides that could not run."""
-    return "; ".join(filter(None, [note, *(record.note for record in sides.skipped)]))
-
-
-def _add_sides(sides: Sides, name: str, operation: Operation, *, ours: bool = True) -> None:
-    sides.add(name, "forward", operation.forward, ours=ours)
-    sides.add(name, "both", operation.both, ours=ours)
+def _add(timings: Timings, name: str, operation: Operation, *, ours: bool = True) -> None:
+    timings.add(Case(name, "forward", operation.forward, ours=ours))
+    timings.add(Case(name, "both", operation.both, ours=ours))

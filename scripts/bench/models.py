@@ -29,7 +29,7 @@ class Model(NamedTuple):
     top_k: int
     activation: Activation = SWIGLU
     biases: bool = False
-    asked: Mapping[str, float] = _NOTHING
+    targets: Mapping[str, float] = _NOTHING
     """TFLOP/s of a GPU, by pass."""
     shared: int = 0
     """FFN width of the shared expert; 0: none."""
@@ -47,14 +47,14 @@ class Model(NamedTuple):
         return 2 * matrices * passes * tokens * self.hidden * (self.top_k * self.ffn + self.shared)
 
 
-QWEN3 = Model("Qwen3-30B-A3B", 2048, 768, 128, 8, asked={"forward": 350, "backward": 300})
+QWEN3 = Model("Qwen3-30B-A3B", 2048, 768, 128, 8, targets={"forward": 350, "backward": 300})
 DEEPSEEK = Model(
     "DeepSeek-V3",
     7168,
     2048,
     256,
     8,
-    asked={"forward": 540, "backward": 560},
+    targets={"forward": 540, "backward": 560},
     shared=2048,
     exposed=True,
 )
@@ -66,7 +66,7 @@ GPT_OSS = Model(
     4,
     activation=Activation("quick_geglu", limit=7.0, offset=1.0),
     biases=True,
-    asked={"forward": 520},
+    targets={"forward": 520},
 )
 FLASH = Model("FlashDMoE", 2048, 2048, 32, 2, activation=Activation("squared_relu"))
 """arXiv 2506.04667, figure of latency against tokens; their activation is as cheap."""

@@ -12,22 +12,22 @@ class Bars(NamedTuple):
     """Bars that must be reached, and goals, each forward and backward."""
 
     must: tuple[float, float]
-    goal: tuple[float, float]
+    goal: tuple[float | None, float | None]
 
-    def of(self, pass_name: str) -> tuple[float, float]:
+    def of(self, pass_name: str) -> tuple[float, float | None]:
         """Bar and goal of a pass."""
         position = ("forward", "backward").index(pass_name)
         return self.must[position], self.goal[position]
 
 
-MLP = {
+MLP: dict[Shape, Bars] = {
     (65536, 7168, 2048, 32): Bars((1.08, 1.08), (1.15, 1.15)),
     (32768, 2880, 2880, 4): Bars((1.15, 1.25), (1.3, 1.5)),
     (32768, 2880, 2880, 32): Bars((1.20, 1.30), (1.3, 1.6)),
     (65536, 2048, 768, 16): Bars((1.20, 1.25), (1.3, 1.6)),
 }
 """Expert rows, hidden, expert width, experts: against the fastest unfused MLP."""
-LAYER = {
+LAYER: dict[Shape, Bars] = {
     (24576, 1536, 256, 128, 8): Bars((1.05, 1.05), (1.20, 1.15)),
     (32768, 4096, 256, 256, 16): Bars((1.03, 1.03), (1.12, 1.10)),
     (32768, 2048, 768, 128, 8): Bars((1.04, 1.04), (1.12, 1.10)),
@@ -35,7 +35,7 @@ LAYER = {
     (32768, 4096, 2048, 64, 4): Bars((0.98, 0.98), (1.03, 1.03)),
 }
 """Tokens, hidden, expert width, experts, experts per token: against SonicMoE."""
-FP8 = {
+FP8: dict[Shape, Bars] = {
     tuple(MLP)[0]: Bars((1.45, 1.35), (1.65, 1.60)),
     tuple(MLP)[1]: Bars((1.33, 1.30), (1.55, 1.55)),
     tuple(MLP)[3]: Bars((1.15, 1.10), (1.35, 1.30)),

@@ -11,7 +11,7 @@ from phalanx.configs.redact import redacted
 from phalanx.scripts.compare.launch import window
 from phalanx.scripts.compare.results import Row, Run, rows
 from phalanx.scripts.compare.sweep import write
-from phalanx.scripts.pictures import pyplot
+from phalanx.scripts.output.pictures import pyplot
 
 
 def heading(facts: dict[str, Any]) -> str:

@@ -58,7 +58,7 @@ class Sweep:
         """(repeat, point), repeats interleaved: a drifting clock affects all points."""
         self.runs: list[Run] = []
         self.facts: list[dict[str, Any]] = []
-        """Facts of each point for `scripts.pictures.title`; filled by `check`."""
+        """Facts of each point for `scripts.output.pictures.title`; filled by `check`."""
 
     def folder(self, repeat: int, point: int) -> Path:
         """Folder of a run."""

@@ -2,7 +2,7 @@
 
 The rest of this guarantee is tested with its parts: the order of tokens in
 tests/moe/data/test_loader.py, checkpoints on other layouts in tests/parallel, other layouts in
-tests/end_to_end/test_layouts.py, tokens and losses of a run that moves between layouts in
+tests/end_to_end/layouts/test_layouts.py, tokens and losses of a run that moves between layouts in
 tests/end_to_end/test_train.py.
 """
 

@@ -22,7 +22,7 @@ from phalanx.scripts.compare import launch, losses, machine, report, sweep
 from phalanx.scripts.compare.launch import Launch, figures, reason, traced, window
 from phalanx.scripts.compare.points import Point, expand
 from phalanx.scripts.compare.results import Run, rows
-from phalanx.scripts.pictures import common_title
+from phalanx.scripts.output.pictures import common_title
 from tests.support import runs
 from tests.support.runs import SMALL
 

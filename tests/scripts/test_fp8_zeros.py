@@ -33,7 +33,7 @@ def test_what_a_block_is_too_wide_for_is_lost() -> None:
     assert zeros.table().splitlines()[1:] == ["x       98.9583%"]
 
 
-def counted(p: Problem, spec: MLPSpec) -> tuple[Zeros, torch.Tensor]:
+def count_zeros(p: Problem, spec: MLPSpec) -> tuple[Zeros, torch.Tensor]:
     """One pass of the expert MLP in both directions."""
     with counting() as zeros:
         leaves = leaves_of(p)
@@ -47,14 +47,14 @@ def counted(p: Problem, spec: MLPSpec) -> tuple[Zeros, torch.Tensor]:
 
 def test_a_run_counts_operands_without_padding() -> None:
     p = make(SPEC.activation, torch.bfloat16, bias=False, rows=160)
-    zeros, out = counted(p, SPEC)
+    zeros, out = count_zeros(p, SPEC)
     assert list(zeros.shares) == ["x", "a", "dy", "dh"] and max(zeros.shares.values()) < 1e-3
     rows, width = int(p.offsets[-1]), p.w2.shape[-1]
     assert rows < len(p.index) and zeros._some["a"] == rows * width
     assert not isinstance(provider(SPEC.backend, recipe=SPEC.recipe), Counting)
     small = p.dout.clone()
     small[:, 1:] *= 2.0**-40
-    few, repeated = counted(replace(p, dout=small), SPEC)
+    few, repeated = count_zeros(replace(p, dout=small), SPEC)
     assert torch.equal(out, repeated), "counting changes nothing"
     assert few.shares["x"] == few.shares["a"] == 0.0
     assert few.shares["dy"] == pytest.approx(31 / 32, abs=1e-3)

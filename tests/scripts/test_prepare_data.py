@@ -244,11 +244,11 @@ def test_a_killed_run_continues(
     written: list[int] = []
     original = prepare_data.write_shard
 
-    def counted(shard: prepare_data.Shard, *rest: object) -> int:
+    def counting(shard: prepare_data.Shard, *rest: object) -> int:
         written.append(shard.number)
         return original(shard, *rest)
 
-    monkeypatch.setattr(prepare_data, "write_shard", counted)
+    monkeypatch.setattr(prepare_data, "write_shard", counting)
     child = os.fork()
     if child == 0:
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from phalanx.scripts import plot_run
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 PROGRAM = """
 import sys
-from phalanx.scripts.reader import may_leave
+from phalanx.scripts.output.reader import may_leave
 
 @may_leave
 def main() -> int:

@@ -97,7 +97,7 @@ def dead(path: Path, text: str, line: int = 1) -> list[str]:
 
 
 def _file(path: Path, name: str) -> bool:
-    """Whether a path exists, with `.py` or without, or is the beginning of one as in `own_*`."""
+    """True if a path exists, with `.py` or without, or if one starts with it, as in `own_*`."""
     candidates = [ROOT / name, path.parent / name]
     return any(
         c.exists()
@@ -108,7 +108,7 @@ def _file(path: Path, name: str) -> bool:
 
 
 def _dotted(name: str) -> bool:
-    """Whether a dotted name is a knob, a module, something in one, or none of this tree's."""
+    """True if a dotted name is a knob, a module or its member, or not of this tree."""
     parts = name.removeprefix("phalanx.").split(".")
     if parts[-1] in ("py", "sh", "sbatch", "md"):
         return f"{parts[-2]}.{parts[-1]}" in _files()
@@ -164,7 +164,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _member(owner: ast.ClassDef, name: str) -> bool:
-    """Whether a class may have an attribute; bases of libraries may have any."""
+    """True if a class may have an attribute; bases of libraries may have any."""
     if any(name in _names(node) for node in owner.body):
         return True
     for node in ast.walk(owner):

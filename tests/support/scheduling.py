@@ -1,11 +1,42 @@
-"""Scheduling of parallel test processes: order of files, and exclusive use of the machine."""
+"""Selection and scheduling of tests: unit tests, order of files, exclusive use of the machine."""
 
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+SLOW_HELPERS = (
+    "subprocess",
+    "tests.kernels.interpreter",
+    "tests.kernels.sm90.recording",
+    "tests.kernels.sm90.sass",
+    "tests.kernels.sm90.simt",
+    "tests.kernels.triton_code",
+    "tests.support.launch",
+    "tests.kernels.sm100.offline_cudnn",
+    "tests.support.torchrun",
+)
+"""Modules that compile or interpret kernels, or start processes."""
+
+
+def is_unit(item: pytest.Item) -> bool:
+    """True for a unit test: in one process, without compilers, interpreters and child processes.
+
+    A test is none if it is marked dist, alone, slow or gpu, is in tests/end_to_end, or if its file
+    imports a module of `SLOW_HELPERS` or something from one.
+    """
+    if any(item.get_closest_marker(name) for name in ("dist", "alone", "slow", "gpu")):
+        return False
+    if "end_to_end" in item.path.parts:
+        return False
+    names = {
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        for value in vars(getattr(item, "module", None)).values()
+    }
+    return names.isdisjoint(SLOW_HELPERS)
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:

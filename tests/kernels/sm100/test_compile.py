@@ -22,8 +22,8 @@ from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.moe.experts import activation_of
 from tests.kernels.sm90 import remembered
-from tests.support import offline_cudnn
-from tests.support.offline_cudnn import Log, installed, offline
+from tests.kernels.sm100 import offline_cudnn
+from tests.kernels.sm100.offline_cudnn import Log, installed, offline
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
 ROOT = Path(__file__).parents[3]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from phalanx.kernels.sm100.operands import FORMATS
+from tests.kernels.sm100.offline_cudnn import installed, offline
 from tests.support import fake_cudnn
-from tests.support.offline_cudnn import installed, offline
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
 NAMES = [name for name in vars(fake_cudnn) if name.endswith("_wrapper_sm100")]

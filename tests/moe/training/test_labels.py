@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.load import load
-from tests.end_to_end.test_layouts import DEEPSEEK, EP1, TINY
+from tests.end_to_end.layouts.test_layouts import DEEPSEEK, EP1, TINY
 from tests.support.distributed import run_distributed
 from tests.support.runs import Rank, records, run, write_corpus
 from tests.support.training import Trained, trained

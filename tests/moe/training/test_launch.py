@@ -14,7 +14,7 @@ from phalanx.configs.load import load
 from phalanx.moe.training import launch
 from phalanx.moe.training.launch import announce, command_line, node_line
 from phalanx.parallel import devices
-from tests.end_to_end.test_secrets import KEY
+from tests.end_to_end.project.test_secrets import KEY
 from tests.support.runs import SMALL, before_step, run
 
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]

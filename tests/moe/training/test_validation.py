@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.test_layouts import LOSS
+from tests.end_to_end.layouts.test_layouts import LOSS
 from tests.support.runs import SMALL, records, run, text, write_corpus
 
 pytestmark = pytest.mark.dist

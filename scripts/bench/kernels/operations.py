@@ -1,0 +1,195 @@
+"""Suites `margins`, `skew` and `gather`: single kernels, and the expert MLP under uneven routing.
+
+`margins` leaves SMs free, first idle and then occupied by a copy kernel; `skew` gives some
+experts most rows; `gather` compares rows gathered by an index with contiguous rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
+from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.jit.launch import sms
+from phalanx.scripts.bench.kernels import mlp
+from phalanx.scripts.bench.loads import BackgroundLoad, Copies
+from phalanx.scripts.bench.problems import (
+    BF16,
+    SWIGLU,
+    Experts,
+    balanced,
+    dirichlet,
+    drawn,
+    experts,
+    index_of,
+    random,
+)
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import (
+    GATHER_BAR,
+    MARGINS,
+    SKEW_BAR,
+    ZIPF,
+    Bars,
+    Shape,
+    margin_bar,
+    occupied_bars,
+)
+from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes
+
+MakeLoad = Callable[[int, float], BackgroundLoad]
+_LASTING = 2.5
+"""Duration of the copies over that of the kernel on the remaining SMs."""
+
+
+def with_margin(p: Experts) -> dict[str, tuple[Callable[[int], object], float]]:
+    """Each kernel as a function of the SMs that it leaves free, and its FLOP."""
+    device, sizes = p.device, (p.offsets, SWIGLU)
+    h, a = (random(p.S, width, device=device) for width in (2 * p.F, p.F))
+    y, dw1 = torch.empty_like(p.x_SD), torch.empty_like(p.w1)
+    flops_FD = 2 * p.S * p.D * p.F
+    return {
+        "rows": (lambda m: grouped_gemm(a, p.w2, p.offsets, out_SN=y, sm_margin=m), flops_FD),
+        "fc1_act": (
+            lambda m: fc1_act(p.x_SD, p.w1, *sizes, prob_S=p.prob_S, sm_margin=m),
+            2 * flops_FD,
+        ),
+        "fc2_dgrad_dact": (
+            lambda m: fc2_dgrad_dact(p.dy_SD, p.w2, h, *sizes, prob_S=p.prob_S, sm_margin=m),
+            flops_FD,
+        ),
+        "wgrad": (
+            lambda m: wgrad(h, p.x_SD, p.offsets, out_LOI=dw1, order_L=p.order_L, sm_margin=m),
+            2 * flops_FD,
+        ),
+    }
+
+
+def margins(bench: Bench, shape: Shape, make_load: MakeLoad = Copies) -> list[Record]:
+    p = experts(shape, dirichlet(shape[0], shape[3]), bench.clock.device)
+    records: list[Record] = []
+    for name, (call, flops) in with_margin(p).items():
+        timings = bench.timings("margins", shape)
+        records += measure(timings, _free(name, call, flops, sms(bench.clock.device)))
+        if full := timings.time("0 free", name):
+            records += _occupied(
+                bench.timings("margins", shape), name, call, flops, full.ms, make_load
+            )
+        bench.clock.free()
+    return records
+
+
+def _free(name: str, call: Callable[[int], object], flops: float, total: int) -> Iterator[Case]:
+    for m in MARGINS:
+        judged: dict[str, Any] = {}
+        if m:
+            judged = dict(against="0 free", bars=(margin_bar(m, total), None))
+        yield Case(f"{m} free", name, lambda m=m: call(m), flops, **judged)
+
+
+def _occupied(
+    timings: Timings,
+    name: str,
+    call: Callable[[int], object],
+    flops: float,
+    full_ms: float,
+    make_load: MakeLoad,
+) -> list[Record]:
+    """Time kernels with copies on the margin's SMs, interleaved with the full rate."""
+    total = sms(timings.bench.clock.device)
+    timings.add(Case("0 occupied", name, lambda: call(0)))
+    cases = []
+    for m in MARGINS[1:]:
+        load = make_load(m, _LASTING * full_ms * total / (total - m) + 0.2)
+        judged: dict[str, Any] = dict(against="0 occupied", bars=occupied_bars(m, total), load=load)
+        cases.append(Case(f"{m} occupied", name, lambda m=m: call(m), flops, **judged))
+        timings.add(cases[-1])
+    timings.run()
+    records = []
+    for case in cases:
+        assert case.load is not None
+        lead, rate = case.load.shortest_lead(), case.load.gigabytes_per_second
+        if lead < 0:
+            why = "the copies ended too early"
+            timings.skip(case.side, name, timings.bench.mode, why, failed=True)
+        else:
+            note = f"copies {rate:.0f} GB/s, {lead:.2f} ms longer"
+            records += timings.record(replace(case, note=note))
+    return records + timings.skipped
+
+
+def skew(bench: Bench, shape: Shape) -> list[Record]:
+    S, _, _, L = shape
+    routings = {
+        "balanced": balanced(S, L),
+        "drawn evenly": drawn(S, L, 0.0),
+        "zipf": drawn(S, L, ZIPF),
+    }
+    p = experts(shape, routings["balanced"], bench.clock.device)
+    for leaf in (p.x_SD, p.w1, p.w2):
+        leaf.requires_grad_()
+    bars, cases = Bars((SKEW_BAR, SKEW_BAR), (None, None)), []
+    for routing, counts in routings.items():
+        forward = mlp.ours(p.routed(counts), bench.backend)
+        both = mlp.with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
+        against = None if routing == "balanced" else "balanced"
+        judged = bars if routing == "zipf" else None
+        note = f"most rows {max(counts) * L / S:.2f} of the mean"
+        options: dict[str, Any] = dict(against=against, note=note)
+        cases += passes(routing, forward, both, p.forward_flops, judged, **options)
+    return measure(bench.timings("skew", shape), cases, by_pass=True)
+
+
+def gather(bench: Bench, shape: Shape) -> list[Record]:
+    device = bench.clock.device
+    if len(shape) == 5:  # a layer: K rows of every token, nearly balanced
+        T, D, F, L, K = shape
+        S = T * K
+        counts = drawn(S, L, 0.0)
+    else:
+        S, D, F, L = shape
+        counts = dirichlet(S, L)
+        T = max(S // min(8, L), *counts)
+    p = experts((S, D, F, L), counts, device)
+    index, ends = index_of(counts, T, device), (p.offsets, SWIGLU)
+    x, dy = (random(T, D, device=device, scale=0.2) for _ in range(2))
+    h, a = (random(S, width, device=device) for width in (2 * F, F))
+    dw1, dw2 = (torch.empty_like(w, dtype=BF16) for w in (p.w1, p.w2))
+    flops_FD, probs, order = 2 * S * D * F, dict(prob_S=p.prob_S), dict(order_L=p.order_L)
+    cases = {
+        "fc1_act": (
+            2 * flops_FD,
+            lambda s, **at: fc1_act(s, p.w1, *ends, **at, **probs),
+            x,
+            p.x_SD,
+        ),
+        "fc2_dgrad_dact": (
+            flops_FD,
+            lambda s, **at: fc2_dgrad_dact(s, p.w2, h, *ends, **at, **probs),
+            dy,
+            p.dy_SD,
+        ),
+        "wgrad of w1": (
+            2 * flops_FD,
+            lambda s, index_S=None: wgrad(h, s, p.offsets, v_index_S=index_S, out_LOI=dw1, **order),
+            x,
+            p.x_SD,
+        ),
+        "wgrad of w2": (
+            flops_FD,
+            lambda s, index_S=None: wgrad(s, a, p.offsets, d_index_S=index_S, out_LOI=dw2, **order),
+            dy,
+            p.dy_SD,
+        ),
+    }
+    timed = []
+    for name, (flops, call, picked, contiguous) in cases.items():
+        timed.append(Case("contiguous", name, lambda c=call, s=contiguous: c(s), flops))
+        gathered = lambda c=call, s=picked: c(s, index_S=index)  # noqa: E731
+        judged: dict[str, Any] = dict(against="contiguous", bars=(GATHER_BAR, None))
+        timed.append(Case("gathered", name, gathered, flops, **judged))
+    return measure(bench.timings("gather", shape), timed)

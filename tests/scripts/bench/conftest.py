@@ -1,0 +1,53 @@
+"""Fixtures that let benchmarks of Hopper kernels run on a CPU."""
+
+import importlib
+import pkgutil
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """(kernel, configuration) of every launch of an sm90 kernel, which is checked and not run."""
+    pytest.importorskip("cutlass")
+    from phalanx.kernels import sm90
+
+    # All at once: a module that is first imported below would keep the replacements.
+    for module in pkgutil.walk_packages(sm90.__path__, f"{sm90.__name__}."):
+        importlib.import_module(module.name)
+    from phalanx.kernels.sm90.jit import arguments
+    from phalanx.kernels.sm90.jit import launch as jit
+    from phalanx.scripts.bench.kernels import fp8_gemms, host, layer, operations, tune  # noqa: F401
+
+    seen: list[tuple[str, Any]] = []
+
+    def launch(kernel: Any, config: Any, /, **arguments: Any) -> None:
+        pointers, integers = jit.arguments_of(kernel)
+        assert arguments.keys() == {*pointers, *integers}
+        assert all(isinstance(arguments[name], int) for name in integers)
+        if kernel.__name__ == "PlanKernel":  # its results are indices
+            for name in [*pointers][2:]:
+                arguments[name].zero_()
+        seen.append((kernel.__name__, config))
+
+    def check(device: Any, name: str, tensor: Any, dtype: Any, shape: Any) -> None:
+        if tensor is not None:
+            assert tensor.dtype == dtype and tensor.is_contiguous(), name
+            assert shape is None or tensor.shape == shape, (name, tensor.shape, shape)
+
+    counter = torch.zeros(1, dtype=torch.int32)
+    for original, replacement in (
+        (jit.launch, launch),
+        (arguments.check, check),
+        (jit.sms, lambda _: 132),
+        (arguments.counter_of, lambda _: counter),
+    ):
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("phalanx.kernels.sm90", "phalanx.scripts.bench")):
+                for key, value in list(vars(module).items()):
+                    if value is original:
+                        monkeypatch.setattr(module, key, replacement)
+    return seen
