@@ -170,7 +170,7 @@ def test_a_stop_tells_what_the_same_command_goes_on_from(tmp_path: Path) -> None
     (rank,) = run(1, never, partial(signalled, only=0, during=STEP, call=1, signals=[INT]))
     assert rank.code == 0  # that was the last step
     (rank,) = run(1, [*never, "run.steps=9"], change)
-    assert reported.format("goes on from step 3") in rank.out
+    assert reported.format("continues from step 3") in rank.out
 
 
 def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ CASES = {
     ),
     # values
     "not a choice": Case(
-        "kernels.backend=fast", "is not one of auto, reference", "set kernels.bac"
+        "kernels.backend=fast", "is not one of auto, fused", "set kernels.bac"
     ),
     "zero": Case("optim.lr=0", "optim.lr=0.0 must be above 0", "set optim.lr=0.003"),
     "negative": Case("run.steps=-1", "run.steps=-1 must be at least 1", "set run.steps="),
