@@ -45,4 +45,4 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         package="emerging-optimizers",
     ),
 }
-"""By the value of `optim.kind`; the first is that of checkpoints that name none."""
+"""Optimizers keyed by `optim.kind`; checkpoints that name none have the first."""

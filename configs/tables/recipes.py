@@ -55,4 +55,4 @@ RECIPES: dict[str, RecipeFacts] = {
         microscaling=True,
     ),
 }
-"""By the value of `precision.recipe`."""
+"""Recipes keyed by the value of `precision.recipe`."""

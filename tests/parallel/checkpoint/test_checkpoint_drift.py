@@ -80,7 +80,7 @@ def test_precision_under_its_old_name_is_compared(before: str, refused: bool) ->
 
 
 def test_drift_diff_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.parallel.checkpoint.config_diff.anew", lambda: "run.start_over=1")
+    monkeypatch.setattr("phalanx.parallel.checkpoint.config_diff.start_over_override", lambda: "run.start_over=1")
     config = changed("model.layers", 6)
     config["data"]["seed"] = 7
     with pytest.raises(CheckpointMismatch) as caught:
