@@ -182,9 +182,7 @@ CASES = {
         "run.name=${{nope}}", "'nope' not found", "as in ${model.name}"
     ),
     # values
-    "not a choice": Case(
-        "kernels.backend=fast", "is not one of auto, fused", "set kernels.bac"
-    ),
+    "not a choice": Case("kernels.backend=fast", "is not one of auto, fused", "set kernels.bac"),
     "zero": Case("optim.lr=0", "optim.lr=0.0 must be above 0", "set optim.lr=0.003"),
     "negative": Case("run.steps=-1", "run.steps=-1 must be at least 1", "set run.steps="),
     "not finite": Case("optim.lr=nan", "optim.lr=nan must be finite", "set optim.lr=0.003"),

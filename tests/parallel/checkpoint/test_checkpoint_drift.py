@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.parallel.checkpoint import config_diff
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from tests.support.runs import SMALL, records, run
@@ -80,7 +81,7 @@ def test_precision_under_its_old_name_is_compared(before: str, refused: bool) ->
 
 
 def test_drift_diff_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.parallel.checkpoint.config_diff.start_over_override", lambda: "run.start_over=1")
+    monkeypatch.setattr(config_diff, "start_over_override", lambda: "run.start_over=1")
     config = changed("model.layers", 6)
     config["data"]["seed"] = 7
     with pytest.raises(CheckpointMismatch) as caught:
