@@ -173,7 +173,7 @@ PHASES = {
     "a shard is uploaded in part": Phase("parallel.checkpoint.remote", "upload", 1, 0),
     "shards are there, metadata is not": Phase("parallel.checkpoint.remote", "complete", 1, 1),
     "metadata is there in part": Phase("parallel.checkpoint.remote", "upload", 3, 1),
-    "no COMMIT.json": Phase("parallel.checkpoint.commit", "sealed", 1, 1),
+    "no COMMIT.json": Phase("parallel.checkpoint.commit", "with_checksum", 1, 1),
     "the older one is there": Phase("parallel.checkpoint.commit", "delete", 1, 0),
     "the older one is there in part": Phase("parallel.object_store", "Remote.delete", 2, 1),
 }
@@ -467,7 +467,7 @@ def _race(root: str, at: str, folder: Path, moment: str) -> tuple[list[str], str
 
 @pytest.mark.dist
 @pytest.mark.parametrize("root", [MEMORY, S3])
-@pytest.mark.parametrize("moment", ["complete", "sealed"])
+@pytest.mark.parametrize("moment", ["complete", "with_checksum"])
 def test_an_earlier_launch_cannot_harm_a_later_one(tmp_path: Path, root: str, moment: str) -> None:
     """Its uploads are gone when it looks; if it has looked already, its commit lacks files and is
     set aside. The later one's checkpoint of the same step is whole."""

@@ -237,7 +237,7 @@ def test_without_a_recipe_nothing_takes_rows_in_fp8():
 @pytest.mark.parametrize("recipe", [None, Fp8Block()])
 @pytest.mark.parametrize("fp8_rows", [False, True])
 def test_experts_begin_with_the_rows_that_are_there_unless_they_quantize_them(recipe, fp8_rows):
-    context = DispatchContext(None, None, None, 2, 2, "fused")
+    context = DispatchContext(None, None, None, 2, 2, 2, "fused")
     given = context._replace(
         recipe=recipe if fp8_rows else None, quantizes=recipe is not None and not fp8_rows
     )
