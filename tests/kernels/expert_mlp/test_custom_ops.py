@@ -36,7 +36,7 @@ def test_expert_ops(backend: str, bias: bool) -> None:
     for needs in ([True, True, True, bias, bias], [True] + [False] * 4):
         torch.library.opcheck(
             custom_ops.grouped_mlp_backward,
-            (torch.ones_like(out), *given[:3], given[4], h, *given[5:15], needs),
+            (torch.ones_like(out), *given[:3], given[4], h, *given[5:14], needs),
         )
 
 
