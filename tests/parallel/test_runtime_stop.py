@@ -26,6 +26,7 @@ class Stub:
 def _stopped(device_failed: bool = False) -> tuple[list[str], int, float]:
     """End of a rank; rank 1 is gone by then."""
     events: list[str] = []
+    dist.barrier()  # or rank 0 could close a connection that rank 1 has yet to establish
     if dist.get_rank() == 1:
         return events, 0, 0.0
 
