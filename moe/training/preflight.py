@@ -99,17 +99,21 @@ def nothing_left(cfg: Config) -> list[str]:
     except (*_WRONG, Invalid, OSError):
         return []
     lines = [start.note] if start.note else []
-    lines.append(
-        f"nothing was left to do: {path} is of step {step}, and this run ends at step {run.steps}; "
-        f"a larger run.steps trains on, {run_start.start_over_override()} or another run.name "
-        "starts over"
-    )
+    lines.append(all_steps_done(f"{path} is of step {step}", run.steps))
     if run.record_routing and not Path(run.record_routing).exists():
         lines.append(
             f"warning: nothing is written to run.record_routing={run.record_routing}, which needs "
             "the tokens of a step: train at least one more"
         )
     return lines
+
+
+def all_steps_done(state: str, steps: int) -> str:
+    """Line for a run that starts with all of its `steps` done, with the overrides to go on."""
+    return (
+        f"nothing was left to do: {state}, and this run ends at step {steps}; a larger run.steps "
+        f"trains on, {run_start.start_over_override()} or another run.name starts over"
+    )
 
 
 def newest_checkpoint(cfg: Config) -> str:

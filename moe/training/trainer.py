@@ -36,7 +36,7 @@ from phalanx.moe.training.choices import choose_kernels
 from phalanx.moe.training.failure import not_captured
 from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
-from phalanx.moe.training.preflight import checkpoint_root, preflight
+from phalanx.moe.training.preflight import all_steps_done, checkpoint_root, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
@@ -51,7 +51,7 @@ from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
-from phalanx.parallel.run_start import Start, start_over_override
+from phalanx.parallel.run_start import Start
 from phalanx.parallel.runtime import Runtime
 
 
@@ -195,11 +195,7 @@ class Trainer:
         if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
             return saved
         if self.step >= run.steps:
-            self.metrics.event(
-                f"nothing was left to do: resumed from step {self.step}, and this run ends at step "
-                f"{run.steps}; a larger run.steps trains on, {start_over_override()} or another "
-                "run.name starts over"
-            )
+            self.metrics.event(all_steps_done(f"resumed from step {self.step}", run.steps))
         while self.step < run.steps:
             reached = self.step
             first = self.step + 1 == self._first
