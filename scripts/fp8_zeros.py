@@ -31,7 +31,7 @@ from torch import Tensor
 
 from phalanx import train
 from phalanx.kernels.expert_mlp import providers
-from phalanx.kernels.expert_mlp.backend import Rows
+from phalanx.kernels.expert_mlp.calls import Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize import emulated_fp8
 from phalanx.kernels.quantize.blocks import Quantized

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.backend import (
-    Backend,
+from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.calls import (
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
     Rows,
+    RowsCall,
     rows_of,
     tensors_of,
 )
@@ -32,7 +35,10 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.expert_mlp.replicas import (
+from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
+from phalanx.kernels.once import Once
+from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.replication.experts import (
     LAYERS,
     BorrowedWeights,
     Layer,
@@ -40,9 +46,6 @@ from phalanx.kernels.expert_mlp.replicas import (
     borrow_weights,
     grads_with_replicas,
 )
-from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
-from phalanx.kernels.once import Once
-from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
@@ -231,16 +234,16 @@ def run_forward(
     ready = None if overlap is None else overlap.ready
     received: Rows = x if args.fp8_inputs is None else args.fp8_inputs.tokens
     x_rows = ops.quantize(received)
-    h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=args.keep_h, ready=ready)
+    h_SH, a_SF = ops.fc1_act(Fc1Call(x_rows, fc1, plan, act, args.keep_h, ready))
     if h_SH is None or not args.keep_h:
         h_SH = x.new_empty(0)
     x_rows = for_wgrad(received, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, args.keep_h)
         sums = Once(overlap.finish_sums)  # of own experts, before those of replicas
-        ops.rows(a_SF, fc2.before_replicas(sums), plan, signal=signal)
+        ops.rows(RowsCall(a_SF, fc2.before_replicas(sums), plan, signal))
         return sums(), h_SH, x_rows
-    y_SD = ops.rows(a_SF, fc2, plan)
+    y_SD = ops.rows(RowsCall(a_SF, fc2, plan))
     if plan.inverse_NK is None:
         return y_SD, h_SH, x_rows
     del a_SF
@@ -273,7 +276,7 @@ def run_backward(
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets), gradient=True)
     ready = None if overlap is None or spec.recompute_h else overlap.ready
     dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
-    hidden = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
+    hidden = ops.fc2_dgrad_dact(Fc2DgradCall(dy_rows, fc2, h_SH, plan, act, ready))
     dh_SH, dprob_S, db1 = hidden.dh_SH, hidden.dprob_S, hidden.db1_LH
     dh = dh_SH if hidden.dh_columns is None else hidden.dh_columns
     dy = dy._replace(matrix=for_wgrad(dy.matrix, dy_rows.matrix, spec))
@@ -283,14 +286,14 @@ def run_backward(
     w1_operands += [Operand(x_ND, gather=gather_x)] if need_w1 and x_ND is not None else []
     operands = [*w2_operands, *w1_operands]
     del hidden, dy_rows, dh, w2_operands, w1_operands
-    rows = dh_SH if need_x else None
+    fc1_dgrad = RowsCall(dh_SH, fc1.transposed, plan) if need_x else None
     if overlap is None:
-        dx, operands = ops.rows_and_columns(rows, fc1.transposed, plan, operands)
+        dx, operands = ops.rows_and_columns(fc1_dgrad, plan, operands)
         if dx is not None and plan.inverse_NK is not None:
             dx = ops.combine(dx, plan.inverse_NK)
     else:
         assert plan.inverse_NK is not None
-        dx = None if rows is None else ops.rows(rows, fc1.transposed, plan)
+        dx = None if fc1_dgrad is None else ops.rows(fc1_dgrad)
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
         dx = overlap.send_gradient(dx, dprob_NK, plan)
     work = WeightGrads(
@@ -321,7 +324,7 @@ def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
         assert overlap is not None
         x_ND = overlap.tokens_first()
     ops = backend_of(spec, "forward")
-    h_SH, _ = ops.fc1_act(ops.quantize(x_ND), fc1, saved.plan, spec.activation, keep_h=True)
+    h_SH, _ = ops.fc1_act(Fc1Call(ops.quantize(x_ND), fc1, saved.plan, spec.activation))
     assert h_SH is not None
     return x_ND, h_SH
 

@@ -18,7 +18,14 @@ from phalanx.kernels.expert_mlp.autograd import (
     input_for_wgrad,
     saved_input,
 )
-from phalanx.kernels.expert_mlp.backend import Linear, Operand, rows_of, tensors_of
+from phalanx.kernels.expert_mlp.calls import (
+    Linear,
+    Operand,
+    RowsCall,
+    WgradCall,
+    rows_of,
+    tensors_of,
+)
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 
@@ -51,7 +58,7 @@ class _Linear(torch.autograd.Function):
         x = ops.quantize(x_NI)
         ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
         ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
-        return ops.rows(x, Linear.single_expert(w_OI, bias_O), ctx.plan)
+        return ops.rows(RowsCall(x, Linear.single_expert(w_OI, bias_O), ctx.plan))
 
     @staticmethod
     @once_differentiable
@@ -66,7 +73,8 @@ class _Linear(torch.autograd.Function):
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
             operands = [Operand(dy_rows, gradient=True), Operand(x_rows)]
         layer = Linear.single_expert(w_OI).transposed
-        dx_NI, operands = dgrad.rows_and_columns(dy if need_x else None, layer, ctx.plan, operands)
+        rows = RowsCall(dy, layer, ctx.plan) if need_x else None
+        dx_NI, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
         if need_w:
             d, v = operands
             dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)
@@ -76,8 +84,8 @@ class _Linear(torch.autograd.Function):
 def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) -> Tensor | None:
     """In the dtype of w, or in the buffer of `ctx.accumulated`."""
     if ctx.accumulated is None:
-        dw_OI: Tensor = wgrad.wgrad(d, v, ctx.plan).view(w_OI.shape).to(w_OI.dtype)
-        return dw_OI
+        dw_LOI: Tensor = wgrad.wgrad(WgradCall(d, v, ctx.plan))
+        return dw_LOI.view(w_OI.shape).to(w_OI.dtype)
     buffer = main_grad.buffer(ctx.accumulated)
-    wgrad.wgrad(d, v, ctx.plan, buffer._replace(out=buffer.out[None]))
+    wgrad.wgrad(WgradCall(d, v, ctx.plan, buffer._replace(out=buffer.out[None])))
     return main_grad.added(ctx.accumulated)

@@ -23,11 +23,14 @@ from phalanx.kernels.expert_mlp.autograd import (
     input_for_wgrad,
     saved_input,
 )
-from phalanx.kernels.expert_mlp.backend import (
-    HiddenGrads,
+from phalanx.kernels.expert_mlp.backend import HiddenGrads
+from phalanx.kernels.expert_mlp.calls import (
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
     Rows,
+    RowsCall,
     rows_of,
     tensors_of,
 )
@@ -101,7 +104,7 @@ class _Fc1(torch.autograd.Function):
         plan, fc1 = one_group(x_ND), _fc1_layer(w1, spec)
         ops = backend_of(spec, "forward")
         x = ops.quantize(x_ND)
-        h_NH, a = ops.fc1_act(x, fc1, plan, spec.activation)
+        h_NH, a = ops.fc1_act(Fc1Call(x, fc1, plan, spec.activation))
         assert h_NH is not None  # keep_h is the default
         ctx.save_for_backward(w1, *tensors_of(saved_input(x_ND, x, spec)))
         _save_context(ctx, plan, spec, w1)
@@ -127,9 +130,8 @@ class _Fc1(torch.autograd.Function):
         if need_w:
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
             operands = [Operand(columns, parts=fc1.parts, gradient=True), Operand(x_rows)]
-        dx_ND, operands = dgrad.rows_and_columns(
-            dh if need_x else None, fc1.transposed, ctx.plan, operands
-        )
+        rows = RowsCall(dh, fc1.transposed, ctx.plan) if need_x else None
+        dx_ND, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
         if need_w:
             d, v = operands
             dw1 = weight_gradient(ctx, wgrad, d, v, w1)
@@ -152,7 +154,7 @@ class _Fc2(torch.autograd.Function):
         ctx.save_for_backward(h_NH, w2)
         _save_context(ctx, plan, spec, w2)
         ctx.gradient, ctx.num_a = gradient, len(a_NF)
-        return backend_of(spec, "forward").rows(rows_of(a_NF), fc2, plan)
+        return backend_of(spec, "forward").rows(RowsCall(rows_of(a_NF), fc2, plan))
 
     @staticmethod
     @once_differentiable
@@ -161,7 +163,9 @@ class _Fc2(torch.autograd.Function):
         spec, fc2 = ctx.spec, Linear.single_expert(w2)
         dgrad, dout_ND = backend_of(spec, "dgrad"), dout_ND.contiguous()
         dy = dgrad.quantize(dout_ND, gradient=True)
-        hidden = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
+        hidden = dgrad.fc2_dgrad_dact(
+            Fc2DgradCall(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
+        )
         dh, dw2 = hidden.dh_SH, None
         if ctx.needs_input_grad[1]:
             wgrad = backend_of(spec, "wgrad")
@@ -177,9 +181,8 @@ class _Fc2(torch.autograd.Function):
 @torch.no_grad()
 def _compute_h(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor]:
     ops = backend_of(spec, "forward")
-    h_NH, _ = ops.fc1_act(
-        ops.quantize(x_ND), _fc1_layer(w1, spec), one_group(x_ND), spec.activation
-    )
+    fc1, plan = _fc1_layer(w1, spec), one_group(x_ND)
+    h_NH, _ = ops.fc1_act(Fc1Call(ops.quantize(x_ND), fc1, plan, spec.activation))
     assert h_NH is not None  # keep_h is the default
     return (h_NH,)
 

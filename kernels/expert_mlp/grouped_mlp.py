@@ -19,7 +19,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
+from phalanx.kernels.replication.experts import ReplicaExchange
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 

@@ -7,7 +7,7 @@ are NaN, so that tests detect a consumer that reads them.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,15 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, formula
-from phalanx.kernels.expert_mlp.backend import (
-    HiddenGrads,
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
-    PlanSize,
-    UnquantizedMixin,
-    put,
+    RowsCall,
+    WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -85,16 +87,8 @@ class Reference(UnquantizedMixin):
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         return gather_pairs(dprob_S, inverse_NK)
 
-    def fc1_act(
-        self,
-        x_ND: Tensor,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
+        x_ND, fc1, plan, act = call.x_ND, call.fc1, call.plan, call.act
         S, width = _count(x_ND, plan), fc1.weight_LOI.shape[1]
         h_SH = _padding(x_ND, S, width)
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
@@ -109,9 +103,10 @@ class Reference(UnquantizedMixin):
             a_SF[span] = (activation(_at_least_fp32(h_SH[span]), act) * _prob(plan, span)).to(
                 x_ND.dtype
             )
-        return h_SH if keep_h else None, a_SF
+        return h_SH if call.keep_h else None, a_SF
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+    def rows(self, call: RowsCall) -> Tensor:
+        a_SI, linear, plan = call.a_SI, call.linear, call.plan
         y_SO = _padding(a_SI, a_SI.shape[0], linear.weight_LOI.shape[1])
         for layer, e, span in _experts(linear, plan):
             y = (
@@ -124,16 +119,9 @@ class Reference(UnquantizedMixin):
             y_SO[span] = y.to(a_SI.dtype)
         return y_SO
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Tensor,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        dy, fc2, h_SH = call.dy, call.fc2, call.h_SH
+        plan, act = call.plan, call.act
         S, ffn, dtype = h_SH.shape[0], fc2.weight_LOI.shape[2], dy.matrix.dtype
         dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
         dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
@@ -155,7 +143,8 @@ class Reference(UnquantizedMixin):
                 dprob_S[span] = dprob if b2_LD is None else dprob + dy_SD @ _at_least_fp32(b2_LD[e])
         return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+    def wgrad(self, call: WgradCall) -> Tensor:
+        d, v, plan, into = call.d, call.v, call.plan, call.into
         if into is None:
             shape = (plan.offsets.shape[0] - 1, d.matrix.shape[1], v.matrix.shape[1])
             into = Buffer(d.matrix.new_empty(shape), add=False)
@@ -167,14 +156,13 @@ class Reference(UnquantizedMixin):
             out[e] = (out[e] + dw_OI if into.add else dw_OI).to(out.dtype)
         return out
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        d, plan = call.d, call.plan
         db_LO = _at_least_fp32(d.matrix.new_zeros(plan.offsets.shape[0] - 1, d.matrix.shape[1]))
         for e, span in enumerate(_spans(plan.offsets)):
             d_SO = _at_least_fp32(_expert_rows(d, plan, span))
-            db_LO[e] = (d_SO * _prob(plan, span) if scale else d_SO).sum(0)
-        return put(db_LO, into)
+            db_LO[e] = (d_SO * _prob(plan, span) if call.scale else d_SO).sum(0)
+        return put(db_LO, call.into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         out_ND = _at_least_fp32(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))

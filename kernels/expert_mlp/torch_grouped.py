@@ -19,16 +19,16 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
-from phalanx.kernels.expert_mlp.backend import (
-    HiddenGrads,
-    Linear,
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
     Operand,
-    PlanSize,
-    UnquantizedMixin,
-    put,
+    RowsCall,
+    WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
@@ -53,43 +53,27 @@ class Grouped(UnquantizedMixin):
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         return gather_pairs(dprob_S, inverse_NK)
 
-    def fc1_act(
-        self,
-        x_ND: Tensor,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        fc1 = fc1.concatenated
+    def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
+        plan, act = call.plan, call.act
+        fc1 = call.fc1.concatenated
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
-        x_SD = _gather(Operand(x_ND, gather=True), plan)
+        x_SD = _gather(Operand(call.x_ND, gather=True), plan)
         z_SH = _grouped_mm(x_SD, w1_LDH, plan, fc1.alpha_L)
         expert_S = None if b1_LH is None else expert_of_row(plan.offsets, z_SH)
         biased = (z_SH, b1_LH, expert_S, plan.row_prob_S)
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        linear = linear.concatenated
-        y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
+    def rows(self, call: RowsCall) -> Tensor:
+        linear, plan = call.linear.concatenated, call.plan
+        y_SO = _grouped_mm(call.a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
         if linear.bias_LO is None:
             return y_SO
         expert_S = expert_of_row(plan.offsets, y_SO)
         return as_one_kernel(_scaled_bias, y_SO, linear.bias_LO, expert_S, plan.row_prob_S)
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Tensor,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
-        dy_SD, fc2 = _gather(dy, plan), fc2.concatenated
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        h_SH, plan, act = call.h_SH, call.plan, call.act
+        dy_SD, fc2 = _gather(call.dy, plan), call.fc2.concatenated
         da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan, fc2.alpha_L)
         used_S = used_rows(h_SH, plan.offsets)
         inputs = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
@@ -101,21 +85,21 @@ class Grouped(UnquantizedMixin):
         dh_SH, a_SF, dprob_S = grads
         return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
-        return put(_grouped_mm(_gather(d, plan).T, _gather(v, plan), plan), into)
+    def wgrad(self, call: WgradCall) -> Tensor:
+        plan = call.plan
+        return put(_grouped_mm(_gather(call.d, plan).T, _gather(call.v, plan), plan), call.into)
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
-        d_SO = _gather(d, plan)
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        plan = call.plan
+        d_SO = _gather(call.d, plan)
         columns = 16 // d_SO.element_size()
-        if scale and plan.row_prob_S is not None:
+        if call.scale and plan.row_prob_S is not None:
             terms_SC = _exact_columns(plan.row_prob_S, d_SO.dtype, columns)
         else:
             terms_SC = d_SO.new_zeros(d_SO.shape[0], columns)
             terms_SC[:, 0] = 1
         db_LO = _grouped_mm(terms_SC.T, d_SO, plan).sum(1, dtype=torch.float32)
-        return put(db_LO, into)
+        return put(db_LO, call.into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         return plus(as_one_kernel(_sum_slots, y_SD, inverse_NK), addends)

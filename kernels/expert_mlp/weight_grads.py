@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Backend, Operand, Rows, put
+from phalanx.kernels.expert_mlp.backend import Backend, put
+from phalanx.kernels.expert_mlp.calls import BiasGradCall, Operand, Rows, WgradCall
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 
@@ -66,12 +67,12 @@ class WeightGrads:
         if need_w:
             self.w1_operands = self._columns(self.w1_operands)
             dh, x = self.w1_operands
-            dw = self.ops.wgrad(dh, x, plan, buffers[0])
+            dw = self.ops.wgrad(WgradCall(dh, x, plan, buffers[0]))
             del dh, x
         if need_b and self.db1_LH is not None:
             db = put(plan.select(self.db1_LH), buffers[1])
         elif need_b and self.b1_operand is not None:
-            db = self.ops.bias_grad(self.b1_operand, plan, scale=False, into=buffers[1])
+            db = self.ops.bias_grad(BiasGradCall(self.b1_operand, plan, False, buffers[1]))
         if last:
             self.w1_operands, self.b1_operand = [], None
         return dw, db
@@ -83,11 +84,11 @@ class WeightGrads:
         if need_w:
             self.w2_operands = self._columns(self.w2_operands)
             dy, a = self.w2_operands
-            dw = self.ops.wgrad(dy, a, plan, buffers[0])
+            dw = self.ops.wgrad(WgradCall(dy, a, plan, buffers[0]))
             del dy, a
         if need_b and self.b2_operand is not None:
             scaled = plan.row_prob_S is not None
-            db = self.ops.bias_grad(self.b2_operand, plan, scale=scaled, into=buffers[1])
+            db = self.ops.bias_grad(BiasGradCall(self.b2_operand, plan, scaled, buffers[1]))
         if last:
             self.w2_operands, self.b2_operand = [], None
         return dw, db

@@ -11,19 +11,21 @@ computed from unquantized values.
 Shape legend as in `kernels.expert_mlp.backend`; T rows of columns.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import (
-    Backend,
-    HiddenGrads,
+from phalanx.kernels.expert_mlp.backend import Backend, HiddenGrads, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
-    UnquantizedMixin,
-    put,
+    Rows,
+    RowsCall,
+    WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -49,40 +51,24 @@ class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
             return x
         return Operand(self._columns(_gathered(x, plan), plan, x.gradient))
 
-    def fc1_act(
-        self,
-        x_ND: Tensor,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        x_SD = _gathered(Operand(x_ND, gather=True), plan)
-        x_SD, fc1 = self._operands(x_SD, fc1, plan, gradient=False)
-        plan = plan._replace(row_index_S=None)
-        h_SH, a_SF = self._exact.fc1_act(x_SD, fc1, plan, act, keep_h=keep_h, ready=ready)
-        return h_SH, a_SF
+    def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
+        x_SD = _gathered(Operand(call.x_ND, gather=True), call.plan)
+        x_SD, fc1 = self._operands(x_SD, call.fc1, call.plan, gradient=False)
+        plan = call.plan._replace(row_index_S=None)
+        return self._exact.fc1_act(call._replace(x_ND=x_SD, fc1=fc1, plan=plan))
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        a_SI, linear = self._operands(a_SI, linear, plan, gradient=linear.is_transposed)
-        return self._exact.rows(a_SI, linear, plan, signal=signal)
+    def rows(self, call: RowsCall) -> Tensor:
+        linear = call.linear
+        a_SI, linear = self._operands(call.a_SI, linear, call.plan, gradient=linear.is_transposed)
+        return self._exact.rows(call._replace(a_SI=a_SI, linear=linear))
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Tensor,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
-        exact_dy_SD = _gathered(dy, plan)
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        fc2, plan = call.fc2, call.plan
+        exact_dy_SD = _gathered(call.dy, plan)
         dy_SD, fc2_dgrad = self._operands(exact_dy_SD, fc2.transposed, plan, gradient=True)
-        operands = Operand(dy_SD), fc2_dgrad.transposed
-        hidden = self._exact.fc2_dgrad_dact(*operands, h_SH, plan, act, ready=ready)
+        hidden = self._exact.fc2_dgrad_dact(
+            call._replace(dy=Operand(dy_SD), fc2=fc2_dgrad.transposed)
+        )
         if hidden.dprob_S is not None and (biases_PD := fc2.all_biases_PO) is not None:
             bias_SD = biases_PD.index_select(0, expert_of_row(plan.offsets, exact_dy_SD))
             dprob_S = hidden.dprob_S + (exact_dy_SD.float() * bias_SD.float()).sum(-1)
@@ -95,26 +81,24 @@ class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
             dh_columns=self._columns(hidden.dh_SH, plan, gradient=True),
         )
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+    def wgrad(self, call: WgradCall) -> Tensor:
         if self._recipe.wgrad == "bf16":
-            return self._exact.wgrad(d, v, plan, into)
-        d_TO, v_TI = d.matrix, v.matrix
-        plan = plan.relocated(lambda offsets: emulate.column_offsets(offsets, self._format))
+            return self._exact.wgrad(call)
+        d_TO, v_TI = call.d.matrix, call.v.matrix
+        plan = call.plan.relocated(lambda offsets: emulate.column_offsets(offsets, self._format))
         plan = plan._replace(row_index_S=None)
-        d, v = Operand(d_TO.matrix), Operand(v_TI.matrix)
+        exact = WgradCall(Operand(d_TO.matrix), Operand(v_TI.matrix), plan, call.into)
         if d_TO.amax_L is None:
-            return self._exact.wgrad(d, v, plan, into)
+            return self._exact.wgrad(exact)
         shape = (len(plan.offsets) - 1, d_TO.matrix.shape[1], v_TI.matrix.shape[1])
         sums_LOI = Buffer(d_TO.matrix.new_empty(shape, dtype=torch.float32), add=False)
-        dw_LOI = self._exact.wgrad(d, v, plan, sums_LOI)
+        dw_LOI = self._exact.wgrad(exact._replace(into=sums_LOI))
         scale_L = plan.select(tensor_scale(d_TO.amax_L, v_TI.amax_L))
         dw_LOI.mul_(scale_L[:, None, None])
-        return put(dw_LOI.to(d_TO.matrix.dtype) if into is None else dw_LOI, into)
+        return put(dw_LOI.to(d_TO.matrix.dtype) if call.into is None else dw_LOI, call.into)
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
-        return self._exact.bias_grad(d, plan, scale=scale, into=into)
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        return self._exact.bias_grad(call)
 
     def _operands(
         self, x_SI: Tensor, linear: Linear, plan: ExpertPlan, *, gradient: bool

@@ -8,22 +8,23 @@ Shape legend as in `kernels.expert_mlp.backend`.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import (
-    Backend,
-    HiddenGrads,
+from phalanx.kernels.expert_mlp.backend import Backend, HiddenGrads, PlanSize
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
-    PlanSize,
     Rows,
+    RowsCall,
+    WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import (
     Quantized,
     QuantizedColumns,
@@ -68,44 +69,29 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
     ) -> QuantizedColumns:
         return quantize_columns(x_SC, plan.offsets, self._recipe.wgrad_blocks, parts, dtype)
 
-    def fc1_act(
-        self,
-        x_ND: Rows,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Rows | None, Rows]:
-        x = in_dtype(Operand(x_ND), fc1.weight_LOI.dtype)
-        fc1_ = _through_fp8(fc1)
-        h_SH, a_SF = self._exact.fc1_act(x, fc1_, plan, act, keep_h=keep_h, ready=ready)
+    def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
+        fc1 = call.fc1
+        x_ND = in_dtype(Operand(call.x_ND), fc1.weight_LOI.dtype)
+        h_SH, a_SF = self._exact.fc1_act(call._replace(x_ND=x_ND, fc1=_through_fp8(fc1)))
         if isinstance(h_SH, Tensor) and self._recipe.hidden == "fp8":
             h_SH = quantize_rows(h_SH, fc1.parts)
-        return h_SH, self._activations(a_SF, plan)
+        return h_SH, self._activations(a_SF, call.plan)
 
     def _activations(self, a_SF: Tensor, plan: ExpertPlan) -> Quantized:
         return self.quantize(a_SF)
 
-    def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        a = in_dtype(Operand(a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
-        return self._exact.rows(a, _through_fp8(linear), plan, signal=signal)
+    def rows(self, call: RowsCall) -> Tensor:
+        linear = call.linear
+        a_SI = in_dtype(Operand(call.a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
+        return self._exact.rows(call._replace(a_SI=a_SI, linear=_through_fp8(linear)))
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Rows,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
-        dtype, parts = fc2.weight_LOI.dtype, act.facts.halves
-        dy = dy._replace(matrix=in_dtype(dy, dtype))
-        h = in_dtype(Operand(h_SH, parts=parts), dtype)
-        hidden = self._exact.fc2_dgrad_dact(dy, _through_fp8(fc2), h, plan, act, ready=ready)
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        plan, dtype, parts = call.plan, call.fc2.weight_LOI.dtype, call.act.facts.halves
+        dy = call.dy._replace(matrix=in_dtype(call.dy, dtype))
+        h_SH = in_dtype(Operand(call.h_SH, parts=parts), dtype)
+        hidden = self._exact.fc2_dgrad_dact(
+            call._replace(dy=dy, fc2=_through_fp8(call.fc2), h_SH=h_SH)
+        )
         dh, a = hidden.dh_SH, hidden.a_SF
         dh_rows = self._hidden_gradient(dh, parts, plan)
         if self._recipe.wgrad == "bf16":
@@ -117,16 +103,14 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
     def _hidden_gradient(self, dh_SH: Tensor, parts: int, plan: ExpertPlan) -> Quantized:
         return quantize_rows(dh_SH, parts, self._grad)
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
-        dtype = torch.bfloat16
-        d, v = (x._replace(matrix=_dequantized(x, dtype, plan)) for x in (d, v))
-        return self._exact.wgrad(d, v, plan, into)
+    def wgrad(self, call: WgradCall) -> Tensor:
+        dtype, plan = torch.bfloat16, call.plan
+        d, v = (x._replace(matrix=_dequantized(x, dtype, plan)) for x in (call.d, call.v))
+        return self._exact.wgrad(call._replace(d=d, v=v))
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
-        d = d._replace(matrix=in_dtype(d, torch.bfloat16))
-        return self._exact.bias_grad(d, plan, scale=scale, into=into)
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        d = call.d._replace(matrix=in_dtype(call.d, torch.bfloat16))
+        return self._exact.bias_grad(call._replace(d=d))
 
 
 def _dequantized(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Linear
+from phalanx.kernels.expert_mlp.calls import Linear
 from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.blocks import QuantizedWeights
 from phalanx.kernels.quantize.quantize import quantize_weights

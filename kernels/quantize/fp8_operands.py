@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.expert_mlp.backend import Operand, Rows, SequentialMixin
+from phalanx.kernels.expert_mlp.backend import SequentialMixin
+from phalanx.kernels.expert_mlp.calls import Operand, Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows, transpose_rows

@@ -16,23 +16,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import (
-    HiddenGrads,
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
-    PlanSize,
-    UnquantizedMixin,
-    put,
+    RowsCall,
+    WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped, expert_of_row
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS
+from phalanx.kernels.sm100 import library
 from phalanx.kernels.sm100.glu import epilogue
 from phalanx.kernels.sm100.interleave import Interleaved
-from phalanx.kernels.sm100.library import call, ones
+from phalanx.kernels.sm100.library import ones
 from phalanx.kernels.sm100.limits import ROWS
 from phalanx.kernels.sm100.padding import ends, gathered, real
 
@@ -61,17 +62,9 @@ class CuDNN(UnquantizedMixin):
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         return gather_pairs(dprob_S, inverse_NK)
 
-    def fc1_act(
-        self,
-        x_ND: Tensor,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        x_SD = gathered(Operand(x_ND, gather=True), plan)
+    def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
+        fc1, plan, act = call.fc1, call.plan, call.act
+        x_SD = gathered(Operand(call.x_ND, gather=True), plan)
         outputs = self._call(
             "grouped_gemm_glu",
             x_SD,
@@ -80,14 +73,15 @@ class CuDNN(UnquantizedMixin):
             b_tensor=self._fc1(fc1.weight_LOI, 1),
             bias_tensor=None if fc1.bias_LO is None else self._fc1(fc1.bias_LO, 1).mT,
             prob_tensor=_prob(plan, x_SD),
-            generate_c=keep_h,
+            generate_c=call.keep_h,
             **epilogue(act, block_scaled=False).forward,
         )
         a_SF = outputs["d_tensor"]
         assert a_SF is not None
         return outputs["c_tensor"], a_SF
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+    def rows(self, call: RowsCall) -> Tensor:
+        a_SI, linear, plan = call.a_SI, call.linear, call.plan
         stored, dim = linear.weight_LOI, 1
         if linear.is_transposed:
             stored = stored.mT
@@ -106,17 +100,9 @@ class CuDNN(UnquantizedMixin):
         assert y_SO is not None
         return y_SO
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Tensor,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
-        dy_SD = gathered(dy, plan)
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        fc2, h_SH, plan, act = call.fc2, call.h_SH, call.plan, call.act
+        dy_SD = gathered(call.dy, plan)
         S, F = len(h_SH), fc2.weight_LOI.shape[2]
         dprob_S = torch.zeros(S, device=h_SH.device)
         outputs = self._call(
@@ -137,10 +123,11 @@ class CuDNN(UnquantizedMixin):
         assert dh_SH is not None and a_SF is not None
         return HiddenGrads(dh_SH, a_SF, _dprob(dprob_S, dy_SD, fc2, plan), None)
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+    def wgrad(self, call: WgradCall) -> Tensor:
+        d, v, plan, into = call.d, call.v, call.plan, call.into
         d_SO, v_SI = gathered(d, plan), gathered(v, plan)
         ordered = d.parts == 1 or self._interleaved
-        outputs = call(
+        outputs = library.call(
             "grouped_gemm_wgrad",
             0,
             a_tensor=d_SO.mT,
@@ -156,13 +143,13 @@ class CuDNN(UnquantizedMixin):
         assert dw_LOI is not None
         return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
-        db_LO = self._torch.bias_grad(Operand(gathered(d, plan)), plan, scale=scale)
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        d, plan = call.d, call.plan
+        rows = Operand(gathered(d, plan))
+        db_LO = self._torch.bias_grad(call._replace(d=rows, into=None))
         if d.parts > 1 and not self._interleaved:
             db_LO = self._order.canonical(db_LO, 1)
-        return put(db_LO, into)
+        return put(db_LO, call.into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         if not y_SD.is_cuda or inverse_NK.shape[1] > COMBINE_SLOTS:
@@ -175,7 +162,7 @@ class CuDNN(UnquantizedMixin):
         self, name: str, rows_SC: Tensor, plan: ExpertPlan, **arguments: Any
     ) -> dict[str, Any]:
         """A grouped GEMM over expert rows."""
-        return call(
+        return library.call(
             name,
             self._margin,
             a_tensor=rows_SC,

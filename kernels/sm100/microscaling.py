@@ -18,16 +18,24 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, put
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, put
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
+    Operand,
+    RowsCall,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
 from phalanx.kernels.microscaling import nvfp4
 from phalanx.kernels.quantize.recipe import Microscaling
+from phalanx.kernels.sm100 import library
 from phalanx.kernels.sm100.backend import CuDNN, _dprob, _prob
 from phalanx.kernels.sm100.glu import epilogue
 from phalanx.kernels.sm100.interleave import RUN
-from phalanx.kernels.sm100.library import call, ones
+from phalanx.kernels.sm100.library import ones
 from phalanx.kernels.sm100.operands import FORMATS, MXFP8, Packed
 from phalanx.kernels.sm100.padding import ends, gathered
 
@@ -55,17 +63,9 @@ class CuDNNMicroscaling(CuDNN):
             return x
         return Operand(self._columns(gathered(x, plan), plan, x.gradient), parts=x.parts)
 
-    def fc1_act(
-        self,
-        x_ND: Tensor,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Any]:
-        x_SD = gathered(Operand(x_ND, gather=True), plan)
+    def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Any]:
+        fc1, plan, act = call.fc1, call.plan, call.act
+        x_SD = gathered(Operand(call.x_ND, gather=True), plan)
         x = self._format.rows(x_SD, plan.offsets, False)
         w1 = self._format.weights(self._fc1(fc1.weight_LOI, 1))
         outputs = self._product(
@@ -79,14 +79,14 @@ class CuDNNMicroscaling(CuDNN):
             **self._outputs(x_SD.device),
             **epilogue(act, block_scaled=True).forward,
         )
-        return outputs["c_tensor"] if keep_h else None, self._output(outputs, "d_tensor")
+        return outputs["c_tensor"] if call.keep_h else None, self._output(outputs, "d_tensor")
 
-    def rows(self, a_SI: Any, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+    def rows(self, call: RowsCall) -> Tensor:
+        a, linear, plan = call.a_SI, call.linear, call.plan
         w_LOI = linear.weight_LOI
         if linear.parts > 1 or linear.parts_in > 1:
             w_LOI = self._fc1(w_LOI, 1 if linear.parts > 1 else 2)
         gradient = linear.is_transposed and self._recipe.stochastic
-        a = a_SI
         if not isinstance(a, Packed):
             a = self._format.rows(a, plan.offsets, gradient)
         outputs = self._product(
@@ -103,17 +103,9 @@ class CuDNNMicroscaling(CuDNN):
         y_SO: Tensor = outputs["d_tensor"]
         return y_SO
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Tensor,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
-        dy_SD = gathered(dy, plan)
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        fc2, h_SH, plan, act = call.fc2, call.h_SH, call.plan, call.act
+        dy_SD = gathered(call.dy, plan)
         dprob_S = torch.zeros(len(h_SH), device=h_SH.device)
         outputs = self._product(
             "grouped_gemm_dglu",
@@ -137,15 +129,16 @@ class CuDNNMicroscaling(CuDNN):
         dprob = _dprob(outputs["dprob_tensor"], dy_SD, fc2, plan)
         return HiddenGrads(dh, self._columns(a_SF, plan, False), dprob, None, dh_columns)
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
-        d_TO, v_TI = d.matrix, v.matrix
+    def wgrad(self, call: WgradCall) -> Tensor:
+        d, plan, into = call.d, call.plan, call.into
+        d_TO, v_TI = d.matrix, call.v.matrix
         ordered = d.parts == 1 or self._interleaved
         scales: dict[str, Tensor] = {}
         if self._format.scales_products:
             scales = dict(
                 global_scale_a=d_TO.amax_L / nvfp4.TOP, global_scale_b=v_TI.amax_L / nvfp4.TOP
             )
-        outputs = call(
+        outputs = library.call(
             "grouped_gemm_wgrad",
             0,
             a_tensor=d_TO.data,
@@ -163,13 +156,12 @@ class CuDNNMicroscaling(CuDNN):
         assert dw_LOI is not None
         return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        d = call.d
         if isinstance(d.matrix, Packed):
             values = as_one_kernel(_values, d.matrix.data, d.matrix.scale)
-            d = d._replace(matrix=values)
-        return super().bias_grad(d, plan, scale=scale, into=into)
+            call = call._replace(d=d._replace(matrix=values))
+        return super().bias_grad(call)
 
     def _product(
         self, name: str, a: Packed, b: Packed, plan: ExpertPlan, **arguments: Any
@@ -179,7 +171,7 @@ class CuDNNMicroscaling(CuDNN):
             alpha_L = nvfp4.tensor_scale(a.amax_L, b.amax_L)
             if name == "grouped_gemm_dglu":  # which squares it
                 alpha_L = alpha_L.sqrt()
-        return call(
+        return library.call(
             name,
             self._margin,
             a_tensor=a.data,

@@ -8,7 +8,7 @@ Legend: N rows of x, S expert rows, L local experts.
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Operand
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
 

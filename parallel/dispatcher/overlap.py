@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Rows, tensors_of
+from phalanx.kernels.expert_mlp.calls import Rows, tensors_of
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.parallel.dispatcher.transfers import LayerCall, Phase
 

@@ -17,8 +17,8 @@ from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Backend, Linear
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.calls import RowsCall
 from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -141,9 +141,9 @@ class Counted(Grouped):
 
     calls = 0
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+    def rows(self, call: RowsCall) -> Tensor:
         Counted.calls += 1
-        return super().rows(a_SI, linear, plan, signal=signal)
+        return super().rows(call)
 
 
 def counted(options: Options) -> Backend:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Rows
+from phalanx.kernels.expert_mlp.calls import Rows
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows, combine_push
 from phalanx.kernels.sm90.exchange.peer_buffers import (

@@ -8,21 +8,22 @@ sums.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import (
-    HiddenGrads,
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
     Linear,
     Operand,
-    PlanSize,
-    UnquantizedMixin,
+    RowsCall,
+    WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.main_grad import Buffer
 
 
 class Fused(UnquantizedMixin):
@@ -47,87 +48,71 @@ class Fused(UnquantizedMixin):
 
         return plan_backward(dprob_S, inverse_NK)
 
-    def fc1_act(
-        self,
-        x_ND: Tensor,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
-        out = None
-        for layer, part in fc1.expert_groups(plan, kernel_waits=plan.row_index_S is not None):
+        out, plan = None, call.plan
+        for layer, part in call.fc1.expert_groups(plan, kernel_waits=plan.row_index_S is not None):
             out = fc1_act(
-                x_ND,
+                call.x_ND,
                 layer.weight_LOI,
                 part.offsets,
-                act,
+                call.act,
                 index_S=plan.row_index_S,
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
-                keep_h=keep_h,
-                ready=layer.ready if part.of_replicas else ready,
+                keep_h=call.keep_h,
+                ready=layer.ready if part.of_replicas else call.ready,
                 out=out,
                 sm_margin=self._sm_margin,
             )
         assert out is not None
         return out
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+    def rows(self, call: RowsCall) -> Tensor:
         from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 
-        y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI)
-        for layer, part in linear.expert_groups(plan):
+        y_SO, scale_S = None, self._scale_of_bias(call.linear, call.plan, call.a_SI)
+        for layer, part in call.linear.expert_groups(call.plan):
             y_SO = grouped_gemm(
-                a_SI,
+                call.a_SI,
                 layer.weight_LOI,
                 part.offsets,
                 bias_LN=layer.bias_LO,
                 scale_S=scale_S,
                 out_SN=y_SO,
                 sm_margin=self._sm_margin,
-                signal=None if part.of_replicas else signal,
+                signal=None if part.of_replicas else call.signal,
             )
         assert y_SO is not None
         return y_SO
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Tensor,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
-        out, index_S = None, plan.row_index_S if dy.gather else None
-        for layer, part in fc2.expert_groups(plan, kernel_waits=index_S is not None):
+        out, dy, plan = None, call.dy, call.plan
+        index_S = plan.row_index_S if dy.gather else None
+        for layer, part in call.fc2.expert_groups(plan, kernel_waits=index_S is not None):
             out = fc2_dgrad_dact(
                 dy.matrix,
                 layer.weight_LOI,
-                h_SH,
+                call.h_SH,
                 part.offsets,
-                act,
+                call.act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=layer.ready if part.of_replicas else ready,
+                ready=layer.ready if part.of_replicas else call.ready,
                 out=out,
                 sm_margin=self._sm_margin,
             )
         assert out is not None
         dh_SH, a_SF, partial_CS = out
-        return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, fc2, plan), None)
+        return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, call.fc2, plan), None)
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+    def wgrad(self, call: WgradCall) -> Tensor:
         from phalanx.kernels.sm90.experts.wgrad import wgrad
 
+        d, v, plan, into = call.d, call.v, call.plan, call.into
         return wgrad(
             d.matrix,
             v.matrix,
@@ -141,15 +126,14 @@ class Fused(UnquantizedMixin):
             sm_margin=self._sm_margin,
         )
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
         from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 
+        d, plan, into = call.d, call.plan, call.into
         return bias_grad(
             self._in_bf16(d),
             plan.offsets,
-            scale_S=plan.row_prob_S if scale else None,
+            scale_S=plan.row_prob_S if call.scale else None,
             index_S=plan.row_index_S if d.gather else None,
             out_LO=None if into is None else into.out,
             dtype=torch.float32,

@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
+from phalanx.kernels.expert_mlp.backend import HiddenGrads
+from phalanx.kernels.expert_mlp.calls import (
+    Fc1Call,
+    Fc2DgradCall,
+    Linear,
+    Operand,
+    Rows,
+    RowsCall,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.quantize.fp8_copies import weight_copies
@@ -50,83 +57,63 @@ class FusedFP8(FP8Operands, Fused):
         self._launch_options: dict[str, Any] = dict(sm_margin=sm_margin)
         self._emulated = EmulatedFP8(Fused(sm_margin), recipe)
 
-    def fc1_act(
-        self,
-        x_ND: Rows,
-        fc1: Linear,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        keep_h: bool = True,
-        ready: Tensor | None = None,
-    ) -> tuple[Rows | None, Rows]:
+    def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 
-        out = None
-        for layer, part in fc1.expert_groups(plan):
+        out, plan = None, call.plan
+        for layer, part in call.fc1.expert_groups(plan):
             out = fp8_fc1_act(
-                x_ND,
+                call.x_ND,
                 self._weights(layer),
                 part.offsets,
-                act,
+                call.act,
                 index_S=plan.row_index_S,
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
-                keep_h=keep_h,
-                ready=None if part.of_replicas else ready,
+                keep_h=call.keep_h,
+                ready=None if part.of_replicas else call.ready,
                 out=out,
                 **self._launch_options,
             )
         assert out is not None
         h_SH, a = out
         if h_SH is not None and self._recipe.hidden == "fp8":
-            return quantize_rows(h_SH, fc1.parts), a
+            return quantize_rows(h_SH, call.fc1.parts), a
         return h_SH, a
 
-    def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        return self._rows(a_SI, linear, plan, signal=signal)
+    def rows(self, call: RowsCall) -> Tensor:
+        return self._rows(call)
 
-    def _rows(
-        self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None, free: int = 0
-    ) -> Tensor:
+    def _rows(self, call: RowsCall, *, free: int = 0) -> Tensor:
         """`rows`, leaving `free` more SMs to others."""
         from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 
-        y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI.data)
-        for layer, part in linear.expert_groups(plan):
+        y_SO, scale_S = None, self._scale_of_bias(call.linear, call.plan, call.a_SI.data)
+        for layer, part in call.linear.expert_groups(call.plan):
             y_SO = fp8_grouped_gemm(
-                a_SI,
+                call.a_SI,
                 self._weights(layer),
                 part.offsets,
                 parts=layer.parts_in,
                 bias_LN=layer.bias_LO,
                 scale_S=scale_S,
                 out_SN=y_SO,
-                signal=None if part.of_replicas else signal,
+                signal=None if part.of_replicas else call.signal,
                 **self._launch_options | dict(sm_margin=self._sm_margin + free),
             )
         assert y_SO is not None
         return y_SO
 
-    def fc2_dgrad_dact(
-        self,
-        dy: Operand,
-        fc2: Linear,
-        h_SH: Rows,
-        plan: ExpertPlan,
-        act: Activation,
-        *,
-        ready: Tensor | None = None,
-    ) -> HiddenGrads:
+    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
         from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 
         if self._recipe.wgrad == "bf16":
-            return self._emulated.fc2_dgrad_dact(dy, fc2, h_SH, plan, act, ready=ready)
-        parts = act.facts.halves
-        h_SH = self._in_bf16(Operand(h_SH, parts=parts))
+            return self._emulated.fc2_dgrad_dact(call)
+        dy, plan, act = call.dy, call.plan, call.act
+        h_SH = self._in_bf16(Operand(call.h_SH, parts=act.facts.halves))
         index_S = plan.row_index_S if dy.gather else None
         out = None
-        for layer, part in fc2.transposed.expert_groups(plan):
+        for layer, part in call.fc2.transposed.expert_groups(plan):
             out = fp8_fc2_dgrad_dact(
                 dy.matrix,
                 self._weights(layer),
@@ -135,23 +122,23 @@ class FusedFP8(FP8Operands, Fused):
                 act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=None if part.of_replicas else ready,
+                ready=None if part.of_replicas else call.ready,
                 out=out,
                 **self._launch_options,
             )
         assert out is not None
         dh, a, partial_CS = out
-        return HiddenGrads(dh, a, self._dprob(partial_CS, dy, fc2, plan), None)
+        return HiddenGrads(dh, a, self._dprob(partial_CS, dy, call.fc2, plan), None)
 
     def rows_and_columns(
-        self, a_SI: Rows | None, linear: Linear, plan: ExpertPlan, operands: Sequence[Operand]
+        self, call: RowsCall | None, plan: ExpertPlan, operands: Sequence[Operand]
     ) -> tuple[Tensor | None, list[Operand]]:
         from phalanx.kernels.sm90.fp8.transpose_overlap import overlap_transposes
 
         quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
         # SMs of a margin belong to exchanges, which transposes would hold up.
-        if a_SI is None or self._sm_margin or self._recipe.wgrad == "bf16" or not quantized:
-            return super().rows_and_columns(a_SI, linear, plan, operands)
+        if call is None or self._sm_margin or self._recipe.wgrad == "bf16" or not quantized:
+            return super().rows_and_columns(call, plan, operands)
         columns, transposes, moved_bytes = list(operands), [], 0
         for i in quantized:
             kwargs = self._transpose(operands[i], plan)
@@ -160,22 +147,23 @@ class FusedFP8(FP8Operands, Fused):
             transposes.append(partial(transpose_rows, **kwargs, out=out))
             moved_bytes += 2 * out.data_CT.numel()
         y_SO = overlap_transposes(
-            lambda free: self._rows(a_SI, linear, plan, free=free),
-            2.0 * len(a_SI.data) * linear.weight_LOI[0].numel(),
+            lambda free: self._rows(call, free=free),
+            2.0 * len(call.a_SI.data) * call.linear.weight_LOI[0].numel(),
             transposes,
             moved_bytes,
-            a_SI.data.device,
+            call.a_SI.data.device,
         )
         return y_SO, columns
 
-    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+    def wgrad(self, call: WgradCall) -> Tensor:
         from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
         if self._recipe.wgrad == "bf16":
-            return self._emulated.wgrad(d, v, plan, into)
+            return self._emulated.wgrad(call)
+        d, plan, into = call.d, call.plan, call.into
         return fp8_wgrad(
             d.matrix,
-            v.matrix,
+            call.v.matrix,
             plan.relocated(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.expert_mlp.replicas import LAYERS, Layer, layer_pair
+from phalanx.kernels.replication.experts import LAYERS, Layer, layer_pair
 from phalanx.kernels.replication.rows import ReturnPlan
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,

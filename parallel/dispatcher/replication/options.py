@@ -1,7 +1,7 @@
 """Options of expert replication, and the contract of a transport that replicates.
 
 The plan is `kernels.routing.replication_plan`, the same for every transport; ids are mapped by
-`kernels.routing.replica_routing`, weights and gradients handled by `kernels.expert_mlp.replicas`. A
+`kernels.routing.replica_routing`, weights and gradients handled by `kernels.replication.experts`. A
 transport that replicates does, in `dispatch`:
 
 1. It exchanges the routing of all ranks, and computes the plan and the expert slot of every pair.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.expert_mlp.replicas import Layer, layer_pair
+from phalanx.kernels.replication.experts import Layer, layer_pair
 from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.parallel.dispatcher.replication.control import Control
 
@@ -43,7 +43,7 @@ class Memory(Protocol):
 
 
 class PushedReplicas:
-    """`kernels.expert_mlp.replicas.ReplicaExchange` of one call.
+    """`kernels.replication.experts.ReplicaExchange` of one call.
 
     Args:
         control: exchange with a communication stream.

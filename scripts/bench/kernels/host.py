@@ -9,7 +9,16 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.kernels.expert_mlp.backend import Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
+    Linear,
+    Operand,
+    RowsCall,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
@@ -34,8 +43,8 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
     logits = x @ router.T
     idx, prob = topk(logits, top_k=K, **ROUTING)
     plan, fc1, fc2 = ops.plan(idx, prob, size), Linear(w1), Linear(w2)
-    h, a = ops.fc1_act(x, fc1, plan, SWIGLU)
-    y, end_offsets = ops.rows(a, fc2, plan), plan.offsets[1:].clone()
+    h, a = ops.fc1_act(Fc1Call(x, fc1, plan, SWIGLU))
+    y, end_offsets = ops.rows(RowsCall(a, fc2, plan)), plan.offsets[1:].clone()
     spec = MLPSpec(SWIGLU, bench.backend)
 
     def composed_mlp() -> torch.Tensor:
@@ -52,14 +61,14 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
     return {
         "topk": lambda: topk(logits, top_k=K, **ROUTING),
         "plan": lambda: ops.plan(idx, prob, size),
-        "fc1_act": lambda: ops.fc1_act(x, fc1, plan, SWIGLU),
-        "rows": lambda: ops.rows(a, fc2, plan),
+        "fc1_act": lambda: ops.fc1_act(Fc1Call(x, fc1, plan, SWIGLU)),
+        "rows": lambda: ops.rows(RowsCall(a, fc2, plan)),
         "combine": lambda: ops.combine(y, plan.inverse_NK),
         "fc2_dgrad_dact + dprob": lambda: ops.fc2_dgrad_dact(
-            Operand(dout, gather=True), fc2, h, plan, SWIGLU
+            Fc2DgradCall(Operand(dout, gather=True), fc2, h, plan, SWIGLU)
         ),
-        "wgrad": lambda: ops.wgrad(Operand(h), Operand(x, gather=True), plan),
-        "bias_grad": lambda: ops.bias_grad(Operand(h), plan, scale=False),
+        "wgrad": lambda: ops.wgrad(WgradCall(Operand(h), Operand(x, gather=True), plan)),
+        "bias_grad": lambda: ops.bias_grad(BiasGradCall(Operand(h), plan, scale=False)),
         "plan_backward": lambda: ops.plan_backward(plan.row_prob_S, plan.inverse_NK),
         "topk_backward": lambda: topk_backward(prob, idx, prob, logits, **ROUTING),
         "make_plan": lambda: make_plan(idx, prob, **size._asdict(), backend=bench.backend),

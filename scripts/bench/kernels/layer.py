@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Backend, Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import Backend, PlanSize
+from phalanx.kernels.expert_mlp.calls import (
+    Fc1Call,
+    Fc2DgradCall,
+    Linear,
+    Operand,
+    RowsCall,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -45,20 +53,22 @@ class Layer(torch.autograd.Function):
         logits = nnf.linear(x, router)
         idx, prob = topk(logits, top_k=top_k, **ROUTING)
         plan = ops.plan(idx, prob, PlanSize(0, w1.shape[0], idx.numel()))
-        h, a = ops.fc1_act(x, Linear(w1), plan, SWIGLU)
+        h, a = ops.fc1_act(Fc1Call(x, Linear(w1), plan, SWIGLU))
         ctx.save_for_backward(x, router, w1, w2, h, logits, idx, prob, *plan)
         ctx.ops = ops
-        return ops.combine(ops.rows(a, Linear(w2), plan), plan.inverse_NK)
+        return ops.combine(ops.rows(RowsCall(a, Linear(w2), plan)), plan.inverse_NK)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, router, w1, w2, h, logits, idx, prob, *saved = ctx.saved_tensors
         plan, ops, dy = ExpertPlan(*saved), ctx.ops, Operand(dout, gather=True)
-        dh, a, dprob_S, *_ = ops.fc2_dgrad_dact(dy, Linear(w2), h, plan, SWIGLU)
-        dw2 = ops.wgrad(dy, Operand(a), plan)
+        call = Fc2DgradCall(dy, Linear(w2), h, plan, SWIGLU)
+        dh, a, dprob_S, *_ = ops.fc2_dgrad_dact(call)
+        dw2 = ops.wgrad(WgradCall(dy, Operand(a), plan))
         del a
-        dw1 = ops.wgrad(Operand(dh), Operand(x, gather=True), plan)
-        dx = ops.combine(ops.rows(dh, Linear(w1).transposed, plan), plan.inverse_NK)
+        dw1 = ops.wgrad(WgradCall(Operand(dh), Operand(x, gather=True), plan))
+        dx = ops.rows(RowsCall(dh, Linear(w1).transposed, plan))
+        dx = ops.combine(dx, plan.inverse_NK)
         dprob = ops.plan_backward(dprob_S, plan.inverse_NK)
         dlogits = topk_backward(dprob, idx, prob, logits, **ROUTING)
         return dx.addmm_(dlogits, router), dlogits.T @ x, dw1, dw2, None, None

@@ -9,7 +9,7 @@ from phalanx.configs.bounds import choices
 from phalanx.configs.docs import field_docs
 from phalanx.configs.tables import activations as table
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Linear, Operand
+from phalanx.kernels.expert_mlp.calls import Fc1Call, Fc2DgradCall, Linear, Operand
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.reference import Reference, activation
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
@@ -36,8 +36,8 @@ def test_derivative_up_to_the_edges(act):
     fc1, fc2 = Linear(torch.eye(width)[None]), Linear(torch.eye(4)[None])
     dy = Operand(torch.ones(S, 4))
     for ops in (Grouped(), Reference()):
-        saved, _ = ops.fc1_act(h, fc1, plan, act)
-        dh, a, dprob, *_ = ops.fc2_dgrad_dact(dy, fc2, saved, plan, act)
+        saved, _ = ops.fc1_act(Fc1Call(h, fc1, plan, act))
+        dh, a, dprob, *_ = ops.fc2_dgrad_dact(Fc2DgradCall(dy, fc2, saved, plan, act))
         exact = h.double().requires_grad_()
         value = formula(exact, act) if act.limit == 0 else activation(exact, act)
         (slope,) = torch.autograd.grad(value.sum(), exact)

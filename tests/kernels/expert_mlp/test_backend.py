@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Linear, Operand
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
+    Linear,
+    Operand,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.providers import provider
@@ -21,7 +28,7 @@ def test_bias_gradient_keeps_all_bits_of_prob(backend):
     d = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].repeat(1, 8).bfloat16()
     index = torch.zeros(4).int()
     plan = ExpertPlan(index, prob, torch.tensor([0, 2, 4]).int(), index[:1, None])
-    got = provider(backend).bias_grad(Operand(d), plan, scale=True)
+    got = provider(backend).bias_grad(BiasGradCall(Operand(d), plan, scale=True))
     assert got.dtype == torch.float32
     assert torch.equal(got, (prob[::2] - prob[1::2])[:, None].expand(2, 8))
 
@@ -41,26 +48,29 @@ def test_gathering_inside_is_gathering_before(backend):
     expanded = dout.index_select(0, p.index)
     plan, fc2 = _plan(p)._replace(row_index_S=index), Linear(p.w2, p.b2)
     before, inside, other = Operand(expanded), Operand(dout, gather=True), Operand(v)
-    h, _ = ops.fc1_act(p.x, Linear(p.w1, p.b1), plan, p.act)
-    made, want = (ops.fc2_dgrad_dact(dy, fc2, h, plan, p.act) for dy in (inside, before))
+    h, _ = ops.fc1_act(Fc1Call(p.x, Linear(p.w1, p.b1), plan, p.act))
+    made, want = (
+        ops.fc2_dgrad_dact(Fc2DgradCall(dy, fc2, h, plan, p.act)) for dy in (inside, before)
+    )
     for ours, expected in zip(made[:3], want[:3], strict=True):
         assert torch.equal(ours[:used], expected[:used])
-    assert torch.equal(ops.wgrad(inside, other, plan), ops.wgrad(before, other, plan))
-    assert torch.equal(ops.wgrad(other, inside, plan), ops.wgrad(other, before, plan))
+    for made, want in (((inside, other), (before, other)), ((other, inside), (other, before))):
+        assert torch.equal(ops.wgrad(WgradCall(*made, plan)), ops.wgrad(WgradCall(*want, plan)))
     for scale in (False, True):
-        db = ops.bias_grad(before, plan, scale=scale)
-        assert torch.equal(ops.bias_grad(inside, plan, scale=scale), db)
+        db = ops.bias_grad(BiasGradCall(before, plan, scale))
+        assert torch.equal(ops.bias_grad(BiasGradCall(inside, plan, scale)), db)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradients_go_where_they_are_sent(backend):
     p, ops = make(CLAMPED, torch.bfloat16, choice=[[-1, 2]] * 30), provider(backend)
-    given = (*(Operand(torch.randn(len(p.index), n).bfloat16()) for n in (32, 24)), _plan(p))
-    fresh = ops.wgrad(*given)
+    d, v = (Operand(torch.randn(len(p.index), n).bfloat16()) for n in (32, 24))
+    call = WgradCall(d, v, _plan(p))
+    fresh = ops.wgrad(call)
     assert fresh.dtype == torch.bfloat16
     out = torch.full((4, 32, 24), 3.0)
-    assert ops.wgrad(*given, Buffer(out, add=False)) is out
+    assert ops.wgrad(call._replace(into=Buffer(out, add=False))) is out
     assert torch.equal(out.bfloat16(), fresh)
-    ops.wgrad(*given, Buffer(out, add=True))
+    ops.wgrad(call._replace(into=Buffer(out, add=True)))
     torch.testing.assert_close(out, 2 * fresh.float(), rtol=2**-7, atol=0)
     assert not out[[0, 1, 3]].any()

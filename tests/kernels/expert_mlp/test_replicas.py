@@ -10,8 +10,8 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.replicas import split_in_order
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
+from phalanx.kernels.replication.experts import split_in_order
 from tests.kernels.problems import Problem, make, random_choice
 from tests.kernels.replicas import Copied, compare, experts_of, same, with_replicas, without
 

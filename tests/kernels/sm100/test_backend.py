@@ -7,7 +7,8 @@ import torch
 
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.sm100.backend import CuDNN

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.calls import RowsCall
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
@@ -167,21 +168,20 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         made.append(GlooExchange(*key))
         return made[-1]
 
-    def signalled(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def signalled(rows: Callable[[Any, RowsCall], Tensor]) -> Callable[[Any, RowsCall], Tensor]:
         """Writes to where sums leave, those of own experts before it is the replicas' turn."""
 
-        def call(
-            backend: Any, a_SF: Any, linear: Any, plan: Any, *, signal: Any = None, **how: Any
-        ) -> Tensor:
+        def into_signal(backend: Any, call: RowsCall) -> Tensor:
+            signal = call.signal
             if signal is None:
-                return rows(backend, a_SF, linear, plan, **how)
-            for layer, part in linear.expert_groups(plan):
-                here = slice(int(part.offsets[0]), int(part.offsets[-1]))
-                y_SD = rows(backend, a_SF, layer._replace(replicas=None), part, **how)
+                return rows(backend, call)
+            for layer, plan in call.linear.expert_groups(call.plan):
+                here = slice(int(plan.offsets[0]), int(plan.offsets[-1]))
+                y_SD = rows(backend, RowsCall(call.a_SI, layer._replace(replicas=None), plan))
                 signal.out_SN[here] = y_SD[here]
             return signal.out_SN
 
-        return call
+        return into_signal
 
     backends = (EmulatedFP8, Reference, Grouped)
     combine = SimpleNamespace(combine=provider("torch").combine)

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.calls import (
+    BiasGradCall,
+    Fc1Call,
+    Fc2DgradCall,
+    Linear,
+    Operand,
+    RowsCall,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
@@ -101,7 +110,7 @@ class Kernels:
             launches.append(("fc1_act", sm_margin))
             _check_waiting(ready, out)
             plan = plan_of(offsets, index_S, prob_S)
-            h, a = reference.fc1_act(x, Linear(w1_LHD, bias_LH), plan, act, keep_h=keep_h)
+            h, a = reference.fc1_act(Fc1Call(x, Linear(w1_LHD, bias_LH), plan, act, keep_h))
             to_h, to_a = out or (None, None)
             return None if h is None else written(to_h, h, offsets), written(to_a, a, offsets)
 
@@ -111,7 +120,8 @@ class Kernels:
             assert (bias_LN is None) == (scale_S is None)
             assert signal is None or out_SN is None, "own experts alone signal"
             launches.append(("grouped_gemm", sm_margin))
-            y = reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
+            plan = plan_of(offsets, None, scale_S)
+            y = reference.rows(RowsCall(a, Linear(w_LNK, bias_LN), plan))
             made = written(out_SN, y, offsets)
             if signal is not None:
                 signal.out_SN = made
@@ -126,7 +136,8 @@ class Kernels:
             _check_waiting(ready, out)
             to_dh, to_a, to_parts = out or (None, None, None)
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
-            dh, a, dprob, *_ = reference.fc2_dgrad_dact(operand, Linear(w2_LDF), h_SH, plan, act)
+            call = Fc2DgradCall(operand, Linear(w2_LDF), h_SH, plan, act)
+            dh, a, dprob, *_ = reference.fc2_dgrad_dact(call)
             dh, a = written(to_dh, dh, offsets), written(to_a, a, offsets)
             if dprob is None:
                 return dh, a, None
@@ -168,7 +179,7 @@ class Kernels:
             index = v_index_S if d_index_S is None else d_index_S
             operands = Operand(d, d_index_S is not None), Operand(v, v_index_S is not None)
             into = None if out_LOI is None else Buffer(out_LOI, accumulate)
-            made = reference.wgrad(*operands, plan_of(offsets, index), into)
+            made = reference.wgrad(WgradCall(*operands, plan_of(offsets, index), into))
             if not zeros:
                 made[offsets.diff() == 0] = torch.nan
             return made
@@ -179,7 +190,7 @@ class Kernels:
             assert dtype == torch.float32 and (behind or not offsets[0])
             plan, operand = plan_of(offsets, index_S, scale_S), Operand(d, index_S is not None)
             into = None if out_LO is None else Buffer(out_LO, accumulate)
-            return reference.bias_grad(operand, plan, scale=scale_S is not None, into=into)
+            return reference.bias_grad(BiasGradCall(operand, plan, scale_S is not None, into))
 
     class combine:
         @staticmethod

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Linear, Operand
+from phalanx.kernels.expert_mlp.calls import (
+    Fc1Call,
+    Fc2DgradCall,
+    Linear,
+    Operand,
+    RowsCall,
+    WgradCall,
+)
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -52,7 +59,7 @@ def fp8_fc1_act(
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w1_LHD, act.facts.halves)
     given = dequantize_rows(x).bfloat16(), Linear(values.bfloat16(), bias_LH)
-    h, a = reference.fc1_act(*given, plan, act)
+    h, a = reference.fc1_act(Fc1Call(*given, plan, act))
     to_h, to_a = out or (None, None)
     a = written_fp8(to_a, quantize_rows(a), offsets)
     return written(to_h, h, offsets) if keep_h else None, a
@@ -62,14 +69,14 @@ def fp8_grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, sign
     plan = ExpertPlan(None, scale_S, offsets, None)
     values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
     given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
-    return written(out_SN, reference.rows(*given, plan), offsets)
+    return written(out_SN, reference.rows(RowsCall(*given, plan)), offsets)
 
 
 def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w2_LFD).bfloat16().mT
     given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
-    dh, a, dprob, *_ = reference.fc2_dgrad_dact(*given, plan, act)
+    dh, a, dprob, *_ = reference.fc2_dgrad_dact(Fc2DgradCall(*given, plan, act))
     to_dh, to_a, to_parts = out or (None, None, None)
     dh = written_fp8(to_dh, quantize_rows(dh, act.facts.halves, dy.data.dtype), offsets)
     a = written_fp8(to_a, quantize_rows(a), offsets)
@@ -79,10 +86,12 @@ def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready
 def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, sm_margin):
     T = d.data_CT.shape[1]
     all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
-    operands = (dequantize_columns(q, all_T, T, n) for q, n in ((d, parts), (v, 1)))
+    operands = (
+        Operand(dequantize_columns(q, all_T, T, n).bfloat16()) for q, n in ((d, parts), (v, 1))
+    )
     plan = ExpertPlan(None, None, column_offsets, None)
     into = None if out_LOI is None else Buffer(out_LOI, accumulate)
-    made = reference.wgrad(*(Operand(t.bfloat16()) for t in operands), plan, into)
+    made = reference.wgrad(WgradCall(*operands, plan, into))
     if not zeros:
         made[column_offsets.diff() == 0] = torch.nan
     return made

@@ -7,7 +7,8 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from phalanx.kernels.expert_mlp.backend import Linear, Operand, SequentialMixin
+from phalanx.kernels.expert_mlp.backend import SequentialMixin
+from phalanx.kernels.expert_mlp.calls import Linear, Operand, RowsCall
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -31,7 +32,8 @@ def test_bits_do_not_depend_on_who_runs_when(recipe: Fp8Block) -> None:
     dh, dy = quantize_rows(drawn(S, H), 2), quantize_rows(drawn(S, D))
     operands = [Operand(dh, parts=2, gradient=True), Operand(dy, gradient=True)]
     ops = FusedFP8(0, recipe, keep=True)
-    want = SequentialMixin.rows_and_columns(ops, dh, fc1, plan, operands)
+    call = RowsCall(dh, fc1, plan)
+    want = SequentialMixin.rows_and_columns(ops, call, plan, operands)
 
     def check(got: tuple) -> None:
         used = sum(counts)
@@ -43,10 +45,10 @@ def test_bits_do_not_depend_on_who_runs_when(recipe: Fp8Block) -> None:
             assert torch.equal(a.matrix.scale, b.matrix.scale)
 
     for _ in range(10):
-        check(ops.rows_and_columns(dh, fc1, plan, operands))
+        check(ops.rows_and_columns(call, plan, operands))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = ops.rows_and_columns(dh, fc1, plan, operands)
+        made = ops.rows_and_columns(call, plan, operands)
     for _ in range(10):
         graph.replay()
         check(made)
