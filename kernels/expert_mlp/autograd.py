@@ -11,7 +11,6 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 `inverse_NK`.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,19 +32,14 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.once import Once
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.replication.experts import (
-    LAYERS,
-    BorrowedWeights,
-    Layer,
-    ReplicaExchange,
-    borrow_weights,
-    grads_with_replicas,
-)
+from phalanx.kernels.quantize.fp8_operands import in_dtype
+from phalanx.kernels.quantize.quantize import quantize_rows
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
@@ -72,13 +66,12 @@ class Overlap(Protocol):
         """Note that all rows of x have been read.
 
         Returns:
-            The `signal` of the fc2 GEMM that follows, which is of own experts if there are
-            replicas.
+            The `signal` of the fc2 GEMM that follows.
         """
         ...
 
     def finish_sums(self) -> Tensor:
-        """Send fc2's rows of own experts; those of replicas are sent at the end of this overlap.
+        """Send the rows of the GEMM that signals; others are sent at the end of this overlap.
 
         Returns:
             [N, D], to be read only at the end of this overlap.
@@ -104,6 +97,56 @@ class Overlap(Protocol):
     def tokens_first(self) -> Rows:
         """x at the start of the backward pass, when the gradient of out has arrived too."""
         ...
+
+
+class Experts(Protocol):
+    """Experts of a plan in one call: those of the weights, alone or with others behind them."""
+
+    def start(
+        self, own: MLPWeights, first: Layer, wait_rows: Callable[[], None] | None
+    ) -> Callable[[Backend], Backend]:
+        """Start the forward pass, or the backward pass.
+
+        Args:
+            own: weights [L, ...].
+            first: layer that runs first.
+            wait_rows: waits for the rows that kernels read; None: they have arrived.
+
+        Returns:
+            Function from a backend for the experts of the weights to one for all experts.
+        """
+        ...
+
+    def weight_grads(
+        self, work: WeightGrads, own: MLPWeights, buffers: Sequence[Buffer | None]
+    ) -> list[Tensor | None]:
+        """Gradients of w1, w2, b1 and b2, None where they are not wanted.
+
+        Args:
+            work: operands of all experts.
+            own: weights [L, ...].
+            buffers: destinations; None: new tensors.
+        """
+        ...
+
+
+class OwnExperts:
+    """`Experts` of a plan for the experts of the weights alone."""
+
+    def start(
+        self, own: MLPWeights, first: Layer, wait_rows: Callable[[], None] | None
+    ) -> Callable[[Backend], Backend]:
+        return unchanged
+
+    def weight_grads(
+        self, work: WeightGrads, own: MLPWeights, buffers: Sequence[Buffer | None]
+    ) -> list[Tensor | None]:
+        return work.all(buffers)
+
+
+def unchanged(backend: Backend) -> Backend:
+    """The backend itself."""
+    return backend
 
 
 @dataclass
@@ -137,13 +180,10 @@ class ExpertMLP(torch.autograd.Function):
         args: "ExpertMLPArgs",
         *addends: Tensor,
     ) -> Tensor:
-        weights, overlap, replicas = MLPWeights(w1, w2, b1, b2), args.overlap, None
-        ctx.args, ctx.replica_weights = args, None
-        if args.replicas is not None:
-            wait_rows = None if overlap is None else overlap.wait_rows
-            replicas = borrow_weights(args.replicas, weights, None, wait_rows, "fc1")
-            ctx.replica_weights = replicas.weights if args.replicas.keep else None
-        out, h, x_rows = run_forward(x, weights, plan, args, addends, replicas)
+        weights, overlap, ctx.args = MLPWeights(w1, w2, b1, b2), args.overlap, args
+        wait_rows = None if overlap is None else overlap.wait_rows
+        for_all = args.experts.start(weights, "fc1", wait_rows)
+        out, h, x_rows = run_forward(x, weights, plan, args, addends, for_all)
         if args.spec.recompute_h:
             h = x.new_empty(0)
         elif args.on_saved_h is not None:
@@ -175,13 +215,11 @@ class ExpertMLP(torch.autograd.Function):
         x = rows_of(tensors[:num_x]) if num_x else None
         plan = ExpertPlan(*tensors[num_x:]) if num_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        args, weights, replicas = ctx.args, MLPWeights(w1, w2, b1, b2), None
-        if args.replicas is not None:
-            in_flight = args.overlap is not None and not args.spec.recompute_h
-            first: Layer = "fc1" if args.spec.recompute_h else "fc2"
-            wait_rows = args.overlap.wait_rows if in_flight else None
-            replicas = borrow_weights(args.replicas, weights, ctx.replica_weights, wait_rows, first)
-        saved = Saved(x, weights, h, plan, args, replicas)
+        args, weights = ctx.args, MLPWeights(w1, w2, b1, b2)
+        in_flight = args.overlap is not None and not args.spec.recompute_h
+        first: Layer = "fc1" if args.spec.recompute_h else "fc2"
+        for_all = args.experts.start(weights, first, args.overlap.wait_rows if in_flight else None)
+        saved = Saved(x, weights, h, plan, args, for_all)
         out_grad = dout.contiguous() if args.fp8_inputs is None else args.fp8_inputs.gradient
         dx, *grads, dprob = run_backward(out_grad, saved, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
@@ -201,8 +239,7 @@ class ExpertMLPArgs(NamedTuple):
     """Read in place of x and of the gradient of out; None: both are read themselves."""
     on_saved_h: Callable[..., None] | None = None
     """Called with the tensors that are saved of h."""
-    replicas: ReplicaExchange | None = None
-    """Transfers of the replicas whose slots follow own experts in the plan; None: no replicas."""
+    experts: Experts = OwnExperts()
 
 
 class Saved(NamedTuple):
@@ -215,8 +252,8 @@ class Saved(NamedTuple):
     """Empty with `args.spec.recompute_h`."""
     plan: ExpertPlan
     args: ExpertMLPArgs
-    replicas: BorrowedWeights | None = None
-    """Weights of replicas in this pass."""
+    for_all: Callable[[Backend], Backend] = unchanged
+    """Result of `Experts.start`."""
 
 
 def run_forward(
@@ -225,23 +262,22 @@ def run_forward(
     plan: ExpertPlan,
     args: ExpertMLPArgs,
     addends: Sequence[Tensor] = (),
-    replicas: BorrowedWeights | None = None,
+    for_all: Callable[[Backend], Backend] = unchanged,
 ) -> tuple[Tensor, Rows, Rows]:
-    """(out, h, x as it is to be saved); h is empty without `keep_h`."""
+    """(out, h as it is to be saved, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = args.spec, args.overlap
-    ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights, spec, replicas)
+    ops, act = for_all(backend_of(spec, "forward")), spec.activation
+    fc1, fc2 = _layers(weights, spec)
     ready = None if overlap is None else overlap.ready
     received: Rows = x if args.fp8_inputs is None else args.fp8_inputs.tokens
     x_rows = ops.quantize(received)
     h_SH, a_SF = ops.fc1_act(Fc1Call(x_rows, fc1, plan, act, args.keep_h, ready))
-    if h_SH is None or not args.keep_h:
-        h_SH = x.new_empty(0)
+    h_SH = x.new_empty(0) if h_SH is None or not args.keep_h else saved_hidden(h_SH, spec)
     x_rows = for_wgrad(received, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, args.keep_h)
-        sums = Once(overlap.finish_sums)  # of own experts, before those of replicas
-        ops.rows(RowsCall(a_SF, fc2.before_replicas(sums), plan, signal))
+        sums = Once(overlap.finish_sums)
+        ops.rows(RowsCall(a_SF, fc2, plan, signal, after_signal=sums))
         return sums(), h_SH, x_rows
     y_SD = ops.rows(RowsCall(a_SF, fc2, plan))
     if plan.inverse_NK is None:
@@ -264,10 +300,10 @@ def run_backward(
         needs: which of the first five are wanted.
         buffers: destinations of the gradients of w1, w2, b1 and b2; None: new tensors.
     """
-    x_ND, weights, h_SH, plan, args, replicas = saved
+    x_ND, weights, h_SH, plan, args, for_all = saved
     spec, act, overlap = args.spec, args.spec.activation, args.overlap
-    ops = backend_of(spec, "dgrad")
-    fc1, fc2 = _layers(weights, spec, replicas)
+    ops = for_all(backend_of(spec, "dgrad"))
+    fc1, fc2 = _layers(weights, spec)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
         x_ND, h_SH = _hidden(saved, fc1)
@@ -276,7 +312,8 @@ def run_backward(
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets), gradient=True)
     ready = None if overlap is None or spec.recompute_h else overlap.ready
     dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
-    hidden = ops.fc2_dgrad_dact(Fc2DgradCall(dy_rows, fc2, h_SH, plan, act, ready))
+    h_rows = in_dtype(Operand(h_SH, parts=fc1.parts), weights.w2.dtype)
+    hidden = ops.fc2_dgrad_dact(Fc2DgradCall(dy_rows, fc2, h_rows, plan, act, ready))
     dh_SH, dprob_S, db1 = hidden.dh_SH, hidden.dprob_S, hidden.db1_LH
     dh = dh_SH if hidden.dh_columns is None else hidden.dh_columns
     dy = dy._replace(matrix=for_wgrad(dy.matrix, dy_rows.matrix, spec))
@@ -285,7 +322,7 @@ def run_backward(
     w1_operands = [Operand(dh, parts=fc1.parts, gradient=True)] if need_w1 else []
     w1_operands += [Operand(x_ND, gather=gather_x)] if need_w1 and x_ND is not None else []
     operands = [*w2_operands, *w1_operands]
-    del hidden, dy_rows, dh, w2_operands, w1_operands
+    del hidden, dy_rows, h_rows, dh, w2_operands, w1_operands
     fc1_dgrad = RowsCall(dh_SH, fc1.transposed, plan) if need_x else None
     if overlap is None:
         dx, operands = ops.rows_and_columns(fc1_dgrad, plan, operands)
@@ -308,10 +345,7 @@ def run_backward(
         tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
     del dout, dy, operands  # the largest buffers of the backward after dh: `work` frees them
-    if args.replicas is None or not any(needs[1:]):
-        grads = work.all(buffers)
-    else:
-        grads = grads_with_replicas(work, args.replicas, weights, buffers)
+    grads = args.experts.weight_grads(work, weights, buffers)
     dtype = weights.w1.dtype
     grads = [_cast(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
     return dx, *grads, dprob_S
@@ -323,27 +357,23 @@ def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
     if x_ND is None:
         assert overlap is not None
         x_ND = overlap.tokens_first()
-    ops = backend_of(spec, "forward")
+    ops = saved.for_all(backend_of(spec, "forward"))
     h_SH, _ = ops.fc1_act(Fc1Call(ops.quantize(x_ND), fc1, saved.plan, spec.activation))
     assert h_SH is not None
-    return x_ND, h_SH
+    return x_ND, saved_hidden(h_SH, spec)
 
 
-def _layers(
-    own: MLPWeights, spec: MLPSpec, replicas: BorrowedWeights | None
-) -> tuple[Linear, Linear]:
+def _layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
     """Layers fc1 and fc2."""
-    w1, w2, b1, b2 = own
-    parts = spec.activation.facts.halves
-    fc1, fc2 = Linear(w1, b1, parts, source=w1), Linear(w2, b2, source=w2)
-    if replicas is None:
-        return fc1, fc2
-    w1, w2, b1, b2 = replicas.weights
-    arrive_fc1, arrive_fc2 = (functools.partial(replicas.arrive, layer) for layer in LAYERS)
-    return (
-        fc1.with_replicas(Linear(w1, b1, parts), arrive_fc1),
-        fc2.with_replicas(Linear(w2, b2), arrive_fc2),
-    )
+    w1, w2, b1, b2 = weights
+    return Linear(w1, b1, spec.activation.facts.halves, source=w1), Linear(w2, b2, source=w2)
+
+
+def saved_hidden(h_SH: Rows, spec: MLPSpec) -> Rows:
+    """The form of h that is saved; `in_dtype` returns its values."""
+    if isinstance(spec.recipe, Fp8Block) and spec.recipe.hidden == "fp8":
+        return quantize_rows(h_SH, spec.activation.facts.halves)
+    return h_SH
 
 
 def for_wgrad(unquantized: Any, quantized: Any, spec: MLPSpec) -> Any:

@@ -9,16 +9,14 @@ sum.
 A recipe (`kernels.quantize.recipe`) is a matter of the backend: `quantize` and `columns` produce
 the operands of fc1_act, rows and wgrad. Without a recipe they return their argument.
 
-With expert replication, a plan covers the rank's own experts and replicas of other ranks' experts,
-and a `Linear` leads to the weights of both: fc1_act, rows and fc2_dgrad_dact compute rows of own
-experts first and then, into the same tensors, rows of replicas. wgrad and bias_grad are called for
-each part of the plan.
+A plan may be one part of a split plan (`ExpertPlan.split`): then an operation writes the rows of
+its experts alone.
 
 Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert
 width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
@@ -69,8 +67,18 @@ class Backend(Protocol):
     Results have the dtype of the first argument unless stated otherwise.
     """
 
-    fuses_gather: ClassVar[bool]
-    """GEMMs that gather their rows are as fast as GEMMs on gathered rows."""
+    @property
+    def fuses_gather(self) -> bool:
+        """GEMMs that gather their rows are as fast as GEMMs on gathered rows."""
+        ...
+
+    @property
+    def writes_into_out(self) -> bool:
+        """Rows of a plan's parts can be written into the same tensors: fc1_act and rows take `out`.
+
+        Such a backend is a `kernels.replication.backend.BackendOfParts`.
+        """
+        ...
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         """Expert rows of the pairs whose expert is local (`kernels.routing.plan`)."""
@@ -89,9 +97,20 @@ class Backend(Protocol):
         ...
 
     def rows_and_columns(
-        self, call: RowsCall | None, plan: ExpertPlan, operands: Sequence[Operand]
+        self,
+        call: RowsCall | None,
+        plan: ExpertPlan,
+        operands: Sequence[Operand],
+        rows: Callable[[RowsCall], Tensor] | None = None,
     ) -> tuple[Tensor | None, list[Operand]]:
-        """`rows` of the call (None without one) and `columns` of operands, possibly overlapped."""
+        """`rows` of the call (None without one) and `columns` of operands, possibly overlapped.
+
+        Args:
+            call: call of `rows`.
+            plan: of the operands.
+            operands: to be made columns.
+            rows: computes the call; None: `rows` of this backend.
+        """
         ...
 
     def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
@@ -131,12 +150,18 @@ class Backend(Protocol):
 
 
 class SequentialMixin:
-    """`rows_and_columns` without overlap."""
+    """`rows_and_columns` without overlap, for a backend whose results are new tensors."""
+
+    writes_into_out: ClassVar[bool] = False
 
     def rows_and_columns(
-        self: Backend, call: RowsCall | None, plan: ExpertPlan, operands: Sequence[Operand]
+        self: Backend,
+        call: RowsCall | None,
+        plan: ExpertPlan,
+        operands: Sequence[Operand],
+        rows: Callable[[RowsCall], Tensor] | None = None,
     ) -> tuple[Tensor | None, list[Operand]]:
-        y_SO = None if call is None else self.rows(call)
+        y_SO = None if call is None else (rows or self.rows)(call)
         return y_SO, [self.columns(x, plan) for x in operands]
 
 
@@ -148,6 +173,33 @@ class UnquantizedMixin(SequentialMixin):
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
         return x
+
+
+class DelegatingMixin:
+    """Operations that a backend around another one delegates to it."""
+
+    _inner: Backend
+
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return self._inner.plan(topk_idx_NK, topk_prob_NK, size)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return self._inner.plan_backward(dprob_S, inverse_NK)
+
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Rows:
+        return self._inner.quantize(x, gradient=gradient)
+
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        return self._inner.columns(x, plan)
+
+    def wgrad(self, call: WgradCall) -> Tensor:
+        return self._inner.wgrad(call)
+
+    def bias_grad(self, call: BiasGradCall) -> Tensor:
+        return self._inner.bias_grad(call)
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+        return self._inner.combine(y_SD, inverse_NK, addends)
 
 
 def put(value: Tensor, into: Buffer | None) -> Tensor:

@@ -8,7 +8,6 @@ Shape legend: N rows, D hidden, F width, H = 2F for gated activations and F for 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ from phalanx.kernels.expert_mlp.calls import (
 from phalanx.kernels.expert_mlp.dense_linear import weight_gradient
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.quantize.recipe import Fp8Block
 
 
 class DenseFc1(NamedTuple):
@@ -59,7 +57,7 @@ def dense_fc1(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> DenseFc1:
 
     Args:
         x_ND: bf16 or fp32, as w1 [H, D] is.
-        spec: activation and backend. A recipe does not quantize h.
+        spec: activation and backend. A recipe does not quantize h that is saved.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
@@ -68,8 +66,6 @@ def dense_fc1(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> DenseFc1:
     fits = x_ND.ndim == 2 and w1.shape == (spec.activation.width(F), x_ND.shape[-1])
     if not fits or w1.dtype != x_ND.dtype:
         raise ValueError(f"expected x [N, D] and w1 [H, D] of one dtype, got {_shapes(x_ND, w1)}")
-    if isinstance(spec.recipe, Fp8Block):
-        spec = replace(spec, recipe=replace(spec.recipe, hidden="bf16"))
     gradient: list[HiddenGrads] = []
     x_ND = x_ND.contiguous()
     h_NH, *a = _Fc1.apply(x_ND, w1, spec, gradient)

@@ -1,11 +1,10 @@
 """The routing plan of one rank as a value: which rows its experts read, and where results go.
 
-`kernels.routing.plan` creates it, every backend of the expert MLP reads it. With expert replication
-the slots of replicas follow the rank's own experts, and the plan is split in two for operations
-that take the weights of one of them.
+`kernels.routing.plan` creates it, every backend of the expert MLP reads it. It can be split in two,
+for operations that take the weights of some of the experts.
 
-Legend: N rows of x, K expert slots of a row, L local experts, S expert rows (static), P local
-slots: own experts and replicas.
+Legend: N rows of x, K expert slots of a row, L local experts, S expert rows (static), P experts of
+a plan before it was split.
 """
 
 from collections.abc import Callable
@@ -37,38 +36,37 @@ class ExpertPlan(NamedTuple):
     """int32: local experts in the order in which the fused scheduler takes them; None: its own
     order."""
     slot_offsets_P: Tensor | None = None
-    """int32 [P + 1], only in the plan of replicas: offsets of all slots, of which the last are
-    theirs; expert rows before offsets[0] belong to own experts. None in all other plans."""
+    """int32 [P + 1], only in the second part of a split plan: offsets of all experts, of which the
+    last are its own; expert rows before offsets[0] belong to the first part. None in all other
+    plans."""
 
-    def split(self, num_own: int) -> "tuple[ExpertPlan, ExpertPlan]":
-        """Plans of the first `num_own` experts and of the replicas behind them, without order."""
+    def split(self, count: int) -> "tuple[ExpertPlan, ExpertPlan]":
+        """Plans of the first `count` experts and of those behind them, without order."""
         return (
-            self._replace(offsets=self.offsets[: num_own + 1], order_L=None),
-            self._replace(
-                offsets=self.offsets[num_own:], order_L=None, slot_offsets_P=self.offsets
-            ),
+            self._replace(offsets=self.offsets[: count + 1], order_L=None),
+            self._replace(offsets=self.offsets[count:], order_L=None, slot_offsets_P=self.offsets),
         )
 
     @property
     def all_offsets(self) -> Tensor:
-        """Offsets of all slots up to the last of this plan."""
+        """Offsets of all experts up to the last of this plan."""
         return self.offsets if self.slot_offsets_P is None else self.slot_offsets_P
 
     def relocated(self, new_offsets: Callable[[Tensor], Tensor]) -> "ExpertPlan":
-        """The same experts, whose rows start at `new_offsets` of the offsets of all slots."""
+        """The same experts, whose rows start at `new_offsets` of the offsets of all experts."""
         all_P = new_offsets(self.all_offsets)
         offsets = all_P[len(all_P) - len(self.offsets) :]
-        return self._replace(offsets=offsets, slot_offsets_P=all_P if self.of_replicas else None)
+        return self._replace(offsets=offsets, slot_offsets_P=all_P if self.is_behind else None)
 
     @property
-    def of_replicas(self) -> bool:
-        """True for the plan of replicas, whose rows follow those of own experts."""
+    def is_behind(self) -> bool:
+        """True for the second part of a split plan, whose rows follow those of the first."""
         return self.slot_offsets_P is not None
 
     def select(self, value_P: Tensor) -> Tensor:
-        """The entries of this plan's experts in a tensor over all slots."""
+        """The entries of this plan's experts in a tensor over all experts."""
         L = len(self.offsets) - 1
-        return value_P[len(value_P) - L :] if self.of_replicas else value_P[:L]
+        return value_P[len(value_P) - L :] if self.is_behind else value_P[:L]
 
 
 def one_group(x_ND: Tensor) -> ExpertPlan:

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, Fp8Inputs, Overlap
+from phalanx.kernels.expert_mlp.autograd import (
+    ExpertMLP,
+    ExpertMLPArgs,
+    Fp8Inputs,
+    Overlap,
+    OwnExperts,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.replication.experts import ReplicaExchange
+from phalanx.kernels.replication.exchange import ReplicaExchange
+from phalanx.kernels.replication.experts import ReplicatedExperts
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 
@@ -84,8 +91,9 @@ def grouped_mlp(
         raise ValueError("overlap: with a recipe, rows must arrive quantized (fp8_inputs)")
     if fp8_inputs is not None and spec.recipe is None:
         raise ValueError("fp8_inputs: only a recipe takes rows in FP8")
+    experts = OwnExperts() if replicas is None else ReplicatedExperts(replicas)
     args = ExpertMLPArgs(
-        spec, differentiates(x_ND, weights, plan), overlap, fp8_inputs, on_saved_h, replicas
+        spec, differentiates(x_ND, weights, plan), overlap, fp8_inputs, on_saved_h, experts
     )
     x_ND = x_ND.contiguous() if fp8_inputs is None else x_ND
     addends = [addend.contiguous() for addend in addends]

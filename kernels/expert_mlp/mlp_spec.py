@@ -1,7 +1,8 @@
 """Specification of an expert MLP, a shared expert or a dense MLP, as one value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -86,3 +87,13 @@ class MLPWeights(NamedTuple):
     """[L, H]."""
     b2: Tensor | None = None
     """[L, D]."""
+
+
+type Layer = Literal["fc1", "fc2"]
+LAYERS: tuple[Layer, Layer] = ("fc1", "fc2")
+
+
+def layer_pair[T](values: Sequence[T], layer: Layer) -> tuple[T, T]:
+    """The entries of a layer's weight and bias among values of w1, w2, b1 and b2."""
+    index = LAYERS.index(layer)
+    return values[index], values[index + 2]

@@ -6,7 +6,7 @@ are NaN, so that tests detect a consumer that reads them.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -92,13 +92,13 @@ class Reference(UnquantizedMixin):
         S, width = _count(x_ND, plan), fc1.weight_LOI.shape[1]
         h_SH = _padding(x_ND, S, width)
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
-        for linear, e, span in _experts(fc1, plan):
-            w1_HD, b1_LH = linear.weight_LOI[e], linear.bias_LO
+        for e, span in enumerate(_spans(plan.offsets)):
+            w1_HD, b1_LH = fc1.weight_LOI[e], fc1.bias_LO
             h = (
                 _at_least_fp32(_expert_rows(Operand(x_ND, gather=True), plan, span))
                 @ _at_least_fp32(w1_HD).T
             )
-            h = h * _alpha(linear, e)
+            h = h * _alpha(fc1, e)
             h_SH[span] = (h if b1_LH is None else h + _at_least_fp32(b1_LH[e])).to(x_ND.dtype)
             a_SF[span] = (activation(_at_least_fp32(h_SH[span]), act) * _prob(plan, span)).to(
                 x_ND.dtype
@@ -108,14 +108,14 @@ class Reference(UnquantizedMixin):
     def rows(self, call: RowsCall) -> Tensor:
         a_SI, linear, plan = call.a_SI, call.linear, call.plan
         y_SO = _padding(a_SI, a_SI.shape[0], linear.weight_LOI.shape[1])
-        for layer, e, span in _experts(linear, plan):
+        for e, span in enumerate(_spans(plan.offsets)):
             y = (
                 _at_least_fp32(a_SI[span])
-                @ _at_least_fp32(layer.weight_LOI[e]).T
-                * _alpha(layer, e)
+                @ _at_least_fp32(linear.weight_LOI[e]).T
+                * _alpha(linear, e)
             )
-            if layer.bias_LO is not None:
-                y = y + _at_least_fp32(layer.bias_LO[e]) * _prob(plan, span)
+            if linear.bias_LO is not None:
+                y = y + _at_least_fp32(linear.bias_LO[e]) * _prob(plan, span)
             y_SO[span] = y.to(a_SI.dtype)
         return y_SO
 
@@ -125,15 +125,15 @@ class Reference(UnquantizedMixin):
         S, ffn, dtype = h_SH.shape[0], fc2.weight_LOI.shape[2], dy.matrix.dtype
         dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
         dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
-        for linear, e, span in _experts(fc2, plan):
+        for e, span in enumerate(_spans(plan.offsets)):
             dy_SD, w2_DF, b2_LD = (
                 _at_least_fp32(_expert_rows(dy, plan, span)),
-                linear.weight_LOI[e],
-                linear.bias_LO,
+                fc2.weight_LOI[e],
+                fc2.bias_LO,
             )
             h, dvalue = (
                 _at_least_fp32(h_SH[span]),
-                dy_SD @ _at_least_fp32(w2_DF) * _alpha(linear, e),
+                dy_SD @ _at_least_fp32(w2_DF) * _alpha(fc2, e),
             )
             value, prob = activation(h, act), _prob(plan, span)
             dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dtype)
@@ -198,13 +198,6 @@ def _alpha(linear: Linear, expert: int) -> Tensor | float:
 
 def _padding(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_full((rows, columns), float("nan"))
-
-
-def _experts(linear: Linear, plan: ExpertPlan) -> Iterator[tuple[Linear, int, slice]]:
-    """Layer, number in it and expert rows of each expert."""
-    for layer, part in linear.expert_groups(plan):
-        for e, span in enumerate(_spans(part.offsets)):
-            yield layer, e, span
 
 
 def _spans(offsets: Tensor) -> list[slice]:

@@ -41,8 +41,7 @@ def grouped(options: Options) -> "Grouped":
 class Grouped(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16, and on a CPU also fp32.
 
-    On a CPU every GEMM is one in fp32, whose result is rounded. Weights of own experts and replicas
-    are concatenated for each use.
+    On a CPU every GEMM is one in fp32, whose result is rounded.
     """
 
     fuses_gather: ClassVar[bool] = False
@@ -54,8 +53,7 @@ class Grouped(UnquantizedMixin):
         return gather_pairs(dprob_S, inverse_NK)
 
     def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
-        plan, act = call.plan, call.act
-        fc1 = call.fc1.concatenated
+        fc1, plan, act = call.fc1, call.plan, call.act
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
         x_SD = _gather(Operand(call.x_ND, gather=True), plan)
         z_SH = _grouped_mm(x_SD, w1_LDH, plan, fc1.alpha_L)
@@ -64,7 +62,7 @@ class Grouped(UnquantizedMixin):
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
     def rows(self, call: RowsCall) -> Tensor:
-        linear, plan = call.linear.concatenated, call.plan
+        linear, plan = call.linear, call.plan
         y_SO = _grouped_mm(call.a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
         if linear.bias_LO is None:
             return y_SO
@@ -72,8 +70,8 @@ class Grouped(UnquantizedMixin):
         return as_one_kernel(_scaled_bias, y_SO, linear.bias_LO, expert_S, plan.row_prob_S)
 
     def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
-        h_SH, plan, act = call.h_SH, call.plan, call.act
-        dy_SD, fc2 = _gather(call.dy, plan), call.fc2.concatenated
+        fc2, h_SH, plan, act = call.fc2, call.h_SH, call.plan, call.act
+        dy_SD = _gather(call.dy, plan)
         da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan, fc2.alpha_L)
         used_S = used_rows(h_SH, plan.offsets)
         inputs = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
@@ -110,8 +108,8 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
 
     The first is multiplied by an expert's alpha. A weight gradient passes a transposed row-major
     and a row-major matrix, the one pair of layouts for which CUDA takes groups that end anywhere;
-    others need multiples of 8 rows. The first group starts at row 0: in a plan of replicas it is
-    one of the rows before theirs, which is dropped.
+    others need multiples of 8 rows. The first group starts at row 0: in the second part of a plan
+    it is one of the rows before its own, which is dropped.
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(
@@ -122,7 +120,7 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
         groups = () if b.ndim == 3 else (plan.offsets.shape[0] - 1,)
         return a.new_zeros(*groups, a.shape[0], b.shape[-1])
     contracts_rows = b.ndim == 2
-    ends = plan.offsets if contracts_rows and plan.of_replicas else plan.offsets[1:]
+    ends = plan.offsets if contracts_rows and plan.is_behind else plan.offsets[1:]
     first = len(ends) - (len(plan.offsets) - 1)
     if not a.is_cuda:
         # In bf16 oneDNN would compile a kernel for every new number of rows: 0.5 ms, and 0.6 MB

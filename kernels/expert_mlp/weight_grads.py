@@ -1,7 +1,7 @@
 """Gradients of the weights and biases of an expert MLP, after the data gradient.
 
-With expert replication they are computed in two parts from the same rows, for replicas and for own
-experts. An operand is freed after its last use: these are the largest tensors of the backward pass.
+They may be computed for the parts of a plan, from the same rows. An operand is freed after its last
+use: these are the largest tensors of the backward pass.
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -27,7 +27,7 @@ class WeightGrads:
 
     ops: Backend
     plan: ExpertPlan
-    """Plan of all experts, replicas included."""
+    """Plan of all experts."""
     needs: Sequence[bool]
     """Which of the gradients of w1, w2, b1 and b2 are wanted."""
     w1_operands: list[Operand]

@@ -16,9 +16,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Backend, HiddenGrads, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.backend import (
+    Backend,
+    DelegatingMixin,
+    HiddenGrads,
+    UnquantizedMixin,
+    put,
+)
 from phalanx.kernels.expert_mlp.calls import (
-    BiasGradCall,
     Fc1Call,
     Fc2DgradCall,
     Linear,
@@ -33,18 +38,17 @@ from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
 from phalanx.kernels.microscaling import emulate
 from phalanx.kernels.microscaling.emulate import Values
 from phalanx.kernels.microscaling.nvfp4 import tensor_scale
-from phalanx.kernels.quantize.emulated_fp8 import DelegatingMixin
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
 
 
-class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
+class EmulatedMicroscaling(UnquantizedMixin, DelegatingMixin):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
     fuses_gather: ClassVar[bool] = False
 
-    def __init__(self, exact: Backend, recipe: Microscaling) -> None:
-        self._exact, self._recipe, self._format = exact, recipe, recipe.format
+    def __init__(self, inner: Backend, recipe: Microscaling) -> None:
+        self._inner, self._recipe, self._format = inner, recipe, recipe.format
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
         if self._recipe.wgrad == "bf16" or isinstance(x.matrix, Values):
@@ -55,22 +59,22 @@ class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
         x_SD = _gathered(Operand(call.x_ND, gather=True), call.plan)
         x_SD, fc1 = self._operands(x_SD, call.fc1, call.plan, gradient=False)
         plan = call.plan._replace(row_index_S=None)
-        return self._exact.fc1_act(call._replace(x_ND=x_SD, fc1=fc1, plan=plan))
+        return self._inner.fc1_act(call._replace(x_ND=x_SD, fc1=fc1, plan=plan))
 
     def rows(self, call: RowsCall) -> Tensor:
         linear = call.linear
         a_SI, linear = self._operands(call.a_SI, linear, call.plan, gradient=linear.is_transposed)
-        return self._exact.rows(call._replace(a_SI=a_SI, linear=linear))
+        return self._inner.rows(call._replace(a_SI=a_SI, linear=linear))
 
     def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
         fc2, plan = call.fc2, call.plan
         exact_dy_SD = _gathered(call.dy, plan)
         dy_SD, fc2_dgrad = self._operands(exact_dy_SD, fc2.transposed, plan, gradient=True)
-        hidden = self._exact.fc2_dgrad_dact(
+        hidden = self._inner.fc2_dgrad_dact(
             call._replace(dy=Operand(dy_SD), fc2=fc2_dgrad.transposed)
         )
-        if hidden.dprob_S is not None and (biases_PD := fc2.all_biases_PO) is not None:
-            bias_SD = biases_PD.index_select(0, expert_of_row(plan.offsets, exact_dy_SD))
+        if hidden.dprob_S is not None and fc2.bias_LO is not None:
+            bias_SD = fc2.bias_LO.index_select(0, expert_of_row(plan.offsets, exact_dy_SD))
             dprob_S = hidden.dprob_S + (exact_dy_SD.float() * bias_SD.float()).sum(-1)
             dprob_S = torch.where(used_rows(dprob_S, plan.offsets), dprob_S, 0.0)
             hidden = hidden._replace(dprob_S=dprob_S)
@@ -83,22 +87,19 @@ class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
 
     def wgrad(self, call: WgradCall) -> Tensor:
         if self._recipe.wgrad == "bf16":
-            return self._exact.wgrad(call)
+            return self._inner.wgrad(call)
         d_TO, v_TI = call.d.matrix, call.v.matrix
         plan = call.plan.relocated(lambda offsets: emulate.column_offsets(offsets, self._format))
         plan = plan._replace(row_index_S=None)
         exact = WgradCall(Operand(d_TO.matrix), Operand(v_TI.matrix), plan, call.into)
         if d_TO.amax_L is None:
-            return self._exact.wgrad(exact)
+            return self._inner.wgrad(exact)
         shape = (len(plan.offsets) - 1, d_TO.matrix.shape[1], v_TI.matrix.shape[1])
         sums_LOI = Buffer(d_TO.matrix.new_empty(shape, dtype=torch.float32), add=False)
-        dw_LOI = self._exact.wgrad(exact._replace(into=sums_LOI))
+        dw_LOI = self._inner.wgrad(exact._replace(into=sums_LOI))
         scale_L = plan.select(tensor_scale(d_TO.amax_L, v_TI.amax_L))
         dw_LOI.mul_(scale_L[:, None, None])
         return put(dw_LOI.to(d_TO.matrix.dtype) if call.into is None else dw_LOI, call.into)
-
-    def bias_grad(self, call: BiasGradCall) -> Tensor:
-        return self._exact.bias_grad(call)
 
     def _operands(
         self, x_SI: Tensor, linear: Linear, plan: ExpertPlan, *, gradient: bool
@@ -107,20 +108,11 @@ class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
         number_format, parts_in = self._format, linear.parts_in
         random = gradient and self._recipe.stochastic
         x = emulate.rows(x_SI, plan.offsets, number_format, parts_in, stochastic=random)
-        amax_P, replicas = x.amax_L, linear.replicas
-
-        def quantized(layer: Linear, slot: int) -> Linear:
-            """The layer of the experts whose slots start at `slot`."""
-            w = emulate.weights(layer.weight_LOI, number_format, layer.parts, layer.parts_in)
-            alpha_L = None
-            if amax_P is not None and w.amax_L is not None:
-                alpha_L = tensor_scale(amax_P[slot : slot + len(w.amax_L)], w.amax_L)
-            return layer._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
-
-        own = quantized(linear, 0)
-        if replicas is not None:
-            own = own._replace(replicas=lambda _: quantized(replicas(False), len(own.weight_LOI)))
-        return x.matrix, own
+        w = emulate.weights(linear.weight_LOI, number_format, linear.parts, parts_in)
+        alpha_L = None
+        if x.amax_L is not None and w.amax_L is not None:
+            alpha_L = tensor_scale(x.amax_L, w.amax_L)
+        return x.matrix, linear._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:
         random = gradient and self._recipe.stochastic

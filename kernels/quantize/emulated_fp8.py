@@ -7,13 +7,12 @@ is the reference of the fused FP8 kernels. It saves no time.
 Shape legend as in `kernels.expert_mlp.backend`.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Backend, HiddenGrads, PlanSize
+from phalanx.kernels.expert_mlp.backend import Backend, DelegatingMixin, HiddenGrads
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -40,29 +39,14 @@ from phalanx.kernels.quantize.quantize import (
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class DelegatingMixin:
-    """Operations that a backend with a recipe delegates to one without."""
-
-    _exact: Backend
-
-    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
-        return self._exact.plan(topk_idx_NK, topk_prob_NK, size)
-
-    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
-        return self._exact.plan_backward(dprob_S, inverse_NK)
-
-    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
-        return self._exact.combine(y_SD, inverse_NK, addends)
-
-
 class EmulatedFP8(FP8Operands, DelegatingMixin):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
     fuses_gather: ClassVar[bool] = True
 
-    def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
+    def __init__(self, inner: Backend, recipe: Fp8Block) -> None:
         super().__init__(recipe)
-        self._exact, self._grad = exact, FORMATS[recipe.grad_format]
+        self._inner, self._grad = inner, FORMATS[recipe.grad_format]
 
     def _columns(
         self, x_SC: Tensor, plan: ExpertPlan, parts: int, dtype: torch.dtype
@@ -72,9 +56,7 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
     def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
         fc1 = call.fc1
         x_ND = in_dtype(Operand(call.x_ND), fc1.weight_LOI.dtype)
-        h_SH, a_SF = self._exact.fc1_act(call._replace(x_ND=x_ND, fc1=_through_fp8(fc1)))
-        if isinstance(h_SH, Tensor) and self._recipe.hidden == "fp8":
-            h_SH = quantize_rows(h_SH, fc1.parts)
+        h_SH, a_SF = self._inner.fc1_act(call._replace(x_ND=x_ND, fc1=_through_fp8(fc1)))
         return h_SH, self._activations(a_SF, call.plan)
 
     def _activations(self, a_SF: Tensor, plan: ExpertPlan) -> Quantized:
@@ -83,15 +65,20 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
     def rows(self, call: RowsCall) -> Tensor:
         linear = call.linear
         a_SI = in_dtype(Operand(call.a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
-        return self._exact.rows(call._replace(a_SI=a_SI, linear=_through_fp8(linear)))
+        return self._inner.rows(call._replace(a_SI=a_SI, linear=_through_fp8(linear)))
 
     def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
-        plan, dtype, parts = call.plan, call.fc2.weight_LOI.dtype, call.act.facts.halves
-        dy = call.dy._replace(matrix=in_dtype(call.dy, dtype))
-        h_SH = in_dtype(Operand(call.h_SH, parts=parts), dtype)
-        hidden = self._exact.fc2_dgrad_dact(
-            call._replace(dy=dy, fc2=_through_fp8(call.fc2), h_SH=h_SH)
-        )
+        return self.quantized(self._inner.fc2_dgrad_dact(self.dequantized(call)), call)
+
+    def dequantized(self, call: Fc2DgradCall) -> Fc2DgradCall:
+        """The call of the backend without the recipe."""
+        fc2 = call.fc2
+        dy = call.dy._replace(matrix=in_dtype(call.dy, fc2.weight_LOI.dtype))
+        return call._replace(dy=dy, fc2=_through_fp8(fc2))
+
+    def quantized(self, hidden: HiddenGrads, call: Fc2DgradCall) -> HiddenGrads:
+        """The result with the recipe, from that of the backend without."""
+        plan, parts = call.plan, call.act.facts.halves
         dh, a = hidden.dh_SH, hidden.a_SF
         dh_rows = self._hidden_gradient(dh, parts, plan)
         if self._recipe.wgrad == "bf16":
@@ -106,11 +93,11 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
     def wgrad(self, call: WgradCall) -> Tensor:
         dtype, plan = torch.bfloat16, call.plan
         d, v = (x._replace(matrix=_dequantized(x, dtype, plan)) for x in (call.d, call.v))
-        return self._exact.wgrad(call._replace(d=d, v=v))
+        return self._inner.wgrad(call._replace(d=d, v=v))
 
     def bias_grad(self, call: BiasGradCall) -> Tensor:
         d = call.d._replace(matrix=in_dtype(call.d, torch.bfloat16))
-        return self._exact.bias_grad(call._replace(d=d))
+        return self._inner.bias_grad(call._replace(d=d))
 
 
 def _dequantized(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
@@ -124,12 +111,8 @@ def _dequantized(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
 
 def _through_fp8(linear: Linear) -> Linear:
     """The layer with weights that were quantized and dequantized."""
-    return linear.map_experts(_values)
-
-
-def _values(linear: Linear) -> Linear:
     if linear.is_transposed:  # blocks are the same of a matrix and of its transpose
-        return linear._replace(weight_LOI=_values(linear.transposed).weight_LOI.mT)
+        return linear._replace(weight_LOI=_through_fp8(linear.transposed).weight_LOI.mT)
     w_LOI = linear.weight_LOI
     values = dequantize_weights(quantize_weights(w_LOI, linear.parts).forward, linear.parts)
     return linear._replace(weight_LOI=values.to(w_LOI.dtype))

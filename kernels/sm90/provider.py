@@ -1,11 +1,11 @@
 """The fused backend of `configs.tables.backends`."""
 
-from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.replication.backend import BackendOfParts
 
 
-def fused(options: Options) -> Backend:
+def fused(options: Options) -> BackendOfParts:
     """The fused kernels for Hopper, in bf16 or with the FP8 recipe.
 
     Raises:

@@ -13,7 +13,7 @@ from phalanx.kernels.expert_mlp.autograd import Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 if TYPE_CHECKING:
-    from phalanx.kernels.replication.experts import ReplicaExchange
+    from phalanx.kernels.replication.exchange import ReplicaExchange
     from phalanx.kernels.routing.replication_plan import ReplicationPlan
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.replication.experts import LAYERS, Layer, layer_pair
+from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, Layer, MLPSpec, MLPWeights, layer_pair
 from tests.kernels.problems import Problem, Result, leaves_of
 
 NAMES = ("w1", "w2", "b1", "b2")

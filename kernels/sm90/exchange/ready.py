@@ -1,9 +1,9 @@
-"""Waits of a GEMM for rows, or weights of replicas, that other GPUs are still writing, by waves.
+"""Waits of a GEMM for rows, or for weights, that other GPUs are still writing, by waves.
 
 Rows come in waves of local experts (`push`): a row is in the wave of the first expert that reads
 it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
-multiplied. Weights of replicas come in waves too (`kernels.replication.weights_triton`).
+multiplied. Borrowed weights come in waves too (`kernels.replication.weights_triton`).
 
 Legend: R ranks.
 """
@@ -78,7 +78,7 @@ class WaveWait:
                 flag = words[0] + 4 * Int64(wave * (sizes >> _HALF) + lane)
                 epoch = peer.load_acquire(words[1])
                 peer.wait(flag, epoch, Int32(words[3]), words[2], lane)
-            # Acquired in the generic proxy; TMA loads replicas' weights through the async one.
+            # Acquired in the generic proxy; TMA loads borrowed weights through the async one.
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()  # all lanes: each has waited for one rank
             seen[0] = wave + 1

@@ -18,6 +18,7 @@ from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
     Fc2DgradCall,
+    HiddenRows,
     Linear,
     Operand,
     RowsCall,
@@ -27,13 +28,15 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 
 class Fused(UnquantizedMixin):
-    """`kernels.expert_mlp.backend.Backend` on Hopper, in bf16.
+    """`kernels.replication.backend.BackendOfParts` on Hopper, in bf16.
 
     Args:
         sm_margin: SMs that every GEMM leaves free.
     """
 
     fuses_gather: ClassVar[bool] = True
+    writes_into_out: ClassVar[bool] = True
+    waits_for_weights: ClassVar[bool] = True
 
     def __init__(self, sm_margin: int) -> None:
         self._sm_margin = sm_margin
@@ -51,63 +54,60 @@ class Fused(UnquantizedMixin):
     def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
-        out, plan = None, call.plan
-        for layer, part in call.fc1.expert_groups(plan, kernel_waits=plan.row_index_S is not None):
-            out = fc1_act(
-                call.x_ND,
-                layer.weight_LOI,
-                part.offsets,
-                call.act,
-                index_S=plan.row_index_S,
-                prob_S=plan.row_prob_S,
-                bias_LH=layer.bias_LO,
-                keep_h=call.keep_h,
-                ready=layer.ready if part.of_replicas else call.ready,
-                out=out,
-                sm_margin=self._sm_margin,
-            )
-        assert out is not None
-        return out
+        plan = call.plan
+        return fc1_act(
+            call.x_ND,
+            call.fc1.weight_LOI,
+            plan.offsets,
+            call.act,
+            index_S=plan.row_index_S,
+            prob_S=plan.row_prob_S,
+            bias_LH=call.fc1.bias_LO,
+            keep_h=call.keep_h,
+            ready=call.ready,
+            out=call.out,
+            sm_margin=self._sm_margin,
+        )
 
     def rows(self, call: RowsCall) -> Tensor:
         from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 
-        y_SO, scale_S = None, self._scale_of_bias(call.linear, call.plan, call.a_SI)
-        for layer, part in call.linear.expert_groups(call.plan):
-            y_SO = grouped_gemm(
-                call.a_SI,
-                layer.weight_LOI,
-                part.offsets,
-                bias_LN=layer.bias_LO,
-                scale_S=scale_S,
-                out_SN=y_SO,
-                sm_margin=self._sm_margin,
-                signal=None if part.of_replicas else call.signal,
-            )
-        assert y_SO is not None
-        return y_SO
+        linear = call.linear
+        return grouped_gemm(
+            call.a_SI,
+            linear.weight_LOI,
+            call.plan.offsets,
+            bias_LN=linear.bias_LO,
+            scale_S=self._scale_of_bias(linear, call.plan, call.a_SI),
+            out_SN=call.out,
+            sm_margin=self._sm_margin,
+            signal=call.signal,
+        )
 
     def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+        return self.finish_fc2_dgrad(self.fc2_dgrad_rows(call), call)
+
+    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
-        out, dy, plan = None, call.dy, call.plan
-        index_S = plan.row_index_S if dy.gather else None
-        for layer, part in call.fc2.expert_groups(plan, kernel_waits=index_S is not None):
-            out = fc2_dgrad_dact(
-                dy.matrix,
-                layer.weight_LOI,
-                call.h_SH,
-                part.offsets,
-                call.act,
-                index_S=index_S,
-                prob_S=plan.row_prob_S,
-                ready=layer.ready if part.of_replicas else call.ready,
-                out=out,
-                sm_margin=self._sm_margin,
-            )
-        assert out is not None
-        dh_SH, a_SF, partial_CS = out
-        return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, call.fc2, plan), None)
+        dy, plan = call.dy, call.plan
+        return fc2_dgrad_dact(
+            dy.matrix,
+            call.fc2.weight_LOI,
+            call.h_SH,
+            plan.offsets,
+            call.act,
+            index_S=plan.row_index_S if dy.gather else None,
+            prob_S=plan.row_prob_S,
+            ready=call.ready,
+            out=call.out,
+            sm_margin=self._sm_margin,
+        )
+
+    def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
+        dh_SH, a_SF, partial_CS = rows
+        dprob_S = self._dprob(partial_CS, call.dy, call.fc2.bias_LO, call.plan)
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
     def wgrad(self, call: WgradCall) -> Tensor:
         from phalanx.kernels.sm90.experts.wgrad import wgrad
@@ -138,7 +138,7 @@ class Fused(UnquantizedMixin):
             out_LO=None if into is None else into.out,
             dtype=torch.float32,
             accumulate=into is not None and into.add,
-            behind=plan.of_replicas,
+            behind=plan.is_behind,
         )
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
@@ -160,7 +160,7 @@ class Fused(UnquantizedMixin):
         return plan.row_prob_S
 
     def _dprob(
-        self, partial_CS: Tensor | None, dy: Operand, fc2: Linear, plan: ExpertPlan
+        self, partial_CS: Tensor | None, dy: Operand, b2_LD: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
         """Gradient of the probabilities from partial sums of the column tiles."""
         from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
@@ -169,8 +169,7 @@ class Fused(UnquantizedMixin):
         if partial_CS is None:
             return None
         table_NL = None
-        all_biases_PO = fc2.all_biases_PO
-        if all_biases_PO is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = bias_products(matrix, all_biases_PO)
+        if b2_LD is not None and len(matrix := self._in_bf16(dy)):
+            table_NL = bias_products(matrix, b2_LD)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)

@@ -8,9 +8,9 @@ smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
 Shape legend as in `kernels.expert_mlp.backend`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from phalanx.kernels.expert_mlp.backend import HiddenGrads
 from phalanx.kernels.expert_mlp.calls import (
     Fc1Call,
     Fc2DgradCall,
+    HiddenRows,
     Linear,
     Operand,
     Rows,
@@ -33,7 +34,6 @@ from phalanx.kernels.quantize.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
-    quantize_rows,
     transpose_rows,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -41,7 +41,7 @@ from phalanx.kernels.sm90.experts.backend import Fused
 
 
 class FusedFP8(FP8Operands, Fused):
-    """`kernels.expert_mlp.backend.Backend` on Hopper, in FP8.
+    """`kernels.replication.backend.BackendOfParts` on Hopper, in FP8.
 
     Args:
         sm_margin: as for `Fused`.
@@ -49,6 +49,9 @@ class FusedFP8(FP8Operands, Fused):
             that went through FP8: exact, for comparison, and slow.
         keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
     """
+
+    waits_for_weights: ClassVar[bool] = False
+    """They are quantized first."""
 
     def __init__(self, sm_margin: int, recipe: Fp8Block, keep: bool) -> None:
         FP8Operands.__init__(self, recipe)
@@ -60,85 +63,73 @@ class FusedFP8(FP8Operands, Fused):
     def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 
-        out, plan = None, call.plan
-        for layer, part in call.fc1.expert_groups(plan):
-            out = fp8_fc1_act(
-                call.x_ND,
-                self._weights(layer),
-                part.offsets,
-                call.act,
-                index_S=plan.row_index_S,
-                prob_S=plan.row_prob_S,
-                bias_LH=layer.bias_LO,
-                keep_h=call.keep_h,
-                ready=None if part.of_replicas else call.ready,
-                out=out,
-                **self._launch_options,
-            )
-        assert out is not None
-        h_SH, a = out
-        if h_SH is not None and self._recipe.hidden == "fp8":
-            return quantize_rows(h_SH, call.fc1.parts), a
-        return h_SH, a
+        plan = call.plan
+        return fp8_fc1_act(
+            call.x_ND,
+            self._weights(call.fc1),
+            plan.offsets,
+            call.act,
+            index_S=plan.row_index_S,
+            prob_S=plan.row_prob_S,
+            bias_LH=call.fc1.bias_LO,
+            keep_h=call.keep_h,
+            ready=call.ready,
+            out=call.out,
+            **self._launch_options,
+        )
 
     def rows(self, call: RowsCall) -> Tensor:
-        return self._rows(call)
-
-    def _rows(self, call: RowsCall, *, free: int = 0) -> Tensor:
-        """`rows`, leaving `free` more SMs to others."""
         from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
 
-        y_SO, scale_S = None, self._scale_of_bias(call.linear, call.plan, call.a_SI.data)
-        for layer, part in call.linear.expert_groups(call.plan):
-            y_SO = fp8_grouped_gemm(
-                call.a_SI,
-                self._weights(layer),
-                part.offsets,
-                parts=layer.parts_in,
-                bias_LN=layer.bias_LO,
-                scale_S=scale_S,
-                out_SN=y_SO,
-                signal=None if part.of_replicas else call.signal,
-                **self._launch_options | dict(sm_margin=self._sm_margin + free),
-            )
-        assert y_SO is not None
-        return y_SO
+        linear = call.linear
+        return fp8_grouped_gemm(
+            call.a_SI,
+            self._weights(linear),
+            call.plan.offsets,
+            parts=linear.parts_in,
+            bias_LN=linear.bias_LO,
+            scale_S=self._scale_of_bias(linear, call.plan, call.a_SI.data),
+            out_SN=call.out,
+            signal=call.signal,
+            **self._launch_options | dict(sm_margin=self._sm_margin + call.free_sms),
+        )
 
-    def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
+    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
         from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 
         if self._recipe.wgrad == "bf16":
-            return self._emulated.fc2_dgrad_dact(call)
-        dy, plan, act = call.dy, call.plan, call.act
-        h_SH = self._in_bf16(Operand(call.h_SH, parts=act.facts.halves))
-        index_S = plan.row_index_S if dy.gather else None
-        out = None
-        for layer, part in call.fc2.transposed.expert_groups(plan):
-            out = fp8_fc2_dgrad_dact(
-                dy.matrix,
-                self._weights(layer),
-                h_SH,
-                part.offsets,
-                act,
-                index_S=index_S,
-                prob_S=plan.row_prob_S,
-                ready=None if part.of_replicas else call.ready,
-                out=out,
-                **self._launch_options,
-            )
-        assert out is not None
-        dh, a, partial_CS = out
-        return HiddenGrads(dh, a, self._dprob(partial_CS, dy, call.fc2, plan), None)
+            return super().fc2_dgrad_rows(self._emulated.dequantized(call))
+        dy, plan = call.dy, call.plan
+        return fp8_fc2_dgrad_dact(
+            dy.matrix,
+            self._weights(call.fc2.transposed),
+            call.h_SH,
+            plan.offsets,
+            call.act,
+            index_S=plan.row_index_S if dy.gather else None,
+            prob_S=plan.row_prob_S,
+            ready=call.ready,
+            out=call.out,
+            **self._launch_options,
+        )
+
+    def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
+        hidden = super().finish_fc2_dgrad(rows, call)
+        return self._emulated.quantized(hidden, call) if self._recipe.wgrad == "bf16" else hidden
 
     def rows_and_columns(
-        self, call: RowsCall | None, plan: ExpertPlan, operands: Sequence[Operand]
+        self,
+        call: RowsCall | None,
+        plan: ExpertPlan,
+        operands: Sequence[Operand],
+        rows: Callable[[RowsCall], Tensor] | None = None,
     ) -> tuple[Tensor | None, list[Operand]]:
         from phalanx.kernels.sm90.fp8.transpose_overlap import overlap_transposes
 
         quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
         # SMs of a margin belong to exchanges, which transposes would hold up.
         if call is None or self._sm_margin or self._recipe.wgrad == "bf16" or not quantized:
-            return super().rows_and_columns(call, plan, operands)
+            return super().rows_and_columns(call, plan, operands, rows)
         columns, transposes, moved_bytes = list(operands), [], 0
         for i in quantized:
             kwargs = self._transpose(operands[i], plan)
@@ -147,7 +138,7 @@ class FusedFP8(FP8Operands, Fused):
             transposes.append(partial(transpose_rows, **kwargs, out=out))
             moved_bytes += 2 * out.data_CT.numel()
         y_SO = overlap_transposes(
-            lambda free: self._rows(call, free=free),
+            lambda free: (rows or self.rows)(call._replace(free_sms=free)),
             2.0 * len(call.a_SI.data) * call.linear.weight_LOI[0].numel(),
             transposes,
             moved_bytes,

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
-from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.replication.experts import Layer, layer_pair
+from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.replication.experts import LAYERS, Layer, layer_pair
+from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, Layer, MLPWeights, layer_pair
 from phalanx.kernels.replication.rows import ReturnPlan
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,

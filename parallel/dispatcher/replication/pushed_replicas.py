@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.replication.experts import Layer, layer_pair
+from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.parallel.dispatcher.replication.control import Control
 
@@ -43,7 +42,7 @@ class Memory(Protocol):
 
 
 class PushedReplicas:
-    """`kernels.replication.experts.ReplicaExchange` of one call.
+    """`kernels.replication.exchange.ReplicaExchange` of one call.
 
     Args:
         control: exchange with a communication stream.

@@ -171,17 +171,16 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
     def signalled(rows: Callable[[Any, RowsCall], Tensor]) -> Callable[[Any, RowsCall], Tensor]:
         """Writes to where sums leave, those of own experts before it is the replicas' turn."""
 
-        def into_signal(backend: Any, call: RowsCall) -> Tensor:
-            signal = call.signal
-            if signal is None:
-                return rows(backend, call)
-            for layer, plan in call.linear.expert_groups(call.plan):
-                here = slice(int(plan.offsets[0]), int(plan.offsets[-1]))
-                y_SD = rows(backend, RowsCall(call.a_SI, layer._replace(replicas=None), plan))
-                signal.out_SN[here] = y_SD[here]
-            return signal.out_SN
+        def into_out(backend: Any, call: RowsCall) -> Tensor:
+            out_SN = call.out if call.signal is None else call.signal.out_SN
+            y_SN = rows(backend, call._replace(signal=None, out=None))
+            if out_SN is None:
+                return y_SN
+            here = slice(int(call.plan.offsets[0]), int(call.plan.offsets[-1]))
+            out_SN[here] = y_SN[here]
+            return out_SN
 
-        return into_signal
+        return into_out
 
     backends = (EmulatedFP8, Reference, Grouped)
     combine = SimpleNamespace(combine=provider("torch").combine)

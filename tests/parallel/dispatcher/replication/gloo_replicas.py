@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 from phalanx.kernels.replication import rows, weights
-from phalanx.kernels.replication.experts import Layer, layer_pair
 from phalanx.parallel.dispatcher.replication import memory, symm
 from phalanx.parallel.dispatcher.replication.control import HIDDEN, Control
 

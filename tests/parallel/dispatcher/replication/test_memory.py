@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.replication.experts import LAYERS
+from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, MLPWeights
 from phalanx.kernels.replication.rows import ReturnPlan
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, MAX_WAVES, SEEN
 from phalanx.parallel.dispatcher.exchange import SymmOptions
