@@ -1,1 +1,1 @@
-"""Exchanges between ranks for expert replication: unreduced rows, weights, gradients."""
+"""Expert replication: the expert MLP with replicas, and what ranks exchange for them."""

@@ -39,6 +39,7 @@ from phalanx.kernels.quantize.blocks import (
     quantize_rows,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.sm90.fp8 import transpose_overlap
 from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice
 from tests.kernels.replicas import compare
 from tests.kernels.sm90.experts.test_backend import Kernels, written
@@ -216,6 +217,26 @@ def test_replicas_have_the_bits_of_own_experts(
     p = make(act, torch.bfloat16, bias=bias, choice=choice, L=6, D=192, width=160, rows=420)
     order = torch.tensor([5, 1, 0, 4, 3, 2], dtype=torch.int32)
     compare(p, 4, MLPSpec(act, "fused", accumulate=True, recipe=recipe), order=order)
+
+
+def test_gemms_of_replicas_leave_sms_to_transposes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overlapped(gemm, flops, transposes, moved_bytes, device):
+        made = gemm(8)
+        for transpose in transposes:
+            transpose()
+        return made
+
+    def recorded(*given, sm_margin, **how):
+        margins.append(sm_margin)
+        return fp8_grouped_gemm(*given, sm_margin=sm_margin, **how)
+
+    margins: list[int] = []
+    module = sys.modules["phalanx.kernels.sm90.fp8.grouped_gemm"]
+    monkeypatch.setattr(transpose_overlap, "overlap_transposes", overlapped)
+    monkeypatch.setattr(module, "fp8_grouped_gemm", recorded)
+    p = make(Activation("swiglu"), torch.bfloat16, L=6, D=192, width=160)
+    compare(p, 4, MLPSpec(p.act, "fused", accumulate=True, recipe=Fp8Block()))
+    assert margins == [0, 0, 8, 8, 0, 8]  # forward and backward: of both, then of all in one
 
 
 def test_copies_of_replicas_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
