@@ -72,7 +72,8 @@ class BorrowedWeights(NamedTuple):
 class ReplicatedBackend(DelegatingMixin):
     """`kernels.expert_mlp.backend.Backend` of one pass, around that of a rank's own experts.
 
-    wgrad and bias_grad take one part of the plan.
+    An operation waits for the weights of replicas that it reads, and for their rows. wgrad and
+    bias_grad take one part of the plan.
 
     Args:
         inner: backend of own experts.
@@ -138,7 +139,7 @@ class ReplicatedBackend(DelegatingMixin):
                 call._replace(fc2=replicas, plan=replica_plan, ready=ready, out=rows)
             )
         if plan.row_prob_S is not None and fc2.bias_LO is not None:
-            self._arrive(fc2)
+            self._arrive(fc2)  # what reads biases does not wait
             fc2 = fc2._replace(bias_LO=_cat(fc2.bias_LO, replicas.bias_LO))
         return inner.finish_fc2_dgrad(rows, call._replace(fc2=fc2))
 
