@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, OwnExperts
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.replication.experts import ReplicatedExperts
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
@@ -64,10 +65,9 @@ def dispatcher_of(
 
 def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """`grouped_mlp`, which refuses overlap on a CPU."""
-    plan, overlap = received.plan, received.overlap
-    how = ExpertMLPArgs(
-        spec, torch.is_grad_enabled(), overlap, received.fp8_inputs, replicas=received.replicas
-    )
+    plan, overlap, exchange = received.plan, received.overlap, received.replicas
+    here = OwnExperts() if exchange is None else ReplicatedExperts(exchange)
+    how = ExpertMLPArgs(spec, torch.is_grad_enabled(), overlap, received.fp8_inputs, experts=here)
     prob_S = plan.row_prob_S if overlap is None else None
     with received.saving():
         return ExpertMLP.apply(received.rows_ND, *weights, prob_S, plan, how)
