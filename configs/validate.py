@@ -274,7 +274,7 @@ def _graph(cfg: Config) -> Iterator[str]:
 def _exchange(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
-    if p.comm_sms not in (0, "auto") and transport is not None and not transport.comm_sms:
+    if p.comm_sms not in (0, "auto") and transport is not None and not transport.takes_sms:
         reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
         yield repair(cfg, "parallel.comm_sms", reason, "auto")
 

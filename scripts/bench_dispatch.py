@@ -151,7 +151,9 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     import torch
 
     from phalanx.kernels.registry import Facts, resolve
+    from phalanx.parallel.dispatcher.exchange import SymmOptions
     from phalanx.scripts.bench.clocks import Cpu, GroupGpu
+    from phalanx.scripts.bench.dispatch.ends import TIMEOUT
     from phalanx.scripts.bench.problems import BF16
     from phalanx.scripts.bench.timing import Bench
 
@@ -165,7 +167,7 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
         demanded=args.demanded,
         backend=backend,
         transports=transports,
-        comm_sms=args.comm_sms,
+        exchange=SymmOptions(args.comm_sms, TIMEOUT),
     )
     run_facts = facts(bench.clock.device, command, name="" if cuda else "CPU")
     run_facts |= {

@@ -20,8 +20,8 @@ class TransportFacts:
     """`auto` takes the first transport of the table that can run and has this."""
     one_rank: bool = False
     """All experts are on one rank: it serves no group of several, and `auto` takes it there."""
-    comm_sms: bool = False
-    """`parallel.comm_sms` means something to it."""
+    takes_sms: bool = False
+    """The number of SMs that exchange can be set."""
     graph: bool = True
     """It can be captured in a CUDA graph: the host waits for nothing."""
     replicated: str = ""
@@ -41,7 +41,7 @@ MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS = 512, 8
 """Most experts of a layer, and most ranks that share them, of which some can be replicated."""
 
 AUTO_SMS = 16
-"""Number of SMs that `parallel.comm_sms=auto` takes for pushes, as in docs/performance.md."""
+"""Number of SMs that `auto` takes for pushes, as in docs/performance.md."""
 
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(
@@ -53,14 +53,14 @@ TRANSPORTS: dict[str, TransportFacts] = {
     "symm": TransportFacts(
         "phalanx.parallel.dispatcher.symm:Symm",
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
-        comm_sms=True,
+        takes_sms=True,
         replicated="phalanx.parallel.dispatcher.replication.symm:ReplicatedSymm",
         fp8=True,
     ),
     "hier": TransportFacts(
         "phalanx.parallel.dispatcher.hierarchical:Hier",
         "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
-        comm_sms=True,
+        takes_sms=True,
         over_nodes=True,
         # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),
@@ -74,7 +74,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatcher.deepep:DeepEP",
         "the package of that name, if installed; never taken by `auto`",
         auto=False,
-        comm_sms=True,
+        takes_sms=True,
         graph=False,
     ),
 }

@@ -21,7 +21,7 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.moe import experts, stock_moe
-from phalanx.moe.estimate.traffic import costs, nodes, overlaps
+from phalanx.moe.estimate.traffic import costs, nodes, overlap_sms
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.model import dense_mlp, gated_delta_net, grouped_attention
 from phalanx.moe.model.attention import latent_saved_tensors
@@ -229,7 +229,7 @@ class Activations:
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
             # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
             # experts quantize once more the tokens that they send a second time.
-            resent = overlaps(cfg, self._world)
+            resent = bool(overlap_sms(cfg, self._world))
             tokens = sent.saved if resent else max(sent.saved, self._received())
             received = tokens * fp8_row(hidden)
         parts["moe"] += router.saved_bytes(cfg, self.sizes) + received

@@ -35,7 +35,7 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import costs, overlaps, row_bytes, traffic
+from phalanx.moe.estimate.traffic import costs, overlap_sms, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatcher.costs import Links
@@ -94,7 +94,7 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         emulation = f"{k.backend} multiplies {cfg.precision.recipe} values in bf16"
         yield f"emulated  {emulation}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"
-    sms = cfg.parallel.comm_sms if overlaps(cfg, world) else 0
+    sms = overlap_sms(cfg, world)
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
@@ -264,7 +264,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(cfg.model, d.sequence_length)
     best, exchanged = bound(cfg, world, machine), ""
     if t.exchange:
-        timing = "partly overlapped" if overlaps(cfg, world) else "not overlapped"
+        timing = "partly overlapped" if overlap_sms(cfg, world) else "not overlapped"
         exchanged = f", {cfg.parallel.dispatch} exchanges {timing} with experts"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (

@@ -1,9 +1,9 @@
 """Step time: work of the slowest stage over the rates of a machine, expected and at best.
 
 Expected: GEMMs, core attention, elementwise work and the exchanges of experts and of linear
-attention run one after another, as they do in this code; exchanges that overlap the experts
-(`parallel.comm_sms`) are exposed in part. Gradient reduction overlaps all of it if
-`parallel.overlap` is on. Stragglers, uneven routing and host time are not counted.
+attention run one after another, as they do in this code; exchanges that overlap the experts are
+exposed in part. Gradient reduction overlaps all of it if `parallel.overlap` is on. Stragglers,
+uneven routing and host time are not counted.
 
 At best: matrix products and core attention alone, with everything else overlapped, for any
 transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
@@ -35,7 +35,7 @@ from phalanx.moe.estimate.accounting import (
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.pipeline import step_seconds
-from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlaps, traffic
+from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlap_sms, traffic
 from phalanx.moe.estimate.weights import LayerKind, layer_kinds, split_masters, stage_weights
 
 
@@ -298,7 +298,7 @@ def _exchange(cfg: Config, world: int, machine: Machine) -> float:
     bytes_ = sent.forward + sent.backward
     near, far = bytes_.near / (machine.node_gbs * 1e9), bytes_.far / (machine.network_gbs * 1e9)
     transport = costs(cfg, world)
-    if overlaps(cfg, world):
+    if overlap_sms(cfg, world):
         near *= transport.exposed
     if transport.pipelined and not expert_backend(cfg.kernels.backend).stock_layer:
         return max(near, far)

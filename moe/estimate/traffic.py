@@ -79,10 +79,10 @@ def costs(cfg: Config, world: int) -> TransportCosts:
     return class_of(cfg.parallel.dispatch).costs(reach(cfg, world))
 
 
-def overlaps(cfg: Config, world: int) -> bool:
-    """Do experts compute while tokens are in flight?"""
+def overlap_sms(cfg: Config, world: int) -> int | str:
+    """SMs that exchange while experts compute, or `auto` before the choice; 0: no overlap."""
     waits = waits_for_tokens(cfg.kernels.backend, quantizes_on_arrival(cfg))
-    return waits and bool(cfg.parallel.comm_sms) and costs(cfg, world).exposed < 1
+    return cfg.parallel.comm_sms if waits and costs(cfg, world).exposed < 1 else 0
 
 
 def reach(cfg: Config, world: int) -> GroupTopology:

@@ -41,8 +41,8 @@ from phalanx.parallel.dispatcher.replication.choice import replication_choices, 
 from phalanx.parallel.dispatcher.transport import choices as transport_choices
 from phalanx.parallel.dispatcher.transport import (
     choose_transport,
+    exchange_options,
     of_megatron,
-    sms_of,
 )
 from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.engine import Engine
@@ -175,16 +175,14 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
-    overlap = transport_choices(
-        transport, backend=waiting, comm_sms=p.comm_sms, shared=shared, quantizes=quantizes
-    )
+    overlap = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
     replicating = replication_choices(p.expert_replication, transport)
     choices = [*choices, *emulation(resolved), *weights, *overlap, *replicating, graph]
     captured = graph.backend == capture.CAPTURED
-    sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)
-    options = _moe_options(cfg, experts, transport, budget, sms)
+    exchange = exchange_options(p, transport, waiting, quantizes)
+    options = _moe_options(cfg, experts, transport, budget, exchange)
     resident = any(choice.backend == "resident" for choice in weights)
     # Gradients are summed over ranks, which must have the same order of channels.
     everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
@@ -204,7 +202,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
 
 
 def _moe_options(
-    cfg: Config, backend: str, transport: Transport, budget: Budget, comm_sms: int
+    cfg: Config, backend: str, transport: Transport, budget: Budget, exchange: SymmOptions
 ) -> MoEOptions:
     e, margin = cfg.model.moe, cfg.kernels.sm_margin
     spec = MLPSpec(
@@ -219,12 +217,7 @@ def _moe_options(
         fp8_rows=cfg.precision.dispatch == "fp8",
         transport=transport,
         budget=budget,
-        symm=SymmOptions(
-            keep=cfg.parallel.save_x == "keep",
-            comm_sms=comm_sms,
-            # Shorter than the watchdog's, which does not know for which rank a kernel waits.
-            timeout=0.8 * cfg.parallel.timeout,
-        ),
+        symm=exchange,
     )
 
 

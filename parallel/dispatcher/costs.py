@@ -92,6 +92,6 @@ class TransportCosts:
     buffers: int = 0
     """Rows, with routing, of receive buffers outside torch's allocator, shared by all layers."""
     exposed: float = 1.0
-    """Exposed part of the time on links inside a node with `parallel.comm_sms`; 1: no overlap."""
+    """Exposed part of the time on links inside a node with reserved SMs; 1: no overlap."""
     pipelined: bool = False
     """True if rows are forwarded inside a node as they arrive: the slower link counts alone."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
 
 if TYPE_CHECKING:
@@ -24,15 +25,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SymmOptions:
-    """Options of `symm`."""
+class SymmOptions(ExchangeOptions):
+    """Options of `symm`: those of its exchanges, and what is saved."""
 
     keep: bool = False
     """True if received tokens are saved for the backward pass; otherwise they are resent."""
-    comm_sms: int = 0
-    """Number of SMs that push while the experts' kernels run; 0 takes all, and nothing overlaps."""
-    timeout: float = 600
-    """Timeout in seconds of a wait for a peer."""
 
 
 class PeerMemory:
@@ -89,7 +86,7 @@ class Connection:
     Args:
         group: the expert-parallel group; one node, at most 16 ranks.
         tokens, hidden, slots: T, D and K.
-        options: number of SMs and timeout.
+        options: options of the exchange.
 
     Collective over the group.
 
@@ -103,7 +100,7 @@ class Connection:
         tokens: int,
         hidden: int,
         slots: int,
-        options: SymmOptions,
+        options: ExchangeOptions,
     ) -> None:
         if group.size() > MAX_RANKS:
             raise ValueError(
@@ -114,20 +111,19 @@ class Connection:
 
         layout = BufferLayout(group.size(), tokens, hidden, slots)
         peers = PeerMemory(group, layout.total, layout.clear)
-        self.group, self._handle = group, peers.handle
+        self.group, self._handle, self._options = group, peers.handle, options
         self.exchange = Exchange(
             peers.memory,
             peers.addresses,
             rank=group.rank(),
             layout=layout,
-            comm_sms=options.comm_sms,
-            timeout=options.timeout,
+            options=options,
         )
         dist.barrier(group)
 
     def begin(self) -> None:
         """Barrier of all ranks on their streams, then restart with the first buffers."""
-        self._handle.barrier(channel=0, timeout_ms=self.exchange.limit_ms)
+        self._handle.barrier(channel=0, timeout_ms=self._options.limit_ms)
         self.exchange.restart()
 
     def release(self) -> None:
@@ -150,7 +146,7 @@ _CONNECTIONS: dict[tuple[Any, ...], Any] = {}
 
 
 def exchange_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
+    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: ExchangeOptions
 ) -> "Exchange":
     """The exchange of a group and a shape: one, as all layers take its buffers in turn."""
     key = (group, tokens, hidden, slots, options)

@@ -2,7 +2,7 @@
 
 Tokens are pushed once to each rank that holds one of their experts, one sum comes back from each
 such rank, and these are added in the order of ranks in fp32 (`kernels.sm90.exchange.exchange`).
-With reserved SMs (`comm_sms`) pushes overlap other kernels; results are the same:
+With reserved SMs pushes overlap other kernels; results are the same:
 
     dispatch       fc1 starts with the tokens that have arrived, on the SMs that the push leaves
     fc2            sums leave as soon as a token's last expert on a rank has finished

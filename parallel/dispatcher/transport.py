@@ -12,10 +12,12 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
+from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import AUTO_SMS, TRANSPORTS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
+from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
     Dispatcher,
@@ -173,11 +175,23 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
     return AUTO_SMS if pushes and waits_for_tokens(backend, quantizes) else 0
 
 
+def exchange_options(
+    parallel: ParallelConfig, transport: Transport, backend: str, quantizes: bool = False
+) -> SymmOptions:
+    """Options of exchanges without `auto`; arguments are those of `sms_of` and `choices`."""
+    return SymmOptions(
+        comm_sms=sms_of(parallel.comm_sms, transport, backend, quantizes),
+        # Shorter than the watchdog's, which does not know for which rank a kernel waits.
+        timeout=0.8 * parallel.timeout,
+        keep=parallel.save_x == "keep",
+    )
+
+
 def choices(
     transport: Transport,
+    parallel: ParallelConfig,
     *,
     backend: str,
-    comm_sms: int | str,
     shared: bool,
     quantizes: bool = False,
 ) -> list[Choice]:
@@ -185,21 +199,22 @@ def choices(
 
     Args:
         transport: transport of this rank's group.
+        parallel: configuration, with or without `auto`.
         backend: backend of the experts.
-        comm_sms: value of `parallel.comm_sms`.
         shared: True if layers have shared experts.
         quantizes: as in `sms_of`.
     """
     lines = [Choice("transport", transport.name, transport.reason)]
     if transport.inside is not None:
         lines.append(Choice("- in a node", transport.inside.name, transport.inside.reason))
-    sms = sms_of(comm_sms, transport, backend, quantizes)
+    wanted = parallel.comm_sms
+    sms = sms_of(wanted, transport, backend, quantizes)
     refusal = None
     if not waits_for_tokens(backend):
         refusal = f"{backend} experts cannot wait for tokens"
     elif quantizes:
         refusal = "experts quantise tokens once all have arrived (precision.dispatch=bf16)"
-    asked = "auto" if comm_sms == "auto" else f"parallel.comm_sms={comm_sms}"
+    asked = "auto" if wanted == "auto" else f"parallel.comm_sms={wanted}"
     return [*lines, _overlap(transport, sms, asked, refusal, shared)]
 
 
@@ -207,12 +222,12 @@ _MEGATRON_WAITS = "Megatron-Core's layer waits for its exchanges"
 
 
 def _overlap(
-    transport: Transport, comm_sms: int, asked: str, cannot: str | None, shared: bool
+    transport: Transport, sms: int, asked: str, cannot: str | None, shared: bool
 ) -> Choice:
     """Line on the overlap of exchanges with experts, with the reason that there is no more.
 
     Args:
-        comm_sms: number of SMs, requested by the setting `asked`.
+        sms: number of SMs that exchange, requested by the setting `asked`.
         cannot: reason that the experts cannot start with the tokens that have arrived, or None.
         shared: True if layers have shared experts.
     """
@@ -220,13 +235,13 @@ def _overlap(
     facts = TRANSPORTS.get(name)
     no_overlap = class_of(name).no_overlap if facts else _MEGATRON_WAITS
     refusal = no_overlap or cannot
-    if comm_sms and no_overlap is None and (shared or refusal is None):
+    if sms and no_overlap is None and (shared or refusal is None):
         reason = f"{asked}; with the shared experts only: {refusal}" if refusal else asked
         if transport.inside is not None:
             reason += "; inside nodes only: the exchange between nodes is exposed"
-        return Choice("overlap", f"{comm_sms} SMs", reason)
-    if comm_sms:
-        used = no_overlap is not None and facts is not None and facts.comm_sms
+        return Choice("overlap", f"{sms} SMs", reason)
+    if sms:
+        used = no_overlap is not None and facts is not None and facts.takes_sms
         effect = "sets the SMs of its kernels" if used else "is not in effect"
         return Choice("overlap", "off", f"{refusal}; {asked} {effect}")
     return Choice("overlap", "off", refusal or asked)

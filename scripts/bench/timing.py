@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.scripts.bench.clocks import Call, Clock
 from phalanx.scripts.bench.loads import BackgroundLoad
 from phalanx.scripts.bench.records import Record
@@ -96,8 +97,8 @@ class Bench:
     """Seconds of warm-up rounds."""
     transports: tuple[str, ...] = ()
     """Names for `parallel.dispatcher.base.make_dispatcher`; only on ranks."""
-    comm_sms: int = 0
-    """SMs that push in a layer, as parallel.comm_sms."""
+    exchange: SymmOptions = SymmOptions()  # noqa: RUF009  (frozen)
+    """Options of exchanges in a layer."""
 
     @property
     def mode(self) -> str:

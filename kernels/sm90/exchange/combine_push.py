@@ -13,7 +13,7 @@ replication the last launch also sends single rows (`UnreducedRows`), after the 
 
     stream of fc2      [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
                           signals  v        v       yields SMs v
-    stream of pushes                                [ combine_push, comm_sms                  ]
+    stream of pushes                                [ combine_push, SMs of its own            ]
 
 Roles. All 16 warps of every CTA do the same:
 

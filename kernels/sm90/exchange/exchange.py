@@ -11,7 +11,8 @@ no collective (see `parallel.dispatcher.exchange`).
     rows, side   the received tensors
     ready_words  for kernels that wait for waves of rows themselves, after the side data
 
-With SMs reserved for them (`comm_sms`) pushes run on a stream of their own under other kernels, and
+With SMs reserved for them (`ExchangeOptions`) pushes run on a stream of their own under other
+kernels, and
 
     tile_signal, send_sums   sums leave as fc2 finishes experts
     send_gradient            the gradient of tokens leaves under the weight gradients
@@ -32,6 +33,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.calls import Rows
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows, combine_push
+from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     SEEN_BYTES,
@@ -47,7 +49,6 @@ from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, Til
 from phalanx.kernels.sm90.fp8 import operands
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.jit.launch import sms
 
 SLICES = 16
 """With fewer experts than this their rows are sent back in slices, so that waves are small."""
@@ -78,8 +79,8 @@ class Exchange:
         addresses: of the memory of all ranks, as this one's GPU sees them.
         rank: this rank.
         layout: layout of the memory.
-        comm_sms: SMs that push under other kernels; 0: pushes take all SMs, on the current stream.
-        timeout: seconds that a wait for a peer may take.
+        options: reserved SMs, which push under other kernels on a stream of their own, and timeout.
+            Without such SMs pushes take all of them, on the current stream.
     """
 
     def __init__(
@@ -89,16 +90,15 @@ class Exchange:
         *,
         rank: int,
         layout: BufferLayout,
-        comm_sms: int,
-        timeout: float,
+        options: ExchangeOptions,
     ) -> None:
         self.ranks, self.tokens = layout.ranks, layout.tokens
-        self._memory, self._comm_sms = memory, comm_sms
+        self._memory, self._options = memory, options
         self._next, self._started, self._waited = 0, 0, 0
         self._ready_words: dict[int, Tensor] = {}
         device = memory.device
         # High priority: CTAs of pushes are placed before those of kernels that wait for SMs.
-        self._stream = torch.cuda.Stream(device, priority=-1) if comm_sms else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if options.overlaps else None
         # Progress of fc2; and one that is always complete, for the gradient of expert rows.
         self._progress, self._complete = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
         bases, slots = torch.tensor(addresses, dtype=torch.int64), range(SLOTS)
@@ -113,7 +113,7 @@ class Exchange:
                 side_R=(bases + layout.side_at(slot)).to(device),
                 **shared,
                 rank=rank,
-                limit_ms=int(1000 * timeout),
+                limit_ms=options.limit_ms,
             )
             for slot in slots
         ]
@@ -123,12 +123,7 @@ class Exchange:
     @property
     def overlaps(self) -> bool:
         """True if pushes run under other kernels."""
-        return self._stream is not None
-
-    @property
-    def limit_ms(self) -> int:
-        """Milliseconds after which a wait times out."""
-        return self._buffers[0].limit_ms
+        return self._options.overlaps
 
     def start(
         self,
@@ -156,7 +151,7 @@ class Exchange:
                 tokens=self.tokens,
                 local_experts=local,
                 back=back,
-                comm_sms=0 if all_sms else self._comm_sms,
+                ctas=self._ctas(all_sms),
                 waves=waves,
             )
         return transfer
@@ -170,9 +165,7 @@ class Exchange:
         loop = _loop_of_fc2(a_SF, y_SD.shape[1])
         slice_bits = (-(-SLICES // local) - 1).bit_length()
         waves = self._waves(local << slice_bits)
-        return TileSignal(
-            y_SD, self._progress, waves, loop, self._comm_sms, YIELD_AFTER, slice_bits
-        )
+        return TileSignal(y_SD, self._progress, waves, loop, self._ctas(), YIELD_AFTER, slice_bits)
 
     def send_sums(
         self,
@@ -196,16 +189,17 @@ class Exchange:
         Returns:
             The transfer, and a function that sends the rest, to be called before the wait.
         """
-        sources, everywhere = (index_S, inverse_NK, offsets), sms(offsets.device)
+        sources = (index_S, inverse_NK, offsets)
+        beside, everywhere = self._ctas(), self._ctas(all_sms=True)
         send = functools.partial(
             combine_push,
             signal.ready_rows,
             *sources,
             tokens=self.tokens,
-            total_ctas=self._comm_sms + everywhere,
+            total_ctas=beside + everywhere,
         )
         with self._next_transfer((signal.out_SN, *sources), after=after) as (transfer, buffers):
-            send(buffers, ctas=self._comm_sms)
+            send(buffers, ctas=beside)
         return transfer, functools.partial(
             send, buffers, ctas=everywhere, unreduced_rows=unreduced_rows
         )
@@ -268,9 +262,9 @@ class Exchange:
         with torch.cuda.stream(stream):
             yield stream
 
-    def _ctas(self, all_sms: bool) -> int:
-        """CTAs of a kernel that sends."""
-        return sms(self._memory.device) if all_sms or not self._comm_sms else self._comm_sms
+    def _ctas(self, all_sms: bool = False) -> int:
+        """CTAs of a kernel that sends, one on each of its SMs."""
+        return self._options.sms(self._memory.device, all_sms=all_sms)
 
     @contextmanager
     def _next_transfer(

@@ -63,7 +63,7 @@ from phalanx.kernels.sm90.exchange.waves import parts_before
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.arguments import require
-from phalanx.kernels.sm90.jit.launch import launch, sms
+from phalanx.kernels.sm90.jit.launch import launch
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr
 
 MAX_SLOTS = 32
@@ -508,8 +508,8 @@ def push(
     *,
     tokens: int,
     local_experts: int,
+    ctas: int,
     back: bool = False,
-    comm_sms: int = 0,
     waves: int = 1,
 ) -> None:
     """Push rows and side data of one exchange, and raise a flag at all ranks for each part.
@@ -522,8 +522,8 @@ def push(
         buffers: the exchange's memory.
         tokens: T.
         local_experts: experts of a rank; rank r has those from r * local_experts on.
+        ctas: number of CTAs, one a SM.
         back: rows go back to the ranks of their tokens.
-        comm_sms: CTAs, one a SM; 0 takes as many as there are SMs.
         waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), each with a flag for its
             tokens; 1 with `back`.
 
@@ -549,7 +549,7 @@ def push(
         **dict(rows=rows_ND, table=table_NK, side=side),
         **buffers.arguments(),
         **dict(N=N, T=tokens, local=local_experts, pieces=block // 16, waves=waves),
-        ctas=comm_sms or sms(where),
+        ctas=ctas,
     )
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.routing.wire import routing_size, unpack_routing
+from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import unpadded
-from phalanx.parallel.dispatcher.exchange import Connection, SymmOptions, connected
+from phalanx.parallel.dispatcher.exchange import Connection, connected
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
@@ -59,7 +60,7 @@ class Control:
 
 
 class _Connection(Connection):
-    def __init__(self, group: dist.ProcessGroup, pairs: int, options: SymmOptions) -> None:
+    def __init__(self, group: dist.ProcessGroup, pairs: int, options: ExchangeOptions) -> None:
         super().__init__(group, 1, HIDDEN, pairs, options)
         device = torch.device("cuda", torch.cuda.current_device())
         self.control = Control(self.exchange, device)
@@ -70,7 +71,7 @@ class _Connection(Connection):
 
 
 def control_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
+    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: ExchangeOptions
 ) -> Control:
     """The control exchange of a group, for the routing of the exchange of a shape.
 

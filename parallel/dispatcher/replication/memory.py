@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, Layer, MLPWeights, layer_pair
 from phalanx.kernels.replication.rows import ReturnPlan
+from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     MAX_WAVES,
@@ -24,7 +25,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
     PeerBuffers,
     wave_begins,
 )
-from phalanx.parallel.dispatcher.exchange import PeerMemory, SymmOptions, connected
+from phalanx.parallel.dispatcher.exchange import PeerMemory, connected
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
@@ -112,12 +113,12 @@ class ReplicaMemory(_SharedMemory):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slots: int, own: MLPWeights, options: SymmOptions
+        self, group: dist.ProcessGroup, slots: int, own: MLPWeights, options: ExchangeOptions
     ) -> None:
         sizes = [0 if w is None else slots * w[0].numel() for w in own]
         layout = ReplicaLayout.of(sizes, own.w1.element_size())
         super().__init__(group, layout.total)
-        self._group, self._rank, self._comm_sms = group, group.rank(), options.comm_sms
+        self._group, self._rank, self._options = group, group.rank(), options
 
         def views(offsets: Sequence[int], dtype: torch.dtype) -> MLPWeights:
             weights = []
@@ -132,7 +133,6 @@ class ReplicaMemory(_SharedMemory):
         """Gradients [G, ...] of this rank's replicas, fp32."""
         self._weights_R = [self._addresses(offset) for offset in layout.weights]
         self._grads_R = [self._addresses(offset) for offset in layout.grads]
-        self._limit_ms = int(1000 * options.timeout)
         self._weight_flags, self._grad_flags = self._flags(0), self._flags(FLAG_BYTES)
         waves = min(WAVES, slots)
         begins_W = torch.tensor(wave_begins(slots, waves), dtype=torch.int32)
@@ -150,7 +150,7 @@ class ReplicaMemory(_SharedMemory):
             state=torch.zeros(STATE, dtype=torch.int32, device=device),
             report=report.pin_memory() if device.type == "cuda" else report,
             rank=self._rank,
-            limit_ms=self._limit_ms,
+            limit_ms=self._options.limit_ms,
         )
 
     def _ready_words(self, slots: int, waves: int) -> Tensor:
@@ -160,7 +160,7 @@ class ReplicaMemory(_SharedMemory):
             self._peers.memory.data_ptr(),
             self._weight_flags.state.data_ptr() + SEEN_BYTES,
             self._weight_flags.report.data_ptr(),
-            limit_ms=self._limit_ms,
+            limit_ms=self._options.limit_ms,
             ranks=self._group.size(),
             wave_stride=MAX_RANKS,
             experts=slots,
@@ -176,7 +176,7 @@ class ReplicaMemory(_SharedMemory):
             (*layer_pair(detached, layer), *layer_pair(self._weights_R, layer))
             for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
         ]
-        sms = self._comm_sms or _sms(own.w1)
+        sms = self._options.sms(own.w1.device)
         send_weights(layers, expert_RG, self._begins_W, self._weight_flags, sms=sms)
 
     def wait_sending(self) -> None:
@@ -215,7 +215,6 @@ class ReplicaMemory(_SharedMemory):
         """
         from phalanx.kernels.replication.weights_triton import reduce_grads
 
-        sms = self._comm_sms if overlapped else 0
         for grad, memory_R in zip(own, layer_pair(self._grads_R, layer), strict=True):
             if grad is not None:
                 reduce_grads(
@@ -224,7 +223,7 @@ class ReplicaMemory(_SharedMemory):
                     memory_R,
                     self._grad_flags,
                     layer=LAYERS.index(layer),
-                    sms=sms or _sms(grad),
+                    sms=self._options.sms(grad.device, all_sms=not overlapped),
                 )
 
     def wait_reducing(self) -> None:
@@ -232,7 +231,7 @@ class ReplicaMemory(_SharedMemory):
         from phalanx.kernels.replication.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
 
-        if self._comm_sms:
+        if self._options.overlaps:
             wait_peers(self._grad_flags, part=RUNNING, epochs_ahead=0, own_only=True)
 
     def missing(self) -> str:
@@ -260,15 +259,9 @@ def unreduced_memory_of(
 
 
 def replica_memory_of(
-    group: dist.ProcessGroup, slots: int, own: MLPWeights, options: SymmOptions
+    group: dist.ProcessGroup, slots: int, own: MLPWeights, options: ExchangeOptions
 ) -> ReplicaMemory:
     """Memory of a group, shared by all layers whose experts have the same shape."""
     shapes = tuple(None if w is None else tuple(w.shape[1:]) for w in own)
     key = ("replicas", group, slots, options, own.w1.dtype, *shapes)
     return connected(key, lambda: ReplicaMemory(group, slots, own, options))
-
-
-def _sms(tensor: Tensor) -> int:
-    from phalanx.kernels.sm90.jit.launch import sms
-
-    return sms(tensor.device)

@@ -26,6 +26,8 @@ from phalanx.scripts.bench.timing import Bench, Case, Timings, differing, reason
 
 TIMEOUT = 120
 """Seconds after which a missing rank ends the run."""
+ALL_SMS = SymmOptions(timeout=TIMEOUT)
+"""Options of exchanges that use all SMs and have ended when they return."""
 CAPACITY_FACTOR = 1.25
 """Least capacity factor."""
 _SCALE = 0.2
@@ -56,7 +58,7 @@ def dispatcher(
     model: Model,
     batch: Inputs,
     group: dist.ProcessGroup,
-    comm_sms: int = 0,
+    exchange: SymmOptions = ALL_SMS,
     replication: ReplicationOptions | None = None,
     recipe: Fp8Block | None = None,
     *,
@@ -65,6 +67,7 @@ def dispatcher(
     """A dispatcher whose buffers hold every row of this routing.
 
     Args:
+        exchange: options of its exchanges.
         recipe: recipe of the experts; their rows are sent in FP8 unless `fp8_rows` is false.
 
     Raises:
@@ -78,7 +81,7 @@ def dispatcher(
         slots=TokenChoices(model.top_k, model.top_k),
         budget=Budget(factor, bench.clock.device),
         backend=bench.backend,
-        symm=SymmOptions(comm_sms=comm_sms, timeout=TIMEOUT),
+        symm=exchange,
         recipe=recipe,
         fp8_rows=fp8_rows and recipe is not None,
     )
@@ -90,16 +93,13 @@ def transports(
     batch: Inputs,
     group: dist.ProcessGroup,
     label: str,
-    comm_sms: int = 0,
+    exchange: SymmOptions = ALL_SMS,
 ) -> dict[str, Dispatcher]:
-    """Dispatchers of the requested transports by name; one that cannot run is noted as skipped.
-
-    Without `comm_sms` an exchange uses all SMs and has ended when it returns.
-    """
+    """Dispatchers of the requested transports by name; one that cannot run is noted as skipped."""
     bench, dispatchers = timings.bench, {}
     for name in bench.transports:
         try:
-            dispatchers[name] = dispatcher(name, bench, model, batch, group, comm_sms)
+            dispatchers[name] = dispatcher(name, bench, model, batch, group, exchange)
         except ValueError as error:
             why = reason(error).removeprefix("ValueError: ")
             timings.skip(f"{name}, {label}", "-", bench.mode, why, failed=bench.demanded)

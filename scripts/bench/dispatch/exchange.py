@@ -102,7 +102,7 @@ def _push(
 
     It returns the buffer that rows arrive in.
     """
-    options, local = SymmOptions(comm_sms=sms, timeout=TIMEOUT), model.experts // bench.ranks
+    options, local = SymmOptions(sms, TIMEOUT), model.experts // bench.ranks
     exchange = exchange_of(dist.group.WORLD, len(x), model.hidden, model.top_k, options)
 
     def call() -> Tensor:

@@ -91,7 +91,7 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
             bench, model, routed(kind, tokens, model.experts, model.top_k, **rank_device)
         )
         plain, fp8 = (
-            dispatcher(*where_to, batch, dist.group.WORLD, bench.comm_sms, recipe=recipe)
+            dispatcher(*where_to, batch, dist.group.WORLD, bench.exchange, recipe=recipe)
             for recipe in (None, Fp8Block())
         )
 
@@ -126,7 +126,7 @@ def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
             fitted_model,
             batch,
             dist.group.WORLD,
-            bench.comm_sms,
+            bench.exchange,
             recipe=Fp8Block(),
             fp8_rows=fp8_rows,
         )
@@ -172,6 +172,6 @@ def _dispatcher(
         model,
         batch,
         dist.group.WORLD,
-        bench.comm_sms,
+        bench.exchange,
         replication,
     )

@@ -159,8 +159,9 @@ class Layer:
         reference = dispatcher("alltoall", self.bench, self.model, batch, self.group)
         out_TD = self.forward(reference, batch).detach()
         gradients = self.both(reference, batch) if backward else ()
-        sms, group = self.bench.comm_sms, self.group
-        for name, transport in transports(timings, self.model, batch, group, label, sms).items():
+        exchange, group = self.bench.exchange, self.group
+        made = transports(timings, self.model, batch, group, label, exchange)
+        for name, transport in made.items():
             forward = functools.partial(self.forward, transport, batch)
             both = functools.partial(self.both, transport, batch)
             checks = (

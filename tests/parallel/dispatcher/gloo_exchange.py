@@ -39,7 +39,7 @@ class GlooExchange:
         self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
     ) -> None:
         self._group, self.ranks, self.tokens = group, group.size(), tokens
-        self.overlaps = bool(options.comm_sms)
+        self.overlaps = options.overlaps
         self._places = torch.empty(SLOTS, self.ranks * tokens, hidden, dtype=torch.bfloat16)
         self._started, self._waited, self.sent = 0, 0, list[int]()
         """Bytes of a row, by exchange."""

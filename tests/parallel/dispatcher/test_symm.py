@@ -105,7 +105,8 @@ def test_a_push_is_few_frames_from_the_layer(monkeypatch: pytest.MonkeyPatch) ->
     calls: list[list[str]] = []
     T, K, D = 4, 2, 8
     stand_in: Any = object.__new__(exchange.Exchange)
-    stand_in.ranks, stand_in.tokens, stand_in._comm_sms, stand_in._stream = 2, T, 0, None
+    stand_in.ranks, stand_in.tokens, stand_in._stream = 2, T, None
+    stand_in._options, stand_in._memory = exchanges.SymmOptions(), torch.empty(0)
     stand_in._next = stand_in._started = stand_in._waited = 0
     flags = torch.zeros(2, dtype=torch.int64)
     buffers = peer_buffers.PeerBuffers(*[flags] * 5, rank=0, limit_ms=1)
@@ -114,7 +115,8 @@ def test_a_push_is_few_frames_from_the_layer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(symm, "exchange_of", lambda *_: stand_in)
     monkeypatch.setattr(push, "launch", launch)
     monkeypatch.setattr(push, "require", lambda *_, **__: None)
-    monkeypatch.setattr(push, "sms", lambda _: 8)
+    device = SimpleNamespace(multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     event = SimpleNamespace(record=lambda _: None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.registry import table
 from phalanx.kernels.routing.replication_plan import ReplicationSize
@@ -210,8 +211,8 @@ def overlap(
     shared: bool = False,
     quantizes: bool = False,
 ) -> tuple[str, str]:
-    how = dict(backend=backend, comm_sms=sms, shared=shared, quantizes=quantizes)
-    line = choices(transport, **how)[-1]
+    how = dict(backend=backend, shared=shared, quantizes=quantizes)
+    line = choices(transport, ParallelConfig(comm_sms=sms), **how)[-1]
     assert line.op == "overlap"
     return line.backend, line.reason
 
@@ -365,7 +366,8 @@ def test_over_nodes_the_transport_inside_replicates() -> None:
 
 
 def test_the_table_has_the_transport_in_a_node() -> None:
-    lines = choices(resolve("hier", ranks("aabb")), backend="fused", comm_sms=0, shared=False)
+    hier, off = resolve("hier", ranks("aabb")), ParallelConfig(comm_sms=0)
+    lines = choices(hier, off, backend="fused", shared=False)
     assert [(line.op, line.backend) for line in lines] == [
         ("transport", "hier"),
         ("- in a node", "symm"),

@@ -76,10 +76,10 @@ def _expected(R, T, D, received: list[Tensor], table: list[Tensor], local: int, 
 @pytest.mark.parametrize("way", ["tokens", "tokens in waves", "sums"])
 @pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
-    ("R", "T", "D", "K", "local", "comm_sms"),
-    [(1, 5, 8, 2, 4, 1), (2, 33, 64, 2, 2, 2), (4, 257, 2880, 4, 8, 16), (8, 96, 7168, 8, 4, 0)],
+    ("R", "T", "D", "K", "local", "ctas"),
+    [(1, 5, 8, 2, 4, 1), (2, 33, 64, 2, 2, 2), (4, 257, 2880, 4, 8, 16), (8, 96, 7168, 8, 4, 132)],
 )
-def test_every_row_lands_where_it_should_and_no_other(R, T, D, K, local, comm_sms, absent, way):
+def test_every_row_lands_where_it_should_and_no_other(R, T, D, K, local, ctas, absent, way):
     back, waves = way == "sums", 3 if way == "tokens in waves" else 1
     g = torch.Generator("cuda").manual_seed(R + D)
     ranks = Ranks(R, T, D, side_words=8)
@@ -88,7 +88,7 @@ def test_every_row_lands_where_it_should_and_no_other(R, T, D, K, local, comm_sm
     tables = _routing(R, N, K, R * local, absent, g)
     words = R * 8 if back else 8
     sides = [torch.arange(words, dtype=torch.int32, device="cuda") + 100 * r for r in range(R)]
-    options = dict(local_experts=local, back=back, comm_sms=comm_sms, waves=waves)
+    options = dict(local_experts=local, ctas=ctas, back=back, waves=waves)
     ranks.exchange(rows, tables, sides, **options)
     wanted = _expected(R, T, D, rows, tables, local, back)
     for r in range(R):
@@ -105,7 +105,7 @@ def test_captured_exchanges_go_on_counting():
     rows = [torch.zeros(T, D, device="cuda").bfloat16() for _ in range(R)]
     tables = [torch.zeros(T, K, dtype=torch.int32, device="cuda") for _ in range(R)]
     sides = [torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(R)]
-    options = dict(local_experts=local, comm_sms=4)
+    options = dict(local_experts=local, ctas=4)
     ranks.exchange(rows, tables, sides, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -129,10 +129,11 @@ def test_bad_arguments_are_named():
     row = torch.zeros(4, 16, device="cuda").bfloat16()
     table = torch.zeros(4, 2, dtype=torch.int32, device="cuda")
     side = torch.zeros(3, dtype=torch.int32, device="cuda")
+    sizes = dict(tokens=4, local_experts=2, ctas=1)
     both = (row.repeat(2, 1), table.repeat(2, 1))
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        push(row, table, side, ranks.buffers[0], tokens=4, local_experts=2)
+        push(row, table, side, ranks.buffers[0], **sizes)
     with pytest.raises(ValueError, match="waves=2: 1 to 8, and 1 on the way back"):
-        push(*both, side[:0], ranks.buffers[0], tokens=4, local_experts=2, back=True, waves=2)
+        push(*both, side[:0], ranks.buffers[0], **sizes, back=True, waves=2)
     with pytest.raises(ValueError, match="rows must be"):
-        push(row[:3], table, side, ranks.buffers[0], tokens=4, local_experts=2)
+        push(row[:3], table, side, ranks.buffers[0], **sizes)

@@ -57,7 +57,7 @@ def test_rows_are_multiplied_as_they_come(R: int, K: int, waves: int) -> None:
         torch.cuda.synchronize()
         pushing.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(pushing):
-            options = dict(tokens=T, local_experts=local, comm_sms=4, waves=waves)
+            options = dict(tokens=T, local_experts=local, ctas=4, waves=waves)
             for r in range(R):
                 push(tokens[r], tables[r], side, ranks.buffers[r], **options)
                 torch.cuda._sleep(2_000_000)

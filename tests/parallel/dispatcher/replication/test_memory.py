@@ -58,7 +58,6 @@ def on_one_process(make: Any) -> list[Any]:
     with (
         mock.patch.object(replica_memory, "PeerMemory", peers),
         mock.patch.object(dist, "barrier", return_value=None),
-        mock.patch.object(replica_memory, "_sms", return_value=2),
     ):
         return [make(SimpleNamespace(rank=lambda r=r: r, size=lambda: R)) for r in range(R)]
 
@@ -110,7 +109,8 @@ def replicas_and_grads() -> None:
     for layer in LAYERS:
         for memory in memories:
             memory.send_grads(layer)
-    with mock.patch.object(replica_memory, "_sms", return_value=2):
+    device = SimpleNamespace(multi_processor_count=2)
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=device):
         grads = [torch.ones(w.shape) for w in own[0][:3]]
         # Slots 0 and 1 of rank 1: experts 2 and 0.
         memories[0].reduce_grads("fc1", grads[::2], HELD, overlapped=True)
