@@ -11,6 +11,7 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 `inverse_NK`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -35,7 +36,6 @@ from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
-from phalanx.kernels.once import Once
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.fp8_operands import in_dtype
 from phalanx.kernels.quantize.quantize import quantize_rows
@@ -276,7 +276,7 @@ def run_forward(
     x_rows = for_wgrad(received, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, args.keep_h)
-        sums = Once(overlap.finish_sums)
+        sums = functools.cache(overlap.finish_sums)
         ops.rows(RowsCall(a_SF, fc2, plan, signal, after_signal=sums))
         return sums(), h_SH, x_rows
     y_SD = ops.rows(RowsCall(a_SF, fc2, plan))

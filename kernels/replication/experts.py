@@ -9,6 +9,7 @@ overlaps the work of the other.
 Legend: L own experts, G replica slots.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +20,6 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, Layer, MLPWeights, layer_pair
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
-from phalanx.kernels.once import Once
 from phalanx.kernels.replication.backend import BorrowedWeights, ReplicatedBackend
 from phalanx.kernels.replication.exchange import ReplicaExchange
 from phalanx.kernels.routing.split_order import split_order
@@ -45,8 +45,9 @@ class ReplicatedExperts:
         weights = exchange.send_weights(own, first) if kept is None else kept
         if exchange.keep:
             self._kept = weights
-        wait_rows = None if wait_rows is None else Once(wait_rows)
-        wait = Once(exchange.wait)
+        # Several kernels use the rows, and a layer's weights: the stream waits once for each.
+        wait_rows = None if wait_rows is None else functools.cache(wait_rows)
+        wait = functools.cache(exchange.wait)
 
         def arrive(layer: Layer, kernel_waits: bool) -> Tensor | None:
             ready = exchange.ready(layer) if kernel_waits and kept is None else None
