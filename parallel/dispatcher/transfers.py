@@ -316,13 +316,12 @@ def saving(rows: Tensor, call: LayerCall) -> Iterator[None]:
     """Context of the experts, whose saved received rows are resent on demand, or copied.
 
     Other exchanges take the receive buffer before the backward pass. Hooks of autograd get other
-    tensor objects than were saved, so that rows are known by their address.
+    tensor objects than were saved, so that rows are known by their storage and their place in it,
+    not by their address. `rows` keeps the storage alive, so that no other tensor can have it.
     """
 
     def pack(saved: Tensor) -> Tensor | None:
-        if saved.data_ptr() != rows.data_ptr() or saved.shape != rows.shape:
-            return saved
-        return call.saved(saved)
+        return call.saved(saved) if saved.is_set_to(rows) else saved
 
     def unpack(stored: Tensor | None) -> Tensor:
         if stored is not None:

@@ -14,7 +14,7 @@ from phalanx.kernels.sm90.exchange import peer_buffers
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.moe.layer import MoE
 from phalanx.parallel.dispatcher import exchange as exchanges
-from phalanx.parallel.dispatcher import symm
+from phalanx.parallel.dispatcher import symm, transfers
 from phalanx.parallel.dispatcher.base import TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
 from tests.parallel.dispatcher.test_base import dispatcher_of
@@ -60,6 +60,46 @@ def test_without_gpus_auto_takes_collectives_and_symm_is_refused() -> None:
     assert run_distributed(_made, 2, "auto") == ["AllToAll"] * 2
     (told, _) = run_distributed(_made, 2, "symm")
     assert "needs CUDA" in told and "set parallel.dispatch=auto" in told
+
+
+class _Saves(torch.autograd.Function):
+    """Save tensors; the backward pass appends what it finds instead of them to `found`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: list[torch.Tensor], x: torch.Tensor, *saved: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.found = found
+        ctx.save_for_backward(*saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors  # each access calls the hooks
+        ctx.found += saved
+        return None, grad, *[None] * len(saved)
+
+
+def test_saved_rows_are_resent_and_tensors_that_share_their_memory_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, again = torch.randn(4, 4), torch.randn(4, 4)
+    call: Any = SimpleNamespace(
+        saved=lambda _: None,
+        tokens=SimpleNamespace(wait=lambda: again),
+        rows=lambda transfer: transfer,
+        for_experts=lambda came: came,
+    )
+    resent = []
+    monkeypatch.setattr(transfers, "resend", lambda _, all_sms: resent.append(all_sms))
+    found: list[torch.Tensor] = []
+    others = rows.clone(), rows.T, rows[:, :2], rows.view(2, 8)
+    with transfers.saving(rows, call):
+        x = torch.zeros(1, requires_grad=True)
+        _Saves.apply(found, x, rows.view_as(rows), *others).sum().backward()
+    assert found[0] is again and resent == [True]
+    for got, other in zip(found[1:], others, strict=True):
+        assert torch.equal(got, other)
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 7])
