@@ -29,6 +29,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.moe.router.router import Router
 from phalanx.moe.shared_experts import SharedExperts
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
@@ -51,6 +52,8 @@ class MoEOptions:
     """Rows reserved for the experts of a rank, shared by all layers."""
     symm: SymmOptions = SymmOptions()  # noqa: RUF009
     """Options of the transport `symm`."""
+    connections: Connections | None = None
+    """Memory that this process shares with other ranks, which `symm` needs."""
     recompute: tuple[str, ...] = ()
     """Modules that Megatron-Core's own layer recomputes, by its names."""
     fp8_rows: bool = False
@@ -114,6 +117,7 @@ class MoE(MoELayer):
             symm=options.symm,
             recipe=recipe if isinstance(recipe, Fp8Block) else None,
             fp8_rows=options.fp8_rows,
+            connections=options.connections,
         )
         # If nothing is sent back, the last kernel of fused experts adds what combine would.
         self._adds = options.spec.facts.adds_in_combine and not self.dispatcher.sends_back

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.parallel.dispatcher.exchange import begin_exchanges
 from phalanx.parallel.fault.agreement import gather
 
 Inputs = list[dict[str, Tensor]]
@@ -52,10 +51,11 @@ class StepGraph:
         step: from inputs on the device, which it leaves as they are, to a tensor of results there.
             Nothing else that it makes is looked at on the host; what it changes in place stays
             where it is.
+        begin: called before a captured step, as part of its graph, and after a failed capture.
     """
 
-    def __init__(self, step: Callable[[Inputs], Tensor]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[[Inputs], Tensor], begin: Callable[[], None]) -> None:
+        self._step, self._begin = step, begin
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: Inputs = []
@@ -105,7 +105,7 @@ class StepGraph:
         # Eager steps keep their memory for no one: the graph takes its own.
         gc.collect()
         torch.cuda.empty_cache()
-        graph, result, error = _captured(lambda: self._step(self._inputs))
+        graph, result, error = _captured(lambda: self._step(self._inputs), self._begin)
         if isinstance(error, torch.OutOfMemoryError):
             raise error  # which no eager step would spare
         # A rank that replays would wait for one that does not.
@@ -114,7 +114,7 @@ class StepGraph:
             self._inputs = []
             del result
             graph.reset()
-            begin_exchanges()  # captured ones have taken turns at the buffers, but sent nothing
+            self._begin()  # captured exchanges have taken turns at the buffers, but sent nothing
             gc.collect()
             torch.cuda.empty_cache()
             text = str(reasons[failing[0]])
@@ -123,7 +123,7 @@ class StepGraph:
 
 
 def _captured(
-    step: Callable[[], Tensor],
+    step: Callable[[], Tensor], begin: Callable[[], None]
 ) -> tuple[torch.cuda.CUDAGraph, Tensor | None, Exception | None]:
     """Graph of a step on the current stream, and its result; or why it cannot be captured."""
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -134,7 +134,7 @@ def _captured(
     # Other threads (checkpoints, watchdogs) may call CUDA meanwhile.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        begin_exchanges()
+        begin()
         result = step()
     except Exception as error:
         failure = error

@@ -11,13 +11,13 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.dispatcher.exchange import release_exchanges
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron import cpu, weight_grad
 from phalanx.parallel.megatron.version import check_version
@@ -31,6 +31,8 @@ class Runtime:
     world: int
     local_rank: int
     device: torch.device
+    connections: Connections = field(default_factory=Connections)
+    """Memory shared with other ranks, until `stop`."""
 
     @property
     def is_main(self) -> bool:
@@ -109,13 +111,13 @@ def start(
     return Runtime(rank, world, local_rank, device)
 
 
-def stop() -> None:
+def stop(runtime: Runtime) -> None:
     """Leave the job: first the memory that ranks share, then the process groups that made it.
 
     It waits for no other rank to free the memory, and destroys the groups in any case.
     """
     try:
-        release_exchanges()
+        runtime.connections.release()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

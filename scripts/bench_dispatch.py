@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _measure(args, process, sys.argv[1:] if argv is None else list(argv))
     finally:
-        runtime.stop()
+        runtime.stop(process)
 
 
 def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
@@ -162,12 +162,13 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     backend = resolve("grouped_mlp", "auto", Facts(args.device, capability, BF16)).backend
     transports = args.dispatch if process.world > 1 or args.demanded else ("local",)
     bench = Bench(
-        GroupGpu() if cuda else Cpu(),
+        GroupGpu(process.connections) if cuda else Cpu(),
         args.rounds,
         demanded=args.demanded,
         backend=backend,
         transports=transports,
         exchange=SymmOptions(args.comm_sms, TIMEOUT),
+        connections=process.connections,
     )
     run_facts = facts(bench.clock.device, command, name="" if cuda else "CPU")
     run_facts |= {

@@ -175,7 +175,7 @@ def opened(path: Place, read: Callable[[int], object] | None = None) -> Iterator
         yield Predictor(path, runtime, read)
     finally:
         if not joined:
-            stop_runtime()
+            stop_runtime(runtime)
 
 
 def of_one_process(common: dict[str, Any]) -> Config:

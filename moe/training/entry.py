@@ -24,8 +24,8 @@ from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.run_folder import check_shared, lock
+from phalanx.parallel.runtime import Runtime, launcher_world, start
 from phalanx.parallel.runtime import end as end_runtime
-from phalanx.parallel.runtime import launcher_world, start
 from phalanx.parallel.runtime import stop as stop_runtime
 
 
@@ -42,6 +42,7 @@ def run(
     """
     trainer: Trainer | None = None
     watchdog: Watchdog | None = None
+    runtime: Runtime | None = None
     folder = Path(cfg.run.dir) / cfg.run.name
     try:
 
@@ -68,7 +69,7 @@ def run(
             for line in lines if runtime.is_main else ():
                 print(f"-- {line}", flush=True)
             watchdog.close()
-            end_runtime(runtime) if ends_process else stop_runtime()
+            end_runtime(runtime) if ends_process else stop_runtime(runtime)
             return 0
         set_activity("start: kernels")
         choices = choose_kernels(cfg, runtime)
@@ -89,6 +90,9 @@ def run(
         watchdog.close()
     except Exception as error:
         rank, training = int(os.environ.get("RANK", "0")), trainer is not None
-        return exit_with(error, stop, rank=rank, training=training, watchdog=watchdog)
-    end_runtime(runtime) if ends_process else stop_runtime()
+        shared = None if runtime is None else runtime.connections
+        return exit_with(
+            error, stop, rank=rank, training=training, watchdog=watchdog, connections=shared
+        )
+    end_runtime(runtime) if ends_process else stop_runtime(runtime)
     return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

@@ -20,8 +20,8 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.training.out_of_memory import OutOfMemory
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.cuda_graph import CaptureFailed
-from phalanx.parallel.dispatcher.exchange import missing
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.signals import StopSignal
@@ -39,6 +39,7 @@ def exit_with(
     rank: int,
     training: bool,
     watchdog: Watchdog | None = None,
+    connections: Connections | None = None,
 ) -> int:
     """Report the error that ends this rank, once for all ranks, and return the exit code.
 
@@ -50,9 +51,10 @@ def exit_with(
         rank: rank of this process.
         training: the first step had been reached; before it, every ValueError is about the config.
         watchdog: the watchdog, if it has been started.
+        connections: memory shared with other ranks, if the process has joined the job.
     """
     code, text = _verdict(error, training)
-    lost = _lost_others(error)
+    lost = _lost_others(error, connections)
     if watchdog is not None:
         stack = redacted("".join(traceback.format_exception(error)))
         if not watchdog.report(stack, lost or _first_line(error), own=not lost):
@@ -93,7 +95,7 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 
-def _lost_others(error: Exception) -> str:
+def _lost_others(error: Exception, connections: Connections | None) -> str:
     """First line on a collective that broke because other ranks are gone; empty for other errors.
 
     gloo raises RuntimeErrors that only contain its name. A wait for tokens that timed out stops a
@@ -101,7 +103,7 @@ def _lost_others(error: Exception) -> str:
     """
     if not isinstance(error, RuntimeError):
         return ""
-    if late := missing():
+    if connections is not None and (late := connections.missing()):
         return late
     broken = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
     return _first_line(error) if broken else ""

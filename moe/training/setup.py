@@ -35,6 +35,7 @@ from phalanx.moe.training.choices import (
     emulation,
     with_choices,
 )
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
@@ -182,7 +183,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)
     exchange = exchange_options(p, transport, waiting, quantizes)
-    options = _moe_options(cfg, experts, transport, budget, exchange)
+    options = _moe_options(cfg, experts, transport, budget, exchange, runtime.connections)
     resident = any(choice.backend == "resident" for choice in weights)
     # Gradients are summed over ranks, which must have the same order of channels.
     everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
@@ -202,7 +203,12 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
 
 
 def _moe_options(
-    cfg: Config, backend: str, transport: Transport, budget: Budget, exchange: SymmOptions
+    cfg: Config,
+    backend: str,
+    transport: Transport,
+    budget: Budget,
+    exchange: SymmOptions,
+    connections: Connections,
 ) -> MoEOptions:
     e, margin = cfg.model.moe, cfg.kernels.sm_margin
     spec = MLPSpec(
@@ -218,6 +224,7 @@ def _moe_options(
         transport=transport,
         budget=budget,
         symm=exchange,
+        connections=connections,
     )
 
 

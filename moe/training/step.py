@@ -73,7 +73,8 @@ class Step:
 
     def __init__(self, cfg: Config, job: Job) -> None:
         self.cfg, self.job = cfg, job
-        self.graph = StepGraph(self.forward_backward) if job.captured else None
+        begin = job.runtime.connections.begin
+        self.graph = StepGraph(self.forward_backward, begin) if job.captured else None
         self.capture_failure: CaptureFailed | None = None
         """Failure after which `run.graph=auto` computes eager steps; None if there was none."""
         self._stop = torch.zeros((), device=job.runtime.device)

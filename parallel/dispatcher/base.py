@@ -21,6 +21,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import check_routing, make_plan
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.local import Local
@@ -105,6 +106,7 @@ def make_dispatcher(
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
     recipe: Fp8Block | None = None,
     fp8_rows: bool = False,
+    connections: Connections | None = None,
 ) -> Dispatcher:
     """The dispatcher of a group, for the transport that `choose_transport` found.
 
@@ -118,6 +120,7 @@ def make_dispatcher(
         symm: options of `symm`, also inside the nodes of `hier`.
         recipe: FP8 recipe of the experts.
         fp8_rows: with a recipe, rows travel in FP8; on one rank nothing travels.
+        connections: memory that this process shares with other ranks, which `symm` needs.
 
     Raises:
         ValueError: experts that do not divide over the ranks, or top_k above experts.
@@ -138,7 +141,17 @@ def make_dispatcher(
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local_slots)
     if group is None:
         return Local(plan)
-    context = DispatchContext(transport, group, plan, experts, local, local_slots, backend, symm)
+    context = DispatchContext(
+        transport,
+        group,
+        plan,
+        experts,
+        local,
+        local_slots,
+        backend,
+        symm,
+        connections=connections,
+    )
     if recipe is not None:
         recipe_on_wire = recipe if fp8_rows else None
         context = context._replace(recipe=recipe_on_wire, quantizes=not fp8_rows)

@@ -1,17 +1,16 @@
 """Symmetric memory of the GPUs of a node, for the exchanges of `kernels.sm90`.
 
-This module allocates Torch symmetric memory, without multicast, with all ranks of a group, and
-caches one exchange per group and shape until the process leaves the job. The exchange itself is
+This module allocates Torch symmetric memory, without multicast, with all ranks of a group. There is
+one exchange per group and shape (`parallel.connections`), which itself is
 `kernels.sm90.exchange.exchange`.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token.
 """
 
-import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
+from phalanx.parallel.connections import Connections
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange
@@ -64,20 +64,6 @@ class PeerMemory:
     def addresses(self) -> list[int]:
         """Addresses of the memory of all ranks in the address space of this rank's GPU."""
         return list(self.handle.buffer_ptrs)
-
-
-class Connected(Protocol):
-    """A resource that ranks create together and release together."""
-
-    def begin(self) -> None:
-        """Barrier of all ranks on their streams, where the resource needs one."""
-
-    def release(self) -> None:
-        """Free the memory, though something may still refer to this."""
-
-    def missing(self) -> str:
-        """Error text on the rank that a wait timed out for; empty if none did."""
-        ...
 
 
 class Connection:
@@ -141,56 +127,14 @@ class Connection:
         return f"rank {peer} has not reached exchange {epoch} of experts, only {reached}"
 
 
-_CONNECTIONS: dict[tuple[Any, ...], Any] = {}
-"""Resources of this process by their keys, in the order of creation."""
-
-
 def exchange_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: ExchangeOptions
+    connections: Connections,
+    group: dist.ProcessGroup,
+    tokens: int,
+    hidden: int,
+    slots: int,
+    options: ExchangeOptions,
 ) -> "Exchange":
     """The exchange of a group and a shape: one, as all layers take its buffers in turn."""
     key = (group, tokens, hidden, slots, options)
-    return connected(key, lambda: Connection(*key)).exchange
-
-
-def connected[C: Connected](key: tuple[Any, ...], make: Callable[[], C]) -> C:
-    """The resource of a key, created at the first call, by all ranks of a group together.
-
-    It lives until `release_exchanges`.
-    """
-    if key not in _CONNECTIONS:
-        _CONNECTIONS[key] = make()
-    resource: C = _CONNECTIONS[key]
-    return resource
-
-
-def begin_exchanges() -> None:
-    """Call `Connection.begin` of all.
-
-    Captured first in a CUDA graph, whose exchanges need not fill all buffers at its end.
-    """
-    for connection in _CONNECTIONS.values():
-        connection.begin()
-
-
-def release_exchanges() -> None:
-    """Free the memory of all exchanges, in the order of creation.
-
-    Graphs captured with them must not be replayed any more. It waits for this rank's work but for
-    no other rank, which may be dead. A rank that still writes, because it was interrupted in a
-    step, does no harm: the memory itself is freed with the last mapping of it.
-
-    Raises:
-        RuntimeError: the device has failed, so that its memory cannot be freed.
-    """
-    if not _CONNECTIONS:
-        return
-    torch.cuda.synchronize()
-    for key in list(_CONNECTIONS):
-        _CONNECTIONS.pop(key).release()
-    gc.collect()  # a layer's last call may refer to them in a cycle
-
-
-def missing() -> str:
-    """Error text on the rank whose tokens timed out; empty if none did."""
-    return next((text for c in _CONNECTIONS.values() if (text := c.missing())), "")
+    return connections.get(key, lambda: Connection(*key)).exchange

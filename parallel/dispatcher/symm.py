@@ -25,6 +25,7 @@ from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
@@ -52,6 +53,7 @@ class Symm(Dispatcher):
     """The transport `symm`; `parallel.dispatcher.base` states the contract.
 
     Args:
+        connections: memory shared with the ranks of the group.
         group: the expert-parallel group, all on one node.
         plan: planner of the received routing.
         local: number of experts of a rank.
@@ -65,6 +67,7 @@ class Symm(Dispatcher):
 
     def __init__(
         self,
+        connections: Connections,
         group: dist.ProcessGroup,
         plan: Planner,
         *,
@@ -73,14 +76,22 @@ class Symm(Dispatcher):
         waits: bool = False,
         recipe: Fp8Block | None = None,
     ) -> None:
-        self._group, self._plan, self._local, self._options = group, plan, local, options
+        self._connections, self._group, self._plan = connections, group, plan
+        self._local, self._options = local, options
         self._waits, self._recipe = waits, recipe
 
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
+        assert c.connections is not None
         return cls(
-            c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
+            c.connections,
+            c.group,
+            c.plan,
+            local=c.local,
+            options=c.options,
+            waits=c.waits,
+            recipe=c.recipe,
         )
 
     @classmethod
@@ -171,7 +182,7 @@ class Symm(Dispatcher):
     def _exchange(self, x_TD: Tensor, idx_TK: Tensor) -> "Exchange":
         """The exchange of the group for tokens of this shape."""
         (T, D), K = x_TD.shape, idx_TK.shape[1]
-        return exchange_of(self._group, T, D, K, self._options)
+        return exchange_of(self._connections, self._group, T, D, K, self._options)
 
     def _call_options(
         self, exchange: "Exchange", x_TD: Tensor, fp8: FP8Rows | None

@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
@@ -79,6 +80,8 @@ class DispatchContext(NamedTuple):
     options: SymmOptions = SymmOptions()
     recipe: Fp8Block | None = None
     """Recipe of tokens and gradients of sums that travel in FP8; None: they travel as they are."""
+    connections: Connections | None = None
+    """Memory that this process shares with other ranks, for transports that need some."""
     quantizes: bool = False
     """True if the experts quantise received rows, for which all of them must have arrived."""
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from phalanx.parallel.connections import Connections
+
 Call = Callable[[], object]
 FLUSH_BYTES = 256 * 2**20
 _HEAD_START_CYCLES = 200_000
@@ -104,10 +106,14 @@ class GroupGpu(Gpu):
     """The GPU of a rank. Graphs share a memory pool: no result is read after the next capture.
 
     The ranks are aligned outside the timed region, and exchanges restart there, as in a step.
+
+    Args:
+        connections: memory of the exchanges.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Connections) -> None:
         super().__init__()
+        self._connections = connections
         self._one = torch.zeros(1, device=self.device)
         self._new_pool()
 
@@ -120,11 +126,9 @@ class GroupGpu(Gpu):
             self._one.zero_()
 
     def align_ranks(self) -> None:
-        from phalanx.parallel.dispatcher.exchange import begin_exchanges
-
         if dist.get_world_size() > 1:
             dist.all_reduce(self._one)
-            begin_exchanges()
+            self._connections.begin()
 
     def flush(self) -> None:
         super().flush()
@@ -132,12 +136,10 @@ class GroupGpu(Gpu):
         self.align_ranks()
 
     def free(self) -> None:
-        from phalanx.parallel.dispatcher.exchange import release_exchanges
-
         gc.collect()  # graphs before the exchange memory that they use
         torch.cuda.synchronize()
         dist.barrier()  # no rank still writes to this one's memory
-        release_exchanges()
+        self._connections.release()
         self._first.reset()
         super().free()
         self._new_pool()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.scripts.bench.clocks import Call, Clock
 from phalanx.scripts.bench.loads import BackgroundLoad
@@ -99,6 +100,8 @@ class Bench:
     """Names for `parallel.dispatcher.base.make_dispatcher`; only on ranks."""
     exchange: SymmOptions = SymmOptions()  # noqa: RUF009  (frozen)
     """Options of exchanges in a layer."""
+    connections: Connections = field(default_factory=Connections)
+    """Memory shared with other ranks."""
 
     @property
     def mode(self) -> str:
@@ -224,7 +227,7 @@ class Timings:
             call()
             self.bench.clock.wait()
         except Exception as error:
-            return _missing_rank() or reason(error)
+            return self.bench.connections.missing() or reason(error)
         return ""
 
     def skip(self, side: str, pass_name: str, mode: str, why: str, *, failed: bool) -> None:
@@ -316,15 +319,6 @@ class Timings:
         return min((time.ms for time in times if time is not None), default=None)
 
 
-def _missing_rank() -> str:
-    """Why an exchange timed out, naming the missing rank; empty without ranks."""
-    if not dist.is_initialized():
-        return ""
-    from phalanx.parallel.dispatcher.exchange import missing
-
-    return missing()
-
-
 def passes(
     side: str, forward: Call, both: Call, flops: float = 0, bars: Bars | None = None, **options: Any
 ) -> Iterator[Case]:
@@ -365,7 +359,7 @@ def attempt(bench: Bench, call: Callable[[], list[Record]], suite: str, shape: S
     try:
         records, why = call(), ""
     except Exception as error:
-        records, why = [], _missing_rank() or reason(error)
+        records, why = [], bench.connections.missing() or reason(error)
         if dist.is_initialized():  # at once: the other ranks may wait for this one
             print(f"rank {bench.rank}: {suite}: {why}", file=sys.stderr, flush=True)
     if why := bench.agreed(why):

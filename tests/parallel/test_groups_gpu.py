@@ -18,14 +18,14 @@ def free():
 
 torch.zeros(1, device="cuda")
 context = free()
-start(seed=1, timeout=60, deterministic=False)
+here = start(seed=1, timeout=60, deterministic=False)
 world = free()
 from phalanx.parallel.groups import create
 pg = create().pg
 for group in (pg.tp, pg.dp, pg.ep, pg.expt_dp):
     torch.distributed.all_reduce(torch.ones(1, device="cuda"), group=group)
 print("GiB of the world and of a layout", context - world, world - free())
-stop()
+stop(here)
 """
 
 

@@ -1,5 +1,6 @@
 """The end of a rank: shared memory goes before the process groups, whatever the others do."""
 
+import functools
 import time
 import weakref
 from typing import Any
@@ -19,6 +20,11 @@ class Stub:
     def __init__(self, name: str, events: list[str]) -> None:
         self.group, self._name, self._events = dist.group.WORLD, name, events
 
+    def begin(self) -> None: ...
+
+    def missing(self) -> str:
+        return ""
+
     def release(self) -> None:
         self._events.append(f"{self._name} released, groups {dist.is_initialized()}")
 
@@ -37,11 +43,13 @@ def _stopped(device_failed: bool = False) -> tuple[list[str], int, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", synchronize)
-        kept: Any = {("a",): Stub("first", events), ("b",): Stub("second", events)}
-        patch.setattr(exchange, "_CONNECTIONS", kept)
+        here = runtime.Runtime(0, 2, 0, torch.device("cpu"))
+        kept = here.connections
+        for name in ("first", "second"):
+            kept.get(name, functools.partial(Stub, name, events))
         began = time.monotonic()
         try:
-            runtime.stop()
+            runtime.stop(here)
         except RuntimeError as error:
             events.append(str(error))
         events.append(f"groups {dist.is_initialized()}")

@@ -174,7 +174,6 @@ def _main(listed: Path) -> None:
 def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int) -> None:
     """Train in this process; a failure ends it."""
     from phalanx import train
-    from phalanx.parallel.dispatcher.exchange import release_exchanges
     from tests.support.distributed import _forget_models
 
     began = time.monotonic()
@@ -190,7 +189,7 @@ def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int)
         file.write(json.dumps(outcome) + "\n")
     if code:
         os._exit(3)
-    release_exchanges()
+    torch.cuda.synchronize()  # memory that ranks share goes with the run, once it is collected
     parallel_state.destroy_model_parallel()
     _forget_models()
     gc.collect()

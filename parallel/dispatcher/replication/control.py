@@ -13,7 +13,8 @@ from torch import Tensor
 from phalanx.kernels.routing.wire import routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import unpadded
-from phalanx.parallel.dispatcher.exchange import Connection, connected
+from phalanx.parallel.connections import Connections
+from phalanx.parallel.dispatcher.exchange import Connection
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
@@ -71,11 +72,16 @@ class _Connection(Connection):
 
 
 def control_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: ExchangeOptions
+    connections: Connections,
+    group: dist.ProcessGroup,
+    tokens: int,
+    hidden: int,
+    slots: int,
+    options: ExchangeOptions,
 ) -> Control:
     """The control exchange of a group, for the routing of the exchange of a shape.
 
     It has a communication stream if the main exchange has one.
     """
     key = ("control", group, tokens, hidden, slots, options)
-    return connected(key, lambda: _Connection(group, tokens * slots, options)).control
+    return connections.get(key, lambda: _Connection(group, tokens * slots, options)).control

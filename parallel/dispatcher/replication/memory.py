@@ -25,7 +25,8 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
     PeerBuffers,
     wave_begins,
 )
-from phalanx.parallel.dispatcher.exchange import PeerMemory, connected
+from phalanx.parallel.connections import Connections
+from phalanx.parallel.dispatcher.exchange import PeerMemory
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
@@ -251,17 +252,21 @@ class ReplicaMemory(_SharedMemory):
 
 
 def unreduced_memory_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int
+    connections: Connections, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int
 ) -> UnreducedMemory:
     """Memory of a group and a shape, shared by all layers."""
     key = ("single rows", group, tokens, hidden, slots)
-    return connected(key, lambda: UnreducedMemory(*key[1:]))
+    return connections.get(key, lambda: UnreducedMemory(*key[1:]))
 
 
 def replica_memory_of(
-    group: dist.ProcessGroup, slots: int, own: MLPWeights, options: ExchangeOptions
+    connections: Connections,
+    group: dist.ProcessGroup,
+    slots: int,
+    own: MLPWeights,
+    options: ExchangeOptions,
 ) -> ReplicaMemory:
     """Memory of a group, shared by all layers whose experts have the same shape."""
     shapes = tuple(None if w is None else tuple(w.shape[1:]) for w in own)
     key = ("replicas", group, slots, options, own.w1.dtype, *shapes)
-    return connected(key, lambda: ReplicaMemory(group, slots, own, options))
+    return connections.get(key, lambda: ReplicaMemory(group, slots, own, options))

@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.replication.rows import ExpertOwner
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
@@ -44,6 +45,7 @@ class ReplicatedSymm(Symm):
     """The transport `symm` with expert replication.
 
     Args:
+        connections: memory shared with the ranks of the group.
         group: the expert-parallel group, all on one node.
         plan: planner of the received routing, with ids of expert slots.
         replication: options of replication.
@@ -53,6 +55,7 @@ class ReplicatedSymm(Symm):
 
     def __init__(
         self,
+        connections: Connections,
         group: dist.ProcessGroup,
         plan: Planner,
         replication: ReplicationOptions,
@@ -62,14 +65,17 @@ class ReplicatedSymm(Symm):
         waits: bool = False,
         recipe: Fp8Block | None = None,
     ) -> None:
-        super().__init__(group, plan, local=local, options=options, waits=waits, recipe=recipe)
+        super().__init__(
+            connections, group, plan, local=local, options=options, waits=waits, recipe=recipe
+        )
         self._replication = replication
 
     @classmethod
     def build(cls, context: DispatchContext) -> "ReplicatedSymm":
         c, replication = context, context.transport.replication
-        assert replication is not None
+        assert replication is not None and c.connections is not None
         return cls(
+            c.connections,
             c.group,
             c.plan,
             replication,
@@ -112,14 +118,14 @@ class ReplicatedSymm(Symm):
         (T, D), K, local = x_TD.shape, idx_TK.shape[1], self._local
         exchange = self._exchange(x_TD, idx_TK)
         ranks, rank = exchange.ranks, self._group.rank()
-        control = control_of(self._group, T, D, K, self._options)
+        control = control_of(self._connections, self._group, T, D, K, self._options)
         sent = sent_routing(idx_TK, prob_TK, ranks=ranks, local=local)
         expert_NK, prob_NK = control.all_routing(sent.side, T, K)
         size = self._replication.size(ranks)
         plan, slot_NK = plan_replicas(self._plan, expert_NK, ranks * local, size)
         return ReplicatedCall(
             exchange,
-            Peers(control, memory.unreduced_memory_of(self._group, T, D, K)),
+            Peers(control, memory.unreduced_memory_of(self._connections, self._group, T, D, K)),
             ReplicatedRouting(plan, expert_NK, slot_NK, prob_NK),
             idx_TK,
             # Tokens go by slots, and their routing has been sent.
@@ -130,4 +136,5 @@ class ReplicatedSymm(Symm):
 
     def _memory(self, own: MLPWeights) -> Memory:
         """Memory of replicas of such weights."""
-        return memory.replica_memory_of(self._group, self._replication.slots, own, self._options)
+        slots = self._replication.slots
+        return memory.replica_memory_of(self._connections, self._group, slots, own, self._options)

@@ -84,6 +84,7 @@ def dispatcher(
         symm=exchange,
         recipe=recipe,
         fp8_rows=fp8_rows and recipe is not None,
+        connections=bench.connections,
     )
 
 

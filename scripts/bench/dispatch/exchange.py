@@ -103,7 +103,9 @@ def _push(
     It returns the buffer that rows arrive in.
     """
     options, local = SymmOptions(sms, TIMEOUT), model.experts // bench.ranks
-    exchange = exchange_of(dist.group.WORLD, len(x), model.hidden, model.top_k, options)
+    exchange = exchange_of(
+        bench.connections, dist.group.WORLD, len(x), model.hidden, model.top_k, options
+    )
 
     def call() -> Tensor:
         transfer = exchange.start(x, idx, side, local)

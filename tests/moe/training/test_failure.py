@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from phalanx.moe.training import failure
 from phalanx.moe.training.out_of_memory import OutOfMemory
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.cuda_graph import CaptureFailed
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.signals import StopSignal
@@ -181,7 +183,9 @@ def test_a_wait_in_vain_is_the_fault_of_the_rank_that_did_not_come(
     stop: StopSignal,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure, "missing", lambda: late)
-    watchdog = StandIn(False)
-    failure.exit_with(error, stop, rank=0, training=True, watchdog=watchdog)  # type: ignore[arg-type]
+    connections = Connections()
+    monkeypatch.setattr(connections, "missing", lambda: late)
+    watchdog: Any = StandIn(False)
+    given = dict(rank=0, training=True, watchdog=watchdog, connections=connections)
+    failure.exit_with(error, stop, **given)
     assert watchdog.reported[1:] == reported

@@ -25,6 +25,7 @@ from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from tests.parallel.dispatcher.replication.gloo_replicas import replicating
@@ -36,7 +37,13 @@ class GlooExchange:
     """`kernels.sm90.exchange.exchange.Exchange`, as far as `symm` calls it."""
 
     def __init__(
-        self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
+        self,
+        connections: Connections,
+        group: dist.ProcessGroup,
+        tokens: int,
+        hidden: int,
+        slots: int,
+        options: SymmOptions,
     ) -> None:
         self._group, self.ranks, self.tokens = group, group.size(), tokens
         self.overlaps = options.overlaps

@@ -11,19 +11,23 @@ import os
 import torch
 import torch.distributed as dist
 
+from phalanx.parallel.runtime import Runtime
+
 
 def on_one_gpu() -> bool:
     """All ranks share a GPU."""
     return os.environ.get("PHALANX_ONE_GPU") == "1"
 
 
-def join() -> None:
+def join() -> Runtime:
     """Take this rank's GPU, and meet the others."""
+    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if on_one_gpu():
         # Read by torch when ranks first show each other symmetric memory.
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         torch.cuda.set_device(0)
         dist.init_process_group("gloo")
-        return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    return Runtime(rank, world, local, torch.device("cuda", torch.cuda.current_device()))

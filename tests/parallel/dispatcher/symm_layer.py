@@ -29,9 +29,10 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel import runtime
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.exchange import SymmOptions, begin_exchanges
+from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.gpu_ranks import join, on_one_gpu
@@ -61,18 +62,21 @@ class Way(NamedTuple):
     transport: Transport
     fp8_rows: bool
     """In FP8, if the experts are."""
+    connections: Connections
+    """Memory of its exchanges."""
 
 
-def ways(hier: bool) -> tuple[Way, Way]:
+def ways(hier: bool, connections: Connections) -> tuple[Way, Way]:
     """A tested layer, and its reference."""
     ours, flat = (
         choose_transport(name, dist.group.WORLD, torch.bfloat16)
         for name in ("hier" if hier else "symm", "alltoall")
     )
     if not hier:
-        return Way(ours, True), Way(flat, True)
+        return Way(ours, True, connections), Way(flat, True, connections)
     assert ours.inside is not None and ours.inside.name == "symm"
-    return Way(ours, True), Way(replace(ours, inside=flat), False)
+    inside = replace(ours, inside=flat)
+    return Way(ours, True, connections), Way(inside, False, connections)
 
 
 class Layer:
@@ -88,7 +92,7 @@ class Layer:
         bias: bool = False,
     ) -> None:
         T, D, F, E, _ = shape
-        self.spec = spec
+        self.spec, self.connections = spec, way.connections
         local = E // dist.get_world_size()
         g = torch.Generator("cuda").manual_seed(dist.get_rank())
 
@@ -118,6 +122,7 @@ class Layer:
             symm=symm,
             recipe=spec.recipe,
             fp8_rows=way.fp8_rows and spec.recipe is not None,
+            connections=way.connections,
         )
 
     @property
@@ -158,7 +163,9 @@ def chosen(only: set[str], shape: str, precision: str, known: Iterable[str] = SP
     return shape in (shapes or {shape}) and precision in (precisions or {precision})
 
 
-def captured(call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+def captured(
+    call: Callable[[], list[Tensor]], connections: Connections
+) -> Callable[[], list[Tensor]]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -166,7 +173,7 @@ def captured(call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            begin_exchanges()
+            connections.begin()
             results = call()
 
     def replay() -> list[Tensor]:
@@ -190,9 +197,9 @@ def compare(ours: list[Tensor], theirs: list[Tensor], what: Any) -> None:
 def main() -> None:
     if "hier" in sys.argv and on_one_gpu():
         raise SystemExit("hier captures collectives, which gloo cannot: unset PHALANX_ONE_GPU")
-    join()
+    here = join()
     only = {*sys.argv[1:]} - {"hier"}
-    pair = ways("hier" in sys.argv)
+    pair = ways("hier" in sys.argv, here.connections)
     for label, precision, keep, sms in product(SHAPES, SPECS, (False, True), (0, 8)):
         shape, symm = SHAPES[label], SymmOptions(keep=keep, comm_sms=sms, timeout=20)
         for kind in KINDS:
@@ -201,7 +208,7 @@ def main() -> None:
                 check(f"{label} in {precision}", pair, shape, top_k, kind, symm, SPECS[precision])
     torch.cuda.synchronize()
     dist.barrier()
-    runtime.stop()
+    runtime.stop(here)
 
 
 def check(
@@ -229,7 +236,7 @@ def check(
             wanted = theirs(shared, residual)
             compare(ours(shared, residual), wanted, f"{what}, turn {turn}")
             if turn == 1:
-                graph = captured(lambda s=shared, r=residual: ours(s, r))
+                graph = captured(lambda s=shared, r=residual: ours(s, r), ours.connections)
             if graph is not None:
                 compare(graph(), wanted, f"{what}, replay {turn}")
         del graph

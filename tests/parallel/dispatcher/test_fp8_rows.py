@@ -21,6 +21,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
@@ -74,6 +75,7 @@ def dispatcher_of(
         budget=Budget(8.0, torch.device("cpu")),
         recipe=recipe,
         fp8_rows=fp8_rows,
+        connections=Connections(),
         **how,
     )
 

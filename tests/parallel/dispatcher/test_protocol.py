@@ -23,6 +23,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
@@ -250,7 +251,7 @@ def test_the_model_says_what_symm_does(
     options = SymmOptions(keep=keep, comm_sms=8 * overlaps)
     group: Any = None
     how = dict(local=E // R, options=options, waits=beside, recipe=recipe)
-    transport = Symm(group, Planner(), **how)
+    transport = Symm(Connections(), group, Planner(), **how)
     g = torch.Generator().manual_seed(0)
     w1, w2, x = (
         torch.randn(s, generator=g).to(dtype) for s in ((E // R, 2 * D, D), (E // R, D, D), (T, D))

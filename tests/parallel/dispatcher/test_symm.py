@@ -1,6 +1,7 @@
 """The one-sided transport where no GPU is needed: what it tells, and where it cannot run."""
 
 import contextlib
+import functools
 import inspect
 import traceback
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from phalanx.kernels.sm90.exchange import peer_buffers
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.moe.layer import MoE
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import exchange as exchanges
 from phalanx.parallel.dispatcher import symm, transfers
 from phalanx.parallel.dispatcher.base import TokenChoices
@@ -36,9 +38,9 @@ def _connection(report: list[int]) -> Any:
 def _missing() -> list[str]:
     told = []
     for report in ([0, 0, 0, 0], [2, 41, 39, 0]):
-        exchanges._CONNECTIONS = {("a",): _connection(report)}
-        told.append(exchanges.missing())
-    exchanges._CONNECTIONS = {}
+        connections = Connections()
+        connections.get("a", functools.partial(_connection, report))
+        told.append(connections.missing())
     return told
 
 
@@ -163,7 +165,7 @@ def test_a_push_is_few_frames_from_the_layer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     planner: Any = SimpleNamespace(check=lambda *_: None)
     group: Any = None
-    transport = symm.Symm(group, planner, local=2, options=exchanges.SymmOptions())
+    transport = symm.Symm(Connections(), group, planner, local=2, options=exchanges.SymmOptions())
     idx = torch.zeros(T, K, dtype=torch.int32)
     transport.send_tokens(torch.zeros(T, D).bfloat16(), idx, torch.ones(T, K))
     assert calls == [

@@ -92,7 +92,9 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
 class _Exchange:
     """An exchange over gloo that gathers the tokens of all ranks; wrong with 24 SMs on rank 1."""
 
-    def __init__(self, group: Any, tokens: int, hidden: int, slots: int, options: Any) -> None:
+    def __init__(
+        self, connections: Any, group: Any, tokens: int, hidden: int, slots: int, options: Any
+    ) -> None:
         self.sms = options.comm_sms
 
     def start(self, x: torch.Tensor, idx: torch.Tensor, side: torch.Tensor, local: int) -> Any:

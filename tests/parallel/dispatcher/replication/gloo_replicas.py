@@ -96,13 +96,21 @@ class GlooReplicaMemory:
 def replicating(exchange_of: Callable[..., Any]) -> list[Any]:
     """Patches with which `symm` replicates over them, and over the exchanges of a cache."""
 
-    def control_of(group: Any, tokens: int, hidden: int, slots: int, options: Any) -> Any:
-        exchange = exchange_of(group, 1, HIDDEN, tokens * slots, options)
+    def control_of(
+        connections: Any, group: Any, tokens: int, hidden: int, slots: int, options: Any
+    ) -> Any:
+        exchange = exchange_of(connections, group, 1, HIDDEN, tokens * slots, options)
         return Control(exchange, torch.device("cpu"))
+
+    @functools.cache
+    def unreduced_memory_of(connections: Any, *shape: Any) -> GlooUnreducedMemory:
+        return GlooUnreducedMemory(*shape)
 
     memories: dict[Any, GlooReplicaMemory] = {}
 
-    def replica_memory_of(group: Any, slots: int, own: MLPWeights, _: Any) -> GlooReplicaMemory:
+    def replica_memory_of(
+        connections: Any, group: Any, slots: int, own: MLPWeights, _: Any
+    ) -> GlooReplicaMemory:
         key = (slots, *(None if w is None else w.shape for w in own))
         if key not in memories:
             memories[key] = GlooReplicaMemory(group, slots, own)
@@ -110,7 +118,7 @@ def replicating(exchange_of: Callable[..., Any]) -> list[Any]:
 
     return [
         mock.patch.object(symm, "control_of", control_of),
-        mock.patch.object(memory, "unreduced_memory_of", functools.cache(GlooUnreducedMemory)),
+        mock.patch.object(memory, "unreduced_memory_of", unreduced_memory_of),
         mock.patch.object(memory, "replica_memory_of", replica_memory_of),
     ]
 

@@ -94,18 +94,16 @@ def replicating(plain: Transport, keep: bool) -> Transport:
 
 
 def check(
-    plain: Transport,
+    plain: Way,
     label: str,
     shape: tuple[int, ...],
     kind: str,
     symm: SymmOptions,
     spec: MLPSpec,
-    fp8_rows: bool,
 ) -> None:
-    replicated, bias = replicating(plain, symm.keep), label.startswith("wide")
-    ours, theirs = (
-        Layer(Way(way, fp8_rows), shape, shape[4], symm, spec, bias) for way in (replicated, plain)
-    )
+    replicated = plain._replace(transport=replicating(plain.transport, symm.keep))
+    bias = label.startswith("wide")
+    ours, theirs = (Layer(way, shape, shape[4], symm, spec, bias) for way in (replicated, plain))
     own = len(ours.own)
     g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
 
@@ -132,7 +130,7 @@ def check(
             if KINDS[kind] and not found:
                 raise SystemExit(f"{what}: no expert was replicated")
             if turn == 1:
-                graph = captured(lambda s=shared, r=residual: ours(s, r))
+                graph = captured(lambda s=shared, r=residual: ours(s, r), ours.connections)
             if graph is not None:
                 same(graph(), wanted, f"{what}, replay {turn}")
         del graph
@@ -144,7 +142,7 @@ def check(
 def main() -> None:
     if "hier" in sys.argv and on_one_gpu():
         raise SystemExit("hier captures collectives, which gloo cannot: unset PHALANX_ONE_GPU")
-    join()
+    here = join()
     only = {*sys.argv[1:]} - {"hier"}
     name = "hier" if "hier" in sys.argv else "symm"
     plain = choose_transport(name, dist.group.WORLD, torch.bfloat16)
@@ -155,10 +153,11 @@ def main() -> None:
         spec, fp8_rows = PRECISIONS[precision]
         spec = replace(spec, accumulate=True)
         for kind in KINDS:
-            check(plain, f"{label} in {precision}", SHAPES[label], kind, symm, spec, fp8_rows)
+            way = Way(plain, fp8_rows, here.connections)
+            check(way, f"{label} in {precision}", SHAPES[label], kind, symm, spec)
     torch.cuda.synchronize()
     dist.barrier()
-    runtime.stop()
+    runtime.stop(here)
 
 
 if __name__ == "__main__":

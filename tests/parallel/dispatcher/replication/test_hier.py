@@ -23,6 +23,7 @@ from phalanx.kernels.routing.replication_plan import (
     ReplicationSize,
     reference_replication_plan,
 )
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
@@ -74,6 +75,7 @@ def dispatcher_of(
         symm=symm,
         recipe=spec.recipe,
         fp8_rows=fp8_rows,
+        connections=Connections(),
     )
 
 

@@ -17,6 +17,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.replication.experts import ReplicatedExperts
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
@@ -60,6 +61,7 @@ def dispatcher_of(
         symm=SymmOptions(keep=keep, comm_sms=sms),
         recipe=spec.recipe,
         fp8_rows=fp8_rows,
+        connections=Connections(),
     )
 
 
