@@ -25,9 +25,12 @@ Roles. All 16 warps of every CTA do the same:
                                 wait until the counts of all waves up to theirs are complete;
                                 of each token whose last expert row is here: add its rows in fp32,
                                 in the order of slots, and store the sum at rank n // T
-    the last warp of all CTAs   of both launches: set `progress` to 0 and the epoch to u, system-
-    scope
-                                fence, raise all flags that have not been raised at all ranks
+    the last warp of all CTAs   of both launches: set `progress` to 0 and the epoch to u, fence of
+                                system scope, raise the flags that are left at all ranks
+
+Barriers. CTAs of the two launches may never be on the GPU together, so that none waits for another.
+A warp waits for peers (`push.open_exchange`), and for counts of fc2, which runs already. The count
+of finished CTAs spans both launches: the exchange ends with whichever is last.
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -90,6 +93,7 @@ def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) 
     An expert's rows are in the order of their target ranks. Every rank starts with another part of
     a wave, as one link cannot receive from all ranks at once.
     """
+    # A rotation leaves neighbours next to each other: chunks of one expert stay together in time.
     begin = number + count * rank // ranks
     return cutlass.select_(begin >= count, begin - count, begin)
 
@@ -187,6 +191,7 @@ class CombinePushKernel:
         ).launch(
             grid=[ctas, 1, 1],
             block=[WARPS * _WARP, 1, 1],
+            # One CTA a SM leaves a thread up to 128 registers: `_send` holds 64 sums and 32 words.
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -214,16 +219,21 @@ class CombinePushKernel:
         storage = cutlass.utils.SmemAllocator().allocate(
             struct(finished_warps=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
         )
+        # In shared memory lane k can read slot k of another lane's row; a part for each warp needs
+        # no barrier but `sync_warp`.
         all_entries = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
         entries_of_rows = all_entries[None, None, cute.arch.warp_idx()]
         finished_warps = storage.finished_warps.get_tensor(cute.make_layout(2))
+        # The barrier in `open_exchange` orders these zeros before the first count.
         if cute.arch.thread_idx()[0] < 2:
             finished_warps[cute.arch.thread_idx()[0]] = Int32(0)
         epoch = open_exchange(state, flags_R, rank, limit, report)
+        # Side data, gradients of probabilities, are complete before this launch.
         if cutlass.const_expr(self.config.side):
             send_side(side, side_R, rank, pieces, all_ctas, True)
             publish(finished_warps, state, flags_R, Int32(0), Int32(1), rank, epoch, all_ctas)
         ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
+        # Each warp finds the waves itself, from offsets in L2: no barrier, nothing is shared.
         begins, needed = self._waves(ends, bits, local << bits, waves, tile_rows, counts)
         chunks, chunks_before = self._chunks(begins)
         ready_waves, total = Int32(0), cute.arch.shuffle_sync(chunks_before, _WARP - 1)
@@ -232,30 +242,39 @@ class CombinePushKernel:
         while claimed < total:
             # One claim ahead: its atomic returns under the work on this one.
             following = claim(progress + CLAIMED)
+            # Lane w has the chunks before wave w: the last wave that begins at the claim or before.
             wave = cute.arch.popc(cute.arch.vote_ballot_sync(chunks_before <= claimed)) - 1
             row = self._row(claimed, wave, begins, chunks, chunks_before, rank)
-            n, target = Int32(0), Int64(0)
+            n, target = Int32(0), Int64(0)  # lanes without a row look up row 0, and send nothing
             if row >= 0:
                 n = cute.make_tensor(index + row, cute.make_layout(1))[0]
+                # Token t of rank r is row n = r * T + t; at r, sums of this rank begin at rank * T.
                 target_rank = n // T
                 row_there = Int64((rank - target_rank) * T + n)
                 target = rows_R[target_rank] + row_there * width * 16
             look_up(inverse, entries, n, self.config.ranks * T)
+            # Expert rows are in the order of experts, as waves are: once a token's last row is
+            # complete, all are. Its lane sends the sum, so that each is sent once.
             last = Int32(-1)
             for k in cutlass.range_constexpr(slots):
                 last = cutlass.max(last, entries[k])
                 if lane < _CHUNK:
                     entries_of_rows[k, lane] = entries[k]
             senders = cute.arch.vote_ballot_sync((row >= 0) & (last == row))
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # entries of all lanes are in shared memory before others read
             # Lanes wait for one wave each. Waves that have been seen complete stay so.
             if ready_waves <= wave:
                 if (lane >= ready_waves) & (lane <= wave):
+                    # Counters of this GPU; the report names this rank if fc2 completes no wave.
+                    # The acquire matches the fence before each count (`tile_progress.Signaller`).
+                    # 0 is needed of rows that were complete before, and is there at once.
                     counter = progress.toint() + 4 * Int64(COUNTS + lane)
                     peer.wait(counter, needed, limit, report.toint(), rank)
-                cute.arch.sync_warp()
+                cute.arch.sync_warp()  # what one lane has acquired, all lanes may read
                 ready_waves = wave + 1
             while senders != 0:
+                # All lanes send one sum: lane k knows the row of slot k, and every lane takes the
+                # columns of its pieces.
                 source, row_of_lane = ptx.lowest(senders), Int32(-1)
                 senders = senders & (senders - 1)
                 if lane < slots:
@@ -265,6 +284,7 @@ class CombinePushKernel:
             claimed = cute.arch.shuffle_sync(following, 0)
         if cutlass.const_expr(self.config.unreduced_rows):
             self._send_unreduced_rows(y, *unreduced_rows, T, width, rank, ctas)
+        # As in `publish`, but over the CTAs of both launches.
         cute.arch.sync_warp()
         if lane == 0:
             if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, all_ctas) == 1:
@@ -273,6 +293,7 @@ class CombinePushKernel:
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
                 counters.fill(0)
                 state[EPOCH] = epoch
+                # One fence for all flags; the side data's, if any, were raised when they were sent.
                 cute.arch.fence_acq_rel_sys()
                 for part in cutlass.range_constexpr(1 if self.config.side else 0, 2):
                     raise_flags(flags_R, part, rank, epoch)
@@ -288,6 +309,8 @@ class CombinePushKernel:
         counts: Int32,
     ) -> tuple[Int32, Int32]:
         """In lane w, the first expert row of wave w, and the tile counts that complete it."""
+        # A lane takes every 32nd slice, and adds to registers of all waves by selects: an index
+        # that is not known at compile time would put them into local memory.
         lane, rows = cute.arch.lane_idx(), ends[cute.size(ends) - 1]
         tiles = cute.make_rmem_tensor(MAX_WAVES, Int32)
         first = cute.make_rmem_tensor(MAX_WAVES, Int32)
@@ -299,15 +322,18 @@ class CombinePushKernel:
                 expert = number >> bits
                 wave = last_wave_of(number, slices, waves)
                 begin, end = ends[expert], ends[expert + 1]
+                # Tiles are counted as fc2 makes them: an expert's last tile may have few rows.
                 all_tiles = (end - begin + tile_rows - 1) // tile_rows
                 height = slice_tiles(all_tiles, bits)
                 before = (number - (expert << bits)) * height
                 some = cutlass.max(cutlass.min(all_tiles - before, height), 0)
                 row = cutlass.min(begin + before * tile_rows, end)
+                # An empty wave begins where the next one does, hence the minimum over later waves.
                 for w in cutlass.range_constexpr(MAX_WAVES):
                     tiles[w] += cutlass.select_(wave == w, some, Int32(0))
                     first[w] = cutlass.select_(wave >= w, cutlass.min(first[w], row), first[w])
         begins, needed = rows, Int32(0)
+        # Over the lanes, and from registers of all waves to one lane a wave.
         for w in cutlass.range_constexpr(MAX_WAVES):
             row = cute.arch.warp_redux_sync(first[w], "min")
             total = cute.arch.warp_redux_sync(tiles[w], "add")
@@ -321,6 +347,7 @@ class CombinePushKernel:
         lane = cute.arch.lane_idx()
         rows = cute.arch.shuffle_sync(begins, cutlass.min(lane + 1, _WARP - 1)) - begins
         chunks = (rows + _CHUNK - 1) // _CHUNK
+        # Chunks do not cross waves, whose last one may have few rows. Prefix sum over the lanes.
         inclusive = chunks
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
@@ -349,6 +376,8 @@ class CombinePushKernel:
     def _send(self, y: cute.Pointer, target: Int64, row_of_lane: Int32, width: Int32) -> None:
         """Store the sum of y's rows, one a lane (negative: none), at address `target`."""
         lane = cute.arch.lane_idx()
+        # Slots are added from the lowest on: the bits are those of `combine`, in any order of
+        # arrival.
         mask = cute.arch.vote_ballot_sync(row_of_lane >= 0)
         for part in cutlass.range((width + _PIECES * _WARP - 1) // (_PIECES * _WARP)):
             first = part * (_PIECES * _WARP) + lane
@@ -360,6 +389,7 @@ class CombinePushKernel:
                 left = left & (left - 1)
                 words = cute.make_rmem_tensor((_WORDS, _PIECES), Uint32)
                 words.fill(0)
+                # Loads of all pieces before the first sum: the lane waits for them once.
                 for p in cutlass.range_constexpr(_PIECES):
                     if first + p * _WARP < width:
                         at = y.toint() + (Int64(row) * width + first + p * _WARP) * 16
@@ -371,6 +401,7 @@ class CombinePushKernel:
                         low, high = ptx.unpack(words[w, p])
                         sums[2 * w, p] += low
                         sums[2 * w + 1, p] += high
+            # Straight to the peer, rounded once; the flag's fence comes after all of them.
             for p in cutlass.range_constexpr(_PIECES):
                 if first + p * _WARP < width:
                     rounded = [ptx.pack(sums[2 * w, p], sums[2 * w + 1, p]) for w in range(_WORDS)]
@@ -391,6 +422,7 @@ class CombinePushKernel:
     ) -> None:
         """Send rows of y unreduced; warps of the launch take them in turn."""
         ranks, slots = cutlass.const_expr(self.config.ranks), cutlass.const_expr(self.config.slots)
+        # No wait: the launch comes after the whole GEMM. No claim: every row is one copy.
         total = cute.make_tensor(count, cute.make_layout(1))[0]
         first = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         addresses = cute.make_tensor(memory_R, cute.make_layout(ranks))
@@ -399,8 +431,10 @@ class CombinePushKernel:
             turned = rotated(number, total, rank, ranks)
             pair = cute.make_tensor(pairs + turned, cute.make_layout(1))[0]
             row = cute.make_tensor(inverse + pair, cute.make_layout(1))[0]
+            # Unsigned divisions are shorter, and pairs are never negative here.
             n = Int32(Uint32(pair) // Uint32(slots))
             target = Int32(Uint32(n) // Uint32(T))
+            # Slot k = pair - n * slots and token t = n - target * T: row k * T + t of [K, T].
             at = (pair - n * slots - target) * T + n
             self._copy(
                 y.toint() + Int64(row) * width * 16,

@@ -94,6 +94,8 @@ class Exchange:
     ) -> None:
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self._memory, self._options = memory, options
+        # The next receive buffer, exchanges started, and the last one waited for. Kernels count
+        # epochs themselves, and are told only how far ahead of the last wait they are.
         self._next, self._started, self._waited = 0, 0, 0
         self._ready_words: dict[int, Tensor] = {}
         device = memory.device
@@ -102,6 +104,8 @@ class Exchange:
         # Progress of fc2; and one that is always complete, for the gradient of expert rows.
         self._progress, self._complete = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
         bases, slots = torch.tensor(addresses, dtype=torch.int64), range(SLOTS)
+        # One set of flags and counters for all buffers: exchanges follow one another. The report is
+        # pinned, as the host reads it after the kernel that wrote it has trapped.
         shared = dict(
             flags_R=bases.to(device),
             state=torch.zeros(STATE, dtype=torch.int32, device=device),
@@ -143,6 +147,7 @@ class Exchange:
             all_sms: take all SMs, as nothing is to overlap.
         """
         sources = (rows.contiguous(), table, side)
+        # Sums back are waited for as a whole: only experts read rows in waves.
         waves = 1 if back else self._waves(local)
         with self._next_transfer(sources, waves) as (transfer, buffers):
             push(
@@ -163,6 +168,7 @@ class Exchange:
             y_SD: output of fc2. a_SF: its input. local: experts of a rank.
         """
         loop = _loop_of_fc2(a_SF, y_SD.shape[1])
+        # The fewest bits with which all experts have SLICES slices together.
         slice_bits = (-(-SLICES // local) - 1).bit_length()
         waves = self._waves(local << slice_bits)
         return TileSignal(y_SD, self._progress, waves, loop, self._ctas(), YIELD_AFTER, slice_bits)
@@ -198,6 +204,7 @@ class Exchange:
             tokens=self.tokens,
             total_ctas=beside + everywhere,
         )
+        # From before fc2, not after it: this kernel runs beside fc2, and waits for its counts.
         with self._next_transfer((signal.out_SN, *sources), after=after) as (transfer, buffers):
             send(buffers, ctas=beside)
         return transfer, functools.partial(
@@ -259,6 +266,7 @@ class Exchange:
         stream = self._stream or current
         if stream != current:
             stream.wait_event(after or current.record_event())
+        # Without a stream of its own a push is in order by itself: no event is needed.
         with torch.cuda.stream(stream):
             yield stream
 
@@ -278,6 +286,7 @@ class Exchange:
         A context adds no frames between a layer and the launch. See `_on_push_stream` for `after`.
         """
         slot = self._next
+        # All ranks start exchanges in the same order, so that their turns agree without a word.
         self._next = (slot + 1) % SLOTS
         pushed = torch.cuda.Event()
         transfer = Transfer(slot, self._started + 1, waves, pushed, sources)
@@ -296,6 +305,7 @@ class Exchange:
         epochs_ahead = transfer.number - self._waited
         wait_peers(self._buffers[transfer.slot], part=part, epochs_ahead=epochs_ahead)
         self._waited = transfer.number
+        # Sources may be overwritten after this: this rank's own push has read them all.
         if not side_only:
             torch.cuda.current_stream().wait_event(transfer.pushed)
 
@@ -319,9 +329,9 @@ class Exchange:
             local: experts of a rank.
         """
         if local not in self._ready_words:
-            buffers = self._buffers[0]
+            buffers = self._buffers[0]  # flags and counters, which all buffers share
             self._ready_words[local] = ready_words(
-                self._memory.data_ptr() + 4 * MAX_RANKS,
+                self._memory.data_ptr() + 4 * MAX_RANKS,  # flags of part 1, the first wave
                 buffers.state.data_ptr() + SEEN_BYTES,
                 buffers.report.data_ptr(),
                 limit_ms=buffers.limit_ms,

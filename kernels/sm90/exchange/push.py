@@ -67,10 +67,12 @@ from phalanx.kernels.sm90.jit.launch import launch
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr
 
 MAX_SLOTS = 32
+"""Most slots of a row: `combine_push` gives each slot a lane."""
 WARPS = 16
+"""Warps of a CTA. With `_PIECES` accesses a lane, 64 KiB of an SM are in flight."""
 _WARP = 32
 _CHUNK = 8
-"""Rows of a warp's claim."""
+"""Rows of a warp's claim, which as many lanes look up at once."""
 _PIECES = 8
 """16-byte accesses of a lane in flight."""
 
@@ -107,11 +109,15 @@ def open_exchange(
 
     Returns its epoch.
     """
+    # Every CTA reads EPOCH here, and only the last one that finishes the exchange writes it.
     thread, epoch = cute.arch.thread_idx()[0], state[EPOCH] + 1
     if thread < cute.size(flags_R):
-        # Release: reads of the buffers of exchange u + 1 come before, in this stream.
+        # Release at system scope: reads of the buffers of exchange u + 1 come before, in this
+        # stream, and the peer that acquires the flag overwrites them. One CTA's store is enough.
         if cute.arch.block_idx()[0] == 0:
             peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
+        # No barrier spans the grid, so that every CTA waits itself. Its flags lie in this GPU's own
+        # memory: waiting takes nothing from the links.
         flag = flags_R[rank] + 4 * (ALLOWED + thread)
         peer.wait(flag, epoch, limit, report.toint(), thread)
     # Acquired by the threads that waited, and by all others through this barrier: no row may be
@@ -124,6 +130,7 @@ def open_exchange(
 def claim(counter: cute.Pointer) -> Int32:
     """Claim a chunk of rows: its number, in lane 0; chunks of a wave follow those of the last."""
     claimed = Int32(0)
+    # Relaxed: the claim hands out a number, and publishes no data. GPU scope: all CTAs count.
     if cute.arch.lane_idx() == 0:
         claimed = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
     return claimed
@@ -139,6 +146,7 @@ def block_rows(
     Chunks alternate between the blocks, and every rank starts with another one: in the same order
     all ranks would write to the same rank at a time.
     """
+    # Chunk i of the blocks comes R times in succession, each time for another rank.
     target = (number + rank) % ranks
     return target * T + number // ranks * chunk, (target + 1) * T
 
@@ -147,9 +155,11 @@ def block_rows(
 def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
     """Load the entries of a table's row; rows past the last one of N repeat it."""
     slots = cutlass.const_expr(cute.size(entries))
+    # Rows of a multiple of four entries begin at multiples of 16 bytes: one access loads four.
     wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
     for k in cutlass.range_constexpr(0, slots, wide):
         some = cute.make_rmem_tensor(wide, Int32)
+        # A clamped row needs no branch around its load; callers ignore what they did not ask for.
         at = table + cute.assume(Int64(cutlass.min(row, N - 1)) * slots + k, divby=wide)
         cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), some)
         for i in cutlass.range_constexpr(wide):
@@ -168,7 +178,9 @@ def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
     # acq_rel: the last warp sees (and its fence covers) the writes of the CTA's other warps.
     before = cute.arch.atomic_add(warps, Int32(1), sem="acq_rel", scope="cta")
     if before == WARPS - 1:
+        # System scope: this CTA's rows lie in the memory of other GPUs.
         cute.arch.fence_acq_rel_sys()
+        # GPU scope: CTAs of this grid meet here. acq_rel chains their fences to the last one's.
         others = cute.arch.atomic_add(ctas, Int32(1), sem="acq_rel", scope="gpu")
         if others == count - 1:
             last = Int32(1)
@@ -194,6 +206,7 @@ def publish(
     ctas: Int32,
 ) -> None:
     """Raise the flags of a part, 0 (side data) or 1 + wave, once all warps have finished it."""
+    # The stores of all lanes come before the count, which lane 0 makes for its warp.
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         if (
@@ -204,13 +217,15 @@ def publish(
         ):
             # The last CTA: nobody counts this part again before the next exchange.
             state[FINISHED_CTAS + part] = Int32(0)
+            # Plain stores: no warp claims any more, and the kernel that reads these next starts
+            # after this one in its stream.
             if part == last:
                 state[EPOCH], state[CLAIMED] = epoch, Int32(0)
             # One fence for R relaxed flags: it orders all CTAs' writes, seen through the atomics of
             # `last_of_all`, before every flag.
             cute.arch.fence_acq_rel_sys()
             raise_flags(flags_R, part, rank, epoch)
-    cute.arch.sync_warp()
+    cute.arch.sync_warp()  # all lanes go on together to the next ballots and shuffles
 
 
 @cute.jit
@@ -226,6 +241,7 @@ def send_side(
 
     Every rank starts with itself, so that they do not all write to the same one.
     """
+    # Threads of the whole grid take successive pieces: accesses of a warp are contiguous.
     first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
     step, ranks = ctas * (WARPS * _WARP), cutlass.const_expr(cute.size(side_R))
     for block in cutlass.range_constexpr(ranks if back else 1):
@@ -234,6 +250,7 @@ def send_side(
             targets = [targets[block]]
             source += Int64(targets[0]) * pieces * 16
         for piece in cutlass.range(first, pieces, step):
+            # One load for all ranks; a block lands at the place of its sender.
             words = peer.load_global(source + Int64(piece) * 16)
             at = (Int64(rank) * pieces + piece) * 16
             for r in cutlass.range_constexpr(len(targets)):
@@ -305,6 +322,7 @@ class PushKernel:
         ).launch(
             grid=[ctas, 1, 1],
             block=[WARPS * _WARP, 1, 1],
+            # One CTA a SM leaves a thread up to 128 registers, for the accesses in flight.
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -329,12 +347,16 @@ class PushKernel:
             struct(finished_warps=array(Int32, 1 + MAX_WAVES))
         )
         finished_warps = storage.finished_warps.get_tensor(cute.make_layout(1 + MAX_WAVES))
+        # The barrier in `open_exchange` orders these zeros before the first count.
         if thread <= MAX_WAVES:
             finished_warps[thread] = Int32(0)
         epoch = open_exchange(state, flags_R, rank, limit, report)
+        # Side data, the routing, go first: receivers plan with it while rows are in flight.
         send_side(side, side_R, rank, pieces, ctas, config.back)
         publish(finished_warps, state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
+        # Claims count on through the waves: claim w * chunks + c is chunk c in wave w, and `sent`
+        # is the last part that this warp has published.
         chunks, sent = (T + _CHUNK - 1) // _CHUNK, Int32(0)
         if cutlass.const_expr(config.back):
             chunks = config.ranks * chunks
@@ -347,24 +369,30 @@ class PushKernel:
             # Two claims ahead: one atomic in flight, and a chunk whose table rows are being loaded.
             after = claim(state.iterator + CLAIMED)
             wave = claimed // chunks
+            # This warp has sent its rows of all earlier waves. A wave of which it claimed nothing
+            # is published all the same, as every warp is counted.
             while sent < wave:
                 sent += 1
                 publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
-            row = N
+            row = N  # no row: `_targets` names no rank for it
             if (lane < _CHUNK) & (base + lane < end):
                 row = base + lane
             wanted = self._targets(entries, row, N, T, local, rank, wave, waves)
             base_after, end_after = self._chunk(following % chunks, T, rank)
+            # Loads of the next chunk's entries, whose registers are free, return under the copies.
             look_up(table, entries, base_after + lane, N)
+            # All lanes copy one row after the other, of those that a rank wants.
             bits = cute.arch.vote_ballot_sync(wanted != 0)
             while bits != 0:
                 source = ptx.lowest(bits)
                 bits = bits & (bits - 1)
+                # On the way back n % T is the token of its rank; on the way there it is n.
                 row_there = rank * T + (base + source) % T
                 ranks_of_row = cute.arch.shuffle_sync(wanted, source)
                 self._send_row(rows, base + source, targets, row_there, ranks_of_row)
             base, end = base_after, end_after
             claimed, following = following, cute.arch.shuffle_sync(after, 0)
+        # Nothing is left to claim: the parts that this warp has not yet published.
         while sent < waves:
             sent += 1
             publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
@@ -391,12 +419,14 @@ class PushKernel:
         for part in cutlass.range(-(-width // (_PIECES * _WARP))):
             first = part * (_PIECES * _WARP) + lane
             words = cute.make_rmem_tensor((4, _PIECES), Uint32)
+            # All loads before the first store: each lane waits once for its `_PIECES` accesses.
             for p in cutlass.range_constexpr(_PIECES):
                 piece = first + p * _WARP
                 if piece < width:
                     loaded = peer.load_global(source + Int64(piece) * 16)
                     for w in cutlass.range_constexpr(4):
                         words[w, p] = loaded[w]
+            # Read once, written to each rank. `publish` orders these plain stores before the flag.
             for r in cutlass.range_constexpr(self.config.ranks):
                 if (wanted >> r) & 1 == 1:
                     for p in cutlass.range_constexpr(_PIECES):
@@ -419,12 +449,15 @@ class PushKernel:
     ) -> Int32:
         """Ranks that a row is sent to in this wave, a bit each."""
         this_wave, before = Int32(0), Int32(0)
+        # Shares of the experts, times local * parts: compared without a division.
         begin = local * parts_before(wave, local, waves)
         end = local * parts_before(wave + 1, local, waves)
         parts = parts_before(waves, local, waves)
         for k in cutlass.range_constexpr(self.config.slots):
             if (entries[k] >= 0) & (row < N):
                 owner = entries[k] // local
+                # Back, a row goes to its token's rank if an expert of this rank has computed it;
+                # there, to the owner of each expert.
                 if cutlass.const_expr(self.config.back):
                     if owner == rank:
                         this_wave = Int32(1) << (row // T)
@@ -489,13 +522,17 @@ class WaitPeersKernel:
         counts: Int32,
     ) -> None:
         lane = cute.arch.thread_idx()[0]
+        # Counted on the device, like EPOCH: a captured wait is replayed for later exchanges.
         seen = cute.make_tensor(state + SEEN, cute.make_layout(1))
         epoch = seen[0] + epochs_ahead
         cute.arch.sync_warp()  # all lanes have read `seen` before lane 0 writes it below
         if lane < self.config.ranks and (own_only == 0 or lane == rank):
             flags = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
+            # One lane a rank, whose acquire orders the stream's later reads behind the rows: the
+            # end of this kernel makes them visible to the next one.
             flag = flags + 4 * Int64(part * MAX_RANKS + lane)
             peer.wait(flag, epoch, limit, report.toint(), lane)
+        # Kernels behind this one in the stream read it: `ready` waits for waves of this exchange.
         if lane == 0 and counts == 1:
             seen[0] = epoch
 

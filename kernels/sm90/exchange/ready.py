@@ -5,6 +5,14 @@ it. Before the first tile of a wave, the loading warps of a kernel that `waits` 
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
 multiplied. Borrowed weights come in waves too (`kernels.replication.weights_triton`).
 
+Roles. Each loading warp looks for itself, once a wave; multiplying warps only wait for its loads:
+
+    lane r < R    acquire the flag of rank r for this wave until it has reached the epoch
+    all lanes     fence from the generic to the async proxy, sync_warp; then load rows of the wave
+
+The stream has waited for the side data of the same exchange before (`push.wait_peers`), which left
+its epoch in `SEEN`: the wait is for that one, in a replayed CUDA graph too.
+
 Legend: R ranks.
 """
 
@@ -23,6 +31,7 @@ WORDS = 6
 report; milliseconds after which a wait times out; R, and the stride in int32 from a wave's
 flags to the next's; this rank's experts and their waves."""
 _HALF = 16
+"""Bits of the lower one of two sizes that share a word."""
 
 
 def ready_words(
@@ -70,16 +79,19 @@ class WaveWait:
     def __call__(self, expert: Int32) -> None:
         """Wait for the wave of `expert`."""
         words, seen = self.words, self.seen
+        # Loaded each time, as no register is to spare for them.
         experts = Int32(words[5])
         wave = wave_of(expert, experts & ((1 << _HALF) - 1), experts >> _HALF)
+        # Waves come in the order of experts, as tiles do: most tiles find theirs seen.
         if wave >= seen[0]:
             sizes, lane = Int32(words[4]), cute.arch.lane_idx()
             if lane < (sizes & ((1 << _HALF) - 1)):
                 flag = words[0] + 4 * Int64(wave * (sizes >> _HALF) + lane)
+                # Written by an earlier kernel of the stream: what the flags must have reached.
                 epoch = peer.load_acquire(words[1])
                 peer.wait(flag, epoch, Int32(words[3]), words[2], lane)
             # Acquired in the generic proxy; TMA loads borrowed weights through the async one.
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()  # all lanes: each has waited for one rank
-            seen[0] = wave + 1
+            seen[0] = wave + 1  # all lanes store the same number
             cute.arch.sync_warp()

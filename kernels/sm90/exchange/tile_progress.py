@@ -4,6 +4,13 @@ Where a rank has few experts, waves are made of slices of their rows. Every mult
 to the count of a tile's wave (`waves.last_wave_of`): with ping-pong when the tile's stores are
 complete, as it would wait for the other group anyway; otherwise when it comes to its next tile, by
 when they have completed. The reader, `combine_push`, computes the count of a complete wave.
+
+    multiplying warp    stores of a tile (TMA, or lanes) -> fence.proxy.async -> fence of GPU scope
+                        -> sync_warp -> relaxed add to the wave's count
+    reading lane        acquire the count until it is complete -> sync_warp -> loads of rows
+
+Both kernels run on one GPU, hence the scope. The reader resets all counts at its end, for the next
+exchange: its last launch follows the GEMM in the stream.
 """
 
 from typing import Any, NamedTuple
@@ -56,12 +63,14 @@ class TileSignal(NamedTuple):
 
     def sizes(self, experts: int) -> tuple[int, int, int, int]:
         """Waves, CTAs that yield, the first slice at which they do, and `slice_bits`."""
+        # In slices, since that is what the scheduler counts; rounded down, so that SMs come early.
         first_late = int(self.yield_after * (experts << self.slice_bits))
         return self.waves, self.sms, first_late, self.slice_bits
 
     @property
     def ready_rows(self) -> ReadyRows:
         """The rows as their reader takes them."""
+        # With ping-pong a tile has one group of warps; otherwise both groups share each tile.
         groups = 1 if self.loop.pingpong else 2
         column_tiles = -(-self.out_SN.shape[1] // self.loop.columns)
         counts = groups * _WARPS * column_tiles
@@ -96,6 +105,7 @@ class Signaller:
             # Also rows that lanes stored themselves, each lane's before the warp's count.
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
+            # Relaxed, as the fence came before: the count itself only has to be atomic.
             if cute.arch.lane_idx() == 0:
                 count: Any = self.progress + (COUNTS - 1 + pending)
                 cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")

@@ -23,6 +23,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import MAX_WAVES
 @cute.jit
 def parts_before(wave: Int32, local: Int32, waves: Int32) -> Int32:
     """Parts of the experts that come before a wave: 0, 1, 3, 7, 13, 19, ..."""
+    # 2^w - 1 up to wave 3, then 6 more each.
     grown = cutlass.select_(wave <= 3, (Int32(1) << wave) - 1, 6 * wave - 11)
     return cutlass.select_(waves >= local, wave, grown)
 
@@ -30,6 +31,7 @@ def parts_before(wave: Int32, local: Int32, waves: Int32) -> Int32:
 @cute.jit
 def wave_of(expert: Int32, local: Int32, waves: Int32) -> Int32:
     """Wave of an expert, of `local` in all, without a division."""
+    # Expert e is at or past share p / parts if e * parts >= local * p; each such wave counts once.
     parts, wave = expert * parts_before(waves, local, waves), Int32(0)
     for w in cutlass.range_constexpr(1, MAX_WAVES):
         if parts >= local * parts_before(Int32(w), local, waves):

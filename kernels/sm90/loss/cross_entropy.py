@@ -146,29 +146,36 @@ class CrossEntropyKernel:
                 data=array(Uint32, STAGES * _WIDEST // 2, 128),
             )
         )
+        # One thread initialises what all threads, and other CTAs, are going to use.
         if cute.arch.thread_idx()[0] == 0:
             for s in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(storage.full.data_ptr() + s, 1)
             for s in cutlass.range_constexpr(SLOTS):
                 cute.arch.mbarrier_init(storage.seen.data_ptr() + s, 1)
                 self._expect_statistics(storage, Int32(s))
-        # All CTAs of the cluster: their st.async may arrive at a barrier right away.
+        # All CTAs of the cluster: their st.async may arrive at a barrier right away. The fence
+        # makes the barriers visible to the cluster and to the async proxy.
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+        # Parts of the last CTAs may be empty: these take part in every exchange, with sums of 0.
         begin = cutlass.min(rank * part, columns)
         width = cutlass.min(part, columns - begin)
         row, number = cute.arch.block_idx()[0] // self.cluster, Int32(0)
+        # Clusters take rows in turn. The two halves go through the same rows, each at its own pace:
+        # statistics run ahead by as many rows as have been loaded.
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < _WARPS:
             while row < rows:
                 self._statistics(storage, number, width, rank)
                 row += clusters
                 number += 1
         else:
+            # One thread loads and stores: bulk groups are counted for each thread.
             leads = cute.arch.thread_idx()[0] == _THREADS
             source = logits.toint() + (Int64(row) * columns + begin) * 2
             step = Int64(clusters) * columns * 2
             factor = cute.make_tensor(scale, cute.make_layout(1))[0]
+            # The ring is empty: the first rows are loaded without a wait.
             if leads:
                 for s in cutlass.range_constexpr(STAGES):
                     if row + s * clusters < rows:
@@ -180,11 +187,14 @@ class CrossEntropyKernel:
                 # Gradients of all threads (generic proxy) before the bulk store (async proxy).
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=_GRADIENTS, number_of_threads=_THREADS)
+                # Behind the barrier all threads have waited for this row's statistics, and read
+                # them: the slot's next phase is armed, for those of row k + 8.
                 if leads:
                     self._expect_statistics(storage, number % SLOTS)
                     if width > 0:
                         ptx.bulk_store(source, _stage(storage, number % STAGES), width * 2)
                     cute.arch.cp_async_bulk_commit_group()
+                    # All groups but the newest: a store has the time of one row to read its stage.
                     # Row k - 1 has been read from its stage: that one is loaded next.
                     cute.arch.cp_async_bulk_wait_group(1, read=True)
                     if (number > 0) & (row + (STAGES - 1) * clusters < rows):
@@ -193,6 +203,7 @@ class CrossEntropyKernel:
                 row += clusters
                 number += 1
                 source += step
+            # Shared memory may not go before the last stores have read it.
             if leads:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         # No CTA ends while another one may still store to its shared memory.
@@ -208,6 +219,7 @@ class CrossEntropyKernel:
     def _load(self, storage: Any, stage: Int32, source: Int64, width: Int32) -> None:
         """One thread: start to load a part into a stage."""
         full = storage.full.data_ptr() + stage
+        # Also for an empty part, of 0 bytes: the phase completes with this arrival alone.
         cute.arch.mbarrier_arrive_and_expect_tx(full, width * 2)
         if width > 0:
             ptx.bulk_load(_stage(storage, stage), source, width * 2, ptx.address(full))
@@ -219,19 +231,25 @@ class CrossEntropyKernel:
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = _wait_for_part(storage, number)
+        # One pass: where the maximum grows, the sum so far is scaled to it. Powers of 2, since exp2
+        # is one instruction.
         most, total = Float32(_LOWEST), Float32(0)
         for piece in cutlass.range(thread, width // _COLUMNS, _THREADS, unroll=2):
             x = _eight(base + piece * 16)
             top = x[0]
             for i in cutlass.range_constexpr(1, _COLUMNS):
                 top = cute.arch.fmax(top, x[i])
+            # One scaling for eight columns.
             higher = cute.arch.fmax(most, top * _LOG2_E)
             total = total * ptx.exp2(most - higher)
             for i in cutlass.range_constexpr(_COLUMNS):
                 total += ptx.exp2(ptx.multiply_add(x[i], Float32(_LOG2_E), -higher))
             most = higher
+        # Lanes, then warps through shared memory, then CTAs: always in the same order.
         for i in cutlass.range_constexpr(5):
             most, total = _joined(most, total, 16 >> i)
+        # Two buffers in turn: behind the barrier of row k + 1 warp 0 has read those of row k, so
+        # that one barrier a row is enough.
         warps = cute.make_tensor(
             storage.warps.data_ptr() + number % 2 * (2 * _WARPS), cute.make_layout((2, _WARPS))
         )
@@ -243,6 +261,8 @@ class CrossEntropyKernel:
             for i in cutlass.range_constexpr(4):
                 most, total = _joined(most, total, 8 >> i)
             most, total = cute.arch.shuffle_sync(most, 0), cute.arch.shuffle_sync(total, 0)
+            # Lane r sends to CTA r, this one included: data and arrival in one instruction, without
+            # a fence or a barrier of the cluster. The slot is free, as the module explains.
             if lane < self.cluster:
                 slot = number % SLOTS
                 pair = storage.pairs.data_ptr() + (slot * self.cluster + rank) * 2
@@ -263,12 +283,16 @@ class CrossEntropyKernel:
     ) -> None:
         """Write the gradient of row `number` over its logits, and its loss."""
         thread, slot = cute.arch.thread_idx()[0] - _THREADS, number % SLOTS
+        # Two waits: the bulk load is visible to those who waited for its barrier, and these warps
+        # have not.
         base = _wait_for_part(storage, number)
         cute.arch.mbarrier_wait(storage.seen.data_ptr() + slot, number // SLOTS % 2)
         pairs = cute.make_tensor(
             storage.pairs.data_ptr() + slot * (2 * self.cluster),
             cute.make_layout((2, self.cluster)),
         )
+        # Every thread joins the CTAs' statistics itself, in the order of ranks: all CTAs get the
+        # same bits.
         most, total = pairs[0, 0], Float32(0)
         for r in cutlass.range_constexpr(1, self.cluster):
             most = cute.arch.fmax(most, pairs[0, r])
@@ -277,6 +301,7 @@ class CrossEntropyKernel:
         log_sum, hit = most + cute.math.log2(total), Int32(-1)
         if (target_column >= begin) & (target_column < begin + width):
             hit = Int32(target_column) - begin
+        # A target in no part: every CTA writes the same loss, as if its logit were 0.
         if (thread == 0) & ((target_column < 0) | (target_column >= columns)):
             out[0] = log_sum * _LN_2
         for piece in cutlass.range(thread, width // _COLUMNS, _THREADS, unroll=2):
@@ -284,7 +309,9 @@ class CrossEntropyKernel:
             grad = cute.make_rmem_tensor(_COLUMNS, Float32)
             for i in cutlass.range_constexpr(_COLUMNS):
                 grad[i] = ptx.exp2(ptx.multiply_add(x[i], Float32(_LOG2_E), -log_sum))
+            # One thread of one CTA has the target's column, and the logit that the loss needs.
             if piece == hit // _COLUMNS:
+                # Registers have no index that is known at run time.
                 for i in cutlass.range_constexpr(_COLUMNS):
                     if hit % _COLUMNS == i:
                         grad[i] = grad[i] - 1.0

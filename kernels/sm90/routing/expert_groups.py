@@ -5,6 +5,11 @@ their scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Every lane puts the
 each of its vectors into shared memory; lane g collects those of group g, and each group counts the
 groups better than itself. Ties go to the lower group.
 
+    all lanes   two best keys of each vector to shared memory; a vector is of one group
+                -- sync_warp --
+    lane g      score of group g, from the pairs of its vectors; its rank among the groups
+    all lanes   a ballot of the chosen groups; keys of the others become that of -inf
+
 Legend: E experts in G groups of E / G, a warp a token.
 """
 
@@ -44,12 +49,14 @@ def keep_best_groups(
     lane, rank = cute.arch.lane_idx(), Int32(0)
     for g in cutlass.range_constexpr(groups.number):
         other = cute.arch.shuffle_sync(score, g)
+        # Ranks are distinct, as ties go to the lower group: exactly `chosen` groups are chosen.
         if other > score:
             rank += 1
         if other == score and lane > g:
             rank += 1
     chosen = Uint32(cute.arch.vote_ballot_sync(lane < groups.number and rank < groups.chosen))
     for v in cutlass.range_constexpr(row.config.vectors):
+        # Experts that are excluded score -inf; 0 is for places without an expert.
         group = Uint32(row.expert(v)) // Uint32(groups.size)
         if row.expert(v) < row.experts and (chosen >> group) % 2 == 0:
             for i in cutlass.range_constexpr(FOUR):
@@ -63,6 +70,7 @@ def _store_best(keys: cute.Tensor, best: cute.Tensor) -> None:
     for v in cutlass.range_constexpr(keys.shape[1]):
         first, second = keys[0, v], Uint32(0)
         for i in cutlass.range_constexpr(1, FOUR):
+            # Both from the old `first`: what a larger key displaces may be the second best.
             first, second = larger(first, keys[i, v]), larger(second, smaller(first, keys[i, v]))
         best[v * LANES + lane] = (Uint64(first) << 32) + Uint64(second)
     cute.arch.sync_warp()  # before `_group_key` reads other lanes' pairs
@@ -81,6 +89,7 @@ def _group_key(groups: ExpertGroups, best: cute.Tensor) -> Uint32:
             high, low = Uint32(pair >> 32), Uint32(pair & Uint64(_LOW))
             second = larger(smaller(first, high), larger(second, low))
             first = larger(first, high)
+        # Scores are added as numbers, then compared as keys again.
         key = first
         if cutlass.const_expr(groups.best == MAX_BEST):
             key = key_of(as_float(bits_of(first)) + as_float(bits_of(second)))

@@ -15,6 +15,7 @@ ALL_BITS = 0xFFFFFFFF
 
 def key_of(x: Float32) -> Uint32:
     """Key of x, above 0; equal for both zeros. The rank of a NaN is not specified."""
+    # -0 + 0 is +0: one key for both zeros. Numbers with a sign are reversed, others moved above.
     bits = as_bits(x + Float32(0))
     return Uint32(
         cutlass.select_(bits >= Uint32(_SIGN), Uint32(ALL_BITS) - bits, bits + Uint32(_SIGN))

@@ -103,6 +103,7 @@ class Logits:
     @staticmethod
     def of(config: TopkConfig, logits: cute.Pointer, token: Int32, experts: Int32) -> "Logits":
         """Row of a token in logits [T, E]."""
+        # 64 bits: T * E may exceed 2^31. E is a multiple of 8, so that rows begin at whole vectors.
         first = Int64(token) * (experts >> 2) * words_of(config)
         return Logits(config, logits + first, experts)
 
@@ -121,6 +122,7 @@ class Logits:
         """Load all logits of this lane; `absent` past the last expert."""
         x = cute.make_rmem_tensor((FOUR, self.config.vectors), Float32)
         x.fill(absent)
+        # Vectors are within the row or past it as a whole, as E is a multiple of four.
         for v in cutlass.range_constexpr(self.config.vectors):
             if self.expert(v) < self.experts:
                 words = cute.make_rmem_tensor(words_of(self.config), Uint32)
@@ -132,6 +134,7 @@ class Logits:
     @cute.jit
     def one(self, expert: Int32) -> Float32:
         """Load the logit of any expert of the row."""
+        # Two bf16 share a word, the even expert in its lower half.
         if cutlass.const_expr(self.config.bf16):
             low, high = unpack(load_one(self.row + expert // 2))
             return Float32(cutlass.select_(expert % 2 == 0, low, high))
@@ -165,6 +168,7 @@ def sigmoid(x: Float32) -> Float32:
 
 def warp_sum(x: Float32) -> Float32:
     """Sum of all lanes, in the same order for every lane and run."""
+    # A butterfly: in each step both partners add the same two numbers, so that their bits agree.
     for step in (16, 8, 4, 2, 1):
         x = x + cute.arch.shuffle_sync_bfly(x, step)
     return x

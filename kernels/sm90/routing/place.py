@@ -6,21 +6,21 @@ whole warps and in order, so that no result depends on timing: the atomics only 
 
 Roles. All 16 warps of every CTA do the same; CTA c has chunk c of the pairs, a warp `span` of them:
 
-    count   threads of the CTA   counts of the chunk's pairs by expert, atomics in shared memory
-            ---- sync_threads ----
-                                 counts[c, e] to global memory
-    place   each warp            counts of its own pairs (before the counts of all chunks are
-    needed)
-            ---- griddepcontrol_wait: the grid of `count` has finished, its writes are visible ----
-            threads              sum over all chunks, and over those before c -> `total`, `before`
-            ---- sync_threads ----
-            a thread an expert   prefix sum over experts -> first row of each warp's pairs
-            (`next_row`) ---- sync_threads ---- each warp            rank its pairs, 32 at a time
-            (match_sync): write rows and inverse all CTAs             fill unused rows; order of the
-            experts by falling count
+    count   threads              counts of the chunk's pairs by expert, atomics in shared memory
+            -- sync_threads --
+            threads              counts[c, e] to global memory
+    place   each warp            counts of its own pairs, for which no other chunk is needed
+            -- griddepcontrol_wait: the grid of `count` has finished, its writes are visible --
+            threads              sums over all chunks, and over those before c: `total`, `before`
+            -- sync_threads --
+            a thread an expert   prefix sum over experts: first row of each warp's pairs, `next_row`
+            -- sync_threads --
+            each warp            rank its pairs, 32 at a time (match_sync); write rows and inverse
+            all CTAs             fill unused rows; order of the experts by falling count
 
 With `overlap`, `count` lets `place` start at once (programmatic dependent launch), so that
-launching it and counting its own pairs are hidden.
+launching it and counting its own pairs are hidden. Every CTA of `place` adds up all counts itself,
+which saves a kernel between the two, or a barrier of the grid.
 
 Legend: P = N * K pairs of a row and a slot, L local experts, S expert rows (static).
 """
@@ -93,6 +93,7 @@ class PlanKernel:
         idx, prob [P]; row_index, row_prob [S]; offsets [L + 1]; inverse [P]; needed [1]; order [L];
         counts, scratch of [blocks, L rounded up to 4].
         """
+        # Counts are read four experts at a time; those past the last one are 0.
         width = cute.assume((L + 3) // 4 * 4, divby=4)
         mIdx = cute.make_tensor(idx, cute.make_layout(P))
         mInverse = cute.make_tensor(inverse, cute.make_layout(P))
@@ -137,13 +138,13 @@ class PlanKernel:
         memory = cutlass.utils.SmemAllocator().allocate(struct(counts=array(Int32, capacity)))
         own = memory.counts.get_tensor(cute.make_layout(capacity))
         self._zero(own, thread)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # zeros of all threads before the first count
         begin = chunk * WARPS * span
         end = cutlass.min(begin + WARPS * span, cute.size(idx))
         for base in cutlass.range(begin, end, _BATCH * THREADS, unroll=1):
             expert = self._experts(idx, base + thread, THREADS, end, first, experts)
             self._count(own, expert)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # counts of all threads before the first is read
         for e in cutlass.range(thread, counts.shape[1], THREADS, unroll=1):
             counts[chunk, e] = own[e]
 
@@ -185,8 +186,10 @@ class PlanKernel:
         self._zero(memory.next.get_tensor(cute.make_layout(WARPS * capacity)), thread)
         self._zero(total, thread)
         self._zero(before, thread)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # zeros of all threads before the first count
 
+        # Pairs of a warp are successive, so that warps rank theirs without each other: the order of
+        # rows is that of CTAs, then warps, then pairs.
         begin = (chunk * WARPS + warp) * span
         end = cutlass.min(begin + span, cute.size(idx))
         for base in cutlass.range(begin, end, _BATCH * 32, unroll=1):
@@ -196,9 +199,11 @@ class PlanKernel:
             # The grid of `count` has finished, and its writes are visible.
             cute.arch.griddepcontrol_wait()
         self._sum_chunks(counts, total, before, chunk)
+        # Sums of all groups of threads, and all warps' own counts, before `_starts` reads them.
         cute.arch.sync_threads()
 
         used = self._starts(total, before, next_row, sums, offsets, needed, experts, rows)
+        # First rows of all warps, written by a thread an expert, before each warp takes its own.
         cute.arch.sync_threads()
 
         own, inverse_K = next_row[warp, None], Uint32(_WARP_MASK) // Uint32(K) + 1
@@ -207,6 +212,7 @@ class PlanKernel:
                 idx, prob, row_index, row_prob, inverse, own,
                 base + lane, end, K, inverse_K, first, experts, rows,
             )  # fmt: skip
+        # Kernels with a static number of rows may read those past the used ones: row 0, weight 0.
         step = cute.arch.grid_dim()[0] * THREADS
         for row in cutlass.range(used + chunk * THREADS + thread, rows, step, unroll=1):
             row_index[row] = Int32(0)
@@ -232,11 +238,13 @@ class PlanKernel:
     ) -> cute.Tensor:
         """Local experts of pairs pair, pair + step, ...; -1 for none and from pair `end` on."""
         expert = cute.make_rmem_tensor(_BATCH, Int32)
+        # All loads before the first use.
         for j in cutlass.range_constexpr(_BATCH):
             expert[j] = experts
             if pair + j * step < end:
                 expert[j] = idx[pair + j * step] - first
         for j in cutlass.range_constexpr(_BATCH):
+            # One unsigned comparison for both ends: ids below `first` wrap to large numbers.
             here = Uint32(expert[j]) < Uint32(experts)
             expert[j] = cutlass.select_(here, expert[j], Int32(-1))
         return expert
@@ -258,6 +266,7 @@ class PlanKernel:
         """
         thread = cute.arch.thread_idx()[0]
         chunks, width = counts.shape
+        # As many groups as fit; with few experts each has few chunks to read.
         groups = THREADS // (width // 4)
         group = thread // (width // 4)
         expert = cute.assume((thread - group * (width // 4)) * 4, divby=4)
@@ -265,6 +274,7 @@ class PlanKernel:
             sums = cute.make_rmem_tensor(8, Int32)
             sums.fill(0)
             for first in cutlass.range(group, chunks, groups * _COUNT_BATCH, unroll=1):
+                # Loads of 16 bytes, all in flight at a time; chunks that are missing count 0.
                 part = cute.make_rmem_tensor((4, _COUNT_BATCH), Int32)
                 part.fill(0)
                 for j in cutlass.range_constexpr(_COUNT_BATCH):
@@ -278,6 +288,7 @@ class PlanKernel:
                     for i in cutlass.range_constexpr(4):
                         sums[i] += part[i, j]
                         sums[4 + i] += cutlass.select_(earlier, part[i, j], Int32(0))
+            # Groups meet in shared memory. Integers: the order of the additions changes nothing.
             for i in cutlass.range_constexpr(4):
                 _add(total, expert + i, sums[i])
                 _add(before, expert + i, sums[4 + i])
@@ -302,6 +313,7 @@ class PlanKernel:
         """
         thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        # Experts of a thread: successive ones, so that its sum is a step of the prefix sum.
         own = cutlass.const_expr(max(1, self.config.capacity // THREADS))
         count = cute.make_rmem_tensor(own, Int32)
         mine = Int32(0)
@@ -310,13 +322,15 @@ class PlanKernel:
             if thread * own + i < self.config.capacity:
                 count[i] = total[thread * own + i]
             mine += count[i]
+        # Prefix sum in two steps: over the lanes of a warp, then over the warps' sums.
         inclusive = mine
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
             inclusive = cutlass.select_(lane >= 1 << step, inclusive + below, inclusive)
         if lane == 31:
             sums[warp] = inclusive
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # sums of all warps before any warp reads them
+        # Lane w has the sum of warp w. Every warp adds them up itself: no further barrier.
         warps = cutlass.select_(lane < WARPS, sums[lane % WARPS], Int32(0))
         start = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, warps, Int32(0)), "add")
         all_rows = cute.arch.warp_redux_sync(warps, "add")
@@ -324,13 +338,17 @@ class PlanKernel:
         for i in cutlass.range_constexpr(own):
             e = thread * own + i
             if e < self.config.capacity:
+                # Rows of an expert: pairs of earlier chunks, then of this CTA's warps in turn. Each
+                # warp's count becomes its first row, in place.
                 row = start + before[e]
                 for w in cutlass.range_constexpr(WARPS):
                     pairs = next_row[w, e]
                     next_row[w, e] = row
                     row += pairs
+                # Where rows run out, an expert gets fewer or none; `needed` tells the caller.
                 begin, end = cutlass.min(start, rows), cutlass.min(start + count[i], rows)
                 total[e] = end - begin
+                # All CTAs have the same numbers, and one writes them.
                 if chunk == 0 and e < experts:
                     offsets[e] = begin
                 start += count[i]
@@ -359,6 +377,7 @@ class PlanKernel:
         """Rank a warp's pairs pair, pair + 32, ... before `end`, and write their rows and
         inverse."""
         expert = self._experts(idx, pair, 32, end, first, experts)
+        # Loads of the probabilities are issued before the ranks are computed, which hides them.
         value = cute.make_rmem_tensor(_BATCH, Float32)
         same = cute.make_rmem_tensor(_BATCH, Uint32)
         for j in cutlass.range_constexpr(_BATCH):
@@ -366,10 +385,12 @@ class PlanKernel:
             if expert[j] >= 0:
                 value[j] = prob[pair + j * 32]
         for j in cutlass.range_constexpr(_BATCH):
+            # The lanes with the same expert, of all 32: pairs without one match each other too.
             same[j] = cute.arch.match_sync(_WARP_MASK, expert[j])
         for j in cutlass.range_constexpr(_BATCH):
+            # Lower lanes have earlier pairs: their number is the rank among these 32.
             ahead = Int32(cute.arch.popc(same[j] & cute.arch.lanemask_lt()))
-            row = rows
+            row = rows  # none
             if expert[j] >= 0:
                 row = next_row[expert[j]] + ahead
             # All lanes have read next_row before the first lane of each expert advances it, and see
@@ -378,6 +399,7 @@ class PlanKernel:
             if expert[j] >= 0 and ahead == 0:
                 next_row[expert[j]] = row + Int32(cute.arch.popc(same[j]))
             cute.arch.sync_warp()
+            # A row past the last one is left out, and the pair has none.
             if pair + j * 32 < end:
                 inverse[pair + j * 32] = cutlass.select_(row < rows, row, Int32(-1))
                 if row < rows:
@@ -388,10 +410,12 @@ class PlanKernel:
     def _sort(self, count: cute.Tensor, order: cute.Tensor, first: Int32, experts: Int32) -> None:
         """Position of experts first, first + warps of the grid, ... in the order by falling
         count."""
+        # Each expert counts those ahead of it: few experts a warp, and no exchange between CTAs.
         lane = cute.arch.lane_idx()
         for e in cutlass.range(first, experts, cute.arch.grid_dim()[0] * WARPS, unroll=1):
             ahead, own = Int32(0), count[e]
             for other in cutlass.range(lane, experts, 32, unroll=4):
+                # Ties go to the lower expert, so that positions are distinct.
                 if count[other] > own or (count[other] == own and other < e):
                     ahead += 1
             ahead = cute.arch.warp_redux_sync(ahead, "add")
@@ -400,6 +424,7 @@ class PlanKernel:
 
 
 def _add(counts: cute.Tensor, at: Int32, value: Int32) -> None:
+    # Relaxed, scope of the CTA: shared memory, and a barrier comes before anyone reads.
     cute.arch.atomic_add(counts.iterator + at, value, sem="relaxed", scope="cta")
 
 

@@ -44,6 +44,7 @@ def chunks(pairs: int, experts: int, sms: int) -> Chunks:
     A CTA spends about 5 cycles on a pair and 1/16 on each count of all chunks, which it reads to
     find the rows of its pairs: the fastest number of chunks balances the two.
     """
+    # c CTAs take 5 * pairs / c + c * experts / 16 cycles: least at the square root.
     wanted = min(max(1, math.isqrt(80 * pairs // experts)), sms)
     span = 32 * max(1, -(-pairs // (32 * WARPS * wanted)))
     return Chunks(max(1, -(-pairs // (WARPS * span))), span)
@@ -57,7 +58,11 @@ class GatherConfig:
 
 
 class GatherKernel:
-    """out[p] = values[index[p]], or 0 where the index is negative."""
+    """out[p] = values[index[p]], or 0 where the index is negative.
+
+    A thread has `_BATCH` pairs, as many apart as a CTA has threads: accesses of a warp are
+    contiguous. Threads share nothing, so there is no barrier.
+    """
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
@@ -90,6 +95,7 @@ class GatherKernel:
         first = cute.arch.block_idx()[0] * (threads * _BATCH) + cute.arch.thread_idx()[0]
         row = cute.make_rmem_tensor(_BATCH, Int32)
         value = cute.make_rmem_tensor(_BATCH, Float32)
+        # Three loops, so that all loads of one kind are in flight before the first is used.
         for j in cutlass.range_constexpr(_BATCH):
             row[j] = Int32(-1)
             if first + j * threads < cute.size(index):
@@ -141,6 +147,7 @@ def plan(
         raise ValueError(f"rows={rows}: must be 1 to {MAX_ROWS}")
     if not -(1 << 31) <= first_expert < 1 << 31:
         raise ValueError(f"first_expert={first_expert}: must be an int32")
+    # Sizes follow from shapes alone, so that the launch can be captured in a CUDA graph.
     blocks, span = chunks(pairs, local_experts, sms(where))
     out = (
         topk_idx_NK.new_empty(rows),
@@ -150,7 +157,9 @@ def plan(
         topk_idx_NK.new_empty(()),
         topk_idx_NK.new_empty(local_experts),
     )
+    # Scratch; L + 3 is at least L rounded up to a multiple of 4.
     counts = topk_idx_NK.new_empty(blocks * (local_experts + 3))
+    # The smallest capacity: shared memory grows with it, for a count of every warp and expert.
     config = PlanConfig(next(c for c in CAPACITIES if c >= local_experts))
     names = "row_index", "row_prob", "offsets", "inverse", "needed", "order"
     launch(

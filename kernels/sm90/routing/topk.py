@@ -77,6 +77,7 @@ class TopkKernel:
         self.kernel(logits, bias, idx, prob, T, E, scale).launch(
             grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
             block=[WARPS * LANES, 1, 1],
+            # Logits and keys of a lane stay in registers, whatever that leaves for other CTAs.
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -94,10 +95,12 @@ class TopkKernel:
     ) -> None:
         config = self.config
         memory = cutlass.utils.SmemAllocator().allocate(shared_memory(config))
+        # Tells the compiler that all lanes have the same token.
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         all_found = memory.found.get_tensor(cute.make_layout((LANES, WARPS)))
         found = all_found[None, warp]
         token = cute.arch.block_idx()[0] * WARPS + warp
+        # A whole warp has a token or none, so that all lanes meet at every vote and shuffle.
         if token < T:
             row = Logits.of(config, logits, token, E)
             x = row.load(Float32(0))
@@ -109,16 +112,20 @@ class TopkKernel:
                 )
             top, candidates = self._gather(row, keys, found)
             mine, rank = Uint64(0), Int32(MAX_SLOTS)
+            # More are rare: many equal logits, or large ones that crowd in few lanes.
             if candidates <= LANES:
                 mine, rank = self._count(found, candidates)
             else:
                 mine, rank = self._search(row, keys)
+            # `keys.pair` holds the complement of the expert in its low word.
             expert = Int32(Uint32(ALL_BITS) - Uint32(mine))
             value = as_float(bits_of(Uint32(mine >> 32)))
             chosen = rank < config.top_k
+            # The key is that of a score here, with bias or a group's limit; weights are of logits.
             if cutlass.const_expr(config.by_score):
                 if chosen:
                     value = row.one(expert)
+            # All lanes take part, since the weights' sum is over the warp.
             p = self._weigh(row, x, value, chosen, top) * as_float(Uint32(scale))
             if chosen:
                 at = Int64(token) * config.top_k + rank
@@ -129,7 +136,7 @@ class TopkKernel:
     def _keys(self, row: Logits, x: cute.Tensor, bias: cute.Pointer) -> cute.Tensor:
         """Keys of the compared scores; 0 past the last expert."""
         keys = cute.make_rmem_tensor((FOUR, self.config.vectors), Uint32)
-        keys.fill(0)
+        keys.fill(0)  # below the key of every number, even of -inf
         for v in cutlass.range_constexpr(self.config.vectors):
             if row.expert(v) < row.experts:
                 score = x[None, v]
@@ -150,6 +157,8 @@ class TopkKernel:
         """
         found[cute.arch.lane_idx()] = Uint64(0)
         cute.arch.sync_warp()  # zeros of all lanes before any lane's candidates
+        # A bound: K lanes hold a key at or above the K-th largest of the lanes' best. Each round
+        # takes the maximum out; lanes with equal ones leave together, which only lowers it.
         best = _largest(keys)
         top, least = best, best
         for k in cutlass.range_constexpr(self.config.top_k):
@@ -157,17 +166,20 @@ class TopkKernel:
             best = Uint32(cutlass.select_(best == least, Uint32(0), best))
             if cutlass.const_expr(k == 0):
                 top = least
+        # 0 if fewer than K lanes had different keys: experts that do not exist stay out.
         least = larger(least, Uint32(1))
         number = Int32(0)
         for v in cutlass.range_constexpr(self.config.vectors):
             for i in cutlass.range_constexpr(FOUR):
+                # Every lane with a candidate finds its place by the lanes below it: no atomics, and
+                # the same places in every run.
                 reaches = keys[i, v] >= least
                 lanes = cute.arch.vote_ballot_sync(reaches)
                 at = number + Int32(cute.arch.popc(Uint32(lanes) & cute.arch.lanemask_lt()))
                 if reaches and at < LANES:
                     found[at] = pair(keys[i, v], row.expert(v) + i)
                 number += Int32(cute.arch.popc(lanes))
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # candidates of all lanes before any lane ranks its own
         return top, number
 
     @cute.jit
@@ -175,6 +187,8 @@ class TopkKernel:
         """Candidate l and its rank, in lane l."""
         lane, rank = cute.arch.lane_idx(), Int32(0)
         mine = found[lane]
+        # Pairs are distinct, as experts are: ranks are, too. All lanes read one address at a time,
+        # which shared memory broadcasts; past the candidates are zeros, which exceed nothing.
         for first in cutlass.range(0, candidates, FOUR, unroll=1):
             for j in cutlass.range_constexpr(FOUR):
                 if found[first + j] > mine:
@@ -187,6 +201,7 @@ class TopkKernel:
     def _search(self, row: Logits, keys: cute.Tensor) -> tuple[Uint64, Int32]:
         """The k-th best of any number of candidates, in lane k < K."""
         lane, mine = cute.arch.lane_idx(), Uint64(0)
+        # Two reductions a round, of the key and then of the expert: a warp reduces 32 bits at once.
         for k in cutlass.range(self.config.top_k, unroll=1):
             best = cute.arch.warp_redux_sync(_largest(keys), "max")
             expert = Int32(MAX_EXPERTS)
@@ -198,8 +213,10 @@ class TopkKernel:
             expert = cute.arch.warp_redux_sync(expert, "min")
             for v in cutlass.range_constexpr(self.config.vectors):
                 for i in cutlass.range_constexpr(FOUR):
+                    # Out of the next rounds: 0 is below every key.
                     taken = row.expert(v) + i == expert
                     keys[i, v] = cutlass.select_(taken, Uint32(0), keys[i, v])
+            # As in `_count`, each rank in a lane of its own, which stores it.
             if lane == k:
                 mine = pair(best, expert)
         return mine, lane
@@ -217,6 +234,7 @@ class TopkKernel:
             if cutlass.const_expr(weights == "sigmoid_sum"):
                 part = part / (warp_sum(part) + Float32(TINY))
         else:
+            # Less the largest, so that no exponential overflows; the quotient is the same.
             largest = as_float(bits_of(top))
             if chosen:
                 part = cute.math.exp(value - largest)

@@ -4,6 +4,15 @@ One warp a token. The gradients at the K chosen experts are computed by K lanes,
 row in shared memory and written with the zeros of the others; only a softmax over all logits has a
 gradient at every expert, and rereads the logits.
 
+Roles. 8 warps of a CTA, a token each; they share no data, so there is no barrier but `sync_warp`:
+
+    each warp    zeros to its row in shared memory
+                 -- sync_warp --
+    lane k < K   expert, gradient and probability k to registers; sums over K are warp sums
+                 the gradient of its logit to the expert's place in the row
+                 -- sync_warp --
+    each warp    the row to global memory, four successive experts a lane
+
 Legend: T tokens, E experts, K experts per token.
 """
 
@@ -56,6 +65,7 @@ class TopkGradientKernel:
         self.kernel(dprob, idx, prob, logits, dlogits, T, E, scale).launch(
             grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
             block=[WARPS * LANES, 1, 1],
+            # As in `topk`: registers for a lane's part of the row, rather than more CTAs.
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -78,6 +88,7 @@ class TopkGradientKernel:
             struct(spread=array(Float32, WARPS * size, 16))
         )
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        # A row for each warp, aligned to the 16 bytes in which a lane reads it.
         spread = memory.spread.get_tensor(cute.make_layout((size, WARPS)))[None, warp]
         token = cute.arch.block_idx()[0] * WARPS + warp
         if token < T:
@@ -85,17 +96,20 @@ class TopkGradientKernel:
             factor = as_float(Uint32(scale))
             for i in cutlass.range_constexpr(config.vectors * FOUR):
                 spread[i * LANES + lane] = Float32(0)
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # zeros of all lanes before the chosen experts' values
+            # Without the factor: p, and the gradient of that p. Other lanes add 0 to the sums.
             expert, grad, p = Int32(-1), Float32(0), Float32(0)
             if lane < config.top_k:
                 at = Int64(token) * config.top_k + lane
                 expert, grad = load_one(idx + at), load_one(dprob + at) * factor
                 p = load_one(prob + at) / factor
+            # One unsigned comparison: neither -1 nor an id past the last expert is written to.
             chosen = Uint32(expert) < Uint32(E)
             if cutlass.const_expr(config.weights == "softmax_all"):
                 self._spread(spread, expert, grad, chosen)
                 self._everywhere(row, out, spread, warp_sum(grad * p))
             else:
+                # A softmax's derivative follows from p; a sigmoid is computed again from its logit.
                 logit = Float32(0)
                 if cutlass.const_expr(config.weights != "softmax"):
                     if chosen:
@@ -115,19 +129,23 @@ class TopkGradientKernel:
             s = Float32(0)
             if chosen:
                 s = sigmoid(logit)
+            # Through the division by the sum, whose TINY is the forward pass's.
             if cutlass.const_expr(weights == "sigmoid_sum"):
                 total = warp_sum(s) + Float32(TINY)
                 grad = (grad - warp_sum(grad * (s / total))) / total
+            # Through the sigmoid: s' = s * (1 - s).
             return grad * (s * (Float32(1) - s))
 
     @cute.jit
     def _everywhere(self, row: Logits, out: Logits, spread: cute.Tensor, mean: Float32) -> None:
         """Softmax over all: q * (gradient - mean), the gradient 0 at experts that are not
         chosen."""
+        # -inf past the last expert: it is no maximum, and `sum_exp` leaves those lanes out.
         x = row.load(Float32(-float("inf")))
         largest = x[0]
         for i in cutlass.range_constexpr(1, FOUR * self.config.vectors):
             largest = cute.arch.fmax(largest, x[i])
+        # A butterfly leaves the maximum in all lanes.
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_bfly(largest, 1 << step)
             largest = cute.arch.fmax(largest, other)
@@ -143,8 +161,8 @@ class TopkGradientKernel:
     ) -> None:
         """Scatter the chosen experts' values into the row in shared memory."""
         if chosen:
-            spread[expert] = value
-        cute.arch.sync_warp()
+            spread[expert] = value  # experts of a token are distinct: no two lanes meet
+        cute.arch.sync_warp()  # values of all lanes before any lane reads its part
 
     @cute.jit
     def _read(self, spread: cute.Tensor) -> cute.Tensor:
