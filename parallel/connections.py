@@ -1,12 +1,14 @@
 """Memory that ranks share, with one owner in each process and a lifetime.
 
 A `Runtime` owns those of its process, and whoever builds transports passes them on. The memory has
-to go before the process groups that made it, which end with the runtime.
+to go before the process groups that made it, which end with the runtime. It never goes by itself: a
+process that ends after its device has failed could not free it, and an error in a destructor would
+end it without a word.
 """
 
 import gc
 from collections.abc import Callable, Hashable
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 
@@ -29,8 +31,11 @@ class Connections:
     """Resources of a process that it shares with other ranks, by their keys.
 
     All layers whose key is the same take one resource in turn. Ranks have to ask for new ones in
-    the same order, and a resource lives until `release`.
+    the same order, and a resource lives until `release`, though nothing else may refer to it.
     """
+
+    unreleased: ClassVar[set["Connections"]] = set()
+    """All of this process that have resources."""
 
     def __init__(self) -> None:
         self._resources: dict[Hashable, Connected] = {}
@@ -42,6 +47,7 @@ class Connections:
         """The resource of a key, created at the first call, by all ranks of a group together."""
         if key not in self._resources:
             self._resources[key] = make()
+            self.unreleased.add(self)
         return cast(C, self._resources[key])
 
     def begin(self) -> None:
@@ -67,6 +73,7 @@ class Connections:
         torch.cuda.synchronize()
         for key in list(self._resources):
             self._resources.pop(key).release()
+        self.unreleased.discard(self)
         gc.collect()  # a layer's last call may refer to them in a cycle
 
     def missing(self) -> str:

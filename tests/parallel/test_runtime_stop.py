@@ -1,6 +1,7 @@
 """The end of a rank: shared memory goes before the process groups, whatever the others do."""
 
 import functools
+import gc
 import time
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel import runtime
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import exchange
 from tests.support.distributed import run_distributed
 
@@ -47,12 +49,14 @@ def _stopped(device_failed: bool = False) -> tuple[list[str], int, float]:
         kept = here.connections
         for name in ("first", "second"):
             kept.get(name, functools.partial(Stub, name, events))
+        assert kept in Connections.unreleased
         began = time.monotonic()
         try:
             runtime.stop(here)
         except RuntimeError as error:
             events.append(str(error))
         events.append(f"groups {dist.is_initialized()}")
+        assert (kept in Connections.unreleased) == device_failed
         return events, len(kept), time.monotonic() - began
 
 
@@ -74,6 +78,20 @@ def test_a_device_that_failed_keeps_its_memory_and_the_groups_go() -> None:
     events, left, _ = run_distributed(_stopped, 2, True, timeout=60)[0]
     failed = "CUDA error: unspecified launch failure"
     assert events == ["device done", failed, "groups False"] and left == 2
+
+
+def test_memory_does_not_go_with_the_last_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destructor could fail after the device has; only `release` gives the memory back."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    before = set(Connections.unreleased)
+    connections = Connections()
+    stub = weakref.ref(connections.get("a", lambda: Stub("first", [])))
+    del connections
+    gc.collect()
+    assert stub() is not None
+    (left,) = Connections.unreleased - before
+    left.release()
+    assert stub() is None and Connections.unreleased == before
 
 
 def _ended(dies: bool) -> float:

@@ -174,6 +174,7 @@ def _main(listed: Path) -> None:
 def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int) -> None:
     """Train in this process; a failure ends it."""
     from phalanx import train
+    from phalanx.parallel.connections import Connections
     from tests.support.distributed import _forget_models
 
     began = time.monotonic()
@@ -189,7 +190,8 @@ def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int)
         file.write(json.dumps(outcome) + "\n")
     if code:
         os._exit(3)
-    torch.cuda.synchronize()  # memory that ranks share goes with the run, once it is collected
+    for connections in [*Connections.unreleased]:
+        connections.release()
     parallel_state.destroy_model_parallel()
     _forget_models()
     gc.collect()
