@@ -35,7 +35,7 @@ class Connections:
     """
 
     unreleased: ClassVar[set["Connections"]] = set()
-    """All of this process that have resources."""
+    """Connections of this process that have resources, kept alive until their release."""
 
     def __init__(self) -> None:
         self._resources: dict[Hashable, Connected] = {}
