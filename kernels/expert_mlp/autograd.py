@@ -14,7 +14,7 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPSpec, MLPWeights, Pass
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.quantize.blocks import Quantized
@@ -43,11 +43,10 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
-def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
-    """The backend of an MLP in one of its passes, with that pass's SM margin."""
-    margin = getattr(spec.margins, step)
+def backend_of(spec: MLPSpec, step: Pass) -> Backend:
+    """The backend of an MLP in one of its passes, with that pass's options of launches."""
     options = spec.recipe, spec.keep_fp8, spec.interleaved
-    return provider(spec.backend, margin, *options)
+    return provider(spec.backend, spec.margins.options(step), *options)
 
 
 class Overlap(Protocol):

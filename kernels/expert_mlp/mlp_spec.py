@@ -8,7 +8,11 @@ from torch import Tensor
 
 from phalanx.configs.tables.backends import ExpertBackend, expert_backend
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.recipe import Recipe
+
+type Pass = Literal["forward", "dgrad", "wgrad"]
+"""Pass of an MLP, which runs the kernels of a margin."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Margins:
                     f"{getattr(self, name)} SMs cannot be left free: set "
                     f"kernels.sm_margin.{name} to 0 or more"
                 )
+
+    def options(self, step: Pass) -> LaunchOptions:
+        """Options of the launches of a pass."""
+        return LaunchOptions(getattr(self, step))
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.recipe import Recipe
 
 
 class Options(NamedTuple):
     """Options of a backend of the expert MLP, the argument of a provider."""
 
-    sm_margin: int = 0
-    """SMs that its kernels leave free."""
+    launch: LaunchOptions = DEFAULT
+    """Options of the launches of its kernels."""
     recipe: Recipe | None = None
     """Quantization of its operands."""
     keep_fp8: bool = False
@@ -41,7 +42,7 @@ def rows_for(pairs: int, experts: int, name: str) -> int:
 @functools.cache
 def provider(
     name: str,
-    sm_margin: int = 0,
+    launch: LaunchOptions = DEFAULT,
     recipe: Recipe | None = None,
     keep_fp8: bool = False,
     interleaved: bool = False,
@@ -61,4 +62,4 @@ def provider(
     if recipe is not None and facts.emulates:
         emulation: Callable[[Backend, Recipe], Backend] = resolve_name(recipe.emulation)
         return emulation(provider(name), recipe)
-    return build(Options(sm_margin, recipe, keep_fp8, interleaved))
+    return build(Options(launch, recipe, keep_fp8, interleaved))

@@ -28,6 +28,7 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped, expert_of_row
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS
 from phalanx.kernels.sm100 import library
@@ -45,14 +46,14 @@ class CuDNN(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on Blackwell, in bf16.
 
     Args:
-        sm_margin: SMs that GEMMs leave free, except those of weight gradients.
+        launch: options of GEMMs; those of weight gradients leave no SM free.
         interleaved: w1, b1 and their gradients are stored in the order of the kernels.
     """
 
     fuses_gather: ClassVar[bool] = True
 
-    def __init__(self, sm_margin: int, interleaved: bool) -> None:
-        self._margin, self._interleaved = sm_margin, interleaved
+    def __init__(self, launch: LaunchOptions, interleaved: bool) -> None:
+        self._launch, self._interleaved = launch, interleaved
         self._options: dict[str, Any] = dict(use_dynamic_sched=True)
         self._order, self._torch = Interleaved(), Grouped()
 
@@ -129,7 +130,7 @@ class CuDNN(UnquantizedMixin):
         ordered = d.parts == 1 or self._interleaved
         outputs = library.call(
             "grouped_gemm_wgrad",
-            0,
+            DEFAULT,
             a_tensor=d_SO.mT,
             b_tensor=v_SI,
             sfa_tensor=None,
@@ -164,7 +165,7 @@ class CuDNN(UnquantizedMixin):
         """A grouped GEMM over expert rows."""
         return library.call(
             name,
-            self._margin,
+            self._launch,
             a_tensor=rows_SC,
             padded_offsets=ends(plan),
             alpha_tensor=ones(len(plan.offsets) - 1, rows_SC.device),

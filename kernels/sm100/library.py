@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels.launch_options import LaunchOptions
+
 MARGIN = "CUDNNFE_CLUSTER_OVERLAP_MARGIN"
 _CLUSTER = 2
 """SMs of a cluster."""
 
 
-def call(name: str, margin: int, **arguments: Any) -> dict[str, Tensor | None]:
-    """Call `cudnn.NAME_wrapper_sm100` with an SM margin."""
+def call(name: str, options: LaunchOptions, **arguments: Any) -> dict[str, Tensor | None]:
+    """Call `cudnn.NAME_wrapper_sm100` with the SM margin of `options`."""
     import cudnn
 
-    with _leaving_free(margin):
+    with _leaving_free(options.sm_margin):
         outputs: dict[str, Tensor | None] = getattr(cudnn, f"{name}_wrapper_sm100")(**arguments)
     return outputs
 

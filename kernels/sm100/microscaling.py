@@ -29,6 +29,7 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.microscaling import nvfp4
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.sm100 import library
@@ -44,15 +45,15 @@ class CuDNNMicroscaling(CuDNN):
     """`kernels.expert_mlp.backend.Backend` on Blackwell with a recipe of its tensor cores.
 
     Args:
-        sm_margin, interleaved: as for `CuDNN`.
+        launch, interleaved: as for `CuDNN`.
         recipe: with weight gradients in its format.
 
     Raises:
         ValueError: weight gradients in bf16, for which cuDNN has no epilogue.
     """
 
-    def __init__(self, sm_margin: int, interleaved: bool, recipe: Microscaling) -> None:
-        super().__init__(sm_margin, interleaved)
+    def __init__(self, launch: LaunchOptions, interleaved: bool, recipe: Microscaling) -> None:
+        super().__init__(launch, interleaved)
         if recipe.wgrad == "bf16":
             raise ValueError("kernels=cudnn has no precision.wgrad=bf16: use kernels=torch")
         self._recipe, self._format = recipe, FORMATS[recipe.format]
@@ -140,7 +141,7 @@ class CuDNNMicroscaling(CuDNN):
             )
         outputs = library.call(
             "grouped_gemm_wgrad",
-            0,
+            DEFAULT,
             a_tensor=d_TO.data,
             b_tensor=v_TI.data.mT,
             sfa_tensor=d_TO.scale,
@@ -173,7 +174,7 @@ class CuDNNMicroscaling(CuDNN):
                 alpha_L = alpha_L.sqrt()
         return library.call(
             name,
-            self._margin,
+            self._launch,
             a_tensor=a.data,
             sfa_tensor=a.scale,
             b_tensor=b.data,

@@ -13,9 +13,8 @@ def cudnn(options: Options) -> Backend:
     Raises:
         ValueError: another recipe.
     """
-    margin, interleaved = options.sm_margin, options.interleaved
     if options.recipe is None:
-        return CuDNN(margin, interleaved)
+        return CuDNN(options.launch, options.interleaved)
     if not isinstance(options.recipe, Microscaling):
         raise ValueError("kernels.backend=cudnn has no fp8_block: use kernels=torch")
-    return CuDNNMicroscaling(margin, interleaved, options.recipe)
+    return CuDNNMicroscaling(options.launch, options.interleaved, options.recipe)

@@ -14,10 +14,10 @@ def fused(options: Options) -> BackendOfParts:
     if options.recipe is None:
         from phalanx.kernels.sm90.experts.backend import Fused
 
-        return Fused(options.sm_margin)
+        return Fused(options.launch)
     if not isinstance(options.recipe, Fp8Block):
         name = options.recipe.format
         raise ValueError(f"kernels.backend=fused has no {name}: use kernels=torch")
     from phalanx.kernels.sm90.fp8.backend import FusedFP8
 
-    return FusedFP8(options.sm_margin, options.recipe, options.keep_fp8)
+    return FusedFP8(options.launch, options.recipe, options.keep_fp8)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.scripts.bench.models import Model
 from phalanx.scripts.bench.problems import balanced, experts
 
@@ -131,6 +132,6 @@ class Gemms(Launches):
     def launch(self) -> None:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
-        options: dict[str, Any] = dict(keep_h=False, sm_margin=self._sms)
+        options: dict[str, Any] = dict(keep_h=False, options=LaunchOptions(self._sms))
         for _ in range(self._launches):
             fc1_act(self._x_SD, self._w1, self._offsets, self._act, **options)

@@ -25,21 +25,22 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.launch_options import LaunchOptions
 
 
 class Fused(UnquantizedMixin):
     """`kernels.replication.backend.BackendOfParts` on Hopper, in bf16.
 
     Args:
-        sm_margin: SMs that every GEMM leaves free.
+        launch: options of every GEMM's launch.
     """
 
     fuses_gather: ClassVar[bool] = True
     writes_into_out: ClassVar[bool] = True
     waits_for_weights: ClassVar[bool] = True
 
-    def __init__(self, sm_margin: int) -> None:
-        self._sm_margin = sm_margin
+    def __init__(self, launch: LaunchOptions) -> None:
+        self._launch = launch
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         from phalanx.kernels.sm90.routing.plan import plan
@@ -66,7 +67,7 @@ class Fused(UnquantizedMixin):
             keep_h=call.keep_h,
             ready=call.ready,
             out=call.out,
-            sm_margin=self._sm_margin,
+            options=self._launch,
         )
 
     def rows(self, call: RowsCall) -> Tensor:
@@ -80,7 +81,7 @@ class Fused(UnquantizedMixin):
             bias_LN=linear.bias_LO,
             scale_S=self._scale_of_bias(linear, call.plan, call.a_SI),
             out_SN=call.out,
-            sm_margin=self._sm_margin,
+            options=self._launch,
             signal=call.signal,
         )
 
@@ -101,7 +102,7 @@ class Fused(UnquantizedMixin):
             prob_S=plan.row_prob_S,
             ready=call.ready,
             out=call.out,
-            sm_margin=self._sm_margin,
+            options=self._launch,
         )
 
     def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
@@ -123,7 +124,7 @@ class Fused(UnquantizedMixin):
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,
             order_L=plan.order_L,
-            sm_margin=self._sm_margin,
+            options=self._launch,
         )
 
     def bias_grad(self, call: BiasGradCall) -> Tensor:

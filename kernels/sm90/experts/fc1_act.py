@@ -15,13 +15,14 @@ from cutlass import Int32
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.exchange.ready import WORDS
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Act
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 
 
@@ -83,7 +84,7 @@ def fc1_act(
     ready: Tensor | None = None,
     out: tuple[Tensor | None, Tensor] | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """h[s] = x[index[s]] @ w1[e]^T + b1[e] and a[s] = act(h[s]) * prob[s], each rounded once.
@@ -101,7 +102,7 @@ def fc1_act(
             still in flight.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin, loop: as in `grouped_gemm`.
+        counter, options, loop: as in `grouped_gemm`.
 
     Returns:
         h_SH (or None) and a_SF in bf16.
@@ -139,7 +140,7 @@ def fc1_act(
     config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and x.shape[0]:
         counter = counter_of(x.device) if counter is None else counter
-        ctas = persistent_ctas(sms(x.device), sm_margin)
+        ctas = persistent_ctas(x.device, options)
         launch(
             Fc1Kernel,
             config,

@@ -16,13 +16,14 @@ from cutlass import Int32
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.exchange.ready import WORDS
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import ActGrad
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr
 
 
@@ -90,7 +91,7 @@ def fc2_dgrad_dact(
     ready: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
     loop: Mainloop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of h, recomputed activations, and partial sums of the gradient of prob.
@@ -103,7 +104,7 @@ def fc2_dgrad_dact(
         act, index_S, prob_S, ready: as in `fc1_act`.
         out: the tensors to write to and return; rows of other experts are left alone. Default: new
             ones.
-        counter, sm_margin, loop: as in `grouped_gemm`.
+        counter, options, loop: as in `grouped_gemm`.
 
     Returns:
         dh_SH and a_SF in bf16, and dprob [column tiles, S] in fp32, whose sum over the tiles is the
@@ -149,7 +150,7 @@ def fc2_dgrad_dact(
     config = GemmConfig(ActGrad(act, prob_S is not None), loop, waits=ready is not None)
     if S and dy.shape[0]:
         counter = counter_of(dy.device) if counter is None else counter
-        ctas = persistent_ctas(sms(dy.device), sm_margin)
+        ctas = persistent_ctas(dy.device, options)
         launch(
             DgradKernel,
             config,

@@ -11,13 +11,14 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal, tile_sizes
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, WordPtr
 
 
@@ -79,7 +80,7 @@ def grouped_gemm(
     scale_S: Tensor | None = None,
     out_SN: Tensor | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
@@ -95,7 +96,7 @@ def grouped_gemm(
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
             one. Default: that of the stream, or of the captured graph (`counter_of`).
-        sm_margin: SMs to leave free.
+        options: options of the launch.
         loop: tile to use; default `tiles.choose`.
         signal: signal finished tiles to their reader; has `out_SN`, `loop` and `counter`.
 
@@ -127,7 +128,7 @@ def grouped_gemm(
     config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     if S:
         counter = counter_of(a.device) if counter is None else counter
-        ctas = persistent_ctas(sms(a.device), sm_margin)
+        ctas = persistent_ctas(a.device, options)
         launch(
             GroupedGemmKernel,
             config,

@@ -8,10 +8,11 @@ gradient, on the current stream and without reading anything on the host.
 import torch
 from torch import Tensor
 
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.experts.contraction import BOX, D, V
 from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
 from phalanx.kernels.sm90.jit.arguments import counter_of
-from phalanx.kernels.sm90.jit.launch import check, launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import check, launch, persistent_ctas
 
 __all__ = ["WgradConfig", "WgradKernel", "choose", "wgrad"]
 
@@ -34,7 +35,7 @@ def wgrad(
     zeros: bool = True,
     order_L: Tensor | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
     tile: int | None = None,
 ) -> Tensor:
     """dw[e] (+)= sum over expert e's rows s of outer(d[s], v[s]), in fp32, rounded once.
@@ -54,7 +55,7 @@ def wgrad(
             falling number of rows.
         counter: int32 [1], 0 before the call and 0 after it; launches that may overlap must not
             share one. Default: a new one.
-        sm_margin: SMs to leave free.
+        options: options of the launch.
         tile: columns of a tile (128, 192, 256); default `choose`.
 
     Returns:
@@ -101,7 +102,7 @@ def wgrad(
         check(d.device, "order", order_L, int32, (L,))
     if counter is not None:
         check(d.device, "counter", counter, int32, (1,))
-    ctas = persistent_ctas(sms(d.device), sm_margin)
+    ctas = persistent_ctas(d.device, options)
     if S == 0 or N == 0:
         return out if accumulate or not zeros else out.zero_()
     if counter is None:

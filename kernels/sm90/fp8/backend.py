@@ -10,7 +10,7 @@ Shape legend as in `kernels.expert_mlp.backend`.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.quantize.fp8_copies import weight_copies
@@ -44,7 +45,7 @@ class FusedFP8(FP8Operands, Fused):
     """`kernels.replication.backend.BackendOfParts` on Hopper, in FP8.
 
     Args:
-        sm_margin: as for `Fused`.
+        launch: as for `Fused`.
         recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
             that went through FP8: exact, for comparison, and slow.
         keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
@@ -53,12 +54,11 @@ class FusedFP8(FP8Operands, Fused):
     waits_for_weights: ClassVar[bool] = False
     """They are quantized first."""
 
-    def __init__(self, sm_margin: int, recipe: Fp8Block, keep: bool) -> None:
+    def __init__(self, launch: LaunchOptions, recipe: Fp8Block, keep: bool) -> None:
         FP8Operands.__init__(self, recipe)
-        Fused.__init__(self, sm_margin)
+        Fused.__init__(self, launch)
         self._keep = keep
-        self._launch_options: dict[str, Any] = dict(sm_margin=sm_margin)
-        self._emulated = EmulatedFP8(Fused(sm_margin), recipe)
+        self._emulated = EmulatedFP8(Fused(launch), recipe)
 
     def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
@@ -75,7 +75,7 @@ class FusedFP8(FP8Operands, Fused):
             keep_h=call.keep_h,
             ready=call.ready,
             out=call.out,
-            **self._launch_options,
+            options=self._launch,
         )
 
     def rows(self, call: RowsCall) -> Tensor:
@@ -91,7 +91,7 @@ class FusedFP8(FP8Operands, Fused):
             scale_S=self._scale_of_bias(linear, call.plan, call.a_SI.data),
             out_SN=call.out,
             signal=call.signal,
-            **self._launch_options | dict(sm_margin=self._sm_margin + call.free_sms),
+            options=self._launch.leaving(call.free_sms),
         )
 
     def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
@@ -110,7 +110,7 @@ class FusedFP8(FP8Operands, Fused):
             prob_S=plan.row_prob_S,
             ready=call.ready,
             out=call.out,
-            **self._launch_options,
+            options=self._launch,
         )
 
     def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
@@ -128,7 +128,7 @@ class FusedFP8(FP8Operands, Fused):
 
         quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
         # SMs of a margin belong to exchanges, which transposes would hold up.
-        if call is None or self._sm_margin or self._recipe.wgrad == "bf16" or not quantized:
+        if call is None or self._launch.sm_margin or self._recipe.wgrad == "bf16" or not quantized:
             return super().rows_and_columns(call, plan, operands, rows)
         columns, transposes, moved_bytes = list(operands), [], 0
         for i in quantized:
@@ -161,7 +161,7 @@ class FusedFP8(FP8Operands, Fused):
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,
             order_L=plan.order_L,
-            **self._launch_options,
+            options=self._launch,
         )
 
     def _weights(self, linear: Linear) -> Quantized:

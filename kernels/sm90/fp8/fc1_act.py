@@ -15,6 +15,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized, block_count
 from phalanx.kernels.sm90.exchange.ready import WORDS
 from phalanx.kernels.sm90.fp8.act import Fp8Act
@@ -28,7 +29,7 @@ from phalanx.kernels.sm90.fp8.operands import (
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
 from phalanx.kernels.sm90.jit.arguments import counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 
 COLUMNS = 256
@@ -116,7 +117,7 @@ def fp8_fc1_act(
     ready: Tensor | None = None,
     out: tuple[Tensor | None, Quantized] | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
 ) -> tuple[Tensor | None, Quantized]:
     """h[s] = x[index[s]] @ w1[e]^T + b1[e], and a[s] = act(h[s]) * prob[s] in FP8.
 
@@ -136,7 +137,7 @@ def fp8_fc1_act(
             by an index, are still being pushed.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, sm_margin: as in `grouped_gemm`.
+        counter, options: as in `grouped_gemm`.
 
     Returns:
         h_SH in bf16 (or None), and a_SF in e4m3 with a scale for 128 channels of a row.
@@ -181,7 +182,7 @@ def fp8_fc1_act(
     config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and N:
         counter = counter_of(device) if counter is None else counter
-        ctas = persistent_ctas(sms(device), sm_margin)
+        ctas = persistent_ctas(device, options)
         launch(
             Fp8Fc1Kernel,
             config,

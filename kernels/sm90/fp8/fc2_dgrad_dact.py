@@ -17,6 +17,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized, block_count
 from phalanx.kernels.sm90.exchange.ready import WORDS
 from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
@@ -31,7 +32,7 @@ from phalanx.kernels.sm90.fp8.operands import (
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector
 from phalanx.kernels.sm90.jit.arguments import counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr, LongPtr
 
 COLUMNS = 256
@@ -135,7 +136,7 @@ def fp8_fc2_dgrad_dact(
     ready: Tensor | None = None,
     out: tuple[Quantized, Quantized, Tensor | None] | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
 ) -> tuple[Quantized, Quantized, Tensor | None]:
     """Gradient of h and recomputed activations, in FP8, and partial sums of the gradient of prob.
 
@@ -151,7 +152,7 @@ def fp8_fc2_dgrad_dact(
         act, index_S, prob_S, ready: as in `fc1_act`.
         out: the tensors to write to and return; rows of other experts are left alone. Default: new
             ones.
-        counter, sm_margin: as in `grouped_gemm`.
+        counter, options: as in `grouped_gemm`.
 
     Returns:
         dh_SH in dy's format, with a scale for 128 channels of a row, whose blocks restart in the
@@ -200,7 +201,7 @@ def fp8_fc2_dgrad_dact(
     config = GemmConfig(epilogue, loop, waits=ready is not None)
     if S and N:
         counter = counter_of(device) if counter is None else counter
-        ctas = persistent_ctas(sms(device), sm_margin)
+        ctas = persistent_ctas(device, options)
         launch(
             Fp8DgradKernel,
             config,

@@ -12,6 +12,7 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal, tile_sizes
 from phalanx.kernels.sm90.fp8.mainloop import activations, weights
@@ -28,7 +29,7 @@ from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp8Ptr, Fp32Ptr, IntPtr, WordPtr
 
 
@@ -108,7 +109,7 @@ def fp8_grouped_gemm(
     scale_S: Tensor | None = None,
     out_SN: Tensor | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
@@ -125,7 +126,7 @@ def fp8_grouped_gemm(
         parts: of K, 1 or 2, in each of which blocks restart.
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
-        counter, sm_margin, signal: as in `experts.grouped_gemm`.
+        counter, options, signal: as in `experts.grouped_gemm`.
         loop: an `Fp8Mainloop` for a's format; default `operands.rows_tile`.
 
     Returns:
@@ -160,7 +161,7 @@ def fp8_grouped_gemm(
     config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     if S:
         counter = counter_of(device) if counter is None else counter
-        ctas = persistent_ctas(sms(device), sm_margin)
+        ctas = persistent_ctas(device, options)
         launch(
             Fp8GroupedGemmKernel,
             config,

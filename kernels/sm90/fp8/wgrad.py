@@ -7,12 +7,13 @@ activations. Both are transposed; that step also brings a gathered operand into 
 import torch
 from torch import Tensor
 
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns, block_count
 from phalanx.kernels.sm90.experts.wgrad import choose
 from phalanx.kernels.sm90.fp8.operands import require_scales, rows_format
 from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
 from phalanx.kernels.sm90.jit.arguments import counter_of, require
-from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_ctas
 
 
 def fp8_wgrad(
@@ -27,7 +28,7 @@ def fp8_wgrad(
     zeros: bool = True,
     order_L: Tensor | None = None,
     counter: Tensor | None = None,
-    sm_margin: int = 0,
+    options: LaunchOptions = DEFAULT,
     tile: int | None = None,
 ) -> Tensor:
     """dw[e] (+)= sum over expert e's tokens t of outer(d[:, t], v[:, t]), in fp32, rounded once.
@@ -41,7 +42,7 @@ def fp8_wgrad(
             column_offsets[e] to column_offsets[e + 1], multiples of 128; padding among
             them is zero. Nothing is read from column_offsets[L] on.
         parts: of O, 1 or 2, in each of which blocks restart.
-        out_LOI, dtype, accumulate, zeros, order_L, counter, sm_margin: as in
+        out_LOI, dtype, accumulate, zeros, order_L, counter, options: as in
             `experts.wgrad`.
         tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`, and 128 in
             `vector` blocks.
@@ -98,7 +99,7 @@ def fp8_wgrad(
         return out if accumulate or not zeros else out.zero_()
     if counter is None:
         counter = counter_of(device)
-    ctas = persistent_ctas(sms(device), sm_margin)
+    ctas = persistent_ctas(device, options)
     launch(
         Fp8WgradKernel,
         config,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program, export
@@ -165,12 +166,10 @@ def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def persistent_ctas(sms: int, sm_margin: int) -> int:
-    """CTAs of a persistent kernel, one an SM, that leave `sm_margin` of `sms` SMs free; at least
+def persistent_ctas(device: torch.device, options: LaunchOptions) -> int:
+    """CTAs of a persistent kernel: one for each SM that the options do not leave free, at least
     1."""
-    if sm_margin < 0:
-        raise ValueError(f"sm_margin={sm_margin}: must not be negative")
-    return max(1, sms - sm_margin)
+    return max(1, sms(device) - options.sm_margin)
 
 
 def check(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
@@ -42,28 +43,29 @@ from phalanx.scripts.bench.shapes import (
 from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes
 
 MakeLoad = Callable[[int, float], BackgroundLoad]
+Launch = Callable[[LaunchOptions], object]
 _LASTING = 2.5
 """Duration of the copies over that of the kernel on the remaining SMs."""
 
 
-def with_margin(p: Experts) -> dict[str, tuple[Callable[[int], object], float]]:
-    """Each kernel as a function of the SMs that it leaves free, and its FLOP."""
+def with_margin(p: Experts) -> dict[str, tuple[Launch, float]]:
+    """Each kernel as a function of its options, and its FLOP."""
     device, sizes = p.device, (p.offsets, SWIGLU)
     h, a = (random(p.S, width, device=device) for width in (2 * p.F, p.F))
     y, dw1 = torch.empty_like(p.x_SD), torch.empty_like(p.w1)
     flops_FD = 2 * p.S * p.D * p.F
     return {
-        "rows": (lambda m: grouped_gemm(a, p.w2, p.offsets, out_SN=y, sm_margin=m), flops_FD),
+        "rows": (lambda o: grouped_gemm(a, p.w2, p.offsets, out_SN=y, options=o), flops_FD),
         "fc1_act": (
-            lambda m: fc1_act(p.x_SD, p.w1, *sizes, prob_S=p.prob_S, sm_margin=m),
+            lambda o: fc1_act(p.x_SD, p.w1, *sizes, prob_S=p.prob_S, options=o),
             2 * flops_FD,
         ),
         "fc2_dgrad_dact": (
-            lambda m: fc2_dgrad_dact(p.dy_SD, p.w2, h, *sizes, prob_S=p.prob_S, sm_margin=m),
+            lambda o: fc2_dgrad_dact(p.dy_SD, p.w2, h, *sizes, prob_S=p.prob_S, options=o),
             flops_FD,
         ),
         "wgrad": (
-            lambda m: wgrad(h, p.x_SD, p.offsets, out_LOI=dw1, order_L=p.order_L, sm_margin=m),
+            lambda o: wgrad(h, p.x_SD, p.offsets, out_LOI=dw1, order_L=p.order_L, options=o),
             2 * flops_FD,
         ),
     }
@@ -83,30 +85,32 @@ def margins(bench: Bench, shape: Shape, make_load: MakeLoad = Copies) -> list[Re
     return records
 
 
-def _free(name: str, call: Callable[[int], object], flops: float, total: int) -> Iterator[Case]:
+def _free(name: str, call: Launch, flops: float, total: int) -> Iterator[Case]:
     for m in MARGINS:
         judged: dict[str, Any] = {}
         if m:
             judged = dict(against="0 free", bars=(margin_bar(m, total), None))
-        yield Case(f"{m} free", name, lambda m=m: call(m), flops, **judged)
+        yield Case(f"{m} free", name, lambda m=m: call(LaunchOptions(m)), flops, **judged)
 
 
 def _occupied(
     timings: Timings,
     name: str,
-    call: Callable[[int], object],
+    call: Launch,
     flops: float,
     full_ms: float,
     make_load: MakeLoad,
 ) -> list[Record]:
     """Time kernels with copies on the margin's SMs, interleaved with the full rate."""
     total = sms(timings.bench.clock.device)
-    timings.add(Case("0 occupied", name, lambda: call(0)))
+    timings.add(Case("0 occupied", name, lambda: call(DEFAULT)))
     cases = []
     for m in MARGINS[1:]:
         load = make_load(m, _LASTING * full_ms * total / (total - m) + 0.2)
         judged: dict[str, Any] = dict(against="0 occupied", bars=occupied_bars(m, total), load=load)
-        cases.append(Case(f"{m} occupied", name, lambda m=m: call(m), flops, **judged))
+        cases.append(
+            Case(f"{m} occupied", name, lambda m=m: call(LaunchOptions(m)), flops, **judged)
+        )
         timings.add(cases[-1])
     timings.run()
     records = []

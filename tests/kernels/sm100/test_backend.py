@@ -11,6 +11,7 @@ from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.launch_options import DEFAULT
 from phalanx.kernels.sm100.backend import CuDNN
 from phalanx.kernels.sm100.interleave import Interleaved
 from phalanx.kernels.sm100.padding import ends, gathered, real
@@ -135,7 +136,7 @@ def test_an_activation_without_an_epilogue_is_refused(fake):
 
 def test_nothing_is_read_on_the_host():
     """The adapter itself never reads the host; only the fake's loops over experts do."""
-    ops = CuDNN(0, True)
+    ops = CuDNN(DEFAULT, True)
     idx, prob = torch.randint(0, 4, (50, 2)).int(), torch.rand(50, 2)
     x = torch.randn(50, 8)
     with sync_free():

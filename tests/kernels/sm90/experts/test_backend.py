@@ -105,9 +105,9 @@ class Kernels:
             keep_h,
             ready,
             out,
-            sm_margin,
+            options,
         ):
-            launches.append(("fc1_act", sm_margin))
+            launches.append(("fc1_act", options.sm_margin))
             _check_waiting(ready, out)
             plan = plan_of(offsets, index_S, prob_S)
             h, a = reference.fc1_act(Fc1Call(x, Linear(w1_LHD, bias_LH), plan, act, keep_h))
@@ -116,10 +116,10 @@ class Kernels:
 
     class grouped_gemm:
         @staticmethod
-        def grouped_gemm(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, signal):
+        def grouped_gemm(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, options, signal):
             assert (bias_LN is None) == (scale_S is None)
             assert signal is None or out_SN is None, "own experts alone signal"
-            launches.append(("grouped_gemm", sm_margin))
+            launches.append(("grouped_gemm", options.sm_margin))
             plan = plan_of(offsets, None, scale_S)
             y = reference.rows(RowsCall(a, Linear(w_LNK, bias_LN), plan))
             made = written(out_SN, y, offsets)
@@ -129,10 +129,8 @@ class Kernels:
 
     class fc2_dgrad_dact:
         @staticmethod
-        def fc2_dgrad_dact(
-            dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin
-        ):
-            launches.append(("fc2_dgrad_dact", sm_margin))
+        def fc2_dgrad_dact(dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
+            launches.append(("fc2_dgrad_dact", options.sm_margin))
             _check_waiting(ready, out)
             to_dh, to_a, to_parts = out or (None, None, None)
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
@@ -170,10 +168,10 @@ class Kernels:
             accumulate,
             zeros,
             order_L,
-            sm_margin,
+            options,
         ):
             assert d_index_S is None or v_index_S is None
-            launches.append(("wgrad", sm_margin))
+            launches.append(("wgrad", options.sm_margin))
             if order_L is not None:
                 assert sorted(order_L.tolist()) == list(range(len(offsets) - 1))
             index = v_index_S if d_index_S is None else d_index_S

@@ -158,7 +158,6 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         ({"prob_S": _zeros(128)}, "prob must be torch.float32"),
         ({"bias_LH": _zeros(3, 64)}, r"bias must be torch.bfloat16 \[3, 128\]"),
         ({"counter": _zeros(2, dtype=torch.int32)}, r"counter must be torch.int32 \[1\]"),
-        ({"sm_margin": -1}, "sm_margin=-1"),
     ],
 )
 def test_errors_name_the_argument(change, message):

@@ -155,7 +155,6 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         ({"index_S": _zeros(128, dtype=torch.int64)}, "index must be torch.int32"),
         ({"prob_S": _zeros(128)}, "prob must be torch.float32"),
         ({"counter": _zeros(2, dtype=torch.int32)}, r"counter must be torch.int32 \[1\]"),
-        ({"sm_margin": -1}, "sm_margin=-1"),
     ],
 )
 def test_errors_name_the_argument(change, message):

@@ -172,7 +172,6 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         ({"bias_LN": _zeros(3, 64)}, "bias and scale"),
         ({"out_SN": _zeros(128, 128)}, r"out must be torch.bfloat16 \[128, 64\]"),
         ({"counter": _zeros(2, dtype=torch.int32)}, r"counter must be torch.int32 \[1\]"),
-        ({"sm_margin": -1}, "sm_margin=-1"),
     ],
 )
 def test_errors_name_the_argument(change, message):

@@ -8,6 +8,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 
 pytestmark = pytest.mark.gpu
@@ -201,12 +202,12 @@ def test_bits_do_not_depend_on_who_computes(tile, mode, gathered):
     order = torch.randperm(p.L, device="cuda").to(torch.int32)
     first = p.ours(mode, tile=tile)
     for options in (
-        {"sm_margin": 8},
-        {"sm_margin": 32},
-        {"sm_margin": 131},
-        {"sm_margin": 32},
+        {"options": LaunchOptions(8)},
+        {"options": LaunchOptions(32)},
+        {"options": LaunchOptions(131)},
+        {"options": LaunchOptions(32)},
         {"order_L": order},
-        {"order_L": order.flip(0), "sm_margin": 3},
+        {"order_L": order.flip(0), "options": LaunchOptions(3)},
         *[{}] * 5,
     ):
         assert torch.equal(p.ours(mode, tile=tile, **options), first), options
@@ -217,7 +218,7 @@ def test_counter_is_left_at_zero():
     for counts in COUNTS.values():
         for margin in (0, 100, 131):
             p = Problem(counts, 448, 320)
-            p.check("bf16", counter=counter, sm_margin=margin)
+            p.check("bf16", counter=counter, options=LaunchOptions(margin))
             assert counter.item() == 0
 
 
@@ -318,7 +319,6 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         ({"d_index_S": _zeros(5, dtype=torch.int32)}, r"d_index must be torch.int32 \[128\]"),
         ({"order_L": _zeros(2, dtype=torch.int32)}, r"order must be torch.int32 \[3\]"),
         ({"out_LOI": _zeros(3, 64, 128)}, r"out must be torch.bfloat16 \[3, 128, 64\]"),
-        ({"sm_margin": -1}, "sm_margin=-1"),
         ({"tile": 100}, "columns=100"),
     ],
 )

@@ -54,9 +54,7 @@ def written_fp8(out: Quantized | None, made: Quantized, offsets: Tensor) -> Quan
     return out or made
 
 
-def fp8_fc1_act(
-    x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, sm_margin
-):
+def fp8_fc1_act(x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, options):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w1_LHD, act.facts.halves)
     given = dequantize_rows(x).bfloat16(), Linear(values.bfloat16(), bias_LH)
@@ -66,14 +64,14 @@ def fp8_fc1_act(
     return written(to_h, h, offsets) if keep_h else None, a
 
 
-def fp8_grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, sm_margin):
+def fp8_grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, options):
     plan = ExpertPlan(None, scale_S, offsets, None)
     values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
     given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
     return written(out_SN, reference.rows(RowsCall(*given, plan)), offsets)
 
 
-def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin):
+def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w2_LFD).bfloat16().mT
     given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
@@ -84,7 +82,7 @@ def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready
     return dh, a, None if dprob is None else written(to_parts, dprob[None], offsets, 1)
 
 
-def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, sm_margin):
+def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, options):
     T = d.data_CT.shape[1]
     all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
     operands = (
@@ -226,9 +224,9 @@ def test_gemms_of_replicas_leave_sms_to_transposes_too(monkeypatch: pytest.Monke
             transpose()
         return made
 
-    def recorded(*given, sm_margin, **how):
-        margins.append(sm_margin)
-        return fp8_grouped_gemm(*given, sm_margin=sm_margin, **how)
+    def recorded(*given, options, **how):
+        margins.append(options.sm_margin)
+        return fp8_grouped_gemm(*given, options=options, **how)
 
     margins: list[int] = []
     module = sys.modules["phalanx.kernels.sm90.fp8.grouped_gemm"]

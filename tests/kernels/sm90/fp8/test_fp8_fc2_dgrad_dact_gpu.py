@@ -8,6 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, Fp8DgradProblem
 from tests.kernels.sm90.gemm.gemm_problems import (
@@ -83,7 +84,7 @@ def test_counter_is_left_at_zero():
     p = Fp8DgradProblem(EDGES["ragged"], 320, 192, SWIGLU, gather=True)
     first = p.ours()
     for margin in (0, 100, 131):
-        check_equal(p.ours(counter=counter, sm_margin=margin), first)
+        check_equal(p.ours(counter=counter, options=LaunchOptions(margin)), first)
         assert counter.item() == 0
 
 

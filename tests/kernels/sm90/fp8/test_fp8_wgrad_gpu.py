@@ -8,6 +8,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import (
     QuantizedColumns,
     column_offsets,
@@ -169,7 +170,7 @@ def test_bits_do_not_depend_on_who_computes(mode, tile):
     first = p.ours(mode, tile=tile)
     order = torch.randperm(p.L, device="cuda", dtype=torch.int32)
     for change in (
-        *({"sm_margin": margin} for margin in (4, 16, 131)),
+        *({"options": LaunchOptions(margin)} for margin in (4, 16, 131)),
         {"order_L": order},
         {},
     ):
@@ -203,7 +204,7 @@ def test_counter_is_left_at_zero():
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     for margin in (0, 100, 131):
         p = WgradProblem(EDGES["ragged"], 192, 320, integers=True)
-        _check_exact(p, "fp32 +=", counter=counter, sm_margin=margin)
+        _check_exact(p, "fp32 +=", counter=counter, options=LaunchOptions(margin))
         assert counter.item() == 0
 
 

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 from phalanx.kernels.expert_mlp.backend import SequentialMixin
 from phalanx.kernels.expert_mlp.calls import Linear, Operand, RowsCall
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.launch_options import DEFAULT
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.fp8.backend import FusedFP8
@@ -31,7 +32,7 @@ def test_bits_do_not_depend_on_who_runs_when(recipe: Fp8Block) -> None:
     fc1 = Linear(w, parts=2, source=w).transposed
     dh, dy = quantize_rows(drawn(S, H), 2), quantize_rows(drawn(S, D))
     operands = [Operand(dh, parts=2, gradient=True), Operand(dy, gradient=True)]
-    ops = FusedFP8(0, recipe, keep=True)
+    ops = FusedFP8(DEFAULT, recipe, keep=True)
     call = RowsCall(dh, fc1, plan)
     want = SequentialMixin.rows_and_columns(ops, call, plan, operands)
 

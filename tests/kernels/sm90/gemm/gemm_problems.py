@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
@@ -298,10 +299,10 @@ def check_schedules(problem: Problem, **options) -> None:
     """The same bits whoever computes what, also of padding, and again."""
     first = problem.ours(**options)
     for change in (
-        {"sm_margin": 8},
-        {"sm_margin": 32},
-        {"sm_margin": 131},
-        {"sm_margin": 32},
+        {"options": LaunchOptions(8)},
+        {"options": LaunchOptions(32)},
+        {"options": LaunchOptions(131)},
+        {"options": LaunchOptions(32)},
         *[{}] * 5,
     ):
         check_equal(problem.ours(**options, **change), first)
@@ -316,7 +317,7 @@ def check_counter(problem: Problem, **options) -> None:
     """A counter is 0 again after every call."""
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     for margin in MARGINS:
-        problem.check(problem.ours(counter=counter, sm_margin=margin, **options))
+        problem.check(problem.ours(counter=counter, options=LaunchOptions(margin), **options))
         assert counter.item() == 0
 
 

@@ -3,10 +3,13 @@
 import itertools
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.gemm.tile_scheduler import raster
+from phalanx.kernels.sm90.jit import launch as jit
 from phalanx.kernels.sm90.jit.launch import persistent_ctas
 
 
@@ -22,7 +25,11 @@ def test_raster_visits_every_tile_by_neighbours(rows, columns, band):
         assert m0 == m1 or n1 // band == n0 // band  # a band starts in the row where one ended
 
 
-def test_the_grid_leaves_the_margin_free():
-    assert [persistent_ctas(132, m) for m in (0, 1, 8, 131, 200)] == [132, 131, 124, 1, 1]
+def test_the_grid_leaves_the_margin_free(monkeypatch):
+    monkeypatch.setattr(jit, "sms", lambda device: 132)
+    device = torch.device("cuda")
+    ctas = [persistent_ctas(device, LaunchOptions(m)) for m in (0, 1, 8, 131, 200)]
+    assert ctas == [132, 131, 124, 1, 1]
+    assert persistent_ctas(device, LaunchOptions(8).leaving(4)) == 120
     with pytest.raises(ValueError, match="sm_margin=-1"):
-        persistent_ctas(132, -1)
+        LaunchOptions(-1)
