@@ -51,7 +51,7 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
     kernel, config = SHIPPED[0]
     before = vars(statistics()).copy()
     data = launch.build(kernel, config, Cache(tmp_path))
-    launch.Program(data, launch._PREFIX, *map(len, launch.arguments_of(kernel)))
+    launch.Program(data, launch._PREFIX, launch.arguments_of(kernel).kinds)
     counts = {name: count - before[name] for name, count in vars(statistics()).items()}
     assert (counts["compiled"], counts["loaded"]) == (0, 1)
 

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import Rows
-from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows, combine_push
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import (
@@ -46,9 +45,8 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 from phalanx.kernels.sm90.exchange.push import push, wait_peers
 from phalanx.kernels.sm90.exchange.ready import ready_words
 from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
-from phalanx.kernels.sm90.fp8 import operands
-from phalanx.kernels.sm90.gemm import tiles
-from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.experts.tile_choice import choose
+from phalanx.kernels.sm90.gemm.operands import data_of
 
 SLICES = 16
 """With fewer experts than this their rows are sent back in slices, so that waves are small."""
@@ -167,7 +165,7 @@ class Exchange:
         Args:
             y_SD: output of fc2. a_SF: its input. local: experts of a rank.
         """
-        loop = _loop_of_fc2(a_SF, y_SD.shape[1])
+        loop = choose("grouped_gemm", a_SF, y_SD.shape[1], data_of(a_SF).shape[1])
         # The fewest bits with which all experts have SLICES slices together.
         slice_bits = (-(-SLICES // local) - 1).bit_length()
         waves = self._waves(local << slice_bits)
@@ -361,10 +359,3 @@ class Exchange:
         """Rank, epoch and the last epoch that it reached, if a wait for it timed out."""
         rank, epoch, flag, _ = self._buffers[0].report.tolist()
         return (rank - 1, epoch, flag) if rank else None
-
-
-def _loop_of_fc2(a_SF: Rows, hidden: int) -> Mainloop:
-    """Tile of the launch of fc2."""
-    if isinstance(a_SF, Quantized):
-        return operands.choose(operands.rows_tile(hidden), a_SF.data)
-    return tiles.choose("grouped_gemm", hidden, a_SF.shape[1], transposed=False)

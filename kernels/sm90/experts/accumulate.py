@@ -19,6 +19,7 @@ from cutlass.utils import LayoutEnum
 
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit import ptx
 
 _ROWS = 64
 """Rows of a warp group."""
@@ -216,3 +217,29 @@ class Store:
             values[i] = source[j * count + i]
         rounded.store(values.load().to(BFloat16))
         cute.copy(self.to_smem, rounded, self.smem[(None, None, None, buffer)])
+
+
+class Stores:
+    """The `Store` of a multiplying thread: `get` returns the one for the current tile."""
+
+    def __init__(
+        self,
+        each: bool,
+        config: Output,
+        storage: Any,
+        tiled_mma: cute.TiledMma,
+        tma: tuple[Any, Any],
+        shape: tuple[Int32, Int32],
+    ) -> None:
+        """`each`: make one for each tile, so that its addresses hold no registers over the product;
+        otherwise one serves all."""
+
+        def store(thread: Int32) -> Store:
+            return Store(config, storage, tiled_mma, thread, tma, shape)
+
+        if each:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
+            self.get = lambda: store(warp + ptx.lane())
+        else:
+            made = store(cute.arch.thread_idx()[0] - GROUP_THREADS)
+            self.get = lambda: made

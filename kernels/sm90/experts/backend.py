@@ -94,7 +94,7 @@ class Fused(UnquantizedMixin):
         dy, plan = call.dy, call.plan
         return fc2_dgrad_dact(
             dy.matrix,
-            call.fc2.weight_LOI,
+            call.fc2.weight_LOI.mT,
             call.h_SH,
             plan.offsets,
             call.act,
@@ -115,11 +115,10 @@ class Fused(UnquantizedMixin):
 
         d, v, plan, into = call.d, call.v, call.plan, call.into
         return wgrad(
-            d.matrix,
-            v.matrix,
+            d,
+            v,
             plan.offsets,
-            d_index_S=plan.row_index_S if d.gather else None,
-            v_index_S=plan.row_index_S if v.gather else None,
+            index_S=plan.row_index_S if d.gather or v.gather else None,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,

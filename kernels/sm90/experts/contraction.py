@@ -1,4 +1,4 @@
-"""The product of a weight gradient: its pipeline of stages, and wgmma of two warp groups.
+"""The product of a weight gradient in bf16: its pipeline of stages, and wgmma of two warp groups.
 
 For a tile, acc[o, i] = sum over the rows s of one expert of d[s, o] * v[s, i], in fp32. Both
 operands are stored by rows, so wgmma reads both transposed. A stage holds 64 rows: 128 columns of
@@ -7,18 +7,21 @@ whole: the loading warps make rows after the expert's last one zero in both oper
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
+from phalanx.kernels.sm90.experts.wgrad_operands import Factor
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
+from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import vector
 
 MMA_WARPS = 4 * MMA_GROUPS
 BOX = 64
@@ -37,23 +40,28 @@ def blocks_of(rows: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class Contraction:
-    """Tile sizes and all that follows from them. Used while tracing, on host and device side."""
+    """A `WgradMath` of operands in bf16."""
 
     columns: int
-    stages: int
+    """Columns of a tile, of I: 128, 192 or 256."""
     gathered: int | None = None
     """Operand, D or V, whose rows are picked by an index; None: both are in the experts' order."""
-    rows: int = 128
-    depth: int = BOX
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.columns not in (128, 192, 256):
+            raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
+        if self.gathered not in (None, D, V):
+            raise ValueError(f"gathered={self.gathered}: operand {D} (d), {V} (v) or None")
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        return self.rows, self.columns, self.depth
+        return TILE_ROWS, self.columns, BOX
 
     @property
     def boxes(self) -> tuple[int, int]:
         """Boxes of a stage of d and of v."""
-        return self.rows // BOX, self.columns // BOX
+        return TILE_ROWS // BOX, self.columns // BOX
 
     @property
     def stage_bytes(self) -> int:
@@ -63,6 +71,55 @@ class Contraction:
     def registers(self) -> tuple[int, int]:
         """Registers of a thread in the loading and in a multiplying group; they sum to an SM's."""
         return (40, 232) if self.gathered is None else (56, 224)
+
+    @property
+    def loading_warps(self) -> int:
+        """One for TMA and one to clear; or four that gather."""
+        return 2 if self.gathered is None else 4
+
+    def operands(
+        self, d: Factor, v: Factor, index: cute.Pointer
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """d and v as [channels, rows], and the index of the gathered one; TMA of the others."""
+        # The gathered operand has another number of rows, which nothing reads.
+        S = v.tokens if self.gathered == D else d.tokens
+        mD, mV = (
+            cute.make_tensor(
+                cute.recast_ptr(x.data, dtype=BFloat16),
+                cute.make_layout(
+                    (cute.assume(x.channels, divby=BOX), S),
+                    stride=(1, cute.assume(Int64(x.channels), divby=BOX)),
+                ),
+            )
+            for x in (d, v)
+        )
+        return self.tma(mD, mV), (mD, mV, vector(index, S))
+
+    store_for_each_tile: ClassVar[bool] = False
+
+    def output_mma(self, tiled_mma: cute.TiledMma) -> cute.TiledMma:
+        return tiled_mma
+
+    def shape(self, operands: tuple[Any, ...]) -> tuple[Int32, Int32]:
+        return operands[0].shape[0], operands[1].shape[0]
+
+    def init_barriers(self, storage: Any) -> None:
+        ContractionRing(self, storage).init_barriers()
+
+    def loader(self, *args: Any) -> Any:
+        from phalanx.kernels.sm90.experts.contraction_loads import Gather, TileLoads
+
+        return (TileLoads if self.gathered is None else Gather)(self, *args)
+
+    def clear(self, storage: Any) -> Any:
+        from phalanx.kernels.sm90.experts.contraction_loads import Clear
+
+        return Clear(self, storage)
+
+    def multiplier(
+        self, storage: Any, tiled_mma: cute.TiledMma, operands: tuple[Any, ...]
+    ) -> "ContractionMma":
+        return ContractionMma(self, storage, tiled_mma)
 
     def tiled_mma(self) -> cute.TiledMma:
         """Two warp groups, each 64 rows of the tile and all columns."""
@@ -82,6 +139,18 @@ class Contraction:
         v = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, self.tile, BFloat16, self.stages)
         return d, v
 
+    def tma(self, mD: cute.Tensor, mV: cute.Tensor) -> tuple[Any, ...]:
+        """Host side: atom and tensor of d [O, rows], then of v [I, rows]; a gathered one has
+        none."""
+        descriptors: list[Any] = []
+        for which, tensor in ((D, mD), (V, mV)):
+            if which != self.gathered:
+                layout = cute.slice_(self.smem_layouts()[which], (None, None, 0))
+                op = cpasync.CopyBulkTensorTileG2SOp()
+                atom = cpasync.make_tiled_tma_atom(op, tensor, layout, (self.tile[which], BOX))
+                descriptors += [atom[0], atom[1]]
+        return tuple(descriptors)
+
     def storage(self) -> Any:
         """The part of a kernel's shared memory that the stages need."""
         d, v = self.smem_layouts()
@@ -91,7 +160,7 @@ class Contraction:
             v=array(BFloat16, cute.cosize(v), 1024),
         )
 
-    def state(self, user: pipeline.PipelineUserType) -> pipeline.PipelineState:
+    def state(self, user: pipeline.PipelineUserType) -> State:
         return pipeline.make_pipeline_state(user, self.stages)
 
 
@@ -141,13 +210,13 @@ class ContractionRing:
                 cute.arch.mbarrier_init(self.tma_done + stage, 1)
                 cute.arch.mbarrier_init(self.leader_started + stage, 1)
 
-    def producer_acquire(self, state: pipeline.PipelineState) -> None:
+    def producer_acquire(self, state: State) -> None:
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
 
-    def consumer_wait(self, state: pipeline.PipelineState) -> None:
+    def consumer_wait(self, state: State) -> None:
         cute.arch.mbarrier_wait(self.full + state.index, state.phase)
 
-    def consumer_release(self, state: pipeline.PipelineState) -> None:
+    def consumer_release(self, state: State) -> None:
         """A multiplying warp has read the stage."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + state.index)
@@ -156,16 +225,9 @@ class ContractionRing:
 class ContractionMma:
     """Side of a multiplying warp group. `acc` holds its part of the tile after a call."""
 
-    def __init__(
-        self,
-        loop: Contraction,
-        ring: ContractionRing,
-        storage: Any,
-        tiled_mma: cute.TiledMma,
-        thread: Int32,
-    ) -> None:
-        """`thread` counts from the first multiplying thread."""
-        self.loop, self.ring, self.tiled_mma = loop, ring, tiled_mma
+    def __init__(self, loop: Contraction, storage: Any, tiled_mma: cute.TiledMma) -> None:
+        self.loop, self.ring, self.tiled_mma = loop, ContractionRing(loop, storage), tiled_mma
+        thread = cute.arch.thread_idx()[0] - GROUP_THREADS
         self.group = cute.arch.make_warp_uniform(thread // GROUP_THREADS)
         self.leads = thread == 0
         layout_d, layout_v = loop.smem_layouts()
@@ -174,15 +236,25 @@ class ContractionMma:
         mma = tiled_mma.get_slice(self.group * GROUP_THREADS)
         self.d = tiled_mma.make_fragment_A(mma.partition_A(d))
         self.v = tiled_mma.make_fragment_B(mma.partition_B(v))
-        shape = tiled_mma.partition_shape_C((loop.rows, loop.columns))
-        self.acc = cute.make_rmem_tensor(shape, Float32)
+        shape = tiled_mma.partition_shape_C((TILE_ROWS, loop.columns))
+        self.tile = self.acc = cute.make_rmem_tensor(shape, Float32)
+
+    def begin(self) -> tuple[State, State]:
+        """States of the stage to multiply next and of the one to release next."""
+        user = pipeline.PipelineUserType.Consumer
+        return self.loop.state(user), self.loop.state(user)
+
+    def size(self, row: Int32, stop: Int32) -> Int32:
+        """Rows of an expert."""
+        return stop - row
 
     @cute.jit
     def __call__(
-        self, read: pipeline.PipelineState, free: pipeline.PipelineState, blocks: Int32
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
-        """Multiply `blocks` >= 1 stages into a fresh accumulator; `free` is a stage behind
-        `read`."""
+        self, states: tuple[State, State], row: Int32, rows: Int32, down: Int32, across: Int32
+    ) -> tuple[State, State]:
+        """Multiply the stages of `rows` >= 1 rows into a fresh accumulator."""
+        read, free = states  # `free` is a stage behind `read`
+        blocks = blocks_of(rows)
         self._wait_for_leader(read, blocks)
         # Orders the epilogue's reads of the accumulator before the wgmma that overwrite it.
         warpgroup.fence()
@@ -200,8 +272,12 @@ class ContractionMma:
         free.advance()
         return read, free
 
+    def advance(self, states: tuple[State, State], rows: Int32) -> tuple[State, State]:
+        """States after an expert of `rows` rows, which a call has advanced."""
+        return states
+
     @cute.jit
-    def _block(self, state: pipeline.PipelineState, fresh: cutlass.Constexpr) -> None:
+    def _block(self, state: State, fresh: cutlass.Constexpr) -> None:
         self.ring.consumer_wait(state)
         if cutlass.const_expr(self.loop.gathered is not None):
             # cp.async writes through the generic proxy, wgmma reads through the async one.
@@ -215,7 +291,7 @@ class ContractionMma:
             cute.arch.mbarrier_arrive(self.ring.leader_started + state.index)
 
     @cute.jit
-    def _wait_for_leader(self, state: pipeline.PipelineState, blocks: Int32) -> None:
+    def _wait_for_leader(self, state: State, blocks: Int32) -> None:
         """Second group: wait until the first one has issued SKEW stages of the tile.
 
         One group keeps the tensor cores busy, so this costs nothing, and at the end of the tile the

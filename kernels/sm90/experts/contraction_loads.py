@@ -23,7 +23,10 @@ from phalanx.kernels.sm90.experts.contraction import (
     ContractionRing,
     D,
     V,
+    blocks_of,
 )
+from phalanx.kernels.sm90.gemm.expert_tiles import unpack
+from phalanx.kernels.sm90.gemm.ring import State
 
 _CHUNK = 8
 """Elements of the 16 bytes that a thread copies or clears at a time."""
@@ -34,27 +37,54 @@ _WARP_ROWS = BOX // 4
 _TOGETHER = 32 // _LANES
 
 
-def make_tma(loop: Contraction, mD: cute.Tensor, mV: cute.Tensor) -> tuple[Any, ...]:
-    """Host side: atom and tensor of d [O, rows], then of v [I, rows]; a gathered one has none."""
-    descriptors: list[Any] = []
-    for which, tensor in ((D, mD), (V, mV)):
-        if which != loop.gathered:
-            layout = cute.slice_(loop.smem_layouts()[which], (None, None, 0))
-            box = (loop.tile[which], loop.depth)
-            op = cpasync.CopyBulkTensorTileG2SOp()
-            atom = cpasync.make_tiled_tma_atom(op, tensor, layout, box)
-            descriptors += [atom[0], atom[1]]
-    return tuple(descriptors)
+class RowLoads:
+    """Base of the loading warps: which blocks of an expert's rows are loaded when."""
+
+    def __init__(self, loop: Contraction, storage: Any) -> None:
+        self.loop, self.ring = loop, ContractionRing(loop, storage)
+
+    def state(self) -> State:
+        """Pipeline state before the first tile."""
+        return self.loop.state(pipeline.PipelineUserType.Producer)
+
+    def begin(self, row: Int32, stop: Int32, position: Int32) -> tuple[Any, ...]:
+        """Start a tile. Its two halves share its expert's first row and number of rows, tile
+        indices of O and of I, the number of blocks, and the sources of the first one."""
+        rows = stop - row
+        return row, rows, unpack(position), blocks_of(rows), self.look_up(row, rows, Int32(0))
+
+    def half(
+        self, state: State, tile: tuple[Any, ...], second: bool
+    ) -> tuple[State, tuple[Any, ...]]:
+        """Load the first or the second half of a tile's blocks."""
+        row, rows, at, blocks, picked = tile
+        half = (blocks + 1) // 2
+        begin, end = (half, blocks) if second else (Int32(0), half)
+        state, picked = self.load(state, row, rows, at, begin, end, picked)
+        return state, (row, rows, at, blocks, picked)
+
+    def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
+        """Source rows of a block of the expert, one a lane; without an index there are none."""
+        return Int32(0)
+
+    def load(self, *arguments: Any) -> Any:
+        """Load some blocks, see `TileLoads`."""
+        raise NotImplementedError
 
 
-class TileLoads:
+class TileLoads(RowLoads):
     """TMA by one warp: whole boxes of the operands that are not gathered."""
 
     def __init__(
-        self, loop: Contraction, ring: ContractionRing, storage: Any, tma: tuple[Any, ...]
+        self,
+        loop: Contraction,
+        storage: Any,
+        tma: tuple[Any, ...],
+        operands: tuple[Any, ...],
+        warp: Int32,
     ) -> None:
-        """`tma` as `make_tma` returns it."""
-        self.loop, self.ring = loop, ring
+        """`tma` and `operands` as `Contraction.operands` returns them."""
+        super().__init__(loop, storage)
         self.which = [which for which in (D, V) if which != loop.gathered]
         self.atoms, self.tensors = tma[::2], tma[1::2]
         layouts = loop.smem_layouts()
@@ -69,7 +99,7 @@ class TileLoads:
         parts = []
         for which, atom, tensor in zip(self.which, self.atoms, self.tensors, strict=True):
             shifted = cute.domain_offset((0, row), tensor)
-            box = (self.loop.tile[which], self.loop.depth)
+            box = (self.loop.tile[which], BOX)
             blocks = cute.local_tile(shifted, box, (tiles[which], None))
             smem, gmem = cpasync.tma_partition(
                 atom,
@@ -91,16 +121,16 @@ class TileLoads:
             cute.copy(atom, gmem[(None, k)], smem[(None, index)], tma_bar_ptr=barrier)
 
     @cute.jit
-    def __call__(
+    def load(
         self,
-        state: pipeline.PipelineState,
+        state: State,
         row: Int32,
         rows: Int32,
         tiles: tuple[Int32, Int32],
         begin: Int32,
         end: Int32,
         picked: Int32,
-    ) -> tuple[pipeline.PipelineState, Int32]:
+    ) -> tuple[State, Int32]:
         """Load blocks begin .. end - 1 of an expert's rows, for one tile.
 
         Args:
@@ -119,17 +149,27 @@ class TileLoads:
             state.advance()
         return state, picked
 
-    def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
-        """No index to read; see `Gather`."""
-        return Int32(0)
-
 
 class Clear:
     """One warp that clears the rows after an expert's last one in stages that TMA filled."""
 
-    def __init__(self, loop: Contraction, ring: ContractionRing, storage: Any) -> None:
-        self.loop, self.ring = loop, ring
+    def __init__(self, loop: Contraction, storage: Any) -> None:
+        self.loop, self.ring = loop, ContractionRing(loop, storage)
         self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
+
+    def begin(self) -> tuple[Int32, Int32]:
+        """Stages filled before the first tile, and phases of tma_done."""
+        return Int32(0), Int32(0)
+
+    @cute.jit
+    def tile(self, carry: tuple[Int32, Int32], row: Int32, stop: Int32) -> tuple[Int32, Int32]:
+        """Clear what follows the rows of a tile in its last stage, if they do not fill it."""
+        filled, phases = carry
+        filled += blocks_of(stop - row)
+        left = (stop - row) % BOX
+        if left != 0:
+            phases = self(filled - 1, left, phases)
+        return filled, phases
 
     @cute.jit
     def __call__(self, last: Int32, rows: Int32, phases: Int32) -> Int32:
@@ -158,7 +198,7 @@ class Clear:
         return phases ^ (1 << index)
 
 
-class Gather:
+class Gather(RowLoads):
     """cp.async by four warps: rows picked by an index, and both operands of an expert's last stage.
 
     A warp copies 16 rows of a stage, 4 rows of a box with an instruction. Lanes 0 to 15 hold the
@@ -168,16 +208,15 @@ class Gather:
     def __init__(
         self,
         loop: Contraction,
-        ring: ContractionRing,
         storage: Any,
+        tma: tuple[Any, ...],
+        operands: tuple[Any, ...],
         warp: Int32,
-        tma: TileLoads,
-        tensors: tuple[cute.Tensor, cute.Tensor],
-        index: cute.Tensor,
     ) -> None:
-        """`tensors` are d and v as [columns, rows]; `index` [S] belongs to the gathered one."""
-        self.loop, self.ring, self.warp, self.tma = loop, ring, warp, tma
-        self.tensors, self.index = tensors, index
+        """As for `TileLoads`: d and v as [columns, rows]; the index [S] is the gathered one's."""
+        super().__init__(loop, storage)
+        self.warp, self.tma = warp, TileLoads(loop, storage, tma, operands, warp)
+        self.tensors, self.index = operands[:2], operands[2]
         self.lane = cute.arch.lane_idx()
         self.bases = (storage.d.data_ptr().toint(), storage.v.data_ptr().toint())
 
@@ -191,16 +230,16 @@ class Gather:
         return picked
 
     @cute.jit
-    def __call__(
+    def load(
         self,
-        state: pipeline.PipelineState,
+        state: State,
         row: Int32,
         rows: Int32,
         tiles: tuple[Int32, Int32],
         begin: Int32,
         end: Int32,
         picked: Int32,
-    ) -> tuple[pipeline.PipelineState, Int32]:
+    ) -> tuple[State, Int32]:
         """See `TileLoads`; `picked` are the sources of block `begin`, returned for block `end`."""
         gathered, other = (D, V) if self.loop.gathered == D else (V, D)
         parts = self.tma.partition(row, tiles)

@@ -1,20 +1,29 @@
 """Weight gradients of stacked experts: sums of outer products over each expert's rows.
 
-fc1: d is the gradient of the pre-activations and v the gathered input; fc2: d the gathered output
-gradient and v the activations. One launch of `wgrad_kernel`, straight into the accumulated
-gradient, on the current stream and without reading anything on the host.
+fc1: d is the gradient of the pre-activations and v the input; fc2: d the output gradient and v the
+activations. One launch of `wgrad_kernel`, straight into the accumulated gradient, on the current
+stream and without reading anything on the host. In bf16 one of the operands may be gathered; in FP8
+both are transposed, which also brings a gathered one into the experts' order.
 """
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
-from phalanx.kernels.sm90.experts.contraction import BOX, D, V
-from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
-from phalanx.kernels.sm90.jit.arguments import counter_of
-from phalanx.kernels.sm90.jit.launch import check, launch, persistent_ctas
-
-__all__ = ["WgradConfig", "WgradKernel", "choose", "wgrad"]
+from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns
+from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
+from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel, WgradMath
+from phalanx.kernels.sm90.experts.wgrad_operands import (
+    blocks_of,
+    channels_of,
+    data_of,
+    factor,
+    tokens_of,
+)
+from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
+from phalanx.kernels.sm90.gemm.operands import E4M3, FORMATS
+from phalanx.kernels.sm90.jit.arguments import launch_persistent, require
 
 
 def choose(I: int) -> int:  # noqa: E741
@@ -23,12 +32,11 @@ def choose(I: int) -> int:  # noqa: E741
 
 
 def wgrad(
-    d: Tensor,
-    v: Tensor,
+    d: Operand,
+    v: Operand,
     offsets: Tensor,
     *,
-    d_index_S: Tensor | None = None,
-    v_index_S: Tensor | None = None,
+    index_S: Tensor | None = None,
     out_LOI: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
@@ -41,22 +49,24 @@ def wgrad(
     """dw[e] (+)= sum over expert e's rows s of outer(d[s], v[s]), in fp32, rounded once.
 
     Args:
-        d: bf16 [S, O], contiguous, O a multiple of 64; with d_index_S [N, O], and d[s] is row
-            d_index_S[s].
-        v: bf16 [S, I] likewise, with v_index_S.
+        d: bf16 [S, O], contiguous, O a multiple of 64; with `gather` [N, O], and d[s] is row
+            index_S[s]. Or e4m3 or e5m2 [O, T], contiguous, with scales fp32
+            [T / 128, blocks of O] of any strides, or [T / 128, O] of `vector` blocks; each of its
+            parts is a multiple of 64.
+        v: bf16 [S, I] likewise; or e4m3 [I, T] likewise, in one part; scales of `vector` blocks are
+            contiguous.
         offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
-            offsets[e + 1].
-        d_index_S, v_index_S: int32 [S], at most one of them; not read from offsets[L] on.
+            offsets[e + 1]. In FP8 those of `quantize.blocks.column_offsets`, multiples of 128, and
+            padding among the tokens is zero. Nothing is read from offsets[L] on.
+        index_S: int32, of the operand with `gather`, at most one; not read from offsets[L] on.
         out_LOI: bf16 or fp32, contiguous; default: a new one of `dtype`.
         accumulate: add to out_LOI instead of writing it. In bf16 what is added is rounded before,
             and the sum after. Experts without rows are left alone.
         zeros: without `accumulate` experts without rows get zeros; otherwise they are left alone.
         order_L: int32 [L], the experts in the order in which they should be started, best by
             falling number of rows.
-        counter: int32 [1], 0 before the call and 0 after it; launches that may overlap must not
-            share one. Default: a new one.
-        options: options of the launch.
-        tile: columns of a tile (128, 192, 256); default `choose`.
+        counter, options: as in `grouped_gemm`.
+        tile: columns of a tile (128, 192, 256); default `choose`, and 128 in `vector` blocks.
 
     Returns:
         dw_LOI.
@@ -64,53 +74,100 @@ def wgrad(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    if d.ndim != 2 or v.ndim != 2 or offsets.ndim != 1:
-        shapes = [list(t.shape) for t in (d, v, offsets)]
-        raise ValueError(f"d, v and offsets must be [S, O], [S, I] and [L + 1], not {shapes}")
-    if d_index_S is not None and v_index_S is not None:
-        raise ValueError("d_index_S and v_index_S: give at most one of them")
-    (N, O), I, L = d.shape, v.shape[1], offsets.shape[0] - 1  # noqa: E741
-    gathered, index = None, None
-    S = N
-    if d_index_S is not None:
-        gathered, index, S = D, d_index_S, v.shape[0]
-    if v_index_S is not None:
-        gathered, index, N = V, v_index_S, v.shape[0]
-    if O % BOX or I % BOX or not O or not I or L < 1:
-        raise ValueError(f"O={O}, I={I}, L={L}: O and I must be positive multiples of {BOX}")
+    _check_sizes(d, v, offsets, index_S)
+    O, I, L = channels_of(d), channels_of(v), len(offsets) - 1  # noqa: E741
     if accumulate and out_LOI is None:
         raise ValueError("accumulate: needs out_LOI to add to")
-    out = d.new_empty(L, O, I, dtype=dtype) if out_LOI is None else out_LOI
-    if out.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
+    if out_LOI is None:
+        out_LOI = data_of(d).new_empty(L, O, I, dtype=dtype)
+    out_dtype, device = out_LOI.dtype, data_of(d).device
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out_dtype}")
     config = WgradConfig(
-        columns=choose(I) if tile is None else tile,
-        fp32_out=out.dtype == torch.float32,
+        _math(d, v, tile),
+        fp32_out=out_dtype == torch.float32,
         add=accumulate,
-        zeros=zeros or accumulate,
-        gathered=gathered,
         ordered=order_L is not None,
+        zeros=zeros or accumulate,
     )
-    bf16, int32 = torch.bfloat16, torch.int32
-    check(d.device, "d", d, bf16, (N if gathered == D else S, O))
-    check(d.device, "v", v, bf16, (N if gathered == V else S, I))
-    check(d.device, "offsets", offsets, int32, (L + 1,))
-    check(d.device, "out", out, out.dtype, (L, O, I))
-    if index is not None:
-        check(d.device, "v_index" if gathered == V else "d_index", index, int32, (S,))
-    if order_L is not None:
-        check(d.device, "order", order_L, int32, (L,))
-    if counter is not None:
-        check(d.device, "counter", counter, int32, (1,))
-    ctas = persistent_ctas(d.device, options)
-    if S == 0 or N == 0:
-        return out if accumulate or not zeros else out.zero_()
-    if counter is None:
-        counter = counter_of(d.device)
-    launch(
-        WgradKernel,
-        config,
-        **dict(d=d, v=v, dw=out, index=index, offsets=offsets, order=order_L, counter=counter),
-        **dict(S=S, O=O, I=I, L=L, ctas=ctas),
+    S = tokens_of(v if d.gather else d)
+    factors = dict(
+        d=factor(device, "d", d, tokens_of(d) if d.gather else S),
+        v=factor(device, "v", v, tokens_of(v) if v.gather else S, E4M3),
     )
-    return out
+    require(
+        device,
+        offsets=(offsets, torch.int32, (L + 1,)),
+        out=(out_LOI, out_dtype, (L, O, I)),
+        index=(index_S, torch.int32, (S,)),
+        order=(order_L, torch.int32, (L,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    if not all(f.tokens for f in factors.values()):
+        return out_LOI if accumulate or not zeros else out_LOI.zero_()
+    launch_persistent(
+        *(WgradKernel, config, device, options, counter),
+        **dict(**factors, dw=out_LOI, index=index_S, offsets=offsets, order=order_L),
+        L=L,
+    )
+    return out_LOI
+
+
+def _check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None) -> None:
+    """Check what can be told of operands without their device.
+
+    Raises:
+        ValueError: a wrong number of dimensions, a size, or operands that do not go together.
+    """
+    both = {"d": d, "v": v}
+    if any(data_of(x).ndim != 2 for x in both.values()) or offsets.ndim != 1:
+        shapes = [list(t.shape) for t in (data_of(d), data_of(v), offsets)]
+        raise ValueError(f"d and v must be matrices and offsets [L + 1], not {shapes}")
+    blocks = {name: blocks_of(x) for name, x in both.items()}
+    if blocks["d"] != blocks["v"]:
+        said = " and ".join(f"{name} is in {kind}" for name, kind in blocks.items())
+        raise ValueError(f"{said}: must be the same")
+    for name, x in both.items():
+        parts = 1 if blocks[name] == "bf16" else x.parts
+        if not channels_of(x) or channels_of(x) % (64 * parts):
+            raise ValueError(
+                f"{name} has {channels_of(x)} channels in {parts} part(s), each of which must be a "
+                "positive multiple of 64"
+            )
+    if len(offsets) < 2:
+        raise ValueError("offsets must be [L + 1], for at least one expert")
+    if d.gather and v.gather:
+        raise ValueError("d and v: gather at most one of them")
+    if (d.gather or v.gather) != (index_S is not None):
+        raise ValueError("index_S: give it if an operand is gathered, and not otherwise")
+    if blocks["d"] != "bf16":
+        _check_columns(d, v)
+
+
+def _check_columns(d: Operand, v: Operand) -> None:
+    """Check what operands in FP8 can be besides.
+
+    Raises:
+        ValueError: they are gathered, in parts or padded as the kernel does not take.
+    """
+    if d.gather or v.gather:
+        raise ValueError("d and v: operands in FP8 must be in the experts' order, not gathered")
+    if v.parts > 1:
+        raise ValueError(f"v must be in one part, not {v.parts}")
+    if tokens_of(d) % BLOCK:
+        raise ValueError(f"d has {tokens_of(d)} tokens: must be a multiple of {BLOCK}")
+    scale = v.matrix.scale
+    if v.matrix.blocks == "vector" and (not scale.is_contiguous() or scale.data_ptr() % 8):
+        raise ValueError("v's scale must be contiguous and start at a multiple of 8 bytes")
+
+
+def _math(d: Operand, v: Operand, tile: int | None) -> WgradMath:
+    """The product for the operands' format, with tiles of so many columns or of the best."""
+    columns = tile or choose(channels_of(v))
+    if isinstance(d.matrix, QuantizedColumns):
+        vector = d.matrix.blocks == "vector"
+        dtype = d.matrix.data_CT.dtype
+        if dtype not in FORMATS or dtype == torch.bfloat16:
+            raise ValueError(f"d must be torch.float8_e4m3fn or e5m2, not {dtype}")
+        return Fp8Contraction(tile or (BLOCK if vector else columns), FORMATS[dtype], vector)
+    return Contraction(columns, D if d.gather else V if v.gather else None)

@@ -1,4 +1,4 @@
-"""Kernel `wgrad`: dw[e] (+)= sum over the rows s of expert e of d[s]^T v[s], the weight gradients.
+"""Kernel `wgrad`, weight gradients: dw[e] (+)= sum over expert e's rows s of outer(d[s], v[s]).
 
 A tile of dw belongs to one expert and is computed over all of its rows by one CTA. Every expert has
 the same number of tiles, so tiles are numbered expert by expert and looked up by division. Experts
@@ -6,110 +6,142 @@ without rows get zeros, or nothing where the kernel adds or nobody reads them. T
 stay on the device: offsets[e] to offsets[e + 1] are expert e's, and rows from offsets[L] on have no
 influence.
 
+How stages are loaded and multiplied is a `WgradMath`: `contraction.Contraction` of rows in bf16,
+`fp8.contraction.Fp8Contraction` of columns in FP8.
+
 Roles. A CTA has 12 warps in three groups, one CTA an SM:
 
     warp       registers  role
     0          40         scheduler (claim, look-up, record) and TMA of d and v
-    1          40         clears the rows after an expert's last one in its last stage
+    1          40         bf16: clears the rows after an expert's last one in its last stage
     2, 3       40         nothing to do
     0 - 3      56         with an index instead of these: cp.async of the gathered operand; warp 0
-    is
-                          the scheduler and issues TMA of the other one
+                          is the scheduler and issues TMA of the other one
     4 - 11     232 / 224  two groups, 64 rows of the tile each: wgmma, then store or add the tile
 
 Pipelines, and the arrivals that complete a phase of their barriers:
 
-    schedule   2 records       full: 1, of warp 0       empty: 10 or 12: loading warps (2 or 4) and
-    8 stages     4 or 5          full: 1 (+ 128)          empty: 8, of the warps that multiply
-                               tma_done: 1              leader_started: 1   (`ContractionRing`)
-    blocks     2 to 4 buffers a group of the output: window_expert barriers 1 and 2, 128 threads
-    each
+    schedule   2 records       full: 1, of warp 0       empty: 1 of each loading warp (1, 2 or 4)
+                                                        and of the 8 that multiply
+    stages     4 or 5          full: 1 (+ 128)          empty: 8, of the warps that multiply
+                               bf16: tma_done: 1        leader_started: 1   (`ContractionRing`)
+    blocks     2 to 4 buffers a group of the output: named barriers 1 and 2, 128 threads each
 
-    warp 0 --TMA--> tma_done[stage] --warp 1 clears--> full[stage]     last stage of an expert
-    warp 0 --TMA-----------------------------------> full[stage] --> group 1, 2 stages later group 2
+    warp 0 --TMA--> tma_done[stage] --warp 1 clears--> full[stage]     last stage of an expert, bf16
+    warp 0 --TMA-----------------------------------> full[stage] --> groups 1 and 2
 
-The second group runs 2 stages behind the first: one stores a tile while the other multiplies.
+In bf16 the second group runs 2 stages behind the first: one stores a tile while the other
+multiplies.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.experts.accumulate import Output, Store
-from phalanx.kernels.sm90.experts.contraction import (
-    BOX,
-    MMA_WARPS,
-    Contraction,
-    ContractionMma,
-    ContractionRing,
-    D,
-    V,
-    blocks_of,
-)
-from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather, TileLoads, make_tma
+from phalanx.kernels.sm90.experts.accumulate import Output, Stores
+from phalanx.kernels.sm90.experts.wgrad_operands import Factor
 from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, THREADS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.storage import struct
+from phalanx.kernels.sm90.gemm.tensors import vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
-from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, IntPtr
+from phalanx.kernels.sm90.jit.pointers import BytesPtr, IntPtr
 
 SMEM_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024 + 1024
 """Barriers and records, and the alignment of what follows them."""
+_MMA_WARPS = 4 * MMA_GROUPS
+
+
+class WgradMath(Protocol):
+    """How stages of a weight gradient are loaded and multiplied: a frozen dataclass."""
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile, of I. Its rows, of O, are `TILE_ROWS`."""
+
+    @property
+    def stage_bytes(self) -> int: ...
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread in the loading and in a multiplying warp group."""
+
+    @property
+    def loading_warps(self) -> int:
+        """Warps that load: 1; 2 of which the second one clears; or 4."""
+
+    @property
+    def store_for_each_tile(self) -> bool:
+        """True to make the addresses of the output anew for each tile (`Stores`)."""
+
+    def operands(
+        self, d: Factor, v: Factor, index: cute.Pointer
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Host side: TMA atom and tensor of each operand; and what else the device side reads."""
+
+    def tiled_mma(self) -> cute.TiledMma: ...
+
+    def output_mma(self, tiled_mma: cute.TiledMma) -> cute.TiledMma:
+        """An MMA whose accumulators have the layout of a tile's."""
+
+    def shape(self, operands: tuple[Any, ...]) -> tuple[Int32, Int32]:
+        """O and I."""
+
+    def storage(self) -> Any:
+        """The part of a kernel's shared memory that the stages need."""
+
+    def init_barriers(self, storage: Any) -> None: ...
+
+    def loader(self, storage: Any, loads: Any, operands: Any, warp: Int32) -> Any:
+        """Side of a loading warp."""
+
+    def clear(self, storage: Any) -> Any:
+        """Side of the clearing warp, if there is one."""
+
+    def multiplier(self, storage: Any, tiled_mma: cute.TiledMma, operands: Any) -> Any:
+        """Side of a multiplying warp group; its `tile` holds the accumulators after a call."""
 
 
 @dataclass(frozen=True)
 class WgradConfig:
     """Choices that are compiled into a `wgrad` kernel."""
 
-    columns: int = 256
-    """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
+    math: WgradMath
     fp32_out: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
     """Add to dw; a bf16 sum is rounded a second time."""
-    gathered: int | None = None
-    """Operand whose rows are picked by an index: D, V or None."""
     ordered: bool = False
     """Take the experts in an order given by the caller."""
     zeros: bool = True
     """Write zeros for experts without rows, unless it adds."""
 
-    def __post_init__(self) -> None:
-        if self.columns not in (128, 192, 256):
-            raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
-        if self.gathered not in (None, D, V):
-            raise ValueError(f"gathered={self.gathered}: operand {D} (d), {V} (v) or None")
-
     @property
     def output(self) -> Output:
         """Buffers of the output: narrower tiles leave memory to stage all or most of a tile."""
-        blocks = self.columns // (32 if self.fp32_out else 64)
-        return Output(
-            self.columns, self.fp32_out, self.add, 2 if self.columns == 256 else min(4, blocks)
-        )
+        columns = self.math.columns
+        blocks = columns // (32 if self.fp32_out else 64)
+        return Output(columns, self.fp32_out, self.add, 2 if columns == 256 else min(4, blocks))
 
     @property
-    def contraction(self) -> Contraction:
-        """The product with as many stages as fit beside the output's buffers."""
-        one = Contraction(self.columns, 1)
+    def contraction(self) -> Any:
+        """The math with as many stages as fit beside the output's buffers."""
         left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
-        return Contraction(self.columns, left // one.stage_bytes, self.gathered)
-
-    @property
-    def loading_warps(self) -> int:
-        """One for TMA and one to clear; or four that gather."""
-        return 2 if self.gathered is None else 4
+        math: Any = self.math
+        return replace(math, stages=left // math.stage_bytes)
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.contraction.rows, self.loading_warps + MMA_WARPS)
+        return Schedule(TILE_ROWS, self.math.loading_warps + _MMA_WARPS)
 
 
 class WgradKernel:
@@ -123,16 +155,13 @@ class WgradKernel:
     @cute.jit
     def __call__(
         self,
-        d: Bf16Ptr,
-        v: Bf16Ptr,
-        dw: Bf16Ptr,
+        d: Factor,
+        v: Factor,
+        dw: BytesPtr,
         index: IntPtr,
         offsets: IntPtr,
         order: IntPtr,
         counter: IntPtr,
-        S: Int32,
-        O: Int32,  # noqa: E741
-        I: Int32,  # noqa: E741
         L: Int32,
         ctas: Int32,
         stream: cuda.CUstream,
@@ -140,32 +169,27 @@ class WgradKernel:
         """Launch.
 
         Args:
-            d, v: bf16 [S, O] and [S, I], or [any, ...] for the one with an index; contiguous.
-            dw: [L, O, I]. index: int32 [S]; read only with config.gathered.
+            dw: [L, O, I]. index: int32 [S]; read only if an operand is gathered.
             offsets: int32 [L + 1]. order: int32 [L]; read only with config.ordered.
-            counter: int32 [1], 0 before and after.
-            O, I: multiples of 64. ctas: size of the grid.
+            counter: int32 [1], 0 before and after. ctas: size of the grid.
         """
         config = self.config
         loop = config.contraction
-        O, I = cute.assume(O, divby=BOX), cute.assume(I, divby=BOX)  # noqa: E741
-        wide_o, wide_i = cute.assume(Int64(O), divby=BOX), cute.assume(Int64(I), divby=BOX)
-        plane = cute.assume(Int64(O) * Int64(I), divby=BOX)
-        mD = cute.make_tensor(d, cute.make_layout((O, S), stride=(1, wide_o)))
-        mV = cute.make_tensor(v, cute.make_layout((I, S), stride=(1, wide_i)))
-        if cutlass.const_expr(config.fp32_out):
-            dw = cute.recast_ptr(dw, dtype=Float32)
-        mW = cute.make_tensor(dw, cute.make_layout((O, I, L), stride=(wide_i, 1, plane)))
+        O, I = (cute.assume(x.channels, divby=64) for x in (d, v))  # noqa: E741
+        wide_i = cute.assume(Int64(I), divby=64)
+        plane = cute.assume(Int64(O) * Int64(I), divby=64)
+        layout = cute.make_layout((O, I, L), stride=(wide_i, 1, plane))
+        loads, operands = loop.operands(d, v, index)
         self.kernel(
-            make_tma(loop, mD, mV),
-            config.output.tma(mW),
+            loads,
+            config.output.tma(
+                cute.make_tensor(cute.recast_ptr(dw, dtype=config.output.dtype), layout)
+            ),
             loop.tiled_mma(),
-            mD,
-            mV,
-            cute.make_tensor(index, cute.make_layout(S)),
-            cute.make_tensor(offsets, cute.make_layout(L + 1)),
-            cute.make_tensor(order, cute.make_layout(L)),
-            cute.make_tensor(counter, cute.make_layout(1)),
+            operands,
+            vector(offsets, L + 1),
+            vector(order, L),
+            vector(counter, 1),
             L,
             ctas,
         ).launch(
@@ -182,9 +206,7 @@ class WgradKernel:
         loads: tuple[Any, ...],
         stores: tuple[Any, Any],
         tiled_mma: cute.TiledMma,
-        mD: cute.Tensor,
-        mV: cute.Tensor,
-        index: cute.Tensor,
+        operands: tuple[Any, ...],
         offsets: cute.Tensor,
         order: cute.Tensor,
         counter: cute.Tensor,
@@ -201,65 +223,60 @@ class WgradKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         storage = cutlass.utils.SmemAllocator().allocate(layout)
-        shape = (mD.shape[0], mV.shape[0])
+        shape = loop.shape(operands)
         tiles = ExpertTiles(
             offsets,
             order,
             config.ordered,
             config.schedule.band,
             experts,
-            (shape[0] + (loop.rows - 1)) // loop.rows,
+            (shape[0] + (TILE_ROWS - 1)) // TILE_ROWS,
             (shape[1] + (loop.columns - 1)) // loop.columns,
         )
         scheduler = Scheduler(
             config.schedule, storage.schedule, offsets, counter, experts, tiles.column_tiles
         )
-        ring = ContractionRing(loop, storage.contraction)
         if warp == 0:
-            for atom in loads[::2]:
-                cpasync.prefetch_descriptor(atom)
-            cpasync.prefetch_descriptor(stores[0])
+            for descriptor in (*loads[::2], stores[0]):
+                cpasync.prefetch_descriptor(descriptor)
             scheduler.init_barriers()
-            ring.init_barriers()
+            loop.init_barriers(storage.contraction)
         # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
-            load = TileLoads(loop, ring, storage.contraction, loads)
-            if cutlass.const_expr(config.gathered is None):
-                if warp == 0:
-                    self._load(load, scheduler, tiles, warp, ctas)
-                if warp == 1:
-                    self._clear(Clear(loop, ring, storage.contraction), scheduler)
+            load = loop.loader(storage.contraction, loads, operands, warp)
+            leads = True if cutlass.const_expr(loop.loading_warps == 1) else warp == 0
+            if cutlass.const_expr(loop.loading_warps == 4):
+                self._load(load, scheduler, tiles, leads, ctas)
             else:
-                gather = Gather(loop, ring, storage.contraction, warp, load, (mD, mV), index)
-                self._load(gather, scheduler, tiles, warp, ctas)
+                if warp == 0:
+                    self._load(load, scheduler, tiles, leads, ctas)
+                if cutlass.const_expr(loop.loading_warps == 2):
+                    if warp == 1:
+                        self._clear(loop.clear(storage.contraction), scheduler)
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
-            thread = cute.arch.thread_idx()[0] - GROUP_THREADS
-            mma = ContractionMma(loop, ring, storage.contraction, tiled_mma, thread)
-            store = Store(config.output, storage.output, tiled_mma, thread, stores, shape)
+            mma = loop.multiplier(storage.contraction, tiled_mma, operands)
+            store = Stores(
+                *(loop.store_for_each_tile, config.output, storage.output),
+                *(loop.output_mma(tiled_mma), stores, shape),
+            )
             self._compute(mma, store, scheduler)
         cute.arch.sync_threads()
 
     @cute.jit
     def _load(
-        self,
-        load: TileLoads | Gather,
-        scheduler: Scheduler,
-        tiles: ExpertTiles,
-        warp: Int32,
-        ctas: Int32,
+        self, load: Any, scheduler: Scheduler, tiles: ExpertTiles, leads: Any, ctas: Int32
     ) -> None:
         """Loading warp: tiles to stages; the first one also finds the tile after the current one.
 
         The claim is issued when a tile begins and read half-way: by then the atomic has returned,
         and the stages hold enough work to hide a look-up.
         """
-        look_up = load.look_up
-        leads = warp == 0
+        begin_tile, load_half = load.begin, load.half
         tile, first = Int32(0), Int32(0)
         window_expert, begin, end = Int32(0), Int32(0), Int32(0)
         if leads:
@@ -271,18 +288,14 @@ class WgradKernel:
             scheduler.send(Int32(0), row, stop, position, expert)
             if expert < 0:
                 scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-        number = Int32(0)
-        state = self.config.contraction.state(pipeline.PipelineUserType.Producer)
+        number, state = Int32(0), load.state()
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             claimed = Int32(0)
             if leads:
                 claimed = scheduler.claim()
-            rows, at = stop - row, unpack(position)
-            blocks = blocks_of(rows)
-            half = (blocks + 1) // 2
-            picked = look_up(row, rows, Int32(0))
-            state, picked = load(state, row, rows, at, Int32(0), half, picked)
+            blocks = begin_tile(row, stop, position)
+            state, blocks = load_half(state, blocks, False)
             if leads:
                 tile = scheduler.claimed_tile(claimed)
                 (
@@ -298,41 +311,38 @@ class WgradKernel:
                 scheduler.send(number + 1, next_row, next_stop, next_position, next_expert)
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-            state, picked = load(state, row, rows, at, half, blocks, picked)
+            state, blocks = load_half(state, blocks, True)
             number += 1
             row, stop, position, expert = scheduler.read(number)
 
     @cute.jit
-    def _clear(self, clear: Clear, scheduler: Scheduler) -> None:
+    def _clear(self, clear: Any, scheduler: Scheduler) -> None:
         """Clearing warp: it handles the last stage of tiles whose rows do not fill it."""
-        number, filled, phases = Int32(0), Int32(0), Int32(0)
+        carry, clear_tile = clear.begin(), clear.tile
+        number = Int32(0)
         row, stop, _, expert = scheduler.read(number)
         while expert >= 0:
-            filled += blocks_of(stop - row)
-            left = (stop - row) % BOX
-            if left != 0:
-                phases = clear(filled - 1, left, phases)
+            carry = clear_tile(carry, row, stop)
             number += 1
             row, stop, _, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, mma: ContractionMma, store: Store, scheduler: Scheduler) -> None:
+    def _compute(self, mma: Any, stores: Stores, scheduler: Scheduler) -> None:
         """Multiplying warp group: stages to accumulators to a tile of dw."""
-        read = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
-        free = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
-        zeros = store.zeros
-        number = Int32(0)
+        store, size_of, advance = stores.get, mma.size, mma.advance
+        number, carry = Int32(0), mma.begin()
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             down, across = unpack(position)
-            tile_expert, rows = expert, stop - row
-            if rows > 0:
-                read, free = mma(read, free, blocks_of(rows))
+            tile_expert, size = expert, size_of(row, stop)
+            if size > 0:
+                carry = mma(carry, row, size, down, across)
+            carry = advance(carry, size)
             number += 1
             row, stop, position, expert = scheduler.read(number)
-            if rows > 0:
-                store(mma.acc, down, across, tile_expert)
+            if size > 0:
+                store()(mma.tile, down, across, tile_expert)
             else:
                 if cutlass.const_expr(self.config.zeros and not self.config.add):
-                    zeros(down, across, tile_expert)
-        store.finish()
+                    store().zeros(down, across, tile_expert)
+        store().finish()

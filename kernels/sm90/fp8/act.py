@@ -16,6 +16,7 @@ from phalanx.kernels.sm90.fp8.row_blocks import RowBytes, Values
 from phalanx.kernels.sm90.gemm import activate
 from phalanx.kernels.sm90.gemm.epilogues import Act, _add_bias, _pack, _unpack, _Warp
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import Staging, Strips
 
 _STEP = 32
@@ -36,14 +37,14 @@ class Fp8Act(Act):
         self,
         loop: Mainloop,
         mH: cute.Tensor,
-        mA: cute.Tensor,
+        a: Rows,
         bias: cute.Tensor,
         prob: cute.Tensor,
-        *scale: cute.Tensor,
     ) -> Any:
-        """h [S, H]; a [S, F, 1]; bias [L, H / 2] in words of two; prob [S]; scale [S, blocks]."""
+        """h [S, H]; a [S, F, 1]; bias [L, H / 2] in words of two; prob [S]."""
         tma_h = self.strips(loop).to_memory(mH)
-        return tma_h, mH, row_blocks.to_memory(mA), mA, bias, prob, scale[0]
+        mA, scale = row_blocks.tensors(a, "e4m3")
+        return tma_h, mH, row_blocks.to_memory(mA), mA, bias, prob, scale
 
     def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> Any:
         return _Fp8Act(self, loop, storage, thread, args)

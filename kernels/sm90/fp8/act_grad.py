@@ -15,6 +15,7 @@ from phalanx.kernels.sm90.fp8.mainloop import BLOCK
 from phalanx.kernels.sm90.fp8.row_blocks import MAGNITUDES, REGION, RowBytes, Values
 from phalanx.kernels.sm90.gemm.epilogues import ActGrad, _ActGrad, _Warp
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
@@ -46,13 +47,21 @@ class Fp8ActGrad(ActGrad):
             loaded=array(cutlass.Int64, WARPS * 3),
         )
 
-    def host(self, loop: Mainloop, *args: Any) -> Any:
-        """h [S, H]; dh [S, F, halves]; a [S, F, 1]; prob [S]; dprob [column tiles, S]; scales of dh
-        [S, blocks] and of a."""
-        mH, mD, mA, prob, dprob, *scales = args
+    def host(
+        self,
+        loop: Mainloop,
+        mH: cute.Tensor,
+        dh: Rows,
+        a: Rows,
+        prob: cute.Tensor,
+        dprob: cute.Tensor,
+    ) -> Any:
+        """h [S, H]; dh [S, F, halves]; a [S, F, 1]; prob [S]; dprob [column tiles, S]."""
         tma_h = self.strips(loop).from_memory(mH)
-        dh, a = row_blocks.to_memory(mD), row_blocks.to_memory(mA)
-        return tma_h, dh, mD, a, mA, prob, dprob, *scales
+        mD, scale_d = row_blocks.tensors(dh, self.grad_format)
+        mA, scale_a = row_blocks.tensors(a, "e4m3")
+        tma_d, tma_a = row_blocks.to_memory(mD), row_blocks.to_memory(mA)
+        return tma_h, tma_d, mD, tma_a, mA, prob, dprob, scale_d, scale_a
 
     def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> Any:
         return _Fp8ActGrad(self, loop, storage, thread, args)

@@ -61,10 +61,10 @@ class FusedFP8(FP8Operands, Fused):
         self._emulated = EmulatedFP8(Fused(launch), recipe)
 
     def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
-        from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
+        from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
         plan = call.plan
-        return fp8_fc1_act(
+        return fc1_act(
             call.x_ND,
             self._weights(call.fc1),
             plan.offsets,
@@ -79,10 +79,10 @@ class FusedFP8(FP8Operands, Fused):
         )
 
     def rows(self, call: RowsCall) -> Tensor:
-        from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
+        from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 
         linear = call.linear
-        return fp8_grouped_gemm(
+        return grouped_gemm(
             call.a_SI,
             self._weights(linear),
             call.plan.offsets,
@@ -95,12 +95,12 @@ class FusedFP8(FP8Operands, Fused):
         )
 
     def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
-        from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
+        from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
         if self._recipe.wgrad == "bf16":
             return super().fc2_dgrad_rows(self._emulated.dequantized(call))
         dy, plan = call.dy, call.plan
-        return fp8_fc2_dgrad_dact(
+        return fc2_dgrad_dact(
             dy.matrix,
             self._weights(call.fc2.transposed),
             call.h_SH,
@@ -147,16 +147,15 @@ class FusedFP8(FP8Operands, Fused):
         return y_SO, columns
 
     def wgrad(self, call: WgradCall) -> Tensor:
-        from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
+        from phalanx.kernels.sm90.experts.wgrad import wgrad
 
         if self._recipe.wgrad == "bf16":
             return self._emulated.wgrad(call)
-        d, plan, into = call.d, call.plan, call.into
-        return fp8_wgrad(
-            d.matrix,
-            call.v.matrix,
+        plan, into = call.plan, call.into
+        return wgrad(
+            call.d,
+            call.v,
             plan.relocated(column_offsets).offsets,
-            parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,

@@ -20,6 +20,7 @@ from cutlass import Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.gemm.mainloop import MMA_GROUPS, Mainloop, Producer
+from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.jit import ptx
 
@@ -61,6 +62,16 @@ class Fp8Mainloop(Mainloop):
 
     def blocks(self, mA: cute.Tensor) -> Int32:
         return (mA.shape[1] + (BLOCK - 1)) // BLOCK * mA.shape[2]
+
+    def operands(
+        self, a: Rows, b: Weights, num_gate_parts: int
+    ) -> tuple[cute.Tensor, cute.Tensor, Any]:
+        of_a, of_b = self.types
+        return (
+            activations(cute.recast_ptr(a.data, dtype=of_a), a.rows, a.channels, a.parts, a.pitch),
+            weights(cute.recast_ptr(b.data, dtype=of_b), b.columns, b.channels, b.parts, b.experts),
+            operand_scales(a, b, num_gate_parts),
+        )
 
     def tiled_mma(self) -> cute.TiledMma:
         major = OperandMajorMode.K
@@ -149,3 +160,13 @@ def weights(pointer: cute.Pointer, N: Int32, each: Int32, parts: Int32, L: Int32
     plane = cute.assume(Int64(N) * Int64(each) * Int64(parts), divby=64)
     shape, stride = (N, each, parts, L), (pitch, 1, wide, plane)
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+
+def operand_scales(a: Rows, b: Weights, num_gate_parts: int) -> tuple[Any, ...]:
+    """The scales that `promotion.Fp8MmaConsumer` takes: those of A [rows, K blocks], of B [N
+    blocks, K blocks, L], with a gate half of the N blocks, and 0, unknown to the compiler."""
+    of_rows = cute.make_layout((1, 1), stride=(a.scale_row, a.scale_block))
+    of_weights = cute.make_layout((b.blocks, 1, 1), stride=(b.scale_n, b.scale_k, b.scale_expert))
+    half = b.blocks // 2 if num_gate_parts == 2 else None
+    tensors = cute.make_tensor(a.scale, of_rows), cute.make_tensor(b.scale, of_weights)
+    return *tensors, half, Int32(0)

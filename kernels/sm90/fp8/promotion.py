@@ -23,7 +23,6 @@ block (stage) of the contraction a group does
 The groups do not synchronise with each other: while one adds, the other's wgmma run.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +186,8 @@ class Fp8MmaConsumer(Promotion):
         index: cute.Tensor,
         waits: bool,
     ) -> None:
-        """`scales` as `operand_scales` returns it; `waits`: rows arrive while the kernel runs."""
+        """`scales` as `mainloop.operand_scales` returns them; `waits`: rows arrive while the kernel
+        runs."""
         super().__init__(loop, storage, tiled_mma, group, waits)
         self.of_rows, self.of_weights, self.half, self.zero = scales
         self.index = index
@@ -227,29 +227,6 @@ class Fp8MmaConsumer(Promotion):
             4 * Int64(of_weights.stride[1]),
             n % BLOCK == 0,
         )
-
-
-def operand_scales(
-    rows: cute.Pointer,
-    row_strides: Sequence[Int32],
-    weights: cute.Pointer,
-    weight_sizes: Sequence[Int32],
-    num_gate_parts: int,
-    zero: Int32,
-) -> tuple[Any, ...]:
-    """Host side: the scales that `Fp8MmaConsumer` takes.
-
-    Args:
-        rows: fp32 [rows, K blocks], its strides `row_strides`.
-        weights: fp32 [L, N blocks, K blocks]; `weight_sizes` are N blocks and its strides.
-        halves: 2 with a gate: half of the N blocks are the gate's.
-        zero: 0, unknown to the compiler.
-    """
-    blocks, expert_stride, n_stride, k_stride = weight_sizes
-    of_rows = cute.make_tensor(rows, cute.make_layout((1, 1), stride=tuple(row_strides)))
-    layout = cute.make_layout((blocks, 1, 1), stride=(n_stride, k_stride, expert_stride))
-    half = blocks // 2 if num_gate_parts == 2 else None
-    return of_rows, cute.make_tensor(weights, layout), half, zero
 
 
 def _step(addresses: tuple[Int64, ...], step: Int64) -> tuple[Int64, ...]:

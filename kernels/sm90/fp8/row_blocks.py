@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations
+from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import ROWS, WARPS
 from phalanx.kernels.sm90.jit import ptx
 
@@ -89,6 +90,15 @@ class Values:
         for step in (1, 2):
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, step))
         return largest
+
+
+def tensors(x: Rows, name: str) -> tuple[cute.Tensor, cute.Tensor]:
+    """Host side: contiguous rows to write in the format `name`, [rows, channels of a part, parts],
+    and their scales [rows, blocks]."""
+    blocks = (x.channels + (BLOCK - 1)) // BLOCK * x.parts
+    layout = cute.make_layout((x.rows, blocks), stride=(Int64(blocks), 1))
+    data = cute.recast_ptr(x.data, dtype=FORMATS[name])
+    return activations(data, x.rows, x.channels, x.parts), cute.make_tensor(x.scale, layout)
 
 
 def to_memory(tensor: cute.Tensor) -> tuple[Any, Any]:

@@ -31,28 +31,43 @@ class Fp8WgradMma(Promotion):
     """Side of a multiplying warp group, with scales of 128 x 128 (`square`)."""
 
     def __init__(
-        self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32, scales: Any
+        self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, rows: Int32, scales: Any
     ) -> None:
-        """`scales`: of d and of v [blocks of T, blocks of C], channels of a part of d, and 0."""
+        """`rows`: O. `scales`: of d and of v [blocks of T, blocks of C], channels of a part of d,
+        and 0."""
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS) - 1
         super().__init__(loop, storage, tiled_mma, group)
+        self.rows = rows
         self.of_d, self.of_v, self.each, self.zero = scales
         shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
         self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
 
+    def begin(self) -> Int32:
+        """Stages filled before the first tile."""
+        return Int32(0)
+
+    def size(self, row: Int32, stop: Int32) -> Int32:
+        """Token blocks of an expert."""
+        return (stop - row) // BLOCK
+
     @cute.jit
     def __call__(
-        self, first: Int32, block: Int32, blocks: Int32, down: Int32, across: Int32, rows: Int32
-    ) -> None:
-        """Multiply `blocks` stages from number `first` on: the token blocks from `block` on.
+        self, filled: Int32, row: Int32, blocks: Int32, down: Int32, across: Int32
+    ) -> Int32:
+        """Multiply `blocks` stages from number `filled` on: those of the tokens from `row` on.
 
-        Args:
-            down, across: the tile's row and column. rows: of dw, O.
+        `down` and `across` are the tile's row and column.
         """
         channel = down * TILE_ROWS + self.group * _ROWS
-        if channel < rows:
-            self.multiply(first, blocks, self._scales(block, channel, across))
+        if channel < self.rows:
+            self.multiply(filled, blocks, self._scales(row // BLOCK, channel, across))
         else:
-            self.skip(first, blocks)
+            self.skip(filled, blocks)
+        return filled
+
+    def advance(self, filled: Int32, blocks: Int32) -> Int32:
+        """Stages filled after a tile of so many blocks."""
+        return filled + blocks
 
     def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
         """Scales of the tile: 64 channels of a warp group are within one block of d, as each 64 of

@@ -14,14 +14,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.exchange.tile_progress import Signaller
 from phalanx.kernels.sm90.gemm import activate
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import matrix
 from phalanx.kernels.sm90.jit import ptx
 
 
@@ -67,6 +69,11 @@ def _add_bias(
             first = 4 * i + 2 * half
             a, b = (low * scales[half], high * scales[half]) if scales else (low, high)
             values[first], values[first + 1] = values[first] + a, values[first + 1] + b
+
+
+def bf16_rows(x: Rows) -> cute.Tensor:
+    """Host side: rows in bf16 that an epilogue writes."""
+    return matrix(cute.recast_ptr(x.data, dtype=BFloat16), x.rows, x.channels)
 
 
 def _pack(values: list[Float32]) -> list[Uint32]:
@@ -214,12 +221,12 @@ class Act:
         self,
         loop: Mainloop,
         mH: cute.Tensor,
-        mA: cute.Tensor,
+        a: Rows,
         bias: cute.Tensor,
         prob: cute.Tensor,
     ) -> Any:
         """h [S, H]; a [S, F]; bias [L, H / 2] in words of two; prob [S]."""
-        strips = self.strips(loop)
+        strips, mA = self.strips(loop), bf16_rows(a)
         return strips.to_memory(mH), mH, strips.to_memory(mA), mA, bias, prob
 
     def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> "_Act":
@@ -329,15 +336,15 @@ class ActGrad:
         self,
         loop: Mainloop,
         mH: cute.Tensor,
-        mD: cute.Tensor,
-        mA: cute.Tensor,
+        dh: Rows,
+        a: Rows,
         prob: cute.Tensor,
         dprob: cute.Tensor,
     ) -> Any:
         """h and dh [S, H]; a [S, F]; prob [S]; dprob [column tiles, S]."""
-        strips = self.strips(loop)
-        dh, a = strips.to_memory(mD), strips.to_memory(mA)
-        return strips.from_memory(mH), dh, mD, a, mA, prob, dprob
+        strips, mD, mA = self.strips(loop), bf16_rows(dh), bf16_rows(a)
+        tma_d, tma_a = strips.to_memory(mD), strips.to_memory(mA)
+        return strips.from_memory(mH), tma_d, mD, tma_a, mA, prob, dprob
 
     def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> "_ActGrad":
         return _ActGrad(self, loop, storage, thread, args)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.exchange.ready import WaveWait
@@ -24,7 +24,9 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     Mainloop,
     Producer,
 )
+from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 
 SMEM_BYTES = 227 * 1024
@@ -120,37 +122,35 @@ class Gemm:
     @cute.jit
     def run(
         self,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
+        a: Rows,
+        b: Weights,
         epilogue: Any,
-        index: cute.Tensor,
+        index: cute.Pointer,
         offsets: cute.Pointer,
         counter: cute.Pointer,
         ready: cute.Pointer | None,
-        columns: Int32,
-        L: Int32,
+        S: Int32,
         ctas: Int32,
         stream: cuda.CUstream,
         yielding: tuple[Int32, Int32, Int32] | None = None,
-        scales: Any = None,
     ) -> None:
-        """Launch over A [rows, K] and B [N, K, L]; `columns` is N, or N / 2 with a gate.
+        """Launch over A and B for S expert rows.
 
         `yielding`, of a kernel that signals: how many CTAs yield their SMs, ending after their
         first tile of a late slice of an expert; the first late slice; `slice_bits`.
-        `scales`, of operands in FP8: as the mainloop's `math` takes them.
         """
-        loop = self.config.mainloop
-        wide = loop.columns // self.config.num_gate_parts
-        half_offset = columns if self.config.num_gate_parts == 2 else Int32(loop.columns // 2)
+        loop, parts, L = self.config.mainloop, self.config.num_gate_parts, b.experts
+        mA, mB, scales = loop.operands(a, b, parts)
+        columns, wide = b.columns // parts, loop.columns // parts
+        half_offset = columns if parts == 2 else Int32(loop.columns // 2)
         self.kernel(
             loop.tma(mA, mB),
             epilogue,
             loop.tiled_mma(),
             mA,
-            index,
-            cute.make_tensor(offsets, cute.make_layout(L + 1)),
-            cute.make_tensor(counter, cute.make_layout(1)),
+            vector(index, S),
+            vector(offsets, L + 1),
+            vector(counter, 1),
             ready if cutlass.const_expr(self.config.waits) else None,
             L,
             (columns + (wide - 1)) // wide,
@@ -345,29 +345,3 @@ class Gemm:
             number += 1
             row, end, column, expert = scheduler.read(number)
         store.finish(carry)
-
-
-def matrix(pointer: cute.Pointer, rows: Int32, columns: Int32) -> cute.Tensor:
-    """[rows, columns], contiguous; columns a multiple of 64."""
-    columns = cute.assume(columns, divby=64)
-    pitch = cute.assume(Int64(columns), divby=64)
-    return cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(pitch, 1)))
-
-
-def weights(pointer: cute.Pointer, N: Int32, K: Int32, L: Int32, transposed: bool) -> cute.Tensor:
-    """[N, K, L] over storage [L, N, K], or [L, K, N] if transposed; N and K multiples of 64."""
-    N, K = cute.assume(N, divby=64), cute.assume(K, divby=64)
-    wide_n, wide_k = cute.assume(Int64(N), divby=64), cute.assume(Int64(K), divby=64)
-    plane = cute.assume(Int64(N) * Int64(K), divby=64)
-    stride = (1, wide_n, plane) if transposed else (wide_k, 1, plane)
-    return cute.make_tensor(pointer, cute.make_layout((N, K, L), stride=stride))
-
-
-def words(pointer: cute.Pointer, L: Int32, N: Int32) -> cute.Tensor:
-    """[L, N] of bf16 as words of two."""
-    return cute.make_tensor(pointer, cute.make_layout((L, N // 2), stride=(N // 2, 1)))
-
-
-def vector(pointer: cute.Pointer, size: Int32) -> cute.Tensor:
-    """A contiguous tensor of one dimension."""
-    return cute.make_tensor(pointer, cute.make_layout(size))

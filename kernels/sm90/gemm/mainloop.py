@@ -23,8 +23,10 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
+from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.ring import Ring, State
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import matrix, stacked
 from phalanx.kernels.sm90.jit import ptx
 
 GROUP_THREADS = 128
@@ -130,6 +132,21 @@ class Mainloop:
         order = LayoutEnum.COL_MAJOR if self.b_transposed else LayoutEnum.ROW_MAJOR
         tile = (TILE_ROWS, columns, self.depth)
         return hopper.make_smem_layout_b(order, tile, self.types[1], count)
+
+    def operands(
+        self, a: Rows, b: Weights, num_gate_parts: int
+    ) -> tuple[cute.Tensor, cute.Tensor, Any]:
+        """Host side: A and B as `tma` takes them, and their scales, of which bf16 has none."""
+        of_a, of_b = self.types
+        return (
+            matrix(cute.recast_ptr(a.data, dtype=of_a), a.rows, a.channels),
+            stacked(
+                cute.recast_ptr(b.data, dtype=of_b),
+                *(b.columns, b.channels, b.experts),
+                self.b_transposed,
+            ),
+            None,
+        )
 
     def tma(self, mA: cute.Tensor, mB: cute.Tensor) -> tuple[Any, Any, Any, Any]:
         """Host side: atom and tensor of A [rows, K], then of B [N, K, experts]."""

@@ -1,4 +1,4 @@
-"""Checks and claim counters that the functions of this package share."""
+"""Checks, claim counters and launches that the functions of this package share."""
 
 import functools
 from typing import Any
@@ -7,7 +7,8 @@ import cuda.bindings.driver as cuda
 import torch
 from torch import Tensor
 
-from phalanx.kernels.sm90.jit.launch import check
+from phalanx.kernels.launch_options import LaunchOptions
+from phalanx.kernels.sm90.jit.launch import Kernel, check, launch, persistent_ctas
 
 
 def require(device: torch.device, **arguments: tuple[Tensor | None, torch.dtype, Any]) -> None:
@@ -16,14 +17,26 @@ def require(device: torch.device, **arguments: tuple[Tensor | None, torch.dtype,
         check(device, name, tensor, dtype, shape)
 
 
-def weight(name: str, w: Tensor) -> tuple[tuple[int, int, int], bool]:
-    """Sizes of stacked weights [L, N, K], and True if they are the transpose of contiguous ones."""
-    if w.ndim != 3:
-        raise ValueError(f"{name} must be [L, N, K], not {list(w.shape)}")
-    L, N, K = w.shape
-    if not L or not N or not K or N % 64 or K % 64:
-        raise ValueError(f"{name} is {[L, N, K]}: its matrices must be multiples of 64, not empty")
-    return (L, N, K), not w.is_contiguous()
+def launch_persistent(
+    kernel: type[Kernel],
+    config: Any,
+    device: torch.device,
+    options: LaunchOptions,
+    counter: Tensor | None,
+    /,
+    **arguments: Any,
+) -> None:
+    """`launch` a kernel of one CTA an SM, which claims its tiles.
+
+    Args:
+        options: tell how many SMs are left free.
+        counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
+            one. None: that of `counter_of`.
+        arguments: arguments of the kernel but `counter` and `ctas`.
+    """
+    counter = counter_of(device) if counter is None else counter
+    ctas = persistent_ctas(device, options)
+    launch(kernel, config, **arguments, counter=counter, ctas=ctas)
 
 
 def counter_of(device: torch.device) -> Tensor:

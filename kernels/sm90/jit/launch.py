@@ -9,7 +9,7 @@ import functools
 import platform
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.sm90.jit.pointers import arguments_of
+from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
 from phalanx.kernels.sm90.jit.program import Program, export
 
 ARCH = "sm_90a"
@@ -48,20 +48,20 @@ class Kernel(Protocol):
         """`config` is a frozen dataclass whose repr names every compiled-in choice."""
 
     def __call__(self, *arguments: Any) -> None:
-        """Host side: pointers (`jit.pointers`), then Int32 arguments, then the stream."""
+        """Host side: arguments as `jit.pointers` knows them, then the stream."""
 
 
 _PROGRAMS: dict[tuple[type[Kernel], Any], Program] = {}
 _PREPARING = threading.Lock()  # the compiler serves one thread at a time
 
 
-def launch(kernel: type[Kernel], config: Any, /, **arguments: Tensor | int | None) -> None:
+def launch(kernel: type[Kernel], config: Any, /, **arguments: Any) -> None:
     """Run a kernel on the current stream of the tensors' device.
 
     Args:
         kernel: its class. config: its compiled-in choices.
-        arguments: of its `__call__`, by name: a tensor for a pointer (None is a null pointer), an
-            int for an Int32.
+        arguments: arguments of its `__call__`, by name: a tensor for a pointer (None is a null
+            pointer), an int for an Int32, a record for a record.
 
     Raises:
         TypeError: an argument is missing or unknown.
@@ -69,29 +69,34 @@ def launch(kernel: type[Kernel], config: Any, /, **arguments: Tensor | int | Non
         RuntimeError: the CUDA runtime rejects the launch.
     """
     program = _PROGRAMS.get((kernel, config)) or _program(kernel, config)
-    pointers, integers = arguments_of(kernel)
-    if len(arguments) != len(pointers) + len(integers):
-        raise _wrong_names(kernel, arguments)
-    try:
-        tensors: list[Any] = [arguments[name] for name in pointers]
-        sizes: list[Any] = [arguments[name] for name in integers]
-    except KeyError:
-        raise _wrong_names(kernel, arguments) from None
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    for address, element in zip(addresses, pointers.values(), strict=True):
-        if address % element.align:
-            raise _misaligned(kernel, addresses)
-    device = next(t for t in tensors if t is not None).get_device()
+    known = arguments_of(kernel)
+    if arguments.keys() != known.parameters.keys():
+        raise TypeError(f"{kernel.__name__} takes {[*known.parameters]}, not {[*arguments]}")
+    given: list[Any] = []
+    for name, parameter in known.parameters.items():
+        given += (arguments[name],) if parameter.record is None else arguments[name]
+    device, values = -1, list[int]()
+    for value, element in zip(given, known.values.values(), strict=True):
+        if element is None:
+            values.append(value)
+        elif value is None:
+            values.append(0)
+        else:
+            values.append(address := value.data_ptr())
+            if address % element.align:
+                raise _misaligned(kernel, given)
+            device = value.get_device() if device < 0 else device
     stream = torch._C._cuda_getCurrentRawStream(device)  # makes no Stream object
     try:
         if device == torch.cuda.current_device():
-            program(device, addresses, sizes, stream)
+            program(device, values, stream)
         else:
             with torch.cuda.device(device):
-                program(device, addresses, sizes, stream)
+                program(device, values, stream)
     except struct.error:
-        given = dict(zip(integers, sizes, strict=True))
-        raise ValueError(f"{kernel.__name__} takes integers below 2^31, not {given}") from None
+        pairs = zip(known.values.items(), values, strict=True)
+        sizes = {name: value for (name, element), value in pairs if element is None}
+        raise ValueError(f"{kernel.__name__} takes integers below 2^31, not {sizes}") from None
 
 
 def prepare(kernel: type[Kernel], config: Any, device: torch.device) -> None:
@@ -129,14 +134,9 @@ def compile_kernel(
     arch = arch or ARCH
     if why := refuse(kernel_type, arch):
         raise ValueError(why)
-    pointers = [
-        make_ptr(element.dtype, 0, cute.AddressSpace.gmem, assumed_align=element.align)
-        for element in arguments_of(kernel_type).pointers.values()
-    ]
     return cute.compile(
         kernel_type(config),
-        *pointers,
-        *(Int32(0) for _ in arguments_of(kernel_type).integers),
+        *map(_placeholder, arguments_of(kernel_type).parameters.values()),
         cuda.CUstream(0),
         options=f"--gpu-arch {arch} {options}".strip(),
     )
@@ -207,7 +207,7 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
         program = _PROGRAMS.get((kernel, config))
         if program is None:
             data = build(kernel, config, Cache(folder()), _arch())
-            program = Program(data, _PREFIX, *map(len, arguments_of(kernel)))
+            program = Program(data, _PREFIX, arguments_of(kernel).kinds)
             _PROGRAMS[kernel, config] = program
         return program
 
@@ -235,17 +235,21 @@ def _epilogues(config: str) -> Iterator[str]:
                 yield digest_of([Path(spec.origin)])
 
 
-def _wrong_names(kernel: type[Kernel], arguments: Mapping[str, Any]) -> TypeError:
-    pointers, integers = arguments_of(kernel)
-    return TypeError(f"{kernel.__name__} takes {[*pointers, *integers]}, not {[*arguments]}")
+def _placeholder(parameter: Parameter) -> Any:
+    """An argument of the types that a kernel is compiled for; its values have no influence."""
+    values = [
+        Int32(0)
+        if element is None
+        else make_ptr(element.dtype, 0, cute.AddressSpace.gmem, assumed_align=element.align)
+        for element in parameter.elements
+    ]
+    return values[0] if parameter.record is None else parameter.record(*values)
 
 
-def _misaligned(kernel: type[Kernel], addresses: Sequence[int]) -> ValueError:
+def _misaligned(kernel: type[Kernel], given: Sequence[Any]) -> ValueError:
     wrong = (
         f"{name} must start at a multiple of {element.align} bytes"
-        for (name, element), address in zip(
-            arguments_of(kernel).pointers.items(), addresses, strict=True
-        )
-        if address % element.align
+        for (name, element), value in zip(arguments_of(kernel).values.items(), given, strict=True)
+        if element is not None and value is not None and value.data_ptr() % element.align
     )
     return ValueError(f"{kernel.__name__}: {next(wrong)}")

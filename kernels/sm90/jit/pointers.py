@@ -1,6 +1,8 @@
-"""Pointer arguments of kernels: annotations of `__call__` from which a launch takes its arguments.
+"""Arguments of kernels: annotations of `__call__` from which a launch takes its arguments.
 
-An alias names the element and the alignment in bytes that a kernel assumes.
+An argument is a pointer, whose alias names the element and the alignment in bytes that a kernel
+assumes, an Int32, or a record of these: a NamedTuple whose fields are annotated in the same way. A
+launch fills a record with tensors and ints, and the kernel finds pointers and Int32 in it.
 """
 
 from inspect import signature
@@ -21,8 +23,8 @@ class Element(NamedTuple):
 
 type Bf16Ptr = Annotated[cute.Pointer, Element(cutlass.BFloat16, 16)]
 type Bf16ScalarPtr = Annotated[cute.Pointer, Element(cutlass.BFloat16, 4)]
-type Fp8Ptr = Annotated[cute.Pointer, Element(cutlass.Float8E4M3FN, 16)]
-"""FP8, as e4m3; kernels recast it to e5m2."""
+type BytesPtr = Annotated[cute.Pointer, Element(cutlass.Uint8, 16)]
+"""Elements of a type that the configuration names; kernels recast the pointer to it."""
 type WordPtr = Annotated[cute.Pointer, Element(cutlass.Uint32, 4)]
 """Words of two bf16."""
 type WordVecPtr = Annotated[cute.Pointer, Element(cutlass.Uint32, 16)]
@@ -33,12 +35,26 @@ type IntVecPtr = Annotated[cute.Pointer, Element(Int32, 16)]
 type LongPtr = Annotated[cute.Pointer, Element(cutlass.Int64, 8)]
 
 
+class Parameter(NamedTuple):
+    """An argument of a kernel: one value, or a record."""
+
+    record: Any
+    """The record's class; None for one value."""
+    elements: tuple[Element | None, ...]
+    """Element of each of its pointers, None for an Int32."""
+
+
 class Arguments(NamedTuple):
     """Arguments of a kernel without the stream, in the order of its `__call__`."""
 
-    pointers: dict[str, Element]
-    integers: tuple[str, ...]
-    """Names of Int32 arguments, which follow the pointers."""
+    parameters: dict[str, Parameter]
+    values: dict[str, Element | None]
+    """All values by name, those of records as `argument.field`; None for an Int32."""
+
+    @property
+    def kinds(self) -> str:
+        """A letter of `struct` for each value: Q for a pointer, i for an Int32."""
+        return "".join("i" if element is None else "Q" for element in self.values.values())
 
 
 _KNOWN: dict[type, Arguments] = {}
@@ -48,18 +64,28 @@ def arguments_of(kernel: type) -> Arguments:
     """Arguments of a kernel class, read once from the annotations of its `__call__`.
 
     Raises:
-        TypeError: an argument is neither a pointer of this file nor an Int32.
+        TypeError: an argument is no pointer of this file, Int32 or record of them.
     """
     if kernel not in _KNOWN:
-        pointers, integers = dict[str, Element](), list[str]()
-        _, *parameters, _ = signature(kernel.__call__).parameters.values()  # self, ..., stream
-        for parameter in parameters:
-            if parameter.annotation is Int32:
-                integers.append(parameter.name)
-                continue
-            metadata = getattr(getattr(parameter.annotation, "__value__", None), "__metadata__", ())
-            if integers or not metadata:
-                raise TypeError(f"{kernel.__name__}: {parameter} is no pointer before the integers")
-            pointers[parameter.name] = metadata[0]
-        _KNOWN[kernel] = Arguments(pointers, tuple(integers))
+        parameters, values = dict[str, Parameter](), dict[str, Element | None]()
+        _, *found, _ = signature(kernel.__call__).parameters.values()  # self, ..., stream
+        for name, annotation in ((p.name, p.annotation) for p in found):
+            fields = getattr(annotation, "_fields", None)
+            named = {name: annotation}
+            if fields:
+                named = {f"{name}.{field}": annotation.__annotations__[field] for field in fields}
+            elements = {key: _element(kernel, key, of) for key, of in named.items()}
+            parameters[name] = Parameter(annotation if fields else None, tuple(elements.values()))
+            values |= elements
+        _KNOWN[kernel] = Arguments(parameters, values)
     return _KNOWN[kernel]
+
+
+def _element(kernel: type, name: str, annotation: Any) -> Element | None:
+    if annotation is Int32:
+        return None
+    metadata = getattr(getattr(annotation, "__value__", None), "__metadata__", ())
+    if not metadata:
+        raise TypeError(f"{kernel.__name__}: {name}: {annotation} is no pointer, Int32 or record")
+    element: Element = metadata[0]
+    return element

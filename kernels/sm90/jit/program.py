@@ -38,12 +38,12 @@ def export(compiled: Any, prefix: str) -> bytes:
 class Program:
     """An object of `export`, loaded. Calls of several threads, and to several GPUs, may overlap."""
 
-    def __init__(self, data: bytes, prefix: str, pointers: int, integers: int) -> None:
+    def __init__(self, data: bytes, prefix: str, kinds: str) -> None:
         """Link the object; needs no GPU.
 
         Args:
             data, prefix: result and argument of `export`.
-            pointers, integers: numbers of arguments of the kernel.
+            kinds: those of the kernel's arguments, as `Arguments.kinds` tells them.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.o"
@@ -51,20 +51,18 @@ class Program:
             self._function = cute.runtime.load_module(str(path))[prefix]
         self._entry = self._function.capi_func
         self._prefix = prefix
-        self._pointers, self._integers = pointers, integers
-        self._pack = struct.Struct(f"={pointers}Q{integers}i{4 * (integers % 2)}xQ").pack_into
+        self._kinds = kinds
+        self._pack = struct.Struct(f"@{kinds}Q").pack_into
         self._blocks: list[_Block] = []
         self._library = ctypes.c_void_p()
         self._devices: set[int] = set()
         self._loading = threading.Lock()
 
-    def __call__(
-        self, device: int, addresses: Sequence[int], sizes: Sequence[int], stream: int
-    ) -> None:
+    def __call__(self, device: int, values: Sequence[int], stream: int) -> None:
         """Launch on `device`, which must be the current one.
 
         Args:
-            addresses: pointer arguments. sizes: Int32 arguments.
+            values: arguments of the kernel, pointers as addresses.
             stream: a CUDA stream's handle.
 
         Raises:
@@ -75,8 +73,8 @@ class Program:
         try:  # a block belongs to one call, whatever thread it is in
             block = self._blocks.pop()
         except IndexError:
-            block = _Block(self._pointers, self._integers)
-        self._pack(block.values, 0, *addresses, *sizes, stream)
+            block = _Block(self._kinds)
+        self._pack(block.values, 0, *values, stream)
         self._entry(block.arguments)
         error = block.error.value
         self._blocks.append(block)
@@ -117,16 +115,12 @@ class Program:
 class _Block:
     """Arguments of one call: their values, and pointers to each and to the error."""
 
-    def __init__(self, pointers: int, integers: int) -> None:
-        stream = 8 * pointers + 4 * (integers + integers % 2)
-        self.values = ctypes.create_string_buffer(stream + 16)
-        self.error = ctypes.c_int32.from_buffer(self.values, stream + 8)
-        offsets = [
-            *range(0, 8 * pointers, 8),
-            *range(8 * pointers, 8 * pointers + 4 * integers, 4),
-            stream,
-            stream + 8,
-        ]
+    def __init__(self, kinds: str) -> None:
+        kinds += "Qi"  # the stream, and the error
+        # `struct` aligns a value of no size as one of its kind: the offset at which that begins.
+        offsets = [struct.calcsize(f"@{kinds[:n]}0{kind}") for n, kind in enumerate(kinds)]
+        self.values = ctypes.create_string_buffer(struct.calcsize(f"@{kinds}"))
+        self.error = ctypes.c_int32.from_buffer(self.values, offsets[-1])
         base = ctypes.addressof(self.values)
         self.arguments = (ctypes.c_void_p * len(offsets))(*(base + o for o in offsets))
 

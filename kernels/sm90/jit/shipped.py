@@ -60,65 +60,65 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     """Kernels in FP8, by the tiles that they choose."""
-    from phalanx.kernels.sm90.fp8 import fc2_dgrad_dact
+    from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
+    from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
+    from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
+    from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
     from phalanx.kernels.sm90.fp8.act import Fp8Act
     from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
-    from phalanx.kernels.sm90.fp8.fc1_act import COLUMNS, Fp8Fc1Kernel
-    from phalanx.kernels.sm90.fp8.grouped_gemm import Fp8GroupedGemmKernel
+    from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
-    from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
     from phalanx.kernels.sm90.gemm.epilogues import Linear
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 
     for columns, signals in product((192, 256), EITHER):
         for bias in EITHER:
-            yield Fp8GroupedGemmKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
+            yield GroupedGemmKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
         e5m2 = Fp8Mainloop(columns, rows_format="e5m2")
-        yield Fp8GroupedGemmKernel, GemmConfig(Linear(False, signals), e5m2)
+        yield GroupedGemmKernel, GemmConfig(Linear(False, signals), e5m2)
     acts = (Fp8Act(SWIGLU), Fp8Act(GPT_OSS, bias=True))
     for epilogue, gather in product(acts, EITHER):
-        yield Fp8Fc1Kernel, GemmConfig(epilogue, Fp8Mainloop(COLUMNS, gather=gather))
-    gathered = Fp8Mainloop(COLUMNS, gather=True)
-    yield from ((Fp8Fc1Kernel, GemmConfig(epilogue, gathered, waits=True)) for epilogue in acts)
-    yield from ((Fp8Fc1Kernel, GemmConfig(Fp8Act(act), gathered)) for act in OTHERS)
+        yield Fc1Kernel, GemmConfig(epilogue, Fp8Mainloop(256, gather=gather))
+    gathered = Fp8Mainloop(256, gather=True)
+    yield from ((Fc1Kernel, GemmConfig(epilogue, gathered, waits=True)) for epilogue in acts)
+    yield from ((Fc1Kernel, GemmConfig(Fp8Act(act), gathered)) for act in OTHERS)
     for rows_format, gather in product(("e4m3", "e5m2"), EITHER):
-        loop = Fp8Mainloop(fc2_dgrad_dact.COLUMNS, gather=gather, rows_format=rows_format)
+        loop = Fp8Mainloop(256, gather=gather, rows_format=rows_format)
         for act in (SWIGLU, GPT_OSS, *(OTHERS if gather else ())):
             grad = Fp8ActGrad(act, grad_format=rows_format)
-            yield fc2_dgrad_dact.Fp8DgradKernel, GemmConfig(grad, loop)
+            yield DgradKernel, GemmConfig(grad, loop)
             if gather and act not in OTHERS:
-                yield fc2_dgrad_dact.Fp8DgradKernel, GemmConfig(grad, loop, waits=True)
+                yield DgradKernel, GemmConfig(grad, loop, waits=True)
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
+        math = Fp8Contraction(columns, rows_format)
         for fp32_out, add in ((True, True), (True, False), (False, False)):
             for ordered in EITHER:
-                config = Fp8WgradConfig(columns, fp32_out, add, ordered, rows_format=rows_format)
-                yield Fp8WgradKernel, config
-        config = Fp8WgradConfig(columns, True, False, True, rows_format=rows_format, zeros=False)
-        yield Fp8WgradKernel, config  # for replicas
+                yield WgradKernel, WgradConfig(math, fp32_out, add, ordered)
+        yield WgradKernel, WgradConfig(math, True, False, True, zeros=False)  # for replicas
     for rows_format, (add, zeros) in product(
         ("e4m3", "e5m2"), ((True, True), (False, True), (False, False))
     ):
-        options: dict[str, Any] = dict(rows_format=rows_format, vector=True, zeros=zeros)
-        yield Fp8WgradKernel, Fp8WgradConfig(128, True, add, True, **options)
+        math = Fp8Contraction(128, rows_format, vector=True)
+        yield WgradKernel, WgradConfig(math, True, add, True, zeros)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
     """Gradients in bf16, or added to fp32 ones; experts in the order of the plan, if there is
     one."""
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
-    from phalanx.kernels.sm90.experts.contraction import D, V
+    from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
     from phalanx.kernels.sm90.experts.dprob import DprobConfig, DprobKernel
     from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
 
-    for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
-        yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
-    for columns, operands in product((192, 256), (D, V)):
+    for columns, add, gathered in product((192, 256), EITHER, (None, D, V)):
+        yield WgradKernel, WgradConfig(Contraction(columns, gathered), add, add, ordered=True)
+    for math in (Contraction(*chosen) for chosen in product((192, 256), (D, V))):
         # A step's first gradient, which overwrites; replicas'; and one added in bf16.
-        yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
-        yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True, zeros=False)
-        yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
+        yield WgradKernel, WgradConfig(math, True, False, ordered=True)
+        yield WgradKernel, WgradConfig(math, True, False, ordered=True, zeros=False)
+        yield WgradKernel, WgradConfig(math, False, True, ordered=True)
     for columns, fp32_out, add in product((192, 256), EITHER, EITHER):
-        yield WgradKernel, WgradConfig(columns, fp32_out, add)
+        yield WgradKernel, WgradConfig(Contraction(columns), fp32_out, add)
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(fp32_out=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)

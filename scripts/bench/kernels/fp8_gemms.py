@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
@@ -19,10 +20,6 @@ from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad
-from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
-from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
-from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
-from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 from phalanx.scripts.bench.problems import SWIGLU, dirichlet, experts, index_of, random
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import FP8_GEMMS, Shape
@@ -59,39 +56,45 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         "fc1_act": (
             2 * flops_FD,
             lambda: fc1_act(x, p.w1, *args, **row_args),
-            {"fp8": lambda: fp8_fc1_act(x8, w1.forward, *args, **row_args)},
+            {"fp8": lambda: fc1_act(x8, w1.forward, *args, **row_args)},
         ),
         "rows of fc2": (
             flops_FD,
             lambda: grouped_gemm(a, p.w2, p.offsets, out_SN=y),
-            {"fp8": lambda: fp8_grouped_gemm(a8, w2.forward, p.offsets, out_SN=y)},
+            {"fp8": lambda: grouped_gemm(a8, w2.forward, p.offsets, out_SN=y)},
         ),
         "fc2_dgrad_dact": (
             flops_FD,
-            lambda: fc2_dgrad_dact(dy, p.w2, h, *args, **row_args),
-            {"fp8": lambda: fp8_fc2_dgrad_dact(dy8, w2_back, h, *args, **row_args)},
+            lambda: fc2_dgrad_dact(dy, p.w2.mT, h, *args, **row_args),
+            {"fp8": lambda: fc2_dgrad_dact(dy8, w2_back, h, *args, **row_args)},
         ),
         "rows of the gradient of fc1": (
             2 * flops_FD,
             lambda: grouped_gemm(dh, p.w1.mT, p.offsets, out_SN=dx),
-            {"fp8": lambda: fp8_grouped_gemm(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
+            {"fp8": lambda: grouped_gemm(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
         ),
         "wgrad of w1": (
             2 * flops_FD,
-            lambda: wgrad(dh, x, p.offsets, v_index_S=index, out_LOI=dw1, **wgrad_args),
+            lambda: wgrad(
+                *(Operand(dh), Operand(x, gather=True), p.offsets),
+                **dict(index_S=index, out_LOI=dw1, **wgrad_args),
+            ),
             {
-                f"fp8, {blocks}": lambda b=blocks: fp8_wgrad(
-                    dh_T[b], x_T[b], ends_T, parts=2, out_LOI=dw1, **wgrad_args
+                f"fp8, {blocks}": lambda b=blocks: wgrad(
+                    Operand(dh_T[b], parts=2), Operand(x_T[b]), ends_T, out_LOI=dw1, **wgrad_args
                 )
                 for blocks in ("square", "vector")
             },
         ),
         "wgrad of w2": (
             flops_FD,
-            lambda: wgrad(dy, a, p.offsets, d_index_S=index, out_LOI=dw2, **wgrad_args),
+            lambda: wgrad(
+                *(Operand(dy, gather=True), Operand(a), p.offsets),
+                **dict(index_S=index, out_LOI=dw2, **wgrad_args),
+            ),
             {
-                f"fp8, {blocks}": lambda b=blocks: fp8_wgrad(
-                    dy_T[b], a_T[b], ends_T, out_LOI=dw2, **wgrad_args
+                f"fp8, {blocks}": lambda b=blocks: wgrad(
+                    Operand(dy_T[b]), Operand(a_T[b]), ends_T, out_LOI=dw2, **wgrad_args
                 )
                 for blocks in ("square", "vector")
             },

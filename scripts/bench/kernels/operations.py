@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
@@ -53,6 +54,7 @@ def with_margin(p: Experts) -> dict[str, tuple[Launch, float]]:
     device, sizes = p.device, (p.offsets, SWIGLU)
     h, a = (random(p.S, width, device=device) for width in (2 * p.F, p.F))
     y, dw1 = torch.empty_like(p.x_SD), torch.empty_like(p.w1)
+    operands = Operand(h), Operand(p.x_SD)
     flops_FD = 2 * p.S * p.D * p.F
     return {
         "rows": (lambda o: grouped_gemm(a, p.w2, p.offsets, out_SN=y, options=o), flops_FD),
@@ -61,11 +63,11 @@ def with_margin(p: Experts) -> dict[str, tuple[Launch, float]]:
             2 * flops_FD,
         ),
         "fc2_dgrad_dact": (
-            lambda o: fc2_dgrad_dact(p.dy_SD, p.w2, h, *sizes, prob_S=p.prob_S, options=o),
+            lambda o: fc2_dgrad_dact(p.dy_SD, p.w2.mT, h, *sizes, prob_S=p.prob_S, options=o),
             flops_FD,
         ),
         "wgrad": (
-            lambda o: wgrad(h, p.x_SD, p.offsets, out_LOI=dw1, order_L=p.order_L, options=o),
+            lambda o: wgrad(*operands, p.offsets, out_LOI=dw1, order_L=p.order_L, options=o),
             2 * flops_FD,
         ),
     }
@@ -173,19 +175,23 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
         ),
         "fc2_dgrad_dact": (
             flops_FD,
-            lambda s, **at: fc2_dgrad_dact(s, p.w2, h, *ends, **at, **probs),
+            lambda s, **at: fc2_dgrad_dact(s, p.w2.mT, h, *ends, **at, **probs),
             dy,
             p.dy_SD,
         ),
         "wgrad of w1": (
             2 * flops_FD,
-            lambda s, index_S=None: wgrad(h, s, p.offsets, v_index_S=index_S, out_LOI=dw1, **order),
+            lambda s, **at: wgrad(
+                Operand(h), Operand(s, bool(at)), p.offsets, out_LOI=dw1, **at, **order
+            ),
             x,
             p.x_SD,
         ),
         "wgrad of w2": (
             flops_FD,
-            lambda s, index_S=None: wgrad(s, a, p.offsets, d_index_S=index_S, out_LOI=dw2, **order),
+            lambda s, **at: wgrad(
+                Operand(s, bool(at)), Operand(a), p.offsets, out_LOI=dw2, **at, **order
+            ),
             dy,
             p.dy_SD,
         ),

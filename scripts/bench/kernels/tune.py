@@ -125,7 +125,7 @@ def calls(bench: Bench, name: str, case: Problem, gather: bool) -> Iterator[tupl
             yield (
                 "",
                 lambda tile: fc2_dgrad_dact(
-                    a, w2, h, offsets, SWIGLU, **args, loop=loop(tile, True)
+                    a, w2.mT, h, offsets, SWIGLU, **args, loop=loop(tile, True)
                 ),
             )
         case _:

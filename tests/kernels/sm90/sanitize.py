@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 from phalanx.kernels.sm90.experts.combine import combine
@@ -127,7 +128,7 @@ def dgrad_case(loop: Mainloop, act: Activation) -> Case:
         a = formula(leaves[0], act) * leaves[1][:, None]
         dh, dprob = torch.autograd.grad(a, leaves, product(dense, w.mT))
         dy, w, h, offsets, index, prob = on_gpu(dy, w, h, OFFSETS, index, SCALE)
-        made = fc2_dgrad_dact(dy, w, h, offsets, act, index_S=index, prob_S=prob, loop=loop)
+        made = fc2_dgrad_dact(dy, w.mT, h, offsets, act, index_S=index, prob_S=prob, loop=loop)
         close("dh", made[0][:USED], dh)
         close("a", made[1][:USED], a.detach())
         close("dprob", made[2].cpu().sum(0)[:USED], dprob, 1e-4)
@@ -146,8 +147,10 @@ def wgrad_case(dtype: torch.dtype, accumulate: bool, gathered: str | None, tile:
         d, v, offsets, d_index, v_index, out, order = on_gpu(
             d, v, OFFSETS, d_index, v_index, start, order
         )
-        given = dict(d_index_S=d_index, v_index_S=v_index, order_L=order, tile=tile)
-        made = wgrad(d, v, offsets, out_LOI=out, accumulate=accumulate, **given)
+        index = v_index if d_index is None else d_index
+        given = dict(index_S=index, order_L=order, tile=tile, accumulate=accumulate)
+        operands = Operand(d, gather=gathered == "d"), Operand(v, gather=gathered == "v")
+        made = wgrad(*operands, offsets, out_LOI=out, **given)
         close("dw", made, want, 6e-3 if dtype == BF16 else 1e-5)
 
     return case

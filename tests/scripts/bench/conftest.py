@@ -25,12 +25,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     seen: list[tuple[str, Any]] = []
 
     def launch(kernel: Any, config: Any, /, **arguments: Any) -> None:
-        pointers, integers = jit.arguments_of(kernel)
-        assert arguments.keys() == {*pointers, *integers}
-        assert all(isinstance(arguments[name], int) for name in integers)
+        known = jit.arguments_of(kernel)
+        assert arguments.keys() == known.parameters.keys()
+        values = [arguments[name] for name in known.parameters]
+        given = [x for v in values for x in (v if isinstance(v, tuple) else [v])]
+        pairs = [*zip(known.values.items(), given, strict=True)]
+        assert all(isinstance(value, int) == (element is None) for (_, element), value in pairs)
         if kernel.__name__ == "PlanKernel":  # its results are indices
-            for name in [*pointers][2:]:
-                arguments[name].zero_()
+            for value in [value for (_, element), value in pairs if element is not None][2:]:
+                value.zero_()
         seen.append((kernel.__name__, config))
 
     def check(device: Any, name: str, tensor: Any, dtype: Any, shape: Any) -> None:

@@ -64,12 +64,12 @@ def test_rows_are_multiplied_as_they_come(R: int, K: int, waves: int) -> None:
         wait_peers(ranks.buffers[0], part=0)
         got = fc1_act(ranks.rows[0], w1, plan.offsets, ACT, ready=words, **how)
         h = got[0]
-        grads = fc2_dgrad_dact(ranks.rows[0], w2, h, plan.offsets, ACT, ready=words, **how)
+        grads = fc2_dgrad_dact(ranks.rows[0], w2.mT, h, plan.offsets, ACT, ready=words, **how)
         torch.cuda.synchronize()
         for r in range(1, R):
             wait_peers(ranks.buffers[r], part=waves)
         wanted = fc1_act(ranks.rows[0], w1, plan.offsets, ACT, **how)
-        others = fc2_dgrad_dact(ranks.rows[0], w2, h, plan.offsets, ACT, **how)
+        others = fc2_dgrad_dact(ranks.rows[0], w2.mT, h, plan.offsets, ACT, **how)
         used = int(plan.offsets[-1])
         for ours, theirs in zip((*got, *grads), (*wanted, *others), strict=True):
             if ours.shape[0] != R * T * K:  # partial sums: rows are columns

@@ -129,12 +129,12 @@ class Kernels:
 
     class fc2_dgrad_dact:
         @staticmethod
-        def fc2_dgrad_dact(dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
+        def fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
             launches.append(("fc2_dgrad_dact", options.sm_margin))
             _check_waiting(ready, out)
             to_dh, to_a, to_parts = out or (None, None, None)
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
-            call = Fc2DgradCall(operand, Linear(w2_LDF), h_SH, plan, act)
+            call = Fc2DgradCall(operand, Linear(w2_LFD.mT), h_SH, plan, act)
             dh, a, dprob, *_ = reference.fc2_dgrad_dact(call)
             dh, a = written(to_dh, dh, offsets), written(to_a, a, offsets)
             if dprob is None:
@@ -162,22 +162,19 @@ class Kernels:
             v,
             offsets,
             *,
-            d_index_S,
-            v_index_S,
+            index_S,
             out_LOI,
             accumulate,
             zeros,
             order_L,
             options,
         ):
-            assert d_index_S is None or v_index_S is None
+            assert not (d.gather and v.gather) and (index_S is not None) == (d.gather or v.gather)
             launches.append(("wgrad", options.sm_margin))
             if order_L is not None:
                 assert sorted(order_L.tolist()) == list(range(len(offsets) - 1))
-            index = v_index_S if d_index_S is None else d_index_S
-            operands = Operand(d, d_index_S is not None), Operand(v, v_index_S is not None)
             into = None if out_LOI is None else Buffer(out_LOI, accumulate)
-            made = reference.wgrad(WgradCall(*operands, plan_of(offsets, index), into))
+            made = reference.wgrad(WgradCall(d, v, plan_of(offsets, index_S), into))
             if not zeros:
                 made[offsets.diff() == 0] = torch.nan
             return made

@@ -150,7 +150,7 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     ("change", "message"),
     [
         ({"w1_LHD": torch.zeros(3, 128, 128, dtype=BF16)}, "w1 must be on the CUDA device"),
-        ({"w1_LHD": _zeros(3, 64, 128)}, "the width 32 a multiple of 64"),
+        ({"w1_LHD": _zeros(3, 64, 128)}, "2 part.s. of N and 1 of K must be multiples of 64"),
         ({"w1_LHD": _zeros(3, 128, 128).mT}, "w1 must be contiguous"),
         ({"x": _zeros(128, 64)}, r"x must be torch.bfloat16 \[128, 128\]"),
         ({"offsets": _zeros(4, dtype=torch.int64)}, "offsets must be"),

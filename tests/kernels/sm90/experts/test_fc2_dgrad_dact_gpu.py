@@ -146,9 +146,9 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w2_LDF": torch.zeros(3, 128, 64, dtype=BF16)}, "w2 must be on the CUDA device"),
-        ({"w2_LDF": _zeros(3, 128, 96)}, "w2 is .* multiples of 64"),
-        ({"w2_LDF": _zeros(3, 64, 128).mT}, "w2 must be contiguous"),
+        ({"w2_LFD": torch.zeros(3, 128, 64, dtype=BF16).mT}, "w2 must be on the CUDA device"),
+        ({"w2_LFD": _zeros(3, 128, 96).mT}, "w2 is .* multiples of 64"),
+        ({"w2_LFD": _zeros(3, 64, 128)}, "w2 must be the transpose of contiguous weights"),
         ({"dy": _zeros(100, 128)}, r"dy must be torch.bfloat16 \[128, 128\]"),
         ({"h_SH": _zeros(128, 64)}, r"h must be torch.bfloat16 \[128, 128\]"),
         ({"offsets": _zeros(4, dtype=torch.int64)}, "offsets must be"),
@@ -159,6 +159,6 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 )
 def test_errors_name_the_argument(change, message):
     offsets = torch.tensor([0, 100, 120, 128], dtype=torch.int32, device="cuda")
-    given = {"dy": _zeros(128, 128), "w2_LDF": _zeros(3, 128, 64), "h_SH": _zeros(128, 128)}
+    given = {"dy": _zeros(128, 128), "w2_LFD": _zeros(3, 128, 64).mT, "h_SH": _zeros(128, 128)}
     with pytest.raises(ValueError, match=message):
         fc2_dgrad_dact(**{**given, "offsets": offsets, **change}, act=SWIGLU)

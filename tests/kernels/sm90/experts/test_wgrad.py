@@ -9,31 +9,32 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.experts.contraction import D, V
-from phalanx.kernels.sm90.experts.wgrad import WgradConfig, WgradKernel, choose, wgrad
-from phalanx.kernels.sm90.experts.wgrad_kernel import SMEM_BYTES
+from phalanx.kernels.expert_mlp.calls import Operand
+from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
+from phalanx.kernels.sm90.experts.wgrad import choose, wgrad
+from phalanx.kernels.sm90.experts.wgrad_kernel import SMEM_BYTES, WgradConfig, WgradKernel
 from phalanx.kernels.sm90.gemm.mainloop import THREADS
 from tests.kernels.sm90.sass import Sass
 
 ALL = [
     *(
-        WgradConfig(columns, fp32_out=fp32_out)
+        WgradConfig(Contraction(columns), fp32_out=fp32_out)
         for columns in (128, 192, 256)
         for fp32_out in (False, True)
     ),
-    *(WgradConfig(columns, True, True, ordered=True) for columns in (128, 192, 256)),
-    *(WgradConfig(columns, gathered=which) for columns in (128, 192, 256) for which in (D, V)),
-    *(WgradConfig(256, True, True, gathered=which) for which in (D, V)),
-    *(WgradConfig(columns, False, True, gathered=V) for columns in (192, 256)),
-    WgradConfig(256, fp32_out=True, zeros=False),
+    *(WgradConfig(Contraction(n), True, True, ordered=True) for n in (128, 192, 256)),
+    *(WgradConfig(Contraction(n, which)) for n in (128, 192, 256) for which in (D, V)),
+    *(WgradConfig(Contraction(256, which), True, True) for which in (D, V)),
+    *(WgradConfig(Contraction(n, V), False, True) for n in (192, 256)),
+    WgradConfig(Contraction(256), fp32_out=True, zeros=False),
 ]
 OFTEN = [
     *[
-        WgradConfig(128),
-        WgradConfig(192, fp32_out=True),
-        WgradConfig(256, True, True, ordered=True),
+        WgradConfig(Contraction(128)),
+        WgradConfig(Contraction(192), fp32_out=True),
+        WgradConfig(Contraction(256), True, True, ordered=True),
     ],
-    *[WgradConfig(256, gathered=D), WgradConfig(192, False, True, gathered=V)],
+    *[WgradConfig(Contraction(256, D)), WgradConfig(Contraction(192, V), False, True)],
     *ALL[-2:],
 ]
 CONFIGS = [
@@ -60,24 +61,24 @@ def code(request, tmp_path_factory) -> Iterator[Code]:
 
 
 def test_multiplies_with_wgmma(code):
-    shape = rf"HGMMA\.64x{code.config.columns}x16\.F32\.BF16"
+    shape = rf"HGMMA\.64x{code.config.math.columns}x16\.F32\.BF16"
     assert code.count(shape) == 8  # the first stage, and the loop over the others
     assert code.count(r"HGMMA.*\.tnspA\.tnspB") == code.count("HGMMA") == 8
     assert code.count("WARPGROUP.DEPBAR") == 2  # one wait a stage, one a tile: not serialised
 
 
 def test_loads_boxes_or_rows(code):
-    config, boxes = code.config, code.config.contraction.boxes
-    by_tma = [boxes[which] for which in (D, V) if which != config.gathered]
+    gathered, boxes = code.config.math.gathered, code.config.math.boxes
+    by_tma = [boxes[which] for which in (D, V) if which != gathered]
     assert code.count(r"UTMALDG\.2D") == 2 * sum(by_tma)
     # a whole stage, and one that ends an expert, in each half of a tile: 4 rows a thread
-    copies = 0 if config.gathered is None else 2 * 4 * sum(boxes)
+    copies = 0 if gathered is None else 2 * 4 * sum(boxes)
     assert code.count(r"LDGSTS\S*\.128") == copies
     assert "ATOMG" in code.text
 
 
 def test_stores_or_adds_by_tma(code):
-    blocks = code.config.columns // code.config.output.block
+    blocks = code.config.math.columns // code.config.output.block
     assert code.count(r"UTMAREDG\.3D\.ADD") == (blocks if code.config.add else 0)
     assert code.count(r"UTMASTG\.3D") == (
         0 if code.config.add else (1 + code.config.zeros) * blocks
@@ -113,12 +114,12 @@ def test_shared_memory_fits(code):
     ("options", "message"),
     [
         ({"columns": 100}, "columns=100: tiles have 128, 192 or 256"),
-        ({"gathered": 2}, "gathered=2"),
+        ({"columns": 256, "gathered": 2}, "gathered=2"),
     ],
 )
 def test_impossible_choices_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        WgradConfig(**options)
+        Contraction(**options)
 
 
 def test_chosen_tile_wastes_least():
@@ -131,9 +132,11 @@ INTS = dict(offsets=torch.tensor([0, 4, 8], dtype=torch.int32))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"d": torch.zeros(8, 96)}, "O=96, I=64, L=2: O and I must be positive multiples of 64"),
-        ({"v": torch.zeros(64)}, r"d, v and offsets must be \[S, O\], \[S, I\] and \[L \+ 1\]"),
-        ({"d_index_S": INTS["offsets"], "v_index_S": INTS["offsets"]}, "at most one of them"),
+        ({"d": Operand(torch.zeros(8, 96))}, "d has 96 channels in 1 part.s., each of which must"),
+        ({"v": Operand(torch.zeros(64))}, r"d and v must be matrices and offsets \[L \+ 1\]"),
+        ({"offsets": torch.zeros(1)}, "offsets must be .* at least one expert"),
+        (dict.fromkeys("dv", Operand(torch.zeros(8, 64), gather=True)), "gather at most one"),
+        ({"index_S": INTS["offsets"]}, "index_S: give it if an operand is gathered"),
         ({"accumulate": True}, "accumulate: needs out_LOI"),
         ({"dtype": torch.float16}, "out .or dtype. must be torch.bfloat16 or torch.float32"),
         ({"tile": 100}, "columns=100"),
@@ -141,6 +144,6 @@ INTS = dict(offsets=torch.tensor([0, 4, 8], dtype=torch.int32))
     ],
 )
 def test_arguments_are_checked(change, message):
-    given = {"d": torch.zeros(8, 64), "v": torch.zeros(8, 64), **INTS, **change}
+    given = {"d": Operand(torch.zeros(8, 64)), "v": Operand(torch.zeros(8, 64)), **INTS, **change}
     with pytest.raises(ValueError, match=message):
         wgrad(**given)

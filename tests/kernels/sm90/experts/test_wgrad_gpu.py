@@ -1,5 +1,7 @@
 """Kernel `wgrad` on a Hopper GPU: accuracy, ragged experts, gathered rows, determinism, capture."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 
@@ -60,17 +63,17 @@ class Problem:
             t[self.ends[-1] :] = float("nan")
             t[:before] = float("nan")
         self.offsets = torch.tensor([before, *self.ends], dtype=torch.int32, device="cuda")
-        self.given = {"d": self.d, "v": self.v}
+        self.given: dict[str, Any] = {"d": Operand(self.d), "v": Operand(self.v)}
         if gathered:
             used, rows = slice(before, self.ends[-1]), S + 100
             index = torch.randint(0, rows, (S,), generator=g, device="cuda").to(torch.int32)
             picked = index[used].long()
-            dense = self.given[gathered]
+            dense = self.given[gathered].matrix
             table = torch.full_like(self.draw(rows, dense.shape[1]), float("nan"))
             table[picked] = self.draw(rows, dense.shape[1])[picked]
             dense[used] = table[picked]
             index[: used.start], index[used.stop :] = -(2**31), 2**31 - 1
-            self.given = {**self.given, gathered: table, f"{gathered}_index_S": index}
+            self.given |= {gathered: Operand(table, gather=True), "index_S": index}
 
     def draw(self, *shape: int) -> Tensor:
         if self.integers:
@@ -159,15 +162,15 @@ def test_an_expert_does_not_see_its_neighbours(mode, gathered):
     p = Problem([130, 70, 65], 192, 320, gathered=gathered, before=13)
     clean = p.ours(mode)
     for name in ("d", "v"):
+        matrix = p.given[name].matrix.clone()
+        p.given[name] = p.given[name]._replace(matrix=matrix)
         if name == gathered:
-            p.given[name] = p.given[name].clone()
-            rows = p.given[f"{name}_index_S"]
+            rows = p.given["index_S"]
             others = torch.cat([rows[p.begins[0] : p.ends[0]], rows[p.begins[2] : p.ends[2]]])
             mine = rows[p.begins[1] : p.ends[1]].long()
-            p.given[name][mine[~torch.isin(mine, others.long())]] = float("nan")
+            matrix[mine[~torch.isin(mine, others.long())]] = float("nan")
         else:
-            p.given[name] = p.given[name].clone()
-            p.given[name][p.begins[1] : p.ends[1]] = float("nan")
+            matrix[p.begins[1] : p.ends[1]] = float("nan")
     ours = p.ours(mode)
     assert torch.equal(ours[[0, 2]], clean[[0, 2]])
     assert ours[1].isnan().all()
@@ -248,8 +251,9 @@ def test_experts_without_rows_may_be_left_alone(gathered):
 
 def test_result_is_made_if_none_is_given():
     p = Problem(COUNTS["ragged"], 192, 320)
-    assert torch.equal(wgrad(p.d, p.v, p.offsets), p.ours())
-    assert torch.equal(wgrad(p.d, p.v, p.offsets, dtype=FP32), p.ours("fp32"))
+    given = Operand(p.d), Operand(p.v), p.offsets
+    assert torch.equal(wgrad(*given), p.ours())
+    assert torch.equal(wgrad(*given, dtype=FP32), p.ours("fp32"))
 
 
 @pytest.mark.parametrize("gathered", GATHERED)
@@ -310,13 +314,19 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"v": torch.zeros(128, 64, dtype=BF16)}, "v must be on the CUDA device"),
-        ({"v": _zeros(127, 64)}, r"v must be torch.bfloat16 \[128, 64\]"),
+        ({"v": Operand(torch.zeros(128, 64, dtype=BF16))}, "v must be on the CUDA device"),
+        ({"v": Operand(_zeros(127, 64))}, r"v must be torch.bfloat16 \[128, 64\]"),
         ({"offsets": _zeros(4, dtype=torch.int64)}, "offsets must be"),
-        ({"d": _zeros(128, 128).mT}, "d must be contiguous"),
-        ({"d": _zeros(128 * 128 + 1)[1:].view(128, 128)}, "d must start at a multiple of 16"),
-        ({"v_index_S": _zeros(5, dtype=torch.int32)}, r"v_index must be torch.int32 \[128\]"),
-        ({"d_index_S": _zeros(5, dtype=torch.int32)}, r"d_index must be torch.int32 \[128\]"),
+        ({"d": Operand(_zeros(128, 128).mT)}, "d must be contiguous"),
+        ({"d": Operand(_zeros(128 * 128 + 1)[1:].view(128, 128))}, "d must start at a multiple"),
+        (
+            {"v": Operand(_zeros(9, 64), gather=True), "index_S": _zeros(5, dtype=torch.int32)},
+            r"index must be torch.int32 \[128\]",
+        ),
+        (
+            {"d": Operand(_zeros(9, 64), gather=True), "index_S": _zeros(5, dtype=torch.int32)},
+            r"index must be torch.int32 \[128\]",
+        ),
         ({"order_L": _zeros(2, dtype=torch.int32)}, r"order must be torch.int32 \[3\]"),
         ({"out_LOI": _zeros(3, 64, 128)}, r"out must be torch.bfloat16 \[3, 128, 64\]"),
         ({"tile": 100}, "columns=100"),
@@ -324,6 +334,7 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 )
 def test_errors_name_the_argument(change, message):
     offsets = torch.tensor([0, 100, 120, 128], dtype=torch.int32, device="cuda")
-    given = {"d": _zeros(128, 128), "v": _zeros(128, 64), "offsets": offsets, **change}
+    operands = {"d": Operand(_zeros(128, 128)), "v": Operand(_zeros(128, 64))}
+    given = {**operands, "offsets": offsets, **change}
     with pytest.raises(ValueError, match=message):
         wgrad(**given)

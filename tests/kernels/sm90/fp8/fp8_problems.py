@@ -20,9 +20,9 @@ from phalanx.kernels.quantize.blocks import (
     quantize_rows,
     quantize_weights,
 )
-from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
-from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
-from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from tests.kernels.problems import formula
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,
@@ -144,7 +144,7 @@ class Fp8RowsProblem(Fp8Problem):
     def ours(self, **options) -> Outputs:
         given = dict(bias_LN=self.bias, scale_S=self.scale, parts=self.parts)
         with prefilled():
-            return {"y": fp8_grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
+            return {"y": grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
 
     def exact(self) -> Outputs:
         y = self.product(self.dense, self.w_LNK, FP64)
@@ -185,7 +185,7 @@ class Fp8Fc1Problem(Fp8Problem):
     def ours(self, **options) -> Outputs:
         given = dict(index_S=self.index, bias_LH=self.bias, prob_S=self.prob)
         with prefilled():
-            h, a = fp8_fc1_act(self.x, self.w, self.offsets, self.act, **{**given, **options})
+            h, a = fc1_act(self.x, self.w, self.offsets, self.act, **{**given, **options})
         made = {"a": a.data.view(torch.uint8), "a_scale": a.scale}
         return made if h is None else {"h": h, **made}
 
@@ -258,7 +258,7 @@ class Fp8DgradProblem(Fp8Problem):
         given = dict(index_S=self.index, prob_S=self.prob)
         tensors = (self.dy, self.w, self.h, self.offsets)
         with prefilled():
-            dh, a, parts = fp8_fc2_dgrad_dact(*tensors, self.act, **{**given, **options})
+            dh, a, parts = fc2_dgrad_dact(*tensors, self.act, **{**given, **options})
         assert (parts is None) == (self.prob is None) and dh.data.dtype == self.dtype
         made = {"dh": dh.data.view(torch.uint8), "dh_scale": dh.scale}
         made |= {"a": a.data.view(torch.uint8), "a_scale": a.scale}

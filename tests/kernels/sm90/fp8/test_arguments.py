@@ -6,15 +6,17 @@ import torch
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
-from phalanx.kernels.sm90.fp8 import operands
-from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
-from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
-from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
+from phalanx.kernels.sm90.experts.tile_choice import choose, require_tile
+from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
-from phalanx.kernels.sm90.fp8.operands import row_pitch, rows_tile
-from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
+from phalanx.kernels.sm90.gemm import operands
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 
 OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
 E4M3 = torch.float8_e4m3fn
@@ -57,7 +59,7 @@ def test_impossible_tiles_are_refused(options, message):
 )
 def test_arguments_of_rows(change, message):
     with pytest.raises(ValueError, match=message):
-        fp8_grouped_gemm(**{**ROWS, **change}, offsets=OFFSETS)
+        grouped_gemm(**{**ROWS, **change}, offsets=OFFSETS)
 
 
 @pytest.mark.parametrize(
@@ -65,27 +67,30 @@ def test_arguments_of_rows(change, message):
     [
         ({"w1_LHD": quantized(2, 192, 192, blocks=(2, 2, 2))}, "2 part.s. of N and 1 of K"),
         ({"w1_LHD": quantized(2, 384, 96, blocks=(2, 4, 1))}, "must be multiples of 64"),
+        ({"w1_LHD": torch.zeros(2, 384, 192)}, "x in FP8, w1 in bf16: must be the same"),
         ({}, "w1 must be on a CUDA device, not on cpu"),
     ],
 )
 def test_arguments_of_fc1_act(change, message):
     with pytest.raises(ValueError, match=message):
-        fp8_fc1_act(**{**FC1, **change}, offsets=OFFSETS)
+        fc1_act(**{**FC1, **change}, offsets=OFFSETS)
 
 
 @pytest.mark.parametrize(
     "data", [torch.zeros(8, 200, dtype=E4M3)[:, :192], torch.zeros(192, 8, dtype=E4M3).T]
 )
 def test_rows_that_lie_apart_begin_at_multiples_of_16_bytes(data):
-    with pytest.raises(ValueError, match="x: rows must be contiguous and begin at multiples of 16"):
-        row_pitch(torch.device("cuda"), "x", Quantized(data, torch.ones(8, 2)))
+    with pytest.raises(
+        ValueError, match="x: rows must be .* contiguous and begin at multiples of 16"
+    ):
+        operands.rows("x", Quantized(data, torch.ones(8, 2)), (8, 192))
 
 
 def test_rows_as_they_travel_can_be_read(monkeypatch):
     monkeypatch.setattr(operands, "require", lambda device, **arguments: None)
     packed = unpack_rows(torch.zeros(8, row_bytes(192), dtype=torch.uint8), 192, E4M3)
-    assert row_pitch(packed.data.device, "x", packed) == row_bytes(192)
-    assert row_pitch(packed.data.device, "x", ROWS["a"]) == 192
+    assert operands.rows("x", packed, (8, 192)).pitch == row_bytes(192)
+    assert operands.rows("x", ROWS["a"], (8, 192)).pitch == 192
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_rows_as_they_travel_can_be_read(monkeypatch):
 def test_arguments_of_fc2_dgrad_dact(change, message):
     given = dict(dy=ROWS["a"], w2_LFD=quantized(2, 128, 192, blocks=(2, 1, 2)), act=FC1["act"])
     with pytest.raises(ValueError, match=message):
-        fp8_fc2_dgrad_dact(**{**given, **change}, h_SH=torch.zeros(8, 256), offsets=OFFSETS)
+        fc2_dgrad_dact(**{**given, **change}, h_SH=torch.zeros(8, 256), offsets=OFFSETS)
 
 
 def columns(channels: int, tokens: int = 256, blocks: str = "square") -> QuantizedColumns:
@@ -110,14 +115,20 @@ def columns(channels: int, tokens: int = 256, blocks: str = "square") -> Quantiz
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"d": columns(192, blocks="vector")}, "d is in vector blocks and v in square ones"),
+        ({"d": Operand(columns(192, blocks="vector"))}, "d is in vector and v is in square: must"),
+        ({"d": Operand(torch.zeros(256, 192))}, "d is in bf16 and v is in square: must"),
         (
-            {"d": columns(192, blocks="vector"), "v": columns(128, blocks="vector"), "tile": 256},
+            {
+                "d": Operand(columns(192, blocks="vector")),
+                "v": Operand(columns(128, blocks="vector")),
+                "tile": 256,
+            },
             "columns=256: 128 in `vector` blocks",
         ),
-        ({"d": columns(96)}, "O=96 in 1 part.s., I=128, T=256, L=2"),
-        ({"parts": 2}, "O=192 in 2 part.s., I=128, T=256, L=2: a part of O and I must be"),
-        ({"d": columns(192, 192)}, "I=128, T=192, L=2: .* T one of 128"),
+        ({"d": Operand(columns(96))}, "d has 96 channels in 1 part.s., each of which must be"),
+        ({"d": Operand(columns(192), parts=2)}, "d has 192 channels in 2 part.s., each of which"),
+        ({"v": Operand(columns(128), parts=2)}, "v must be in one part, not 2"),
+        ({"d": Operand(columns(192, 192))}, "d has 192 tokens: must be a multiple of 128"),
         ({"accumulate": True}, "accumulate: needs out_LOI"),
         ({"dtype": torch.float16}, "out .or dtype. must be torch.bfloat16 or torch.float32"),
         ({"tile": 100}, "columns=100"),
@@ -125,12 +136,22 @@ def columns(channels: int, tokens: int = 256, blocks: str = "square") -> Quantiz
     ],
 )
 def test_arguments_of_wgrad(change, message):
-    given = {"d": columns(192), "v": columns(128), **change}
+    given = {"d": Operand(columns(192)), "v": Operand(columns(128)), **change}
     with pytest.raises(ValueError, match=message):
-        fp8_wgrad(**given, column_offsets=OFFSETS)
+        wgrad(**given, offsets=OFFSETS)
 
 
 def test_the_tile_that_wastes_little_is_chosen():
-    assert [rows_tile(n) for n in (64, 192, 256, 2048, 2880, 5760, 7168)] == [
-        *(192, 192, 256, 256, 192, 256, 256)
-    ]
+    widths = (64, 192, 256, 2048, 2880, 5760, 7168)
+    chosen = [choose("grouped_gemm", ROWS["a"], n, 192).columns for n in widths]
+    assert chosen == [192, 192, 256, 256, 192, 256, 256]
+
+
+def test_a_tile_is_for_one_format():
+    e5m2 = Fp8Mainloop(256, rows_format="e5m2")
+    for loop in (Mainloop(256), e5m2):
+        with pytest.raises(ValueError, match="loop must be a tile for rows in e4m3"):
+            require_tile(loop, ROWS["a"])
+    with pytest.raises(ValueError, match="loop must be a tile for rows in bf16"):
+        require_tile(e5m2, torch.zeros(8, 64, dtype=torch.bfloat16))
+    require_tile(Fp8Mainloop(256), ROWS["a"])

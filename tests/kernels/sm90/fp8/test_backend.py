@@ -54,7 +54,7 @@ def written_fp8(out: Quantized | None, made: Quantized, offsets: Tensor) -> Quan
     return out or made
 
 
-def fp8_fc1_act(x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, options):
+def fc1_act(x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, options):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w1_LHD, act.facts.halves)
     given = dequantize_rows(x).bfloat16(), Linear(values.bfloat16(), bias_LH)
@@ -64,14 +64,17 @@ def fp8_fc1_act(x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, re
     return written(to_h, h, offsets) if keep_h else None, a
 
 
-def fp8_grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, options):
+def grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, options):
     plan = ExpertPlan(None, scale_S, offsets, None)
     values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
     given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
     return written(out_SN, reference.rows(RowsCall(*given, plan)), offsets)
 
 
-def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
+def fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
+    if isinstance(dy, Tensor):  # a recipe with weight gradients in bf16
+        how = dict(index_S=index_S, prob_S=prob_S, ready=ready, out=out, options=options)
+        return Kernels.fc2_dgrad_dact.fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, **how)
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w2_LFD).bfloat16().mT
     given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
@@ -82,25 +85,27 @@ def fp8_fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready
     return dh, a, None if dprob is None else written(to_parts, dprob[None], offsets, 1)
 
 
-def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, options):
-    T = d.data_CT.shape[1]
+def wgrad(d, v, offsets, *, index_S=None, out_LOI, accumulate, zeros, order_L, options):
+    how = dict(out_LOI=out_LOI, accumulate=accumulate, zeros=zeros, order_L=order_L)
+    if isinstance(d.matrix, Tensor):
+        return Kernels.wgrad.wgrad(d, v, offsets, index_S=index_S, options=options, **how)
+    assert index_S is None
+    T = d.matrix.data_CT.shape[1]
     all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
-    operands = (
-        Operand(dequantize_columns(q, all_T, T, n).bfloat16()) for q, n in ((d, parts), (v, 1))
-    )
-    plan = ExpertPlan(None, None, column_offsets, None)
+    operands = (Operand(dequantize_columns(x.matrix, all_T, T, x.parts).bfloat16()) for x in (d, v))
+    plan = ExpertPlan(None, None, offsets, None)
     into = None if out_LOI is None else Buffer(out_LOI, accumulate)
     made = reference.wgrad(WgradCall(*operands, plan, into))
     if not zeros:
-        made[column_offsets.diff() == 0] = torch.nan
+        made[offsets.diff() == 0] = torch.nan
     return made
 
 
 STAND_INS = {
-    "fc1_act": fp8_fc1_act,
-    "grouped_gemm": fp8_grouped_gemm,
-    "fc2_dgrad_dact": fp8_fc2_dgrad_dact,
-    "wgrad": fp8_wgrad,
+    "fc1_act": fc1_act,
+    "grouped_gemm": grouped_gemm,
+    "fc2_dgrad_dact": fc2_dgrad_dact,
+    "wgrad": wgrad,
 }
 
 
@@ -109,10 +114,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     if "signature" in request.node.name:
         return
     for name, function in STAND_INS.items():
-        module = ModuleType(f"phalanx.kernels.sm90.fp8.{name}")
+        module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
         vars(module)[function.__name__] = function
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("bias_grad", "combine", "fc2_dgrad_dact", "wgrad"):
+    for name in ("bias_grad", "combine"):
         part = getattr(Kernels, name)
         module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
         vars(module)[name] = getattr(part, name)
@@ -139,7 +144,7 @@ def dprob(partial_CS: Tensor, offsets: Tensor, *, table_NL: Any, index_S: Any) -
 def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
     function = STAND_INS[name]
     real = inspect.signature(
-        getattr(import_module(f"phalanx.kernels.sm90.fp8.{name}"), function.__name__)
+        getattr(import_module(f"phalanx.kernels.sm90.experts.{name}"), function.__name__)
     ).parameters
     ours = inspect.signature(function).parameters
     assert set(ours) <= set(real)
@@ -226,12 +231,12 @@ def test_gemms_of_replicas_leave_sms_to_transposes_too(monkeypatch: pytest.Monke
 
     def recorded(*given, options, **how):
         margins.append(options.sm_margin)
-        return fp8_grouped_gemm(*given, options=options, **how)
+        return grouped_gemm(*given, options=options, **how)
 
     margins: list[int] = []
-    module = sys.modules["phalanx.kernels.sm90.fp8.grouped_gemm"]
+    module = sys.modules["phalanx.kernels.sm90.experts.grouped_gemm"]
     monkeypatch.setattr(transpose_overlap, "overlap_transposes", overlapped)
-    monkeypatch.setattr(module, "fp8_grouped_gemm", recorded)
+    monkeypatch.setattr(module, "grouped_gemm", recorded)
     p = make(Activation("swiglu"), torch.bfloat16, L=6, D=192, width=160)
     compare(p, 4, MLPSpec(p.act, "fused", accumulate=True, recipe=Fp8Block()))
     assert margins == [0, 0, 8, 8, 0, 8]  # forward and backward: of both, then of all in one

@@ -8,7 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.sm90.fp8.grouped_gemm import fp8_grouped_gemm
+from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, Fp8RowsProblem, exact_in_bf16
 from tests.kernels.sm90.gemm.gemm_problems import (
@@ -68,7 +68,7 @@ def test_sums_are_promoted(tile):
     out too small."""
     p = Fp8RowsProblem([256, 200], 256, 7168, padding=0)
     a, w = (t.data.float().abs().to(t.data.dtype) for t in (p.a, p.w))
-    made = fp8_grouped_gemm(
+    made = grouped_gemm(
         Quantized(a, p.a.scale), Quantized(w, p.w.scale), p.offsets, loop=Fp8Mainloop(tile)
     )
     exact = p.product(p.dense.abs(), p.w_LNK.abs(), torch.float64)
@@ -97,7 +97,7 @@ def test_scales_of_any_strides():
     wide = torch.full((p.L, 5, 7), float("nan"), device="cuda")
     wide[:, :4, :3] = p.w.scale
     given = (Quantized(p.a.data, blocks_first), Quantized(p.w.data, wide[:, :4, :3]), p.offsets)
-    assert torch.equal(fp8_grouped_gemm(*given)[: p.used], clean)
+    assert torch.equal(grouped_gemm(*given)[: p.used], clean)
 
 
 def test_a_poisoned_block_reaches_its_row_only():

@@ -8,6 +8,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import (
     QuantizedColumns,
@@ -16,7 +17,7 @@ from phalanx.kernels.quantize.blocks import (
     quantize_columns,
 )
 from phalanx.kernels.quantize.recipe import TokenBlocks
-from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
+from phalanx.kernels.sm90.experts.wgrad import wgrad
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, Fp8Problem
 from tests.kernels.sm90.gemm.gemm_problems import BF16, FP32, FP64
 
@@ -67,6 +68,10 @@ class WgradProblem(Fp8Problem):
         q.scale[used // 128 :] = float("nan")
         return q, dense
 
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        return Operand(self.d, parts=self.parts), Operand(self.v)
+
     def start(self) -> Tensor:
         g = torch.Generator("cuda").manual_seed(1)
         drawn = torch.randint(-50, 51, (self.L, *self.shape), generator=g, device="cuda")
@@ -79,8 +84,8 @@ class WgradProblem(Fp8Problem):
         room = torch.full((count + 2 * GUARD,), 7.0, dtype=dtype, device="cuda")
         out = room[GUARD : GUARD + count].view(self.L, *self.shape)
         out.copy_(self.start() if add else torch.full_like(out, float("nan")))
-        given = dict(parts=self.parts, out_LOI=out, accumulate=add, **options)
-        assert fp8_wgrad(self.d, self.v, self.ends_T, **given) is out
+        given = dict(out_LOI=out, accumulate=add, **options)
+        assert wgrad(*self.operands, self.ends_T, **given) is out
         assert (room[:GUARD] == 7).all() and (room[GUARD + count :] == 7).all()
         return out
 
@@ -105,7 +110,7 @@ def test_experts_without_rows_may_be_left_alone(blocks):
     p = WgradProblem([130, 0, 64, 0], 192, 320, blocks=blocks)
     want = p.ours()
     got = torch.full_like(want, 3)
-    fp8_wgrad(p.d, p.v, p.ends_T, out_LOI=got, zeros=False)
+    wgrad(*p.operands, p.ends_T, out_LOI=got, zeros=False)
     assert torch.equal(got[::2], want[::2]) and (got[1::2] == 3).all()
 
 
@@ -159,7 +164,7 @@ def test_many_tokens():
 
 def test_default_output():
     p = WgradProblem(EDGES["ragged"], 192, 320, integers=True)
-    made = fp8_wgrad(p.d, p.v, p.ends_T)
+    made = wgrad(*p.operands, p.ends_T)
     assert made.dtype == BF16 and torch.equal(made, p.exact().to(FP32).to(BF16))
 
 
@@ -210,14 +215,14 @@ def test_counter_is_left_at_zero():
 
 def test_a_graph_serves_every_routing():
     p = WgradProblem([300, 200, 100, 400], 192, 320, padding=0)
-    out = fp8_wgrad(p.d, p.v, p.ends_T, dtype=FP32)
+    out = wgrad(*p.operands, p.ends_T, dtype=FP32)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fp8_wgrad(p.d, p.v, p.ends_T, out_LOI=out)
+        wgrad(*p.operands, p.ends_T, out_LOI=out)
     for ends in ([128, 128, 512, 1024], [0, 0, 1024, 1024], [0, 0, 0, 0]):
         p.ends_T[1:].copy_(torch.tensor(ends))
         graph.replay()
-        assert torch.equal(out, fp8_wgrad(p.d, p.v, p.ends_T, dtype=FP32))
+        assert torch.equal(out, wgrad(*p.operands, p.ends_T, dtype=FP32))
 
 
 def test_host_never_waits():
@@ -225,7 +230,7 @@ def test_host_never_waits():
     expected = p.ours("fp32")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ours = fp8_wgrad(p.d, p.v, p.ends_T, dtype=FP32)
+        ours = wgrad(*p.operands, p.ends_T, dtype=FP32)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(ours, expected)

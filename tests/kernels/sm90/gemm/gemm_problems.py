@@ -269,7 +269,7 @@ class DgradProblem(Problem):
 
     def ours(self, **options) -> Outputs:
         given = dict(index_S=self.index, prob_S=self.prob)
-        tensors = (self.dy, self.w, self.h, self.offsets)
+        tensors = (self.dy, self.w.mT, self.h, self.offsets)
         with prefilled():
             dh, a, parts = fc2_dgrad_dact(*tensors, self.act, **{**given, **options})
         assert (parts is None) == (self.prob is None)

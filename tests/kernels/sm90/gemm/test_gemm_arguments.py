@@ -36,7 +36,7 @@ def test_impossible_tiles_are_refused(options, message):
         ({"w_LNK": torch.zeros(2, 128, 96)}, r"w is \[2, 128, 96\]: .* multiples of 64"),
         ({"w_LNK": torch.zeros(128, 64)}, r"w must be \[L, N, K\]"),
         ({"bias_LN": torch.zeros(2, 128)}, "bias and scale"),
-        ({}, "a must be on a CUDA device, not on cpu"),
+        ({}, "w must be on a CUDA device, not on cpu"),
     ],
 )
 def test_arguments_of_grouped_gemm(change, message):
@@ -49,9 +49,9 @@ def test_arguments_of_grouped_gemm(change, message):
     ("change", "message"),
     [
         ({"w1_LHD": torch.zeros(2, 128, 96)}, r"w1 is \[2, 128, 96\]: .* multiples of 64"),
-        ({"w1_LHD": torch.zeros(2, 192, 64)}, "w1 must be .* the width 96 a multiple of 64"),
+        ({"w1_LHD": torch.zeros(2, 192, 64)}, r"w1 is \[2, 192, 64\]: 2 part.s. of N and 1 of K"),
         ({"w1_LHD": torch.zeros(2, 64, 128).mT}, "w1 must be contiguous"),
-        ({}, "x must be on a CUDA device, not on cpu"),
+        ({}, "w1 must be on a CUDA device, not on cpu"),
     ],
 )
 def test_arguments_of_fc1_act(change, message):
@@ -63,13 +63,13 @@ def test_arguments_of_fc1_act(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w2_LDF": torch.zeros(2, 64, 96)}, r"w2 is \[2, 64, 96\]: .* multiples of 64"),
-        ({"w2_LDF": torch.zeros(2, 128, 64).mT}, "w2 must be contiguous"),
-        ({}, "dy must be on a CUDA device, not on cpu"),
+        ({"w2_LFD": torch.zeros(2, 64, 96).mT}, r"w2 is \[2, 96, 64\]: .* multiples of 64"),
+        ({"w2_LFD": torch.zeros(2, 128, 64)}, "w2 must be the transpose of contiguous weights"),
+        ({}, "w2 must be on a CUDA device, not on cpu"),
     ],
 )
 def test_arguments_of_fc2_dgrad_dact(change, message):
-    given = {"dy": torch.zeros(8, 64), "w2_LDF": torch.zeros(2, 64, 128), **change}
+    given = {"dy": torch.zeros(8, 64), "w2_LFD": torch.zeros(2, 64, 128).mT, **change}
     with pytest.raises(ValueError, match=message):
         fc2_dgrad_dact(**given, h_SH=torch.zeros(8, 256), offsets=OFFSETS, act=SWIGLU)
 

@@ -22,6 +22,7 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.fp8.act import Fp8Act
 from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
+from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
@@ -88,12 +89,12 @@ def compile_and_read(number: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.artifacts.CUBIN)
         sass, usage = disassembled(cubin)
-    program = Program(export(compiled, "k"), "k", *map(len, arguments_of(kernel)))
+    program = Program(export(compiled, "k"), "k", arguments_of(kernel).kinds)
     launches = []
     if recording.VARIABLE in os.environ:
-        pointers, integers = arguments_of(kernel)
-        addresses = [4096 * (n + 1) for n in range(len(pointers))]
-        program(0, addresses, [512] * len(integers), 7)
+        elements = arguments_of(kernel).values.values()
+        values = [512 if e is None else 4096 * (n + 1) for n, e in enumerate(elements)]
+        program(0, values, 7)
         launches = recording.Runtime().launches()
     facts = re.findall(r"Function (\S+?):\s*\n\s*(REG.*)", usage)
     return Code(
@@ -161,7 +162,13 @@ def gemm(code, config) -> Code:
 
 
 def _in_fp8(config: Any) -> bool:
-    return isinstance(getattr(config, "mainloop", None), Fp8Mainloop)
+    loop = getattr(config, "mainloop", None)
+    return isinstance(loop, Fp8Mainloop) or isinstance(_math(config), Fp8Contraction)
+
+
+def _math(config: Any) -> Any:
+    """The product of a weight gradient."""
+    return getattr(config, "math", None)
 
 
 @pytest.fixture
@@ -306,7 +313,7 @@ def test_registers_and_stages_of_grouped_gemms(grouped, config, launches):
 
 def test_fp8_is_multiplied_block_by_block_and_promoted(fp8, config):
     """4 steps of 32 channels into each temporary accumulator, a wait, one FFMA an accumulator."""
-    loop = config.mainloop
+    loop = config.mainloop if _math(config) is None else _math(config).mainloop
     rows = loop.rows_format.upper()
     assert _count(r"\bQGMMA\b", fp8.sass) == 4 * (loop.columns // loop.part)
     shape = rf"QGMMA\.64x{loop.part}x32\.F32\.{rows}\.E4M3"
@@ -362,11 +369,11 @@ def test_registers_and_stages_in_fp8(fp8_grouped, config, launches):
 
 def test_weight_gradients_in_fp8(fp8_wgrad, config, launches):
     """Boxes of both operands, stored or added in blocks; as many stages as fit."""
-    sass, loop, output = fp8_wgrad.sass, config.mainloop, config.output
+    sass, loop, output = fp8_wgrad.sass, config.contraction.mainloop, config.output
     blocks = loop.columns // output.block
     # Products of scales: one for an accumulator, or for a row of 64 or 128 columns.
     wide = 64 if loop.columns == 192 else 128
-    products = loop.columns // 2 if config.vector else loop.columns // wide
+    products = loop.columns // 2 if config.math.vector else loop.columns // wide
     assert products <= _count(r"\bFMUL\b", sass) < products + 8
     assert _count(r"UTMALDG\.3D", sass) == 2 and _count(r"UTMALDG\.4D", sass) == 4
     assert _count(r"UTMAREDG\.3D\.ADD", sass) == (blocks if config.add else 0)

@@ -4,20 +4,22 @@ Run in processes whose runtime only takes notes, see `recording`; so no GPU is n
 """
 
 import shutil
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.jit import launch
+from phalanx.kernels.sm90.jit.pointers import arguments_of
 from tests.kernels.sm90 import recording
-from tests.kernels.sm90.echo import EchoConfig, EchoKernel
+from tests.kernels.sm90.echo import EchoConfig, EchoKernel, RecordKernel
 
 HEAD = """
 import json, sys, threading, time
 from phalanx.kernels.cache import statistics
 from phalanx.kernels.sm90.jit import launch as device
-from tests.kernels.sm90.echo import EchoConfig, EchoKernel
+from tests.kernels.sm90.echo import Buffer, EchoConfig, EchoKernel, RecordKernel
 from tests.kernels.sm90.recording import Address, Runtime, as_device
 
 runtime = Runtime()
@@ -61,6 +63,38 @@ print(json.dumps([words(notes), [n["grid"][0] for n in notes], [n["block"][0] fo
         [0, 16, 2, 3],
     ]
     assert grids == [9, 1] and blocks == [32, 32] and streams == [77, 77]
+
+
+def test_values_of_records_arrive_in_their_places(run):
+    script = """
+with as_device():
+    device.launch(RecordKernel, EchoConfig(), other=Buffer(100, None, 200), b=Address(32),
+                  buffer=Buffer(1, Address(0x7f0000001234), 2), blocks=3)
+    try:
+        misaligned = Buffer(0, Address(6), 0)
+        device.launch(RecordKernel, EchoConfig(), other=misaligned, b=None, buffer=misaligned,
+                      blocks=3)
+    except ValueError as e:
+        said = str(e)
+notes = runtime.launches()
+print(json.dumps([words(notes), notes[0]["grid"][0], said]))
+"""
+    words, blocks, said = run(script)
+    assert words == [[0x7F0000001234, 32, 101, 202]] and blocks == 3
+    assert said == "RecordKernel: buffer.a must start at a multiple of 4 bytes"
+
+
+def test_arguments_are_those_of_the_annotations():
+    known = arguments_of(RecordKernel)
+    assert [*known.parameters] == ["blocks", "buffer", "b", "other"] and known.kinds == "iiQiQiQi"
+    assert [*known.values][1:4] == ["buffer.first", "buffer.a", "buffer.second"]
+    assert known.values["buffer.a"].align == 4 and known.values["b"].align == 16
+
+    class Wrong(EchoKernel):
+        def __call__(self, a: int, stream: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="Wrong: a: .* is no pointer, Int32 or record"):
+        arguments_of(Wrong)
 
 
 def test_each_device_is_loaded_once_and_made_current(run):

@@ -18,10 +18,6 @@ MULTIPLY = {
     "Fc1Kernel",
     "DgradKernel",
     "WgradKernel",
-    "Fp8GroupedGemmKernel",
-    "Fp8Fc1Kernel",
-    "Fp8DgradKernel",
-    "Fp8WgradKernel",
 }
 
 

@@ -1,0 +1,219 @@
+"""Operands of the grouped GEMMs: checked where they enter, and an argument of a kernel each.
+
+An operand is a tensor in bf16, or a `Quantized` in FP8. `rows` and `weights` check one and return
+the record by which kernels take it, so that a launcher and a kernel state an operand once,
+whatever its format. A main loop makes tensors of the records (`Mainloop.operands`).
+
+Legend: R rows, C channels, L experts, N and K channels out and in of weights.
+"""
+
+from typing import NamedTuple
+
+import torch
+from cutlass import Int32
+from torch import Tensor
+
+from phalanx.kernels.quantize.blocks import Quantized, block_count
+from phalanx.kernels.sm90.jit.arguments import require
+from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr
+
+type Matrix = Tensor | Quantized
+"""bf16, or FP8 with a scale for 128 channels of a row or 128 x 128 of weights."""
+E4M3 = torch.float8_e4m3fn
+FORMATS = {torch.bfloat16: "bf16", E4M3: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class Rows(NamedTuple):
+    """Rows as an argument: tensors and ints at a launch, pointers and Int32 in a kernel."""
+
+    data: BytesPtr
+    """[R, parts * channels]; a row is contiguous."""
+    scale: Fp32Ptr
+    """fp32 [R, blocks of the channels], of any strides; null in bf16."""
+    rows: Int32
+    channels: Int32
+    """Channels of a part, a multiple of 64."""
+    parts: Int32
+    """Parts of the channels, in each of which blocks restart; 1 in bf16."""
+    pitch: Int32
+    """Elements from a row to the next one."""
+    scale_row: Int32
+    """Stride of the scales from a row to the next one."""
+    scale_block: Int32
+    """Stride of the scales from a block to the next one."""
+
+
+class Weights(NamedTuple):
+    """Stacked weights as an argument: tensors and ints at a launch, pointers and Int32 in a
+    kernel."""
+
+    data: BytesPtr
+    """[L, N, parts * channels], or the transpose of a contiguous tensor in bf16."""
+    scale: Fp32Ptr
+    """fp32 [L, blocks of N, blocks of K], of any strides; null in bf16."""
+    experts: Int32
+    columns: Int32
+    """N, a multiple of 64."""
+    channels: Int32
+    """Channels of a part of K, a multiple of 64."""
+    parts: Int32
+    """Parts of K, in each of which blocks restart; 1 in bf16."""
+    blocks: Int32
+    """Blocks of N."""
+    scale_expert: Int32
+    """Stride of the scales from an expert to the next one."""
+    scale_n: Int32
+    """Stride of the scales from a block of N to the next one."""
+    scale_k: Int32
+    """Stride of the scales from a block of K to the next one."""
+
+
+def data_of(x: Matrix) -> Tensor:
+    """The elements of an operand, in FP8 without their scales."""
+    return x.data if isinstance(x, Quantized) else x
+
+
+def format_of(name: str, x: Matrix) -> str:
+    """Format of rows, as tiles name it: `bf16`, `e4m3` or `e5m2`.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    dtype, quantized = data_of(x).dtype, isinstance(x, Quantized)
+    if dtype not in FORMATS or (dtype == torch.bfloat16) == quantized:
+        wanted = "float8_e4m3fn or e5m2" if quantized else "bfloat16"
+        raise ValueError(f"{name} must be torch.{wanted}, not {dtype}")
+    return FORMATS[dtype]
+
+
+def rows(name: str, x: Matrix, shape: tuple[int, int], parts: int = 1) -> Rows:
+    """Check rows and return them as an argument.
+
+    Args:
+        name: name of the argument.
+        x: bf16, contiguous; or FP8, where rows begin at multiples of 16 bytes.
+        shape: R and C. parts: parts of C in FP8.
+
+    Raises:
+        ValueError: shape, dtype, strides, alignment or device.
+    """
+    device = data_of(x).device
+    if not isinstance(x, Quantized):
+        require(device, **{name: (x, torch.bfloat16, shape)})
+    elif x.data.is_contiguous():
+        require(device, **{name: (x.data, x.data.dtype, shape)})
+    else:
+        if x.data.stride(-1) != 1 or x.data.stride(0) % 16 or tuple(x.data.shape) != shape:
+            raise ValueError(
+                f"{name}: rows must be {list(shape)}, contiguous and begin at multiples of 16 "
+                f"bytes, not {list(x.data.shape)} of strides {list(x.data.stride())}"
+            )
+        require(device, **{name: (x.data[:1], x.data.dtype, None)})
+    if isinstance(x, Quantized):
+        require_scales(device, f"{name}'s scale", x.scale, (shape[0], block_count(shape[1], parts)))
+    return as_rows(x, parts)
+
+
+def as_rows(x: Matrix, parts: int = 1) -> Rows:
+    """Rows that need no check as an argument."""
+    data = data_of(x)
+    R, C = data.shape
+    pitch = C if data.is_contiguous() else data.stride(0)
+    if isinstance(x, Quantized):
+        return Rows(data, x.scale, R, C // parts, parts, pitch, *x.scale.stride())
+    return Rows(data, None, R, C, 1, pitch, 0, 0)
+
+
+def new_rows(
+    like: Matrix, R: int, C: int, parts: int = 1, dtype: torch.dtype | None = None
+) -> Matrix:
+    """Rows to write to, in the format of others; `dtype` replaces the one of data in FP8."""
+    if not isinstance(like, Quantized):
+        return like.new_empty(R, C)
+    scale = like.scale.new_empty(R, block_count(C, parts))
+    return Quantized(like.data.new_empty(R, C, dtype=dtype or like.data.dtype), scale)
+
+
+def require_output(
+    name: str,
+    x: Matrix,
+    like: Matrix,
+    shape: tuple[int, int],
+    parts: int = 1,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check rows that a caller gave to be written to, which are as `new_rows` makes them.
+
+    Raises:
+        ValueError: shape, dtype, strides, alignment or device.
+    """
+    device = data_of(like).device
+    if not isinstance(like, Quantized) or not isinstance(x, Quantized):
+        require_same_format(**{"the operands": like, name: x})
+        require(device, **{name: (data_of(x), torch.bfloat16, shape)})
+        return
+    scale = (x.scale, torch.float32, (shape[0], block_count(shape[1], parts)))
+    data = (x.data, dtype or like.data.dtype, shape)
+    require(device, **{name: data, f"{name}'s scale": scale})
+
+
+def weights(
+    device: torch.device, name: str, w: Matrix, *, n_parts: int = 1, k_parts: int = 1
+) -> Weights:
+    """Check stacked weights and return them as an argument.
+
+    Args:
+        device: device of the call's tensors. name: name of the argument.
+        w: bf16 [L, N, K], contiguous or the transpose of a contiguous [L, K, N]; or e4m3 [L, N, K],
+            contiguous. N and K are multiples of 64.
+        n_parts, k_parts: parts of N and of K, multiples of 64, in each of which blocks restart.
+
+    Raises:
+        ValueError: shape, dtype, strides, alignment or device.
+    """
+    data = data_of(w)
+    shape = list(data.shape)
+    if len(shape) != 3 or not all(shape):
+        raise ValueError(f"{name} must be [L, N, K], not empty, but is {shape}")
+    L, N, K = shape
+    if N % (64 * n_parts) or K % (64 * k_parts):
+        raise ValueError(
+            f"{name} is {shape}: {n_parts} part(s) of N and {k_parts} of K must be multiples of 64"
+        )
+    if not isinstance(w, Quantized):
+        require(device, **{name: (w.mT if is_transposed(w) else w, torch.bfloat16, None)})
+        return Weights(data, None, L, N, K, 1, 0, 0, 0, 0)
+    require(device, **{name: (data, E4M3, None)})
+    blocks = block_count(N, n_parts)
+    require_scales(device, f"{name}'s scale", w.scale, (L, blocks, block_count(K, k_parts)))
+    return Weights(data, w.scale, L, N, K // k_parts, k_parts, blocks, *w.scale.stride())
+
+
+def is_transposed(w: Matrix) -> bool:
+    """True if weights are the transpose of contiguous ones."""
+    return not data_of(w).is_contiguous()
+
+
+def require_scales(device: torch.device, name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+    """Check scales, of which only the strides are free.
+
+    Raises:
+        ValueError: shape, dtype or device.
+    """
+    if scale.dtype != torch.float32 or scale.shape != shape or scale.device != device:
+        raise ValueError(
+            f"{name} must be torch.float32 {list(shape)} on {device}, not {scale.dtype} "
+            f"{list(scale.shape)} on {scale.device}"
+        )
+
+
+def require_same_format(**operands: Matrix) -> None:
+    """Check that operands are all in bf16 or all in FP8.
+
+    Raises:
+        ValueError: they are not.
+    """
+    found = {name: isinstance(x, Quantized) for name, x in operands.items()}
+    if len({*found.values()}) > 1:
+        said = ", ".join(f"{name} in {'FP8' if fp8 else 'bf16'}" for name, fp8 in found.items())
+        raise ValueError(f"{said}: must be the same")
