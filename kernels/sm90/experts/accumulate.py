@@ -121,11 +121,14 @@ class Store:
         config = self.config
         top, left = row * MMA_GROUPS + self.group, column * (config.columns // config.block)
         if top * _ROWS < self.shape[0]:
+            # The last tile's blocks drained under this one's product: the wait is short, and all
+            # buffers are free after it.
             self._wait(0)
             for j in cutlass.range_constexpr(config.columns // config.block):
                 if (left + j) * config.block < self.shape[1]:
                     buffer = j % config.buffers
                     if cutlass.const_expr(j >= config.buffers):
+                        # The store that used this buffer is the oldest one in flight.
                         self._wait(config.buffers - 1)
                     # The first warp alone waited for its stores: the others may write after this.
                     if cutlass.const_expr(j == 0 or j >= config.buffers):
@@ -137,6 +140,7 @@ class Store:
                     # Writes of all 128 threads (generic proxy) before the TMA store (async proxy).
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.barrier.arrive_and_wait()
+                    # One warp issues, waits and counts: bulk groups belong to a thread.
                     if self.first_warp:
                         self._send(buffer, top, left + j, expert)
                         cute.arch.cp_async_bulk_commit_group()
@@ -150,6 +154,7 @@ class Store:
             self._wait(0)
             self.barrier.arrive_and_wait()
             zero = cute.make_rmem_tensor(4, Float32)
+            # Zeros look the same swizzled: the buffer is filled straight through.
             zero.fill(0.0)
             for piece in cutlass.range_constexpr(_ROWS * _ROW_BYTES // (16 * GROUP_THREADS)):
                 at = (piece * GROUP_THREADS + self.thread) * 4
@@ -169,6 +174,8 @@ class Store:
     @cute.jit
     def _wait(self, pending: cutlass.Constexpr) -> None:
         if self.first_warp:
+            # read=True: the buffers may be overwritten. That memory is written is only due when the
+            # kernel ends.
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _send(self, buffer: int, top: Int32, left: Int32, expert: Int32) -> None:
@@ -214,6 +221,7 @@ class Store:
         source = self.to_smem.retile(acc)
         count = cute.size(values)
         for i in cutlass.range_constexpr(count):
+            # Block j of the accumulators: `retile` lists them block by block.
             values[i] = source[j * count + i]
         rounded.store(values.load().to(BFloat16))
         cute.copy(self.to_smem, rounded, self.smem[(None, None, None, buffer)])

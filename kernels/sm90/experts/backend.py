@@ -21,6 +21,7 @@ from phalanx.kernels.expert_mlp.calls import (
     HiddenRows,
     Linear,
     Operand,
+    Rows,
     RowsCall,
     WgradCall,
 )
@@ -52,7 +53,7 @@ class Fused(UnquantizedMixin):
 
         return plan_backward(dprob_S, inverse_NK)
 
-    def fc1_act(self, call: Fc1Call) -> tuple[Tensor | None, Tensor]:
+    def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
         plan = call.plan

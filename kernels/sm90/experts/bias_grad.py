@@ -78,6 +78,8 @@ class BiasGradKernel:
         """
         O = cute.assume(O, divby=64)  # noqa: E741
         row = cute.assume(Int64(O), divby=64)
+        # Slots by the largest number that any distribution of rows over experts needs: the host
+        # does not know theirs.
         count = S // CHUNK + L
         mD = cute.make_tensor(d, cute.make_layout((S, O), stride=(row, 1)))
         partial = cute.make_tensor(slots, cute.make_layout((count, O), stride=(row, 1)))
@@ -120,6 +122,7 @@ class BiasGradKernel:
         storage = cutlass.utils.SmemAllocator().allocate(layout)
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         tile, slot, _ = cute.arch.block_idx()
+        # Chunks belong to one expert each, so a slot is written once, and sums have one order.
         row, end = self._find(offsets, experts, slot)
         if row < end:
             end = cutlass.min(end, row + CHUNK)
@@ -152,6 +155,7 @@ class BiasGradKernel:
         first = begin // CHUNK + expert
         if column < db.shape[1]:
             total = Float32(0)
+            # In a fixed order, by one thread: no atomics.
             for slot in cutlass.range(first, first + _chunks(begin, end), unroll=8):
                 total += slots[slot, column]
             if cutlass.const_expr(self.config.add):
@@ -190,6 +194,7 @@ class BiasGradKernel:
     ) -> None:
         """Add rows first, first + 8, ... before `end`: 8 columns from `column` on."""
         count = cutlass.max((end - first + (WARPS - 1)) // WARPS, 0)
+        # Several rows are requested before the first is added: loads, not additions, bound this.
         together = count // _TOGETHER * _TOGETHER
         for i in cutlass.range(0, together, _TOGETHER, unroll=1):
             rows = [first + (i + j) * WARPS for j in range(_TOGETHER)]

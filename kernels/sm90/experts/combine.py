@@ -117,15 +117,18 @@ class CombineKernel:
         column = cute.make_rmem_tensor(config.pieces, Int32)
         sums = cute.make_rmem_tensor((_COLUMNS, config.pieces), Float32)
         added = cute.make_rmem_tensor((_WORDS, MAX_ADDENDS, config.pieces), Uint32)
+        # Also for pieces past the last token, which then load nothing.
         row.fill(-1)
         sums.fill(0)
         added.fill(0)
         for p in cutlass.range_constexpr(config.pieces):
             piece = first + p * THREADS
             if piece < pieces:
+                # Unsigned, which is the cheaper division; both are not negative.
                 token = Int32(Uint32(piece) // Uint32(width))
                 column[p] = piece - token * width
                 self._load_slots(inverse, token, row[None, p])
+        # All loads of a batch are issued before their first sum: the kernel is bound by memory.
         for k in cutlass.range_constexpr(0, config.slots, config.batch):
             some = cutlass.const_expr(min(config.batch, config.slots - k))
             words = cute.make_rmem_tensor((_WORDS, some, config.pieces), Uint32)
@@ -144,6 +147,8 @@ class CombineKernel:
             for p in cutlass.range_constexpr(config.pieces):
                 for j in cutlass.range_constexpr(some):
                     for w in cutlass.range_constexpr(_WORDS):
+                        # k = 0 .. K - 1 in this order for every token; absent slots add the zeros
+                        # they were filled with.
                         low, high = unpack(words[w, j, p])
                         sums[2 * w, p] += low
                         sums[2 * w + 1, p] += high

@@ -123,6 +123,7 @@ class Contraction:
 
     def tiled_mma(self) -> cute.TiledMma:
         """Two warp groups, each 64 rows of the tile and all columns."""
+        # Both operands are stored by rows, the contraction: wgmma transposes both (MN-major).
         return hopper.make_trivial_tiled_mma(
             BFloat16,
             BFloat16,
@@ -202,6 +203,7 @@ class ContractionRing:
 
     def init_barriers(self) -> None:
         """One warp: initialise the barriers; a fence and a barrier of the CTA follow."""
+        # cp.async arrives once a thread: each thread's copies complete by themselves.
         fillers = 1 if self.loop.gathered is None else 1 + GROUP_THREADS
         with cute.arch.elect_one():
             for stage in range(self.loop.stages):
@@ -233,6 +235,7 @@ class ContractionMma:
         layout_d, layout_v = loop.smem_layouts()
         d = storage.d.get_tensor(layout_d.outer, swizzle=layout_d.inner)
         v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
+        # As in `gemm.mainloop`, fragments of operands are descriptors of shared memory.
         mma = tiled_mma.get_slice(self.group * GROUP_THREADS)
         self.d = tiled_mma.make_fragment_A(mma.partition_A(d))
         self.v = tiled_mma.make_fragment_B(mma.partition_B(v))
@@ -287,6 +290,8 @@ class ContractionMma:
             at = (None, None, k, state.index)
             cute.gemm(self.tiled_mma, self.acc, self.d[at], self.v[at], self.acc)
         warpgroup.commit_group()
+        # One thread of the first group: its wgmma are issued, which is all the second one waits
+        # for.
         if self.leads:
             cute.arch.mbarrier_arrive(self.ring.leader_started + state.index)
 

@@ -98,6 +98,7 @@ class TileLoads(RowLoads):
         """Atom, destination (box, stage) and source (box, block from `row` on) of each operand."""
         parts = []
         for which, atom, tensor in zip(self.which, self.atoms, self.tensors, strict=True):
+            # Rows of an expert begin anywhere: an offset of TMA's coordinate, without padding.
             shifted = cute.domain_offset((0, row), tensor)
             box = (self.loop.tile[which], BOX)
             blocks = cute.local_tile(shifted, box, (tiles[which], None))
@@ -181,8 +182,10 @@ class Clear:
         index = last % self.loop.stages
         lane = cute.arch.lane_idx()
         cute.arch.mbarrier_wait(self.ring.tma_done + index, (phases >> index) & 1)
+        # A NaN of another expert times zero would be NaN: both operands are cleared.
         zero = cute.make_rmem_tensor(4, Float32)
         zero.fill(0.0)
+        # 8 lanes a row of 128 bytes, in any order: zeros need no swizzle.
         for row in cutlass.range(rows + lane // _LANES, BOX, _TOGETHER, unroll=1):
             for base, boxes in zip(self.bases, self.loop.boxes, strict=True):
                 at = (index * boxes * BOX + row) * BOX + lane % _LANES * _CHUNK
@@ -247,6 +250,7 @@ class Gather(RowLoads):
             self.ring.producer_acquire(state)
             full = self.ring.full + state.index
             sources = picked
+            # The index of the next block is read now, a block before it is used.
             picked = self.look_up(row, rows, k + 1)
             if (k + 1) * BOX > rows:
                 # No TMA in the last stage: the arrival that full expects from it, without bytes.
@@ -258,6 +262,7 @@ class Gather(RowLoads):
             else:
                 if self.warp == 0:
                     self.tma.issue(parts, k, state.index, full)
+            # All four warps copy; rows past the expert's end come as zeros.
             self._copy(gathered, state.index, tiles[gathered], sources, rows - k * BOX)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
             state.advance()
@@ -289,6 +294,8 @@ class Gather(RowLoads):
             at = Int64(s) * width + (column + chunk * _CHUNK)
             from_ = tensor.iterator.toint() + at * (BFloat16.width // 8)
             for box in cutlass.range_constexpr(boxes):
+                # A box lies inside the matrix or not, as its columns are a multiple of 64; outside
+                # it is zero.
                 inside = cutlass.select_(column + box * BOX < width, bytes_, Int32(0))
                 cute.arch.inline_ptx(
                     "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",

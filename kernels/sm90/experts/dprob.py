@@ -17,7 +17,7 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from phalanx.kernels.sm90.gemm.gemm import vector
+from phalanx.kernels.sm90.gemm.tensors import vector
 from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
@@ -79,6 +79,7 @@ class DprobKernel:
         L = table.shape[1]
         if s < cute.size(dprob):
             total = Float32(0)
+            # Rows past the last expert's were not written, and may be NaN: they get 0.
             if s < offsets[L]:
                 for c in cutlass.range(partial.shape[0]):
                     total += partial[c, s]
@@ -87,6 +88,7 @@ class DprobKernel:
                     if cutlass.const_expr(self.config.gather):
                         row = index[s]
                     expert, behind = Int32(0), L
+                    # Bisection with a fixed number of steps: all lanes of a warp take the same way.
                     for _ in cutlass.range(_STEPS, unroll=1):
                         middle = (expert + behind) // 2
                         if offsets[middle] <= s:

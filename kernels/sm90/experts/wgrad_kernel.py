@@ -238,6 +238,7 @@ class WgradKernel:
         )
         if warp == 0:
             for descriptor in (*loads[::2], stores[0]):
+                # Atom and tensor alternate; a gathered operand has neither.
                 cpasync.prefetch_descriptor(descriptor)
             scheduler.init_barriers()
             loop.init_barriers(storage.contraction)
@@ -247,7 +248,9 @@ class WgradKernel:
 
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
+            # Registers of the accumulators come from this group, as in `gemm.gemm`.
             load = loop.loader(storage.contraction, loads, operands, warp)
+            # The first warp leads the others; alone it needs no test.
             leads = True if cutlass.const_expr(loop.loading_warps == 1) else warp == 0
             if cutlass.const_expr(loop.loading_warps == 4):
                 self._load(load, scheduler, tiles, leads, ctas)
@@ -312,6 +315,8 @@ class WgradKernel:
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles.each * tiles.experts)
             state, blocks = load_half(state, blocks, True)
+            # The next record is read before the store: its slot is released, and warp 0 can send
+            # the one after it while this group stores.
             number += 1
             row, stop, position, expert = scheduler.read(number)
 

@@ -93,6 +93,7 @@ class _Fp8Act:
         probs: list[Any],
     ) -> None:
         """128 channels from `first` on, without those past the last one."""
+        # Rounded activations stay in registers until all 128 channels, and so the scale, are known.
         values, h_strips = Values(), self.config.h_strips
         for j in cutlass.range_constexpr(BLOCK // _STEP):
             f = first + _STEP * j
@@ -131,6 +132,7 @@ class _Fp8Act:
                 words = _pack(accs)
                 if config.keep_h:
                     self.staging.write(columns // 2 % 2 * 2 + half, q, words)
+                # From h as it is rounded, which is what the backward pass has.
                 h.append(_unpack(words))
             gate, up = h[0], h[-1]
             a = [activate.forward(config.act, gate[i], up[i]) for i in range(8)]

@@ -120,6 +120,8 @@ class _Fp8ActGrad(_ActGrad):
                     self._step(acc, steps * b + j, probs, sums, values, counted)
                 self._send(values, top, end, first)
             else:
+                # Nothing to store, but h was requested: its barriers complete, and their phases
+                # have to be followed.
                 for j in cutlass.range_constexpr(steps):
                     carry = self._wait_for_h(steps * b + j, carry, row, column)
         if cutlass.const_expr(self.config.prob):
@@ -152,6 +154,7 @@ class _Fp8ActGrad(_ActGrad):
             for half in range(parts):
                 values[half].put(at, words[half], counted)
             values[parts].count(words[parts], counted)
+            # 16 bytes a lane, side by side: no bank conflicts, and no other lane reads them.
             ptx.store_shared(self._parked(at), *words[parts])
 
     def _parked(self, q: int) -> Int32:
@@ -172,6 +175,7 @@ class _Fp8ActGrad(_ActGrad):
         parts, block = self.config.num_gate_parts, first // BLOCK
         for q in range(BLOCK // 16):
             values[parts].set(q, ptx.load_shared(self._parked(q)))
+        # All lanes have their words back: rows are now written over them.
         cute.arch.sync_warp()
         for half in cutlass.range_constexpr(parts):
             of_half = half * ((self.mA.shape[1] + (BLOCK - 1)) // BLOCK)
@@ -179,6 +183,7 @@ class _Fp8ActGrad(_ActGrad):
             self.gradients.write(half, values[half], self.scale_d, at)
             self.gradients.store(half, self.tma_d, self.mD, top, end, first, half)
         region = parts % _REGIONS
+        # With a gate the regions are taken twice: a may be written where the first half of dh was.
         if cutlass.const_expr(region == 0):
             self.staging.drain(1)
         self.activations.write(region, values[parts], self.scale_a, (top, end, block))

@@ -102,6 +102,7 @@ class Fp8Producer(Producer):
 
     def place(self, k: Int32) -> tuple[Int32, ...]:
         each = (self.mA.shape[1] + (BLOCK - 1)) // BLOCK
+        # There are two parts at most: a comparison in place of a division.
         part = cutlass.select_(k >= each, Int32(1), Int32(0))
         return k - part * each, part
 
@@ -143,6 +144,7 @@ def activations(
 ) -> cute.Tensor:
     """[rows, channels of a part, parts], `each` a multiple of 64. A row is contiguous; rows follow
     each other unless they have a `pitch`, a multiple of 16."""
+    # Divisibility in 16 bytes, which TMA requires, has to be known when the kernel is compiled.
     each = cute.assume(each, divby=64)
     wide = cute.assume(Int64(each), divby=64)
     if pitch is None:

@@ -58,7 +58,7 @@ class Scales:
 class Promotion:
     """Side of a multiplying warp group. `acc` holds its part of the tile after `multiply`.
 
-    A thread's accumulators, flat, are those of `gemm.mainloop.Fp8MmaConsumer`.
+    A thread's accumulators, flat, are those of `gemm.mainloop.MmaConsumer`.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Promotion:
             self.b.append(tiled_mma.make_fragment_B(mma.partition_B(columns)))
         self.acc = cute.make_rmem_tensor(loop.columns // 2, Float32)
         shape = tiled_mma.partition_shape_C((TILE_ROWS, loop.part))
+        # Both in registers, with a tile of 256 columns 128 + 64 of a thread's 232.
         self.temporary = cute.make_rmem_tensor(shape, Float32)
 
     @cute.jit
@@ -102,9 +103,11 @@ class Promotion:
         All but the additions is done while wgmma run: the scales of the block after the next one
         are requested (none past the last), and the next stage is looked for.
         """
+        # Not by the first wgmma: it overwrites the temporary accumulator alone.
         self.acc.fill(0.0)
         ring, last = self.ring, len(self.b) - 1
         rows, columns = scales.rows, scales.columns
+        # By division once a tile; `next_position` counts on from there.
         stage, phase = ring.position(first)
         # The loading warps have waited for the rows and their scales: a full stage says so.
         if cutlass.const_expr(self.fresh):
@@ -116,6 +119,8 @@ class Promotion:
         for k in cutlass.range(blocks, unroll=1):
             if ~ready:
                 ring.consumer_wait(stage, phase)
+            # From here to the wait the tensor cores are busy: all other work of the block comes in
+            # between.
             self._start(0, stage)
             rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
             more = k + 2 < blocks

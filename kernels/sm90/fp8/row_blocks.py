@@ -87,6 +87,7 @@ class Values:
         """Bits of the largest magnitude of the lane's first or second row, in its four lanes."""
         both = self.amax[half]
         largest = cutlass.max(Int32(both << 16), Int32(both & Uint32(0xFFFF0000)))
+        # The four lanes of a row differ in the two lowest bits.
         for step in (1, 2):
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, step))
         return largest
@@ -137,6 +138,7 @@ class RowBytes:
         Args:
             scales: fp32 [rows, blocks]. at: the first row, the row after the last one, the block.
         """
+        # Factors of the lane's two rows, 8 apart.
         ups = []
         for half in range(2):
             amax = values.row_amax(half)
@@ -150,6 +152,8 @@ class RowBytes:
                 low, high = ptx.unpack(values.words[4 * q + i])
                 up = ups[i % 2]
                 pair = ptx.pack_fp8(self.name, low * up, high * up)
+                # Two bytes of 8 rows at a time: swizzled, these lie in 8 different pieces, so no
+                # two rows share banks.
                 ptx.store_shared_half((start ^ (_PIECE * q)) + (i // 2 * 8 + i % 2 * 1024), pair)
 
     def _start(self) -> Int32:
@@ -173,6 +177,7 @@ class RowBytes:
     ) -> None:
         lane = ptx.lane()
         row = top + lane // 4 + half * 8
+        # All four lanes have the scale; rows past the end belong to another expert.
         if lane % 4 == 0 and row < end:
             _set(scales, row, block, value)
 
@@ -194,6 +199,7 @@ class RowBytes:
         # Bytes that all lanes wrote (generic proxy) become visible to TMA (async proxy).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
+        # As in `smem_strips`: TMA would overwrite rows of the next expert.
         if end - top >= ROWS:
             smem, gmem = self._partition(region, tma, (top, column, Int32(part)))
             cute.copy(tma[0], smem, gmem)

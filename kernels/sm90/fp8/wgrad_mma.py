@@ -40,6 +40,7 @@ class Fp8WgradMma(Promotion):
         self.rows = rows
         self.of_d, self.of_v, self.each, self.zero = scales
         shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
+        # The flat accumulators as those of one wgmma over all columns, which is what `Store` takes.
         self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
 
     def begin(self) -> Int32:
@@ -110,6 +111,7 @@ class VectorWgradMma(Fp8WgradMma):
         lane, n = ptx.lane(), across * self.loop.columns
         row = channel + warp * 16 + lane // 4
         last = Int32(self.of_v.shape[1]) - _COLUMNS
+        # 32 lanes x 8 columns x 4 bytes: the scales of the tile's columns, in one prefetch.
         ahead = cutlass.min(n + lane * _COLUMNS, last)
         return VectorScales(
             (address(self.of_d, block, row), address(self.of_d, block, row + 8)),
@@ -123,12 +125,14 @@ class VectorWgradMma(Fp8WgradMma):
     def _load_columns(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
         first, ahead = addresses
         ptx.prefetch(cutlass.select_(wanted, ahead, first))
+        # Two of every eight columns: held over the product they would be 32 registers.
         return (Float32(0.0),)  # read in `_add`
 
     def _add(self, p: int, k: Int32, rows: Any, columns: Any, scales: Any) -> None:
         part, last = self.loop.part, Int32(self.of_v.shape[1]) - _ROWS
         base = scales.columns[0] + scales.column_step * Int64(k)
         for group in range(part // _ROWS):
+            # Past the last column of v other scales are read instead: those sums are not stored.
             n = cutlass.min(scales.first + (part * p + _ROWS * group), last)
             for i in range(_ROWS // _COLUMNS):
                 pair = ptx.load_constant_pair(base + 4 * Int64(n) + 4 * _COLUMNS * i)

@@ -54,6 +54,7 @@ class _Warp:
         """values[row] for the lane's two rows, 8 apart, of the warp's 16 from `top` on."""
         picked = []
         for half in cutlass.range_constexpr(2):
+            # Lanes past the expert's end read its last row again: what they compute is not stored.
             row = cutlass.min(top + ptx.lane() // 4 + half * 8, end - 1)
             picked.append(values[row])
         return picked
@@ -147,9 +148,11 @@ class _Linear:
                 scales = self.warp.per_row(self.scale, top, end)
             for j in cutlass.range_constexpr(self.loop.columns // 64):
                 n = column * self.loop.columns + 64 * j
+                # Blocks of 16 rows past the expert's end, and columns past N, are not stored.
                 if top < end and n < self.mY.shape[1]:
                     self._store(acc, m, j, top, end, n, expert, scales)
         if cutlass.const_expr(self.config.signals and self.loop.pingpong):
+            # Ping-pong: while this group waits for its stores, the other one multiplies.
             self.signal(carry)
         return carry
 
@@ -168,6 +171,7 @@ class _Linear:
         strip = j % count
         # Before the first block of a row all stores are drained: blocks past the end were skipped,
         # so the number of stores in flight is not known there.
+        # Later: the strip's last store is `count` stores back.
         self.staging.drain(0 if j == 0 else count - 1)
         for q in range(4):
             values = self.warp.values(acc, m, 4 * j + q)
@@ -286,6 +290,8 @@ class _Act:
                 if config.bias:
                     n = half * self.mA.shape[1] + f + 16 * q + self.warp.column
                     _add_bias(values, self.bias, expert, n, [])
+                # a follows from h as it is rounded: the backward pass recomputes it from that, bit
+                # for bit.
                 words = _pack(values)
                 if config.keep_h:
                     self.staging.write(first + half, q, words)
@@ -317,6 +323,7 @@ class ActGrad:
 
     def strips(self, loop: Mainloop) -> Strips:
         """Three for each part of h (and dh), then two for a."""
+        # Of h one is loaded, one waits, and one is stored as dh; of a one is stored, one written.
         return Strips(32, 3 * self.num_gate_parts + 2)
 
     def bytes(self, loop: Mainloop) -> int:
@@ -381,6 +388,7 @@ class _ActGrad:
             parts, barrier = self.config.num_gate_parts, self.loaded + i % 3
             self.staging.expect(parts, barrier)
             for half in range(parts):
+                # Both parts of h complete one barrier, the gate's and the linear half's.
                 n = f + half * self.mA.shape[1]
                 self.staging.load(i % 3 * parts + half, self.tma_h, top, n, barrier)
 

@@ -18,6 +18,7 @@ _ROW_SHIFT = 16
 
 def unpack(position: Int32) -> tuple[Int32, Int32]:
     """Row and column of a tile in its expert's grid, from the record's third number."""
+    # A record has four numbers: row and column of the tile share one.
     return position >> _ROW_SHIFT, position & ((1 << _ROW_SHIFT) - 1)
 
 
@@ -65,6 +66,7 @@ class ExpertTiles:
         """
         number = tile // self.each
         page = number - number % _WARP
+        # Claims only grow, so a page of 32 experts is read once.
         if number < self.experts and page != first:
             first = page
             expert, begin, end = self.window(first)
@@ -72,6 +74,7 @@ class ExpertTiles:
         row = cute.arch.shuffle_sync(begin, lane)
         stop = cute.arch.shuffle_sync(end, lane)
         at_tile = cute.arch.shuffle_sync(expert, lane)
+        # Offsets are not read there; the shuffles above take what the window had.
         if number >= self.experts:
             at_tile = Int32(-1)
         down, across = raster(

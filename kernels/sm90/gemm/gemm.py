@@ -142,6 +142,7 @@ class Gemm:
         loop, parts, L = self.config.mainloop, self.config.num_gate_parts, b.experts
         mA, mB, scales = loop.operands(a, b, parts)
         columns, wide = b.columns // parts, loop.columns // parts
+        # B's columns come in two halves also without a gate: one way to load a tile serves both.
         half_offset = columns if parts == 2 else Int32(loop.columns // 2)
         self.kernel(
             loop.tma(mA, mB),
@@ -163,6 +164,7 @@ class Gemm:
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[1, 1, 1],
+            # One CTA an SM: it takes all of the registers, and its stages all of the shared memory.
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -212,6 +214,8 @@ class Gemm:
             slice_bits,
         )
         if warp == 0:
+            # Descriptors lie among the parameters of the kernel: without this the first TMA of each
+            # would wait until its own is fetched. Gathered rows have none.
             if cutlass.const_expr(not loop.gather):
                 cpasync.prefetch_descriptor(loads[0])
             cpasync.prefetch_descriptor(loads[2])
@@ -224,6 +228,8 @@ class Gemm:
 
         fewer, more = loop.registers
         if group == 0:
+            # Accumulators take 128 or 192 registers of a multiplying thread; those come from the
+            # loading group, which needs few.
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
                 load = loop.producer(storage.mainloop, loads, mA, index)
@@ -234,6 +240,7 @@ class Gemm:
                     load, scheduler, wave_wait, zero, warp, blocks, half_offset, ctas, yielding
                 )
             else:
+                # A TMA copy of a box is one instruction of one thread: one warp keeps up.
                 if warp == 0:
                     load = loop.producer(storage.mainloop, loads, mA, index)
                     self._load(
@@ -268,6 +275,8 @@ class Gemm:
         """
         wide = self.config.mainloop.columns // self.config.num_gate_parts
         leads = (zero == 0) & (warp == 0)
+        # The window over the experts is kept in registers from tile to tile: tiles do not decrease,
+        # so it moves forwards only, and most look-ups read no offset.
         tile, first, before = Int32(0), Int32(0), Int32(0)
         begin, end, inclusive = Int32(0), Int32(0), Int32(0)
         if leads:
@@ -279,6 +288,7 @@ class Gemm:
             scheduler.send(Int32(0), row, stop, column, expert)
             if cutlass.const_expr(not self.config.signals):
                 if expert < 0:
+                    # This CTA found no tile at all; its claim is one of those past the last tile.
                     scheduler.finish(tile, ctas, tiles)
         number = Int32(0)
         state, sources_of, finish = load.ring.producer_state(), load.sources, load.finish
@@ -289,6 +299,8 @@ class Gemm:
             claimed, goes_on = Int32(0), leads
             if cutlass.const_expr(self.config.signals):
                 assert yielding is not None
+                # A CTA that yields sends the end (-1) in place of a next tile and claims nothing
+                # more: the others take its tiles, and the reader of the tiles gets its SM.
                 late = (cute.arch.cluster_idx()[0] < yielding[0]) & (expert >= yielding[1])
                 goes_on = leads & ~late
                 if leads & late:
@@ -296,9 +308,13 @@ class Gemm:
             if goes_on:
                 claimed = scheduler.claim()
             if cutlass.const_expr(self.config.waits):
+                # Rows of one expert arrive in one wave, so once a tile is enough.
                 wave_wait(expert)
+            # `zero` is 0, see `kernel`.
             first_row = row + zero * TILE_ROWS
             half = (blocks + 1) // 2
+            # Addresses of gathered rows are looked up once a tile; blocks of the contraction add to
+            # them.
             sources = sources_of(first_row, stop)
             first_column = column * wide
             if cutlass.const_expr(self.config.signals):
@@ -316,6 +332,8 @@ class Gemm:
                     if next_expert < 0:
                         scheduler.finish(tile, ctas, tiles)
             state = load(state, sources, first_row, first_column, expert, half_offset, half, blocks)
+            # In FP8 the copies of the last blocks are still in flight: their stages are declared
+            # full before the next tile.
             finish(state, blocks)
             number += 1
             row, stop, column, expert = scheduler.read(number)
@@ -336,10 +354,13 @@ class Gemm:
                 mine = number & 1 == group
             if mine:
                 first_row = row + zero * TILE_ROWS
+                # Loads of the epilogue, h of `ActGrad`, run under the product.
                 prefetch(first_row, end, column)
                 expert_id = expert
                 if cutlass.const_expr(self.config.signals):
                     expert_id = expert >> scheduler.slice_bits
+                # Stages are numbered over all tiles of the CTA. A group of ping-pong skips the
+                # other one's without counting: stage and phase follow from the number.
                 mma(number * blocks, blocks, first_row, end, column, expert_id)
                 carry = store(mma.acc, carry, first_row, end, column, expert)
             number += 1

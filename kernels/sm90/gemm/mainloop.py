@@ -99,6 +99,7 @@ class Mainloop:
     @property
     def box(self) -> int:
         """Columns that one TMA copy brings."""
+        # Transposed, columns are contiguous, and a box is as wide as the swizzle, 128 bytes.
         return 64 if self.b_transposed else self.columns // 2
 
     def blocks(self, mA: cute.Tensor) -> Int32:
@@ -107,6 +108,8 @@ class Mainloop:
 
     def tiled_mma(self) -> cute.TiledMma:
         major = OperandMajorMode.MN if self.b_transposed else OperandMajorMode.K
+        # An atom is 64 rows of one warp group. Two groups side by side share a tile of 128 rows;
+        # with ping-pong a group repeats the atom.
         return hopper.make_trivial_tiled_mma(
             *self.types,
             OperandMajorMode.K,
@@ -150,6 +153,8 @@ class Mainloop:
 
     def tma(self, mA: cute.Tensor, mB: cute.Tensor) -> tuple[Any, Any, Any, Any]:
         """Host side: atom and tensor of A [rows, K], then of B [N, K, experts]."""
+        # Descriptors cover whole tensors and never change: rows and expert are coordinates. So a
+        # launch does not depend on the numbers of rows.
         op = cpasync.CopyBulkTensorTileG2SOp()
         layout_a = cute.slice_(self.smem_layouts()[0], (None, None, 0))
         a = cpasync.make_tiled_tma_atom(op, mA, layout_a, (TILE_ROWS, self.depth))
@@ -167,6 +172,7 @@ class Mainloop:
         )
 
     def ring(self, storage: Any) -> Ring:
+        # cp.async of a gathered A arrive beside TMA of B at the same barrier.
         copiers = GROUP_THREADS if self.gather else 0
         arriving = self.stage_bytes - (ROW_BYTES * TILE_ROWS if self.gather else 0)
         return Ring(storage.ring, self.stages, arriving, copiers, self.warps)
@@ -196,6 +202,7 @@ class Producer:
         layout_a, layout_b = loop.smem_layouts()[0], loop.box_layout()
         self.a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         self.b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        # For cp.async: 8 threads copy the 128 bytes of a row, 16 rows at a time.
         self.thread = cute.arch.thread_idx()[0] % GROUP_THREADS
         self.leads = cute.arch.make_warp_uniform(self.thread // 32) == 0
         row, chunk = self.thread // 8, self.thread % 8
@@ -247,11 +254,16 @@ class Producer:
             half_offset: columns from B's first half to its second.
         """
         to_a, from_a = self._a(row)
+        # Partitions are made once a tile; blocks of the contraction only pick a coordinate.
         boxes = self._boxes(column, expert, half_offset)
         for k in cutlass.range(begin, end, unroll=1):
+            # Every loading warp waits for itself, as each writes to the stage: they need no barrier
+            # among them.
             self.ring.producer_acquire(state)
             if self.leads:
                 self.ring.producer_arrive_and_expect_tx(state)
+                # All boxes of a stage complete on its full barrier, which expects their bytes
+                # together.
                 self._send_b(boxes, k, state)
                 if cutlass.const_expr(not self.loop.gather):
                     cute.copy(
@@ -340,6 +352,7 @@ class MmaConsumer:
         a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         mma = tiled_mma.get_slice(0 if loop.pingpong else group * GROUP_THREADS)
+        # Fragments of operands are descriptors of shared memory: wgmma reads the stages itself.
         self.a = tiled_mma.make_fragment_A(mma.partition_A(a))
         self.b = tiled_mma.make_fragment_B(mma.partition_B(b))
         shape = tiled_mma.partition_shape_C((TILE_ROWS, loop.columns))

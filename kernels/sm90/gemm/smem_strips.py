@@ -41,12 +41,15 @@ class Strips:
 
     def storage(self) -> Any:
         """Field of shared memory for all strips."""
+        # 1024: TMA swizzles by bits of the address, `_flip` by the row. They agree where the first
+        # row of all strips starts the pattern.
         return struct(data=array(BFloat16, self.bytes // 2, 1024))
 
     def layout(self, count: int) -> cute.ComposedLayout:
         plain = cute.make_layout(
             (ROWS, self.columns, count), stride=(self.columns, 1, ROWS * self.columns)
         )
+        # A row has 8 chunks of 16 bytes, or 4: as many bits are swizzled.
         bits = 3 if self.columns == 64 else 2
         return cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, plain)
 
@@ -99,6 +102,7 @@ class Staging:
         return ptx.ldmatrix(self._at(self.fragment, strip, q))
 
     def _at(self, where: Int32, strip: int, q: int) -> Int32:
+        # 16 columns are two chunks: in the address an XOR moves on by them, whatever the swizzle.
         return (where ^ (32 * q)) + strip * (ROWS * self.strips.pitch)
 
     def drain(self, pending: int) -> None:
@@ -125,11 +129,14 @@ class Staging:
         # a strip that lanes have stored is loaded to by TMA.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
+        # TMA stores all 16 rows, and would overwrite those of the next expert.
         if end - top >= ROWS:
             smem, gmem = self._partition(strip, tma, top, column)
             cute.copy(tma[0], smem, gmem)
         else:
             self._store_rows(strip, rows, top, end, column)
+        # An empty group if the lanes stored: `drain` counts stores without knowing how they were
+        # made.
         cute.arch.cp_async_bulk_commit_group()
 
     def expect(self, strips: int, barrier: cute.Pointer) -> None:
@@ -147,10 +154,13 @@ class Staging:
         barrier: cute.Pointer,
     ) -> None:
         """Start to load 16 rows; rows and columns past the tensor's end are 0."""
+        # Rows of the next expert are loaded too where this one ends: nothing is computed from them
+        # that is stored.
         smem, gmem = self._partition(strip, tma, top, column)
         cute.copy(tma[0], gmem, smem, tma_bar_ptr=barrier)
 
     def _partition(self, strip: int, tma: Any, top: Int32, column: Int32) -> tuple[Any, Any]:
+        # Coordinates of TMA: an expert's rows begin anywhere, not at multiples of a box.
         shifted = cute.domain_offset((top, column), tma[1])
         tile = cute.local_tile(shifted, (ROWS, self.strips.columns), (0, 0))
         smem, gmem = cpasync.tma_partition(

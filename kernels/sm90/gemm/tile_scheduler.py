@@ -151,6 +151,7 @@ class Scheduler:
         begin = self.offsets[cutlass.min(first + lane, self.experts)]
         end = self.offsets[cutlass.min(first + lane + 1, self.experts)]
         inclusive = self._row_tiles(begin, end) * self.column_tiles
+        # Sums over the lanes below, in five steps: a search over 32 experts is then a vote.
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
             inclusive = cutlass.select_(lane >= 1 << step, inclusive + below, inclusive)
@@ -178,6 +179,8 @@ class Scheduler:
             begin, end, inclusive = self.window(first)
             total = cute.arch.shuffle_sync(inclusive, _WARP - 1)
         inside = tile - before
+        # Experts that end at or before the tile, those without rows among them: the next one has
+        # it.
         ahead = cute.arch.popc(cute.arch.vote_ballot_sync(inclusive <= inside))
         source = cutlass.min(ahead, _WARP - 1)
         row = cute.arch.shuffle_sync(begin, source)
@@ -188,6 +191,8 @@ class Scheduler:
             row_tiles = self._row_tiles(row, stop)
             index = inside - (last - row_tiles * self.column_tiles)
             if cutlass.const_expr(self.config.sliced):
+                # Tiles are numbered slice by slice, all columns of one before the next: rows of a
+                # slice are complete, and can be sent, while the expert's others are computed.
                 height = slice_tiles(row_tiles, self.slice_bits)
                 number = index // (height * self.column_tiles)
                 index -= number * height * self.column_tiles
@@ -214,4 +219,5 @@ class Scheduler:
         return (end - begin + (self.config.tile_rows - 1)) // self.config.tile_rows
 
     def _record(self, slot: Int32) -> cute.Pointer:
+        # Aligned to a record, which is then read and written in one access.
         return (self.storage.records.data_ptr() + slot * RECORD_INTS).align(4 * RECORD_INTS)

@@ -51,7 +51,7 @@ def choose(
         name: `grouped_gemm`, `fc1_act` or `fc2_dgrad_dact`.
         columns: of the output. depth: channels of the contraction.
         transposed: B is stored [L, K, N]. gather: rows of A are picked by an index.
-        halves: accumulators of an output element, 2 with a gate.
+        num_gate_parts: accumulators of an output element, 2 with a gate.
     """
 
     def cost(tile: str) -> float:

@@ -1,7 +1,8 @@
 """Instructions that CuTe DSL has no function for, as inline PTX.
 
 Shared memory is addressed in bytes within the CTA's window (`address`), bf16 pairs are words with
-the lower column in the lower half.
+the lower column in the lower half. What reads or writes memory has the constraint `~{memory}`, so
+that the compiler keeps it in order with other accesses; loads of what is constant have not.
 """
 
 from typing import Any
@@ -42,6 +43,7 @@ def pack_fp8(name: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any
     become the largest number."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Float32(high).ir_value(**at), Float32(low).ir_value(**at)]
+    # The first operand of a conversion of two is the upper half of the result.
     code = f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;"
     pair = _asm(T.i16(), values, code, "=h,f,f", at, pure=True)
     return Uint32(llvm.zext(T.i32(), pair, **at))
@@ -49,6 +51,7 @@ def pack_fp8(name: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any
 
 def unpack(word: Uint32) -> tuple[Float32, Float32]:
     """A pair of bf16 as two fp32."""
+    # bf16 is the upper half of an fp32: a shift and a mask, exact.
     return (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
 
 
@@ -71,11 +74,13 @@ def multiply_add(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any
 @dsl_user_op
 def lane(*, loc: Any = None, ip: Any = None) -> Int32:
     """The thread's lane, read each time: values computed from it hold no registers across loops."""
+    # Not pure: the compiler would read it once and keep it.
     return Int32(_asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", dict(loc=loc, ip=ip)))
 
 
 def lowest(bits: Int32) -> Int32:
     """Index of the lowest bit that is set."""
+    # ~bits & (bits - 1) has ones where the zeros below the lowest bit are.
     return cute.arch.popc(~bits & (bits - 1))
 
 
@@ -138,6 +143,8 @@ def cp_async(where: Int32, source: Int64, *, loc: Any = None, ip: Any = None) ->
     """Start to copy 16 bytes from global to shared memory, past the L1 cache."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Int32(where).ir_value(**at), Int64(source).ir_value(**at)]
+    # cg: past the L1 cache, whose memory the stages take. L2 fetches 256 bytes: this block of the
+    # row and the next one.
     _asm(None, values, "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;", "r,l,~{memory}", at)
 
 
@@ -240,6 +247,7 @@ def load_fresh_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = N
 
 def _load_if(load: str, where: Int64, wanted: Boolean, at: Site, clobbers: str = "") -> Float32:
     values = [Int64(where).ir_value(**at), Int32(wanted).ir_value(**at)]
+    # A predicated load in place of a branch: the warp stays together, and the load is in flight.
     code = "{.reg .pred wanted; setp.ne.s32 wanted, $2, 0; mov.f32 $0, 0f00000000; "
     code += f"@wanted {load} $0, [$1];}}"
     return Float32(_asm(T.f32(), values, code, "=f,l,r" + clobbers, at))
