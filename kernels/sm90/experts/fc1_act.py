@@ -113,7 +113,7 @@ def fc1_act(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    require_same_format(x=x, w1=w1_LHD)
+    require_same_format("x", x, "w1", w1_LHD)
     device, parts = data_of(x).device, 2 if act.gated else 1
     if is_transposed(w1_LHD):
         raise ValueError("w1 must be contiguous [L, H, D]")
@@ -144,7 +144,8 @@ def fc1_act(
     h, a = out
     if loop is None:
         loop = choose("fc1_act", x, F, D, gather=index_S is not None, num_gate_parts=parts)
-    require_tile(loop, x)
+    else:
+        require_tile(loop, x)
     epilogue = Fp8Act if isinstance(x, Quantized) else Act
     config = GemmConfig(
         epilogue(act, bias_LH is not None, keep_h, prob_S is not None),

@@ -118,7 +118,7 @@ def fc2_dgrad_dact(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    require_same_format(dy=dy, w2=w2_LFD)
+    require_same_format("dy", dy, "w2", w2_LFD)
     device, fp8, gather = data_of(dy).device, isinstance(dy, Quantized), index_S is not None
     if not fp8 and not is_transposed(w2_LFD):
         raise ValueError("w2 must be the transpose of contiguous weights [L, D, F]")
@@ -140,7 +140,8 @@ def fc2_dgrad_dact(
         if act.kind == "geglu" and not fp8:
             # The error function would not leave enough registers for wider tiles.
             loop = tiles.configured("pp128", gather=gather, transposed=True)
-    require_tile(loop, dy)
+    else:
+        require_tile(loop, dy)
     parts, column_tiles = H // F, -(-F // loop.columns)
     if out is None:
         dprob = None if prob_S is None else prob_S.new_empty(column_tiles, S)

@@ -110,7 +110,7 @@ def grouped_gemm(
         raise ValueError("bias and scale: give both or none")
     if parts not in (1, 2):
         raise ValueError(f"parts={parts}: must be 1 or 2")
-    require_same_format(a=a, w=w_LNK)
+    require_same_format("a", a, "w", w_LNK)
     device, S = data_of(a).device, len(data_of(a))
     w = weights(device, "w", w_LNK, k_parts=parts)
     L, N, K = w.experts, w.columns, w.channels * w.parts
@@ -128,8 +128,10 @@ def grouped_gemm(
         scale=(scale_S, torch.float32, (S,)),
         counter=(counter, torch.int32, (1,)),
     )
-    loop = loop or choose("grouped_gemm", a, N, K, transposed=is_transposed(w_LNK))
-    require_tile(loop, a)
+    if loop is None:
+        loop = choose("grouped_gemm", a, N, K, transposed=is_transposed(w_LNK))
+    else:
+        require_tile(loop, a)
     config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop)
     if S:
         launch_persistent(

@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns, block_count
 from phalanx.kernels.sm90.gemm.operands import require_scales
-from phalanx.kernels.sm90.jit.arguments import require
+from phalanx.kernels.sm90.jit.launch import check
 from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr
 
 
@@ -51,9 +51,9 @@ def factor(
     """
     q, data, channels = x.matrix, data_of(x), channels_of(x)
     if not isinstance(q, QuantizedColumns):
-        require(device, **{name: (data, torch.bfloat16, (tokens, channels))})
+        check(device, name, data, torch.bfloat16, (tokens, channels))
         return Factor(data, None, tokens, channels, 1, 0, 0)
-    require(device, **{name: (data, dtype or data.dtype, (channels, tokens))})
+    check(device, name, data, dtype or data.dtype, (channels, tokens))
     blocks = channels if q.blocks == "vector" else block_count(channels, x.parts)
     require_scales(device, f"{name}'s scale", q.scale, (tokens // BLOCK, blocks))
     return Factor(data, q.scale, tokens, channels, x.parts, *q.scale.stride())

@@ -14,7 +14,7 @@ from cutlass import Int32
 from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import Quantized, block_count
-from phalanx.kernels.sm90.jit.arguments import require
+from phalanx.kernels.sm90.jit.launch import check
 from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr
 
 type Matrix = Tensor | Quantized
@@ -99,16 +99,16 @@ def rows(name: str, x: Matrix, shape: tuple[int, int], parts: int = 1) -> Rows:
     """
     device = data_of(x).device
     if not isinstance(x, Quantized):
-        require(device, **{name: (x, torch.bfloat16, shape)})
+        check(device, name, x, torch.bfloat16, shape)
     elif x.data.is_contiguous():
-        require(device, **{name: (x.data, x.data.dtype, shape)})
+        check(device, name, x.data, x.data.dtype, shape)
     else:
         if x.data.stride(-1) != 1 or x.data.stride(0) % 16 or tuple(x.data.shape) != shape:
             raise ValueError(
                 f"{name}: rows must be {list(shape)}, contiguous and begin at multiples of 16 "
                 f"bytes, not {list(x.data.shape)} of strides {list(x.data.stride())}"
             )
-        require(device, **{name: (x.data[:1], x.data.dtype, None)})
+        check(device, name, x.data[:1], x.data.dtype, None)
     if isinstance(x, Quantized):
         require_scales(device, f"{name}'s scale", x.scale, (shape[0], block_count(shape[1], parts)))
     return as_rows(x, parts)
@@ -149,12 +149,12 @@ def require_output(
     """
     device = data_of(like).device
     if not isinstance(like, Quantized) or not isinstance(x, Quantized):
-        require_same_format(**{"the operands": like, name: x})
-        require(device, **{name: (data_of(x), torch.bfloat16, shape)})
+        require_same_format("the operands", like, name, x)
+        check(device, name, data_of(x), torch.bfloat16, shape)
         return
-    scale = (x.scale, torch.float32, (shape[0], block_count(shape[1], parts)))
-    data = (x.data, dtype or like.data.dtype, shape)
-    require(device, **{name: data, f"{name}'s scale": scale})
+    blocks = block_count(shape[1], parts)
+    check(device, name, x.data, dtype or like.data.dtype, shape)
+    check(device, f"{name}'s scale", x.scale, torch.float32, (shape[0], blocks))
 
 
 def weights(
@@ -181,9 +181,9 @@ def weights(
             f"{name} is {shape}: {n_parts} part(s) of N and {k_parts} of K must be multiples of 64"
         )
     if not isinstance(w, Quantized):
-        require(device, **{name: (w.mT if is_transposed(w) else w, torch.bfloat16, None)})
+        check(device, name, w.mT if is_transposed(w) else w, torch.bfloat16, None)
         return Weights(data, None, L, N, K, 1, 0, 0, 0, 0)
-    require(device, **{name: (data, E4M3, None)})
+    check(device, name, data, E4M3, None)
     blocks = block_count(N, n_parts)
     require_scales(device, f"{name}'s scale", w.scale, (L, blocks, block_count(K, k_parts)))
     return Weights(data, w.scale, L, N, K // k_parts, k_parts, blocks, *w.scale.stride())
@@ -207,13 +207,12 @@ def require_scales(device: torch.device, name: str, scale: Tensor, shape: tuple[
         )
 
 
-def require_same_format(**operands: Matrix) -> None:
-    """Check that operands are all in bf16 or all in FP8.
+def require_same_format(name: str, x: Matrix, other_name: str, other: Matrix) -> None:
+    """Check that two operands are both in bf16 or both in FP8.
 
     Raises:
         ValueError: they are not.
     """
-    found = {name: isinstance(x, Quantized) for name, x in operands.items()}
-    if len({*found.values()}) > 1:
-        said = ", ".join(f"{name} in {'FP8' if fp8 else 'bf16'}" for name, fp8 in found.items())
-        raise ValueError(f"{said}: must be the same")
+    if isinstance(x, Quantized) != isinstance(other, Quantized):
+        fp8, bf16 = (name, other_name) if isinstance(x, Quantized) else (other_name, name)
+        raise ValueError(f"{fp8} in FP8, {bf16} in bf16: must be the same")

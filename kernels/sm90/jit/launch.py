@@ -9,7 +9,7 @@ import functools
 import platform
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,20 +72,19 @@ def launch(kernel: type[Kernel], config: Any, /, **arguments: Any) -> None:
     known = arguments_of(kernel)
     if arguments.keys() != known.parameters.keys():
         raise TypeError(f"{kernel.__name__} takes {[*known.parameters]}, not {[*arguments]}")
-    given: list[Any] = []
+    values: list[Any] = []
     for name, parameter in known.parameters.items():
-        given += (arguments[name],) if parameter.record is None else arguments[name]
-    device, values = -1, list[int]()
-    for value, element in zip(given, known.values.values(), strict=True):
-        if element is None:
-            values.append(value)
-        elif value is None:
-            values.append(0)
+        if parameter.record is None:
+            values.append(arguments[name])
         else:
-            values.append(address := value.data_ptr())
-            if address % element.align:
-                raise _misaligned(kernel, given)
-            device = value.get_device() if device < 0 else device
+            values += arguments[name]
+    device = next(t for at, _ in known.pointers if (t := values[at]) is not None).get_device()
+    for at, align in known.pointers:
+        tensor = values[at]
+        values[at] = address = 0 if tensor is None else tensor.data_ptr()
+        if address % align:
+            name = [*known.values][at]
+            raise ValueError(f"{kernel.__name__}: {name} must start at a multiple of {align} bytes")
     stream = torch._C._cuda_getCurrentRawStream(device)  # makes no Stream object
     try:
         if device == torch.cuda.current_device():
@@ -244,12 +243,3 @@ def _placeholder(parameter: Parameter) -> Any:
         for element in parameter.elements
     ]
     return values[0] if parameter.record is None else parameter.record(*values)
-
-
-def _misaligned(kernel: type[Kernel], given: Sequence[Any]) -> ValueError:
-    wrong = (
-        f"{name} must start at a multiple of {element.align} bytes"
-        for (name, element), value in zip(arguments_of(kernel).values.items(), given, strict=True)
-        if element is not None and value is not None and value.data_ptr() % element.align
-    )
-    return ValueError(f"{kernel.__name__}: {next(wrong)}")

@@ -50,6 +50,8 @@ class Arguments(NamedTuple):
     parameters: dict[str, Parameter]
     values: dict[str, Element | None]
     """All values by name, those of records as `argument.field`; None for an Int32."""
+    pointers: tuple[tuple[int, int], ...]
+    """Place among the values, and alignment in bytes, of each pointer."""
 
     @property
     def kinds(self) -> str:
@@ -77,7 +79,8 @@ def arguments_of(kernel: type) -> Arguments:
             elements = {key: _element(kernel, key, of) for key, of in named.items()}
             parameters[name] = Parameter(annotation if fields else None, tuple(elements.values()))
             values |= elements
-        _KNOWN[kernel] = Arguments(parameters, values)
+        pointers = tuple((n, e.align) for n, e in enumerate(values.values()) if e is not None)
+        _KNOWN[kernel] = Arguments(parameters, values, pointers)
     return _KNOWN[kernel]
 
 
