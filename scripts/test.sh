@@ -22,7 +22,6 @@ if [ -z "$fast" ]; then
   mypy=$!
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-unset PYTHONDONTWRITEBYTECODE # dozens of processes import the same files
 "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m "$chosen" \
   "${rest[@]}" || code=$?
 if [ -n "$mypy" ]; then
