@@ -32,6 +32,7 @@ bar is no error: exit code 1 is for failures and wrong results.
 """
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -109,9 +110,8 @@ def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
         for model, tokens in cases(suite, args.tokens, tiny=args.device == "cpu"):
             shape = model.shape(tokens)
             report.facts["models"][shape_text(shape)] = model.name
-            records = attempt(
-                bench, lambda m=measured, c=(model, tokens): m(bench, *c), suite, shape
-            )
+            call = functools.partial(measured, bench, model, tokens)
+            records = attempt(bench, call, suite, shape)
             report.add(records, f"{model.name}: T, D, F, E, K")
             bench.clock.free()
 

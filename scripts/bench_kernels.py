@@ -25,6 +25,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -114,7 +115,7 @@ def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) ->
     """Run all suites; an error of a shape becomes a record."""
     for suite, shapes_ in selected.items():
         for shape in shapes_:
-            report.add(attempt(bench, lambda s=suite, x=shape: _records(bench, s, x), suite, shape))
+            report.add(attempt(bench, partial(_records, bench, suite, shape), suite, shape))
             bench.clock.free()
 
 

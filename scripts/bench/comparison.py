@@ -97,11 +97,12 @@ def compare(
     make_theirs: Callable[[], Operation],
 ) -> list[Row]:
     """Time forward and backward of both sides in CUDA graphs."""
-    ours, gaps, note = make_ours(), (None, None), ""
+    ours, note = make_ours(), ""
+    gaps: Sequence[Gap | None] = (None, None)
     timings = bench.timings(operation, ())
     try:
         theirs = make_theirs()
-        gaps = tuple(map(gap, ours.values(), theirs.values()))
+        gaps = list(map(gap, ours.values(), theirs.values()))
         _add(timings, library, theirs, ours=False)
     except Exception as error:
         note = reason(error)
@@ -123,9 +124,9 @@ def row(
 ) -> Row:
     """The row of a pass; reasons of calls that could not run are added to the note."""
     times = [timings.time(side, pass_name, mode) for side in ("ours", library)]
-    ms = [None if time is None else time.ms for time in times]
+    ours, theirs = (None if time is None else time.ms for time in times)
     notes = filter(None, [note, *(record.note for record in timings.skipped)])
-    return Row(timings.suite, library, pass_name, *ms, result_gap, "; ".join(notes))
+    return Row(timings.suite, library, pass_name, ours, theirs, result_gap, "; ".join(notes))
 
 
 def _add(timings: Timings, name: str, operation: Operation, *, ours: bool = True) -> None:

@@ -13,7 +13,9 @@ BLOCK = 8192
 
 
 @triton.jit
-def copy_blocks(source, target, blocks, passes, BLOCK: tl.constexpr):
+def copy_blocks(  # type: ignore[no-untyped-def]
+    source, target, blocks, passes, BLOCK: tl.constexpr
+):
     """Program p of P copies block (i P + p) mod `blocks` in pass i."""
     first, programs = tl.program_id(0), tl.num_programs(0)
     inside = tl.arange(0, BLOCK)

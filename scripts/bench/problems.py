@@ -3,7 +3,9 @@
 Legend: S expert rows, N source rows of a gather, L experts, D hidden, F expert width, H = 2F.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,9 +89,8 @@ class Experts:
 
     def routed(self, counts: list[int]) -> "Experts":
         """The same operands with other rows per expert."""
-        target = self.device
-        routing = dict(offsets=offsets_of(counts, target), order_L=order_of(counts, target))
-        return replace(self, counts=counts, **routing)
+        offsets, order_L = offsets_of(counts, self.device), order_of(counts, self.device)
+        return replace(self, counts=counts, offsets=offsets, order_L=order_L)
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +102,10 @@ def experts(shape: Shape, counts: list[int], device: torch.device) -> Experts:
     S, D, F, L = shape
     torch.manual_seed(0)
     return Experts(
-        *shape,
+        S,
+        D,
+        F,
+        L,
         counts,
         offsets_of(counts, device),
         order_of(counts, device),
@@ -111,6 +115,13 @@ def experts(shape: Shape, counts: list[int], device: torch.device) -> Experts:
         random(L, 2 * F, D, device=device, scale=_W),
         random(L, D, F, device=device, scale=_W),
     )
+
+
+def give_main_grads(parameters: Iterable[Any]) -> None:
+    """Give each parameter an fp32 buffer of zeros, `main_grad`, that its gradient is added to."""
+    for parameter in parameters:
+        zeros = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        parameter.main_grad = zeros
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:

@@ -131,7 +131,7 @@ def summary(records: Sequence[Record]) -> str:
 
 def plot(path: Path, records: Sequence[Record], facts: dict[str, Any]) -> str:
     """Draw every ratio that has a bar; returns why nothing was drawn, or an empty string."""
-    judged = [r for r in records if r.met is not None and r.ratio is not None]
+    judged = [(r, r.ratio) for r in records if r.met is not None and r.ratio is not None]
     if not judged:
         return "nothing to plot: no result has a bar"
     try:
@@ -144,13 +144,13 @@ def plot(path: Path, records: Sequence[Record], facts: dict[str, Any]) -> str:
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.24 * len(judged)))
     labels = [
         f"{r.suite} {shape_text(r.shape)} {r.pass_name} {r.side} {r.mode}".replace(" graph", "")
-        for r in judged
+        for r, _ in judged
     ]
     positions = range(len(judged))
-    colours = ["tab:green" if r.met else "tab:red" for r in judged]
-    axes.barh(positions, [r.ratio for r in judged], color=colours, height=0.7)
+    colours = ["tab:green" if r.met else "tab:red" for r, _ in judged]
+    axes.barh(positions, [ratio for _, ratio in judged], color=colours, height=0.7)
     for marks, colour, name in ((True, "black", "must"), (False, "tab:blue", "goal")):
-        values = [(i, r.bar if marks else r.goal) for i, r in enumerate(judged)]
+        values = [(i, r.bar if marks else r.goal) for i, (r, _) in enumerate(judged)]
         xs = [(i, v) for i, v in values if v is not None]
         axes.scatter([v for _, v in xs], [i for i, _ in xs], marker="|", s=90, c=colour, label=name)
     axes.set_yticks(list(positions), labels, fontsize=6)

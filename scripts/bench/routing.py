@@ -3,6 +3,8 @@
 Legend: T tokens of a rank, E experts, K experts of a token, R ranks.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,7 +50,7 @@ def uneven(
     ranks share. `half to one expert`: drawn uniformly, but half of all tokens take expert 1.
     `one rank`: drawn uniformly from the first rank's experts.
     """
-    rank_device = dict(rank=rank, device=device)
+    rank_device: dict[str, Any] = dict(rank=rank, device=device)
     if kind in KINDS:
         return routed(kind, tokens, experts, top_k, **rank_device)
     if kind == "one rank":

@@ -43,6 +43,13 @@ class Inputs(NamedTuple):
     dout_TD: Tensor
 
 
+def all_ranks() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "no process group"
+    return group
+
+
 def inputs(bench: Bench, model: Model, idx_TK: Tensor) -> Inputs:
     """Random tokens (differentiable, as the probabilities are) for a routing."""
     tokens, device = len(idx_TK), bench.clock.device
@@ -121,11 +128,13 @@ class ExchangeEnds:
         reference = dispatcher("alltoall", timings.bench, model, batch, group)
         received = reference.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
         # The contents of rows that no token reads are unspecified and not compared.
-        self._read_N = (received.plan.inverse_NK >= 0).any(1)
+        prob_S, inverse_NK = received.plan.row_prob_S, received.plan.inverse_NK
+        assert prob_S is not None and inverse_NK is not None
+        self._read_N = (inverse_NK >= 0).any(1)
         rows_ND = received.rows_ND.detach()
         self._out_ND = torch.randn_like(rows_ND).mul_(self._read_N[:, None]).requires_grad_()
         self._drows_ND = torch.randn_like(rows_ND).mul_(self._read_N[:, None])
-        self._dprob_S = torch.randn_like(received.plan.row_prob_S)
+        self._dprob_S = torch.randn_like(prob_S)
         self._received = self._tensors(received)
         self._gradients = self._dispatch_backward(received)
         out_TD = reference.combine(self._out_ND, received)
@@ -172,15 +181,20 @@ class ExchangeEnds:
         return transport.dispatch(self._batch.x_TD, self._batch.idx_TK, self._batch.prob_TK)
 
     def _dispatch_backward(self, received: Received) -> tuple[Tensor, ...]:
+        prob_S = received.plan.row_prob_S
+        assert prob_S is not None
         return torch.autograd.grad(
-            [received.rows_ND, received.plan.row_prob_S],
+            [received.rows_ND, prob_S],
             [self._batch.x_TD, self._batch.prob_TK],
             [self._drows_ND, self._dprob_S],
         )
 
     def _tensors(self, received: Received) -> list[Tensor]:
         plan: ExpertPlan = received.plan
-        return [received.rows_ND.detach()[self._read_N], *(t.detach() for t in plan[:5])]
+        return [
+            received.rows_ND.detach()[self._read_N],
+            *(t.detach() for t in plan[:5] if t is not None),
+        ]
 
     def _check_received(self, received: Received) -> str:
         return differing(self._tensors(received), self._received, ["rows", *PLAN_NAMES])

@@ -23,6 +23,7 @@ from phalanx.scripts.bench.dispatch.ends import (
     PLAN_NAMES,
     TIMEOUT,
     ExchangeEnds,
+    all_ranks,
     inputs,
     transports,
 )
@@ -48,7 +49,7 @@ _LASTING = 3.0
 
 def wire(bench: Bench, model: Model, tokens: int) -> list[Record]:
     shape, device = model.shape(tokens), bench.clock.device
-    if why := refuse("symm", dist.group.WORLD, BF16):
+    if why := refuse("symm", all_ranks(), BF16):
         return [Record("wire", shape, "push", "-", bench.mode, note=why)]
     records: list[Record] = []
     kinds = KINDS if bench.ranks >= GPUS else (OF_EIGHT, *KINDS)
@@ -104,7 +105,7 @@ def _push(
     """
     options, local = SymmOptions(sms, TIMEOUT), model.experts // bench.ranks
     exchange = exchange_of(
-        bench.connections, dist.group.WORLD, len(x), model.hidden, model.top_k, options
+        bench.connections, all_ranks(), len(x), model.hidden, model.top_k, options
     )
 
     def call() -> Tensor:
@@ -118,8 +119,8 @@ def _push(
 def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
     """Tokens of all ranks, and their experts."""
     gathered = [t.new_empty(dist.get_world_size() * len(t), *t.shape[1:]) for t in (x, idx)]
-    for all_ranks, local_part in zip(gathered, (x, idx), strict=True):
-        dist.all_gather_into_tensor(all_ranks, local_part)
+    for everywhere, local_part in zip(gathered, (x, idx), strict=True):
+        dist.all_gather_into_tensor(everywhere, local_part)
     return gathered
 
 
@@ -144,7 +145,7 @@ def _rate(timings: Timings, side: str, kind: str, sent: list[int], judged: bool)
 
 
 def exchange(bench: Bench, model: Model, tokens: int) -> list[Record]:
-    shape, world = model.shape(tokens), dist.group.WORLD
+    shape, world = model.shape(tokens), all_ranks()
     if bench.ranks == 1:
         return [Record("exchange", shape, "-", "-", bench.mode, note="needs several ranks")]
     timings, cases = bench.timings("exchange", shape), list[Case]()

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.quantize.quantize import quantize_rows
@@ -26,7 +25,7 @@ from phalanx.parallel.dispatcher.replication.options import (
     rates_on,
 )
 from phalanx.parallel.dispatcher.transport import refuse
-from phalanx.scripts.bench.dispatch.ends import Inputs, dispatcher, inputs
+from phalanx.scripts.bench.dispatch.ends import Inputs, all_ranks, dispatcher, inputs
 from phalanx.scripts.bench.dispatch.whole import Layer, fitted
 from phalanx.scripts.bench.models import REPLICATION_TARGETS, ROWS_TARGETS, Model
 from phalanx.scripts.bench.problems import BF16
@@ -46,13 +45,13 @@ def replication(bench: Bench, model: Model, tokens: int) -> list[Record]:
         return [Record("replication", shape, "-", "-", bench.mode, note=why)]
     cases, reference = list[Case](), f"{UNEVEN[0]}, without replication"
     fewer = f", {fitted_model.experts} of {model.experts} experts" if fitted_model != model else ""
-    problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True)
+    problem = Layer(bench, fitted_model, all_ranks(), accumulate=True)
     local = fitted_model.experts // bench.ranks
     for kind in UNEVEN:
         rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
         idx = uneven(kind, tokens, fitted_model.experts, fitted_model.top_k, **rank_device)
         batch = inputs(bench, fitted_model, idx)
-        load = fullest(idx, fitted_model.experts, dist.group.WORLD)
+        load = fullest(idx, fitted_model.experts, all_ranks())
         plain = _dispatcher(bench, fitted_model, batch, None)
         results = [problem.forward(plain, batch).detach(), *problem.both(plain, batch)[:2]]
         slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
@@ -91,7 +90,7 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
             bench, model, routed(kind, tokens, model.experts, model.top_k, **rank_device)
         )
         plain, fp8 = (
-            dispatcher(*where_to, batch, dist.group.WORLD, bench.exchange, recipe=recipe)
+            dispatcher(*where_to, batch, all_ranks(), bench.exchange, recipe=recipe)
             for recipe in (None, Fp8Block())
         )
 
@@ -111,7 +110,7 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
 def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time a layer of FP8 experts with rows sent in bf16 and in FP8."""
     fitted_model, cases = fitted(bench, model), []
-    problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True, recipe=Fp8Block())
+    problem = Layer(bench, fitted_model, all_ranks(), accumulate=True, recipe=Fp8Block())
     rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
     batch = inputs(
         bench,
@@ -125,7 +124,7 @@ def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
             bench,
             fitted_model,
             batch,
-            dist.group.WORLD,
+            all_ranks(),
             bench.exchange,
             recipe=Fp8Block(),
             fp8_rows=fp8_rows,
@@ -153,7 +152,7 @@ def _dispatch(ready: Dispatcher, batch: Inputs) -> Received:
 def _cannot(bench: Bench) -> str:
     if bench.ranks == 1:
         return "needs several ranks"
-    return refuse(bench.transports[0], dist.group.WORLD, BF16) or ""
+    return refuse(bench.transports[0], all_ranks(), BF16) or ""
 
 
 def _costs(bench: Bench, model: Model) -> CopyCosts:
@@ -171,7 +170,7 @@ def _dispatcher(
         bench,
         model,
         batch,
-        dist.group.WORLD,
+        all_ranks(),
         bench.exchange,
         replication,
     )

@@ -22,7 +22,14 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.scripts.bench.dispatch.ends import ExchangeEnds, Inputs, dispatcher, inputs, transports
+from phalanx.scripts.bench.dispatch.ends import (
+    ExchangeEnds,
+    Inputs,
+    all_ranks,
+    dispatcher,
+    inputs,
+    transports,
+)
 from phalanx.scripts.bench.models import (
     EXPOSED_TARGET,
     FLASH,
@@ -33,7 +40,7 @@ from phalanx.scripts.bench.models import (
     TOKENS,
     Model,
 )
-from phalanx.scripts.bench.problems import BF16
+from phalanx.scripts.bench.problems import BF16, give_main_grads
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.routing import KINDS, routed, uneven
 from phalanx.scripts.bench.shapes import Bars
@@ -120,8 +127,8 @@ class Layer:
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.normal_(std=_W)
-                if accumulate:
-                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        if accumulate:
+            give_main_grads(self.parameters)
 
     def beside(self, batch: Inputs) -> Tensor:
         """Output of the shared expert for this rank's tokens."""
@@ -178,6 +185,7 @@ class Layer:
         with torch.no_grad():
             received = reference.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
         plan = received.plan
+        assert plan.row_prob_S is not None
         prob_S = plan.row_prob_S.clone().requires_grad_()
         rows_ND = received.rows_ND.requires_grad_()
         ready = received._replace(rows_ND=rows_ND, plan=plan._replace(row_prob_S=prob_S))
@@ -195,12 +203,13 @@ class Layer:
 
     def batch(self, kind: str, tokens: int) -> Inputs:
         """Inputs of a kind of routing, for this rank of the layer's group."""
-        m, rank_device = self.model, dict(rank=self.group.rank(), device=self.bench.clock.device)
-        return inputs(self.bench, m, routed(kind, tokens, m.experts, m.top_k, **rank_device))
+        m, rank, device = self.model, self.group.rank(), self.bench.clock.device
+        idx = routed(kind, tokens, m.experts, m.top_k, rank=rank, device=device)
+        return inputs(self.bench, m, idx)
 
 
 def layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
-    fitted_model, world = fitted(bench, model), dist.group.WORLD
+    fitted_model, world = fitted(bench, model), all_ranks()
     timings = bench.timings("layer", model.shape(tokens))
     problem = Layer(bench, fitted_model, world)
     fewer = fitted_model.experts < model.experts
@@ -259,7 +268,7 @@ def exposed(timings: Timings, side: str, alone: str, judged: bool) -> list[Recor
 
 def flash(bench: Bench, model: Model, tokens: int) -> list[Record]:
     timings, cases = bench.timings("flash", model.shape(tokens)), list[Case]()
-    problem = Layer(bench, model, dist.group.WORLD)
+    problem = Layer(bench, model, all_ranks())
     target = FLASH_TOKENS.get(tokens) if model == FLASH and bench.ranks > 1 else None
     for kind in KINDS:
         judged: dict[str, Any] = {}
@@ -281,7 +290,7 @@ def scaling(bench: Bench, model: Model, tokens: int) -> list[Record]:
     timings, pair = bench.timings("scaling", shape), dist.new_subgroups(2)[0]
     flops = model.flops(tokens, "forward")
     of_size: dict[int, list[Case]] = {2: [], ranks: []}
-    for size, group in ((2, pair), (ranks, dist.group.WORLD)):
+    for size, group in ((2, pair), (ranks, all_ranks())):
         problem = Layer(bench, model, group)
         for kind in KINDS:
             batch, label = problem.batch(kind, tokens), f"{size} ranks, {kind}"
@@ -298,7 +307,7 @@ def skew(bench: Bench, model: Model, tokens: int) -> list[Record]:
     fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if bench.ranks == 1:
         return [Record("skew", shape, "-", "-", bench.mode, note="needs several ranks")]
-    timings, problem = bench.timings("skew", shape), Layer(bench, fitted_model, dist.group.WORLD)
+    timings, problem = bench.timings("skew", shape), Layer(bench, fitted_model, all_ranks())
     sizes = tokens, fitted_model.experts, fitted_model.top_k
     idx = uneven("one rank", *sizes, rank=bench.rank, device=bench.clock.device)
     batch = inputs(bench, fitted_model, idx)

@@ -16,9 +16,15 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.scripts.bench.clocks import Call
-from phalanx.scripts.bench.kernels.mlp import swiglu_prob, with_backward
-from phalanx.scripts.bench.problems import SWIGLU, Experts, dirichlet, error, experts
+from phalanx.scripts.bench.kernels.mlp import Forward, swiglu_prob, with_backward
+from phalanx.scripts.bench.problems import (
+    SWIGLU,
+    Experts,
+    dirichlet,
+    error,
+    experts,
+    give_main_grads,
+)
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import FP8, FP8_TE, Shape
 from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes, reason
@@ -29,13 +35,13 @@ TOLERANCE = 0.08
 """Largest relative error: rounding to e4m3 costs 2 to 6 % of the norm."""
 
 
-def mlp(p: Experts, spec: MLPSpec) -> Call:
+def mlp(p: Experts, spec: MLPSpec) -> Forward:
     """The forward pass, without gathering."""
     plan = ExpertPlan(None, p.prob_S, p.offsets, None, None, p.order_L)
     return lambda: grouped_mlp(p.x_SD, MLPWeights(p.w1, p.w2), plan, spec)
 
 
-def transformer_engine(p: Experts) -> tuple[Call, list[Tensor]]:
+def transformer_engine(p: Experts) -> tuple[Forward, list[Tensor]]:
     """Transformer Engine's forward pass, with weights of its own, and its leaves.
 
     FP8 copies of the weights are made by the first call.
@@ -47,8 +53,7 @@ def transformer_engine(p: Experts) -> tuple[Call, list[Tensor]]:
     fc1 = te.GroupedLinear(p.L, p.D, 2 * p.F, fuse_wgrad_accumulation=True, **options)
     fc2 = te.GroupedLinear(p.L, p.F, p.D, fuse_wgrad_accumulation=True, **options)
     weights = [*fc1.parameters(), *fc2.parameters()]
-    for w in weights:
-        w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+    give_main_grads(weights)
     x, prob, counts = p.x_SD, p.prob_S[:, None], p.counts
     act = torch.compile(swiglu_prob, dynamic=False)
     first = True
@@ -70,8 +75,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     spec = MLPSpec(SWIGLU, bench.backend, accumulate=True, keep_fp8=True)
     specs = {side: replace(spec, recipe=recipe) for side, recipe in RECIPES.items()}
     check = _checked(timings, p, specs)
-    for w in (p.w1, p.w2):
-        w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+    give_main_grads((p.w1, p.w2))
     return [check, *measure(timings, _cases(timings, p, specs), by_pass=True)]
 
 

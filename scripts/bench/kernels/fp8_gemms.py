@@ -4,6 +4,7 @@ Each GEMM reads operands as in training: in bf16, weights are read transposed an
 gather; in FP8, operands were transposed beforehand, outside the timed region.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.scripts.bench.clocks import Call
 from phalanx.scripts.bench.problems import SWIGLU, dirichlet, experts, index_of, random
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import FP8_GEMMS, Shape
@@ -52,7 +54,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     )
 
     flops_FD = 2 * S * D * F
-    calls = {
+    calls: dict[str, tuple[float, Call, dict[str, Call]]] = {
         "fc1_act": (
             2 * flops_FD,
             lambda: fc1_act(x, p.w1, *args, **row_args),
@@ -80,8 +82,13 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
                 **dict(index_S=index, out_LOI=dw1, **wgrad_args),
             ),
             {
-                f"fp8, {blocks}": lambda b=blocks: wgrad(
-                    Operand(dh_T[b], parts=2), Operand(x_T[b]), ends_T, out_LOI=dw1, **wgrad_args
+                f"fp8, {blocks}": partial(
+                    wgrad,
+                    Operand(dh_T[blocks], parts=2),
+                    Operand(x_T[blocks]),
+                    ends_T,
+                    out_LOI=dw1,
+                    **wgrad_args,
                 )
                 for blocks in ("square", "vector")
             },
@@ -93,8 +100,13 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
                 **dict(index_S=index, out_LOI=dw2, **wgrad_args),
             ),
             {
-                f"fp8, {blocks}": lambda b=blocks: wgrad(
-                    Operand(dy_T[b]), Operand(a_T[b]), ends_T, out_LOI=dw2, **wgrad_args
+                f"fp8, {blocks}": partial(
+                    wgrad,
+                    Operand(dy_T[blocks]),
+                    Operand(a_T[blocks]),
+                    ends_T,
+                    out_LOI=dw2,
+                    **wgrad_args,
                 )
                 for blocks in ("square", "vector")
             },

@@ -45,6 +45,8 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
     plan, fc1, fc2 = ops.plan(idx, prob, size), Linear(w1), Linear(w2)
     h, a = ops.fc1_act(Fc1Call(x, fc1, plan, SWIGLU))
     y, end_offsets = ops.rows(RowsCall(a, fc2, plan)), plan.offsets[1:].clone()
+    row_prob, inverse = plan.row_prob_S, plan.inverse_NK
+    assert row_prob is not None and inverse is not None
     spec = MLPSpec(SWIGLU, bench.backend)
 
     def composed_mlp() -> torch.Tensor:
@@ -63,13 +65,13 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
         "plan": lambda: ops.plan(idx, prob, size),
         "fc1_act": lambda: ops.fc1_act(Fc1Call(x, fc1, plan, SWIGLU)),
         "rows": lambda: ops.rows(RowsCall(a, fc2, plan)),
-        "combine": lambda: ops.combine(y, plan.inverse_NK),
+        "combine": lambda: ops.combine(y, inverse),
         "fc2_dgrad_dact + dprob": lambda: ops.fc2_dgrad_dact(
             Fc2DgradCall(Operand(dout, gather=True), fc2, h, plan, SWIGLU)
         ),
         "wgrad": lambda: ops.wgrad(WgradCall(Operand(h), Operand(x, gather=True), plan)),
         "bias_grad": lambda: ops.bias_grad(BiasGradCall(Operand(h), plan, scale=False)),
-        "plan_backward": lambda: ops.plan_backward(plan.row_prob_S, plan.inverse_NK),
+        "plan_backward": lambda: ops.plan_backward(row_prob, inverse),
         "topk_backward": lambda: topk_backward(prob, idx, prob, logits, **ROUTING),
         "make_plan": lambda: make_plan(idx, prob, **size._asdict(), backend=bench.backend),
         "torch._grouped_mm": lambda: torch._grouped_mm(a, w2.mT, offs=end_offsets),
@@ -77,8 +79,8 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
         "grouped_mlp, both": both(composed_mlp, [leaves[0], *leaves[2:]]),
         "layer": fused,
         "layer, both": both(fused, leaves),
-        "layer, public": lambda: composed(*leaves, K, bench.backend),
-        "layer, public, both": both(lambda: composed(*leaves, K, bench.backend), leaves),
+        "layer, public": lambda: composed(leaves, K, bench.backend),
+        "layer, public, both": both(lambda: composed(leaves, K, bench.backend), leaves),
     }
 
 

@@ -8,7 +8,7 @@ Legend: T tokens, D hidden, F expert width, H = 2F, E experts, K experts per tok
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
-from phalanx.scripts.bench.clocks import Call
-from phalanx.scripts.bench.kernels.mlp import MODES, verdict, with_backward
+from phalanx.scripts.bench.kernels.mlp import MODES, Forward, verdict, with_backward
 from phalanx.scripts.bench.problems import SWIGLU, error, random
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import LAYER, Shape
@@ -56,6 +55,7 @@ class Layer(torch.autograd.Function):
         h, a = ops.fc1_act(Fc1Call(x, Linear(w1), plan, SWIGLU))
         ctx.save_for_backward(x, router, w1, w2, h, logits, idx, prob, *plan)
         ctx.ops = ops
+        assert plan.inverse_NK is not None
         return ops.combine(ops.rows(RowsCall(a, Linear(w2), plan)), plan.inverse_NK)
 
     @staticmethod
@@ -89,15 +89,16 @@ class Choice(torch.autograd.Function):
         return topk_backward(dprob.contiguous(), *ctx.saved_tensors, **ROUTING), None
 
 
-def composed(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, backend: str) -> Tensor:
-    """The same layer composed of the library's public functions."""
+def composed(leaves: Sequence[Tensor], top_k: int, backend: str) -> Tensor:
+    """The same layer, of x, router, w1 and w2, composed of the library's public functions."""
+    x, router, w1, w2 = leaves
     idx, prob = Choice.apply(nnf.linear(x, router), top_k)
     size: dict[str, Any] = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
     plan = make_plan(idx, prob, **size, backend=backend)
     return grouped_mlp(x, MLPWeights(w1, w2), plan, MLPSpec(SWIGLU, backend))
 
 
-def sonic(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Callable[[], Tensor]:
+def sonic(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Forward:
     """SonicMoE's forward pass; w1 [E, H, D] with interleaved gate and up rows."""
     import sonicmoe  # noqa: F401  for its version
     from sonicmoe.enums import ActivationType
@@ -148,9 +149,9 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     K, ops = shape[4], provider(bench.backend)
     x, router, w1, w2 = theirs
     leaves = [x, router, split_gate_up(w1.detach()).requires_grad_(), w2]
-    sides: dict[str, tuple[Call, list[Tensor]]] = {
+    sides: dict[str, tuple[Forward, list[Tensor]]] = {
         _OURS: (lambda: Layer.apply(*leaves, K, ops), leaves),
-        _PUBLIC: (lambda: composed(*leaves, K, bench.backend), leaves),
+        _PUBLIC: (lambda: composed(leaves, K, bench.backend), leaves),
     }
     checks: list[Record] = []
     if "sonic" in bench.peers:
@@ -166,7 +167,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
 
 
 def _cases(
-    shape: Shape, sides: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
+    shape: Shape, sides: dict[str, tuple[Forward, list[Tensor]]], dout: Tensor
 ) -> Iterator[Case]:
     """Both of our versions against SonicMoE; the first is judged."""
     T, D, F, _, K = shape
@@ -178,7 +179,7 @@ def _cases(
 
 
 def _checked(
-    timings: Timings, sides: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
+    timings: Timings, sides: dict[str, tuple[Forward, list[Tensor]]], dout: Tensor
 ) -> list[Record]:
     """Compare output and gradients of each of our versions with SonicMoE's."""
     results = {}

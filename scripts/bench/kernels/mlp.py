@@ -15,11 +15,21 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.scripts.bench.clocks import Call
-from phalanx.scripts.bench.problems import BF16, SWIGLU, Experts, dirichlet, error, experts
+from phalanx.scripts.bench.problems import (
+    BF16,
+    SWIGLU,
+    Experts,
+    dirichlet,
+    error,
+    experts,
+    give_main_grads,
+)
 from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import MLP, Shape
 from phalanx.scripts.bench.timing import Bench, Case, Timings, measure, passes, reason
 
+Forward = Callable[[], Tensor]
+"""A forward pass that returns its output."""
 MODES = ("eager", "graph")
 TOLERANCE = 0.02
 """Largest relative error between two bf16 implementations."""
@@ -27,14 +37,14 @@ _OURS, _ADDED = "ours", "ours, fp32 +="
 _PEERS = ("torch", "te")
 
 
-def ours(p: Experts, backend: str, *, accumulate: bool = False) -> Call:
+def ours(p: Experts, backend: str, *, accumulate: bool = False) -> Forward:
     """The forward pass of the public function, without gathering."""
     plan = ExpertPlan(None, p.prob_S, p.offsets, None, None, p.order_L)
     spec = MLPSpec(SWIGLU, backend, accumulate=accumulate)
     return lambda: grouped_mlp(p.x_SD, MLPWeights(p.w1, p.w2), plan, spec)
 
 
-def with_backward(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Call:
+def with_backward(forward: Forward, leaves: list[Tensor], dout: Tensor) -> Call:
     """Forward and backward; a leaf whose gradient went elsewhere gets None."""
     return lambda: torch.autograd.grad(forward(), leaves, dout, allow_unused=True)
 
@@ -44,7 +54,7 @@ def swiglu_prob(h: Tensor, prob: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float() * prob).to(h.dtype)
 
 
-def unfused(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, list[Tensor]]:
+def unfused(p: Experts, act: Callable[..., Tensor]) -> tuple[Forward, list[Tensor]]:
     """torch's forward pass, weights in the layout its GEMM prefers, and its leaves."""
     ends, prob = p.offsets[1:].clone(), p.prob_S[:, None]
     w1 = p.w1.detach().mT.contiguous().requires_grad_()
@@ -58,7 +68,7 @@ def unfused(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, list[Tensor]]
     return forward, [x, w1, w2]
 
 
-def transformer_engine(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, list[Tensor]]:
+def transformer_engine(p: Experts, act: Callable[..., Tensor]) -> tuple[Forward, list[Tensor]]:
     """Transformer Engine's forward pass, with weights of its own, and its leaves."""
     import transformer_engine.pytorch as te
 
@@ -79,8 +89,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         leaf.requires_grad_()
     timings = bench.timings("mlp", shape)
     checks = _checked(timings, p)
-    for w in (p.w1, p.w2):
-        w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+    give_main_grads((p.w1, p.w2))
     return [*checks, *measure(timings, _cases(timings, p), by_pass=True)]
 
 
@@ -99,7 +108,7 @@ def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
         yield from passes(name, forward, both, flops, modes=MODES, ours=False)
 
 
-def _peers(timings: Timings, p: Experts) -> dict[str, tuple[Call, list[Tensor]]]:
+def _peers(timings: Timings, p: Experts) -> dict[str, tuple[Forward, list[Tensor]]]:
     """Forward pass and leaves of each peer that is installed."""
     act = torch.compile(swiglu_prob, dynamic=False) if p.device.type == "cuda" else swiglu_prob
     peers = {}

@@ -6,9 +6,11 @@ experts most rows; `gather` compares rows gathered by an index with contiguous r
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
@@ -92,7 +94,7 @@ def _free(name: str, call: Launch, flops: float, total: int) -> Iterator[Case]:
         judged: dict[str, Any] = {}
         if m:
             judged = dict(against="0 free", bars=(margin_bar(m, total), None))
-        yield Case(f"{m} free", name, lambda m=m: call(LaunchOptions(m)), flops, **judged)
+        yield Case(f"{m} free", name, partial(call, LaunchOptions(m)), flops, **judged)
 
 
 def _occupied(
@@ -111,7 +113,7 @@ def _occupied(
         load = make_load(m, _LASTING * full_ms * total / (total - m) + 0.2)
         judged: dict[str, Any] = dict(against="0 occupied", bars=occupied_bars(m, total), load=load)
         cases.append(
-            Case(f"{m} occupied", name, lambda m=m: call(LaunchOptions(m)), flops, **judged)
+            Case(f"{m} occupied", name, partial(call, LaunchOptions(m)), flops, **judged)
         )
         timings.add(cases[-1])
     timings.run()
@@ -138,7 +140,7 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
     p = experts(shape, routings["balanced"], bench.clock.device)
     for leaf in (p.x_SD, p.w1, p.w2):
         leaf.requires_grad_()
-    bars, cases = Bars((SKEW_BAR, SKEW_BAR), (None, None)), []
+    bars, cases = Bars((SKEW_BAR, SKEW_BAR), (None, None)), list[Case]()
     for routing, counts in routings.items():
         forward = mlp.ours(p.routed(counts), bench.backend)
         both = mlp.with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
@@ -165,32 +167,35 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
     x, dy = (random(T, D, device=device, scale=0.2) for _ in range(2))
     h, a = (random(S, width, device=device) for width in (2 * F, F))
     dw1, dw2 = (torch.empty_like(w, dtype=BF16) for w in (p.w1, p.w2))
-    flops_FD, probs, order = 2 * S * D * F, dict(prob_S=p.prob_S), dict(order_L=p.order_L)
-    cases = {
+    order = p.order_L
+    flops_FD, probs = 2 * S * D * F, p.prob_S
+    cases: dict[str, tuple[float, Callable[..., object], Tensor, Tensor]] = {
         "fc1_act": (
             2 * flops_FD,
-            lambda s, **at: fc1_act(s, p.w1, *ends, **at, **probs),
+            lambda s, at=None: fc1_act(s, p.w1, *ends, index_S=at, prob_S=probs),
             x,
             p.x_SD,
         ),
         "fc2_dgrad_dact": (
             flops_FD,
-            lambda s, **at: fc2_dgrad_dact(s, p.w2.mT, h, *ends, **at, **probs),
+            lambda s, at=None: fc2_dgrad_dact(s, p.w2.mT, h, *ends, index_S=at, prob_S=probs),
             dy,
             p.dy_SD,
         ),
         "wgrad of w1": (
             2 * flops_FD,
-            lambda s, **at: wgrad(
-                Operand(h), Operand(s, bool(at)), p.offsets, out_LOI=dw1, **at, **order
+            lambda s, at=None: wgrad(
+                *(Operand(h), Operand(s, at is not None), p.offsets),
+                **dict(index_S=at, out_LOI=dw1, order_L=order),
             ),
             x,
             p.x_SD,
         ),
         "wgrad of w2": (
             flops_FD,
-            lambda s, **at: wgrad(
-                Operand(s, bool(at)), Operand(a), p.offsets, out_LOI=dw2, **at, **order
+            lambda s, at=None: wgrad(
+                *(Operand(s, at is not None), Operand(a), p.offsets),
+                **dict(index_S=at, out_LOI=dw2, order_L=order),
             ),
             dy,
             p.dy_SD,
@@ -198,8 +203,7 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
     }
     timed = []
     for name, (flops, call, picked, contiguous) in cases.items():
-        timed.append(Case("contiguous", name, lambda c=call, s=contiguous: c(s), flops))
-        gathered = lambda c=call, s=picked: c(s, index_S=index)  # noqa: E731
+        timed.append(Case("contiguous", name, partial(call, contiguous), flops))
         judged: dict[str, Any] = dict(against="contiguous", bars=(GATHER_BAR, None))
-        timed.append(Case("gathered", name, gathered, flops, **judged))
+        timed.append(Case("gathered", name, partial(call, picked, index), flops, **judged))
     return measure(bench.timings("gather", shape), timed)

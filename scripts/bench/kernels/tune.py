@@ -7,6 +7,7 @@ does not list are not measured: they do not compile for it, or spill registers.
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ def kind(bench: Bench, entry: str) -> tuple[list[Record], dict[str, float]]:
         for layout, call in calls(bench, name, case, gather):
             timings, what = bench.timings("tune", case), f"{entry} {layout}".strip()
             flops = (4 if name == "fc1_act" else 2) * case.S * case.N * case.K
-            sides = [Case(tile, what, lambda t=tile: call(t), flops) for tile in listed]  # noqa: B023
+            sides = [Case(tile, what, partial(call, tile), flops) for tile in listed]
             records += measure(timings, sides)
             for tile in listed:
                 if time := timings.time(tile, what):

@@ -124,14 +124,16 @@ def _host(
     make_theirs: Callable[[], Operation],
 ) -> Row:
     """Host time of an eager forward and backward pass."""
-    ms: list[float | None] = [None, None]
+    times: list[float | None] = []
     notes = []
-    for side, make in enumerate((make_ours, make_theirs)):
+    for make in (make_ours, make_theirs):
         try:
-            ms[side] = _host_ms(bench, make().both)
+            times.append(_host_ms(bench, make().both))
         except Exception as error:
+            times.append(None)
             notes.append(reason(error))
-    return Row(operation, library, "host", *ms, None, "; ".join(notes))
+    ours, theirs = times
+    return Row(operation, library, "host", ours, theirs, None, "; ".join(notes))
 
 
 def _host_ms(bench: Bench, call: Callable[[], object]) -> float:

@@ -259,8 +259,8 @@ def _normed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
     grads = [drawn(S, B, n, d, device=device, seed=n) for n in (H, G, G)]
 
     def ours() -> Operation:
-        x, *scales = leaves = _leaves(*operands)
-        norms = HeadNorms(*scales, eps)
+        x, queries, keys = leaves = _leaves(*operands)
+        norms = HeadNorms(queries, keys, eps)
         return Operation(lambda: queries_keys_values(x, None, freqs, norms=norms), leaves, grads)
 
     def theirs() -> Operation:
@@ -322,7 +322,7 @@ def _step(
     attribute = "decoupled_grad" if dtype == BF16 else "grad"
     numbers: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
-    def parameters(copy: bool) -> list[Tensor]:
+    def parameters(copy: bool) -> list[torch.nn.Parameter]:
         parameters_ = [torch.nn.Parameter(p.clone() if copy else p) for p in start]
         for p, g in zip(parameters_, grads, strict=True):
             setattr(p, attribute, g)

@@ -9,6 +9,7 @@ Legend: S rows, C channels, L experts, O and I channels out and in.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,24 +36,23 @@ def quantizing(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
         offsets = offsets.cumsum(0).to(device, torch.int32)
         index = torch.randperm(S, device=device).to(torch.int32)
         q = quantize.quantize_rows(x)
-        yield [
-            _measured(bench, f"quantize rows, {label}", lambda x=x: quantize.quantize_rows(x), [x])
-        ]
+        rows = partial(quantize.quantize_rows, x)
+        yield [_measured(bench, f"quantize rows, {label}", rows, [x])]
         back = lambda q=q: (quantize.dequantize_rows(q),)  # noqa: E731
         yield [_measured(bench, f"dequantize rows, {label}", back, [*q])]
         for blocks in ("square", "vector"):
             options: dict[str, Any] = dict(offsets=offsets, blocks=blocks)
-            transpose = lambda q=q, i=index, g=options: quantize.transpose_rows(q, index_S=i, **g)  # noqa: E731
+            transpose = partial(quantize.transpose_rows, q, index_S=index, **options)
             yield [_measured(bench, f"transpose rows, {blocks}, {label}", transpose, [*q, index])]
-            columns = lambda x=x, g=options: quantize.quantize_columns(x, **g)  # noqa: E731
+            columns = partial(quantize.quantize_columns, x, **options)
             yield [_measured(bench, f"quantize columns, {blocks}, {label}", columns, [x])]
-        del x, q, index
+        del x, q, index, rows, back, transpose, columns
         bench.clock.free()
     for model, (L, O, I) in WEIGHTS.items():  # noqa: E741
         w = drawn(L, O, I, device=device)
-        weights = lambda w=w: quantize.quantize_weights(w)  # noqa: E731
+        weights = partial(quantize.quantize_weights, w)
         yield [_measured(bench, f"quantize weights, {model}, {L} x {O} x {I}", weights, [w])]
-        del w
+        del w, weights
         bench.clock.free()
 
 
