@@ -1,10 +1,9 @@
 """A warp in lockstep on the CPU: its own functions run as plain Python, a value an array of lanes.
 
-`warp` stands in for the DSL in a module; shared and global memory are arrays of bytes.
+`warp` stands in for the DSL in a module; shared memory is an array of bytes.
 """
 
 import inspect
-from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -64,11 +63,10 @@ def _pack_fp8(name: str, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 class Warp:
-    """Memory of a warp, and what stands in for the DSL's modules."""
+    """Shared memory of a warp, and what stands in for the DSL's modules."""
 
-    def __init__(self, shared: int, memory: int = 0) -> None:
-        self.shared, self.memory = np.zeros(shared, np.uint8), np.zeros(memory, np.uint8)
-        self.active: Any = np.ones(32, bool)
+    def __init__(self, shared: int) -> None:
+        self.shared = np.zeros(shared, np.uint8)
 
     def store_half(self, where: np.ndarray, word: np.ndarray) -> None:
         assert (where % 2 == 0).all() and len(set(where.tolist())) == 32
@@ -80,25 +78,14 @@ class Warp:
         """Different words in each bank."""
         return np.bincount(np.unique(where // 4) % 32, minlength=32)
 
-    def load_shared(self, where: int) -> list[np.ndarray]:
-        assert where % 16 == 0
-        return [self.shared[where : where + 16]]
-
-    def store_global(self, where: int, piece: np.ndarray) -> None:
-        assert where % 16 == 0
-        self.memory[where : where + 16] = piece
-
-    def install(self, monkeypatch: pytest.MonkeyPatch, module: Any, lane: Any = LANES) -> None:
-        """Replace the DSL in a module; `lane` is what the lanes are called."""
-        named = lane if isinstance(lane, Callable) else (lambda: integers(lane))
+    def install(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+        """Replace the DSL in a module."""
         ptx = SimpleNamespace(
-            lane=named,
+            lane=lambda: integers(LANES),
             unpack=_unpack,
             max_pair=_max_pair,
             pack_fp8=_pack_fp8,
             store_shared_half=self.store_half,
-            load_shared=self.load_shared,
-            store_global=self.store_global,
         )
         cutlass = SimpleNamespace(
             select_=np.where,

@@ -81,28 +81,3 @@ def test_a_warp_makes_the_bytes_of_the_oracle(name, region, monkeypatch):
         of_rows = want.scale[8 * half : 8 * half + 8, 0].numpy().repeat(4)
         assert (down[half].view(np.int32) == of_rows.view(np.int32)).all()
     assert np.isnan(down[0][4 * 5]) and np.isnan(down[0][4 * 6]) and down[0][4 * 3] == 1
-
-
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("column", [0, 128])
-@pytest.mark.parametrize("left", [1, 5, 15])
-def test_the_ragged_end_is_stored_row_by_row(left, column, part, monkeypatch):
-    """Rows of the expert and channels of the part that there are, and nothing else."""
-    top, width, parts = 3, 192, 2
-    warp = Warp(BASE + 2 * REGION, 32 * parts * width)
-    warp.shared[:] = np.arange(len(warp.shared)) * 7 % 251 + 1
-    rows = SimpleNamespace(
-        stride=(parts * width,), shape=(0, width), iterator=SimpleNamespace(toint=lambda: 0)
-    )
-    made = SimpleNamespace(base=BASE)
-    bind(made, RowBytes, row_blocks, "_store_rows")
-    for lane in range(32):
-        warp.install(monkeypatch, row_blocks, lambda lane=lane: lane)
-        made._store_rows(1, rows, top, top + left, column, part)
-    memory = warp.memory.reshape(32, parts * width)
-    want, source = np.zeros_like(memory), warp.shared[BASE + REGION :].reshape(16, 8, 16)
-    for row in range(left):
-        for piece in range(min(8, (width - column) // 16)):
-            at = part * width + column + 16 * piece
-            want[top + row, at : at + 16] = source[row, piece ^ (row % 8)]
-    assert (memory == want).all()
