@@ -153,7 +153,7 @@ def compose(words: Sequence[str]) -> Composed:
         raise ConfigError("\n".join(mistakes))
     try:
         groups, values = list[str](), list[Override]()
-        for word in OverridesParser.create().parse_overrides(list(words)):
+        for word in map(_parsed, words):
             if word.key_or_group in GROUPS or word.package is not None:
                 groups.append(word.input_line or "")
             else:
@@ -312,13 +312,19 @@ def _mistakes(words: Sequence[str]) -> Iterator[str]:
             yield f"{name}{' =' * sign} {value}: write {name}={value}, as one word"
 
 
+@functools.cache
+def _parsed(word: str) -> Override:
+    """One override as Hydra reads it."""
+    return OverridesParser.create().parse_override(word)
+
+
 def _check(text: str, tree: DictConfig) -> list[str]:
     """Return the problem of one override, judged by itself; its value is tried in `tree`."""
     if "=" not in text and not text.startswith("~"):
         example = f", as in {text}={_example(text)}" if text in knobs() else ""
         return [f"{text}: expected <knob>=<value> or <group>=<option>{example}"]
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = _parsed(text)
     except HydraException:
         key, _, value = text.partition("=")
         if value.startswith("["):

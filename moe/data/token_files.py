@@ -323,9 +323,10 @@ def _sources(root: Path) -> list[Path]:
             f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith("config-")
         ]
         names = [f for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
-        paths += [Path(folder, name).relative_to(root).as_posix() for name in names]
+        inside = Path(folder).relative_to(root).as_posix()
+        paths += [name if inside == "." else f"{inside}/{name}" for name in names]
     paths.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
-    return [root / path for path in paths if (root / path).is_file()]
+    return [source for path in paths if (source := root / path).is_file()]
 
 
 def _write_bytes(prefix: Path, documents: list[bytes]) -> None:

@@ -40,14 +40,17 @@ _DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
 _BARE = re.compile(r"`([A-Za-z]\w*_\w*|[A-Z][a-z]+[A-Z]\w*)(?:\(\))?`")
 
 
-def docs(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def docs(tree: ast.Module) -> tuple[tuple[int, str], ...]:
     """Line and text of every docstring and attribute doc."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else ():
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield statement.value.lineno, text.strip()
+    return tuple(
+        (statement.value.lineno, statement.value.value.strip())
+        for node in ast.walk(tree)
+        for statement in (node.body if isinstance(getattr(node, "body", None), list) else ())
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def openings(path: Path) -> list[str]:

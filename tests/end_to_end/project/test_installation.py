@@ -25,20 +25,22 @@ import kernels, phalanx.kernels.registry, phalanx.train
 print(kernels.OWNER, phalanx.kernels.registry.__file__)
 """
 COMMANDS = {
-    "phalanx-train": ["--check", *SMALL],
-    "phalanx-prepare-data": ["--help"],
-    "phalanx-convert-hf": ["--help"],
-    "phalanx-checkpoint": ["--help"],
-    "phalanx-build-kernels": ["--help"],
-    "phalanx-compare": ["--help"],
-    "phalanx-plot-losses": ["--help"],
-    "phalanx-plot-run": ["--help"],
-    "phalanx-make-routing": ["--help"],
-    "phalanx-routing-load": ["--help"],
-    "phalanx-sample": ["--help"],
-    "phalanx-evaluate": ["--help"],
-    "phalanx-timeline": ["--help"],
+    f"phalanx-{name}"
+    for name in (
+        *("train", "prepare-data", "convert-hf", "checkpoint", "build-kernels", "compare"),
+        *("plot-losses", "plot-run", "make-routing", "routing-load", "sample", "evaluate"),
+        "timeline",
+    )
 }
+HELP = """
+import contextlib, runpy, sys
+for command in sys.argv[1:]:
+    sys.argv = [command, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(command, run_name="__main__")
+    print("\f", end="")
+"""
+"""Help of all commands in one process, a page each."""
 
 
 def pip(*words: object) -> None:
@@ -111,20 +113,19 @@ def test_a_wheel_beside_another_kernels(
     if first == "theirs":
         return
     declared = {e.name for e in importlib.metadata.Distribution.at(_record(site)).entry_points}
-    assert declared == set(COMMANDS)
-    for name, words in COMMANDS.items():
-        output = call([site / "bin" / name, *words], tmp_path, site)
-        if words == ["--help"]:  # names what is there
-            assert f"usage: {name} " in output
-            assert not re.search(r"\.py\b|scripts/|docs/", output), output
-    usage = call([site / "bin/phalanx-train", "--help"], tmp_path, site)
-    assert "-m phalanx.train [group=option" in usage
-    assert not re.search(r"train\.py|scripts/|docs/", usage)
+    assert declared == COMMANDS
+    commands = [site / "bin" / name for name in sorted(COMMANDS)]
+    pages = call([sys.executable, "-c", HELP, *commands], tmp_path, site).split("\f")[:-1]
+    for command, page in zip(commands, pages, strict=True):  # names what is there
+        usage = f"usage: {command.name} "
+        assert ("-m phalanx.train [group=option" if command.name[8:] == "train" else usage) in page
+        assert not re.search(r"\.py\b|scripts/|docs/", page), page
+    call([site / "bin/phalanx-train", "--check", *SMALL], tmp_path, site)
     knobs = call([sys.executable, "-m", "phalanx.configs.docs"], tmp_path, site)
     assert "docs/" not in knobs and "`run.steps`" in knobs
-    page = importlib.metadata.Distribution.at(_record(site)).metadata
-    assert page["Version"] == phalanx.__version__ and (site / "phalanx/py.typed").is_file()
-    text = page.get_payload()
+    record = importlib.metadata.Distribution.at(_record(site)).metadata
+    assert record["Version"] == phalanx.__version__ and (site / "phalanx/py.typed").is_file()
+    text = record.get_payload()
     assert text.startswith("# Phalanx as a package") and "phalanx-evaluate" in text
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert links and all(link.startswith("https://") for link in links)
@@ -146,7 +147,6 @@ def test_a_checkout_beside_another_kernels_from_another_folder(
     first = "import sys; sys.path.insert(0, sys.argv[1])"
     owner, file = call([sys.executable, "-c", first + IMPORTS, ROOT], tmp_path, site).split()
     assert owner == "theirs" and Path(file).resolve() == ROOT / "kernels/registry.py"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
-    out = call([sys.executable, *torchrun, ROOT / "train.py", *SMALL], tmp_path, site)
+    out = call([sys.executable, ROOT / "train.py", *SMALL], tmp_path, site)
     assert "done: step 1" in out
     call([sys.executable, ROOT / "scripts/prepare_data.py", "--help"], tmp_path, site)
