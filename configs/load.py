@@ -401,7 +401,9 @@ def _bracketed(word: str) -> str:
 
 
 def _takes_names(knob: str) -> bool:
-    return knob == "run.inject" or (knob in choices() and knobs()[knob].type == list[str])
+    return knob == "run.inject" or (
+        knob in knobs() and knobs()[knob].type == list[str] and knob in choices()
+    )
 
 
 def _explain(error: Exception) -> str:

@@ -59,7 +59,7 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
     [
         (DEEPSEEK, [{"parallel.pipeline": 2}, {}, {"parallel.context": 2}]),
         (GPT_OSS, [{"parallel.tensor": 2}, {"parallel.context": 2}]),
-        (QWEN3, [{"parallel.context": 2}]),
+        pytest.param(QWEN3, [{"parallel.context": 2}], marks=pytest.mark.slow),
         (QWEN3_NEXT, [{"parallel.context": 2}]),
     ],
     ids=["deepseek", "gpt_oss", "qwen3", "qwen3_next"],

@@ -85,13 +85,13 @@ def test_it_learns_as_in_bf16(tmp_path: Path) -> None:
 def test_tensor_parallel_ranks_learn_what_one_learns(model: str, tmp_path: Path) -> None:
     """Attention, dense and shared MLPs; a rank's part of a block has a scale of its own."""
     losses = []
-    given = [*FP8, f"model={model}", "run.steps=6"]
+    given = [*FP8, f"model={model}", "run.steps=4"]
     given += ["model.moe.shared_ffn=32"] if model == "tiny_deepseek" else []
     for tensor in (1, 2):
         at = [f"run.dir={tmp_path / str(tensor)}", f"parallel.tensor={tensor}"]
         main, *_ = run(tensor, [*given, *at], products)
         assert main.code == 0, main.err
-        assert main.seen is not None and main.seen["linear"] > 6 * (6 if "deep" in model else 3)
+        assert main.seen is not None and main.seen["linear"] > 4 * (6 if "deep" in model else 3)
         losses.append([r["loss"] for r in records(tmp_path / str(tensor) / "run")])
     assert losses[0] != losses[1] and losses[0][-1] < losses[0][0]
     assert max(abs(a - b) / b for a, b in zip(*losses, strict=True)) < 5e-3

@@ -9,21 +9,23 @@ from tests.support.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
 
-RECIPES = pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+LAYERS = [
+    # As in test_fp8; routed, shared and dense experts are by the recipe's own backend.
+    (["model=tiny"], 4, 2),
+    (["model=tiny", "precision.dense=bf16"], 0, 2),
+    (["model=tiny", "precision.bf16_last_layers=1"], 2, 1),
+    (["model=tiny_deepseek", "model.moe.shared_ffn=16"], 15, 5),
+    (["model=tiny_gpt_oss"], 4, 2),
+]
+BY_TURNS = [
+    pytest.param(recipe, *case, marks=[] if n % 2 == i else pytest.mark.slow)
+    for i, recipe in enumerate(("mxfp8", "nvfp4"))
+    for n, case in enumerate(LAYERS)
+]
+"""Each case with one recipe; with the other it is slow."""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "linear", "fc1"),
-    [
-        # As in test_fp8; routed, shared and dense experts are by the recipe's own backend.
-        (["model=tiny"], 4, 2),
-        (["model=tiny", "precision.dense=bf16"], 0, 2),
-        (["model=tiny", "precision.bf16_last_layers=1"], 2, 1),
-        (["model=tiny_deepseek", "model.moe.shared_ffn=16"], 15, 5),
-        (["model=tiny_gpt_oss"], 4, 2),
-    ],
-)
-@RECIPES
+@pytest.mark.parametrize(("recipe", "overrides", "linear", "fc1"), BY_TURNS)
 def test_layers(recipe: str, overrides: list[str], linear: int, fc1: int, tmp_path: Path) -> None:
     given = [*overrides, f"run.dir={tmp_path}", "run.steps=1", "data.global_batch=4"]
     (main,) = run(1, [*SMALL, f"precision={recipe}", *given], products)
@@ -47,7 +49,7 @@ def test_it_learns_as_in_bf16(recipe: str, separate: float, tmp_path: Path) -> N
     assert max(abs(a - b) / b for a, b in zip(narrow, bf16, strict=True)) < separate
 
 
-@RECIPES
+@pytest.mark.parametrize("recipe", [pytest.param("mxfp8", marks=pytest.mark.slow), "nvfp4"])
 def test_the_same_on_two_ranks_and_again(recipe: str, tmp_path: Path) -> None:
     """Neither resuming nor recomputation changes a bit, with stochastic rounding or without."""
     given = [*SMALL, f"precision={recipe}", "parallel.expert=2", "parallel.dispatch=alltoall"]

@@ -24,6 +24,7 @@ from phalanx.moe.experts import activation_of
 from tests.kernels.sm90 import remembered
 from tests.kernels.sm100 import offline_cudnn
 from tests.kernels.sm100.offline_cudnn import Log, installed, offline
+from tests.support.matrix import matrix
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
 ROOT = Path(__file__).parents[3]
@@ -82,8 +83,7 @@ def test_every_model(tmp_path, name: str):
     check(log)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@matrix(("form", "bias"), ("mxfp8", False), ("nvfp4", True))
 def test_every_recipe(tmp_path, form: str, bias: bool) -> None:
     """The kernels for MXFP8 and NVFP4 with the activations of the models in configs/model, and
     with as much of a last tile as they have; those but for weight gradients are compiled for

@@ -15,6 +15,7 @@ import torch
 from tests.parallel.checkpoint.checkpoints import assert_equal, stored
 from tests.parallel.checkpoint.test_checkpoint_kernels import MODELS, saved_before_step_3
 from tests.support.fake_cudnn.training import experts_on_cpu
+from tests.support.matrix import matrix
 from tests.support.runs import SMALL, records, run
 
 SIZES = ["model.hidden=64", "model.moe.ffn=64", "run.save_interval=-1"]
@@ -57,8 +58,7 @@ def test_losses_are_those_of_the_reference(losses: Losses, model: str, world: in
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@matrix(("model", "form"), ("tiny", "mxfp8"), ("tiny_gpt_oss", "nvfp4"))
 def test_losses_of_a_recipe_are_those_of_its_emulation(
     losses: Losses, model: str, form: str
 ) -> None:
@@ -78,8 +78,7 @@ def saved_with_cudnn(rank: int) -> Iterator[None]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("model", MODELS)
+@matrix(("model", "optimizer"), ("tiny", "adamw"), ("tiny_gpt_oss", "muon"))
 def test_checkpoints_are_canonical(tmp_path: Path, model: str, optimizer: str) -> None:
     """cudnn saves torch's checkpoint bit for bit, weights, masters and moments, on two ranks and on
     one; torch continues from that; and each has the same next loss."""
