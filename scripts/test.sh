@@ -5,10 +5,12 @@
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 chosen="not gpu and not slow" fast='' rest=()
+processes=3 # of which two compute while one waits for ranks or a compiler
 for argument; do
   case $argument in
     --all) chosen="not gpu" ;;
-    --fast) chosen="unit" fast=1 rest+=(--ignore tests/end_to_end) ;; # which has no unit tests
+    --fast) # end_to_end has no unit tests, and these wait for nothing
+      chosen="unit" fast=1 processes=2 rest+=(--ignore tests/end_to_end) ;;
     *) rest+=("$argument") ;;
   esac
 done
@@ -22,8 +24,8 @@ if [ -z "$fast" ]; then
   mypy=$!
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m "$chosen" \
-  "${rest[@]}" || code=$?
+"$bin/python" -m pytest -n $processes --dist loadfile --no-loadscope-reorder --durations 20 \
+  -m "$chosen" "${rest[@]}" || code=$?
 if [ -n "$mypy" ]; then
   wait "$mypy" || code=$((code ? code : 1))
 fi

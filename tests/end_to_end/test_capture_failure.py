@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -43,11 +44,8 @@ def never_captured(rank: int) -> Iterator[None]:
         original(self, cfg, job)
         self.graph = _NeverCaptured(self.forward_backward)
 
-    steps.Step.__init__ = results  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(steps.Step, "__init__", results):
         yield
-    finally:
-        steps.Step.__init__ = original  # type: ignore[method-assign]
 
 
 def test_auto_goes_on_eagerly_says_so_and_counts(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -98,11 +99,8 @@ def last_state(rank: int) -> Iterator[dict[str, Any]]:
             seen.update(state_of(self))
         return stopping
 
-    Trainer._train_step = watched  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trainer, "_train_step", watched):
         yield seen
-    finally:
-        Trainer._train_step = step  # type: ignore[method-assign]
 
 
 def test_twice_and_resumed(corpus: list[str], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -284,11 +285,8 @@ def tokens_seen(rank: int) -> Iterator[list[tuple[int, str]]]:
         finally:
             del self.compute.forward_step
 
-    Trainer._train_step = step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trainer, "_train_step", step):
         yield seen
-    finally:
-        Trainer._train_step = original  # type: ignore[method-assign]
 
 
 def test_a_run_moves_between_layouts(corpus: list[str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 EVERY = 10
 """Period in steps, starting with the first step."""
@@ -24,11 +25,8 @@ def overflow_sometimes(rank: int = 0) -> Iterator[None]:
             _shrink(self)
         return original(self)
 
-    Trainer._train_step = step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trainer, "_train_step", step):
         yield
-    finally:
-        Trainer._train_step = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -42,11 +40,8 @@ def overflow_always(rank: int = 0) -> Iterator[None]:
         _take_rows(self.job.budget)
         return original(self, *args, **kwargs)
 
-    Step.__call__ = call  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Step, "__call__", call):
         yield
-    finally:
-        Step.__call__ = original  # type: ignore[method-assign]
 
 
 def _take_rows(budget: Any) -> None:

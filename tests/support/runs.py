@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import megatron.core.distributed
 import megatron.core.models.gpt.gpt_model  # noqa: F401
@@ -78,11 +79,8 @@ def before_step(number: int, act: Callable[[], Any]) -> Iterator[None]:
             act()
         return original(self)
 
-    Trainer._train_step = step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trainer, "_train_step", step):
         yield
-    finally:
-        Trainer._train_step = original  # type: ignore[method-assign]
 
 
 def terminate() -> None:

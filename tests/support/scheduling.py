@@ -1,6 +1,7 @@
 """Selection and scheduling of tests: unit tests, order of files, exclusive use of the machine."""
 
 import fcntl
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,14 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
         known = place.setdefault(item.path, own)
         place[item.path] = 1 if 1 in (own, known) else min(own, known)
     return sorted(items, key=lambda item: place[item.path])
+
+
+def matrix(names: tuple[str, str], *default: tuple[object, object]) -> pytest.MarkDecorator:
+    """Parametrize by these pairs, and by all other pairs of their values as slow tests."""
+    values = (dict.fromkeys(column) for column in zip(*default, strict=True))
+    others = [pair for pair in itertools.product(*values) if pair not in default]
+    slow = (pytest.param(*pair, marks=pytest.mark.slow) for pair in others)
+    return pytest.mark.parametrize(names, [*default, *slow])
 
 
 @contextmanager

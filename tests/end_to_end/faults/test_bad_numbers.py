@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -237,11 +238,8 @@ def host_reads(rank: int) -> Iterator[list[list[str]]]:
             for name in names:
                 setattr(torch.Tensor, name, real[name])
 
-    Trainer._train_step = watched  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trainer, "_train_step", watched):
         yield reads
-    finally:
-        Trainer._train_step = step  # type: ignore[method-assign]
 
 
 @pytest.mark.dist

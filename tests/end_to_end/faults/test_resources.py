@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -105,11 +106,8 @@ def no_console(rank: int, folder: Path) -> Iterator[None]:
             raise OSError(28, "No space left on device")
         real(*args, **kw)
 
-    builtins.print = refuse  # type: ignore[assignment]
-    try:
+    with mock.patch.object(builtins, "print", refuse):
         yield
-    finally:
-        builtins.print = real
     assert calls > 6
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,12 +52,9 @@ def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
         data = [t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors]
         seen.extend(hashlib.sha256(each.tobytes()).hexdigest() for each in data)
 
-    Trainer.fit = fit  # type: ignore[method-assign]
-    try:
-        with overflow_sometimes() if tight else contextlib.nullcontext():
-            yield seen
-    finally:
-        Trainer.fit = original  # type: ignore[method-assign]
+    overflows = overflow_sometimes() if tight else contextlib.nullcontext()
+    with mock.patch.object(Trainer, "fit", fit), overflows:
+        yield seen
 
 
 @pytest.mark.parametrize(

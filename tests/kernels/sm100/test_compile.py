@@ -24,7 +24,7 @@ from phalanx.moe.experts import activation_of
 from tests.kernels.sm90 import remembered
 from tests.kernels.sm100 import offline_cudnn
 from tests.kernels.sm100.offline_cudnn import Log, installed, offline
-from tests.support.matrix import matrix
+from tests.support.scheduling import matrix
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
 ROOT = Path(__file__).parents[3]

@@ -15,8 +15,8 @@ import torch
 from tests.parallel.checkpoint.checkpoints import assert_equal, stored
 from tests.parallel.checkpoint.test_checkpoint_kernels import MODELS, saved_before_step_3
 from tests.support.fake_cudnn.training import experts_on_cpu
-from tests.support.matrix import matrix
 from tests.support.runs import SMALL, records, run
+from tests.support.scheduling import matrix
 
 SIZES = ["model.hidden=64", "model.moe.ffn=64", "run.save_interval=-1"]
 

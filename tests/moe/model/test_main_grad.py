@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,11 +45,8 @@ def _run(cfg: Config) -> tuple[_Rank, tuple[int, int]]:
         calls.append(not main_grad.buffer(parameter).add)
         return added(parameter)
 
-    main_grad.added = counted
-    try:
+    with mock.patch.object(main_grad, "added", counted):
         return _train(cfg), (len(calls), sum(calls))
-    finally:
-        main_grad.added = added
 
 
 def run(world: int, model: str, changes: dict[str, Any]) -> tuple[list, dict, tuple[int, int]]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,11 +73,8 @@ def slow_data(rank: int) -> Iterator[None]:
         time.sleep(0.06 * (rank == 1))
         return original(self)
 
-    Loader.next_step = next_step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Loader, "next_step", next_step):
         yield
-    finally:
-        Loader.next_step = original  # type: ignore[method-assign]
 
 
 @pytest.mark.dist
