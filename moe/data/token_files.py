@@ -282,21 +282,33 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     contents. Any number of processes may call this at the same time.
     """
     root = _library(library)
-    documents = list(_texts(root))
-    if not documents:
-        raise DataError(
-            f"{root} has no .py files to train on; set data.source=indexed and data.blend"
-        )
-    digest = hashlib.sha256()
-    for text in documents:
-        digest.update(len(text).to_bytes(8, "little") + text)
-    name = f"stdlib-{platform.python_version()}-{digest.hexdigest()[:16]}"
-    target = built_once(cache / name, lambda folder: _write_bytes(folder / "corpus", documents))
+    name = _own_name() if library is None else _name(root)
+    target = built_once(
+        cache / name, lambda folder: _write_bytes(folder / "corpus", list(_texts(root)))
+    )
     try:
         open_corpus(str(target / "corpus"))
     except DataError as error:
         raise DataError(f"{error} (delete {target}, and it will be rebuilt)") from None
     return str(target / "corpus")
+
+
+@functools.cache
+def _own_name() -> str:
+    """Name of the corpus of the running interpreter, whose library stays as it is."""
+    return _name(_library(None))
+
+
+def _name(root: Path) -> str:
+    digest, empty = hashlib.sha256(), True
+    for text in _texts(root):
+        digest.update(len(text).to_bytes(8, "little") + text)
+        empty = False
+    if empty:
+        raise DataError(
+            f"{root} has no .py files to train on; set data.source=indexed and data.blend"
+        )
+    return f"stdlib-{platform.python_version()}-{digest.hexdigest()[:16]}"
 
 
 @functools.cache

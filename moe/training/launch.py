@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -147,7 +147,8 @@ def code() -> tuple[str, bool]:
         return "unknown", False
 
 
-def packages() -> dict[str, str]:
+@functools.cache
+def packages() -> Mapping[str, str]:
     """Versions of the packages that affect the results of a run, `none` if not installed."""
     versions = {}
     for name in _PACKAGES:
