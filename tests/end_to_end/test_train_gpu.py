@@ -86,19 +86,19 @@ def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
     close(got["unfused"], got["fused"])
 
 
+def documents(folder: Path) -> list[str]:
+    """Overrides that train on packed documents of real text."""
+    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
+    prefix = write_corpus(folder / "corpus", pieces)
+    data = ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={folder / 'cache'}"]
+    return [*data, "model.vocab_size=256", "data.split='100'", "data.document_mask=true"]
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
 def test_packed_documents(model: str, tmp_path: Path) -> None:
     """flash-attn-4, eager and captured, against the reference."""
-    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
-    prefix = write_corpus(tmp_path / "corpus", pieces)
     common = [f"model={model}", "kernels=torch", "model.attention.head_dim=64"]
-    common += [
-        "data.source=indexed",
-        "model.vocab_size=256",
-        f"data.blend=[{prefix}]",
-        f"data.cache={tmp_path / 'cache'}",
-    ]
-    common += ["data.split='100'", "data.document_mask=true"]
+    common += documents(tmp_path)
     runs = {name: [*common, f"kernels.attention={name}"] for name in ("reference", "fa4", "flex")}
     runs |= {f"{name}_graph": [*runs[name], GRAPH] for name in ("fa4", "flex")}
     want, *others = train_side_by_side(tmp_path, runs).values()
@@ -112,15 +112,7 @@ LINEAR = "tiny_qwen3_next"
 def test_linear_attention(tmp_path: Path) -> None:
     """flash-linear-attention, eager and captured, against the torch implementation."""
     common = [f"model={LINEAR}", "kernels=fused", "model.attention.head_dim=64"]
-    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
-    prefix = write_corpus(tmp_path / "corpus", pieces)
-    packed = [
-        "data.source=indexed",
-        "model.vocab_size=256",
-        f"data.blend=[{prefix}]",
-        f"data.cache={tmp_path / 'cache'}",
-    ]
-    packed += ["data.split='100'", "data.document_mask=true"]
+    packed = documents(tmp_path)
     ways = {"torch": ["kernels.attention=reference"], "fla": [], "graph": [GRAPH]}
     runs = {name: [*common, *way] for name, way in ways.items()}
     runs |= {f"documents_{name}": [*given, *packed] for name, given in runs.items()}
@@ -273,16 +265,8 @@ def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: No
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_documents_over_two_halves(model: str, tmp_path: Path, two_gpus: None) -> None:
     """Eager and captured, against one GPU."""
-    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
-    prefix = write_corpus(tmp_path / "corpus", pieces)
-    common = [f"model={model}", "kernels=torch", "kernels.attention=flex"]
-    common += [
-        "data.source=indexed",
-        "model.vocab_size=256",
-        f"data.blend=[{prefix}]",
-        f"data.cache={tmp_path / 'cache'}",
-    ]
-    common += ["data.split='100'", "data.document_mask=true", "model.moe.router.seq_aux_loss=0"]
+    common = [f"model={model}", "kernels=torch", "kernels.attention=flex", *documents(tmp_path)]
+    common += ["model.moe.router.seq_aux_loss=0"]
     want = train(tmp_path, "one", *common)
     halves = [*common, "parallel.context=2"]
     close(train(tmp_path, "two", *halves, ranks=2), want)

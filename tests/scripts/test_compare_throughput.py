@@ -470,9 +470,9 @@ POINT += ["data=synthetic", "model=tiny", "model.attention.head_dim=8"]
 OPTIONS = ["--device", "cpu", "--nproc", "1", "--steps", "4"]
 
 
-@pytest.mark.dist
-def test_a_run_on_the_cpu(tmp_path, monkeypatch):
-    """The trainer's answer to the command, in a rank of this session."""
+@pytest.fixture
+def trains_here(monkeypatch):
+    """The trainer answers commands in a rank of this session."""
 
     def train(command, folder, *, steps, **_):
         place = command.index(os.path.relpath(launch.TRAIN))
@@ -481,6 +481,10 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch):
         return figures(folder / "metrics.jsonl", steps), ""
 
     monkeypatch.setattr(sweep, "run", train)
+
+
+@pytest.mark.dist
+def test_a_run_on_the_cpu(trains_here, tmp_path):
     own = [*OPTIONS, "--out", str(tmp_path)]
     assert compare_throughput.main([*own, "kernels=torch", *POINT]) == 0
     actual, steps = measured(tmp_path)
@@ -492,16 +496,8 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.dist
-def test_recipes_over_the_same_data_and_their_curves(tmp_path, monkeypatch, capsys):
+def test_recipes_over_the_same_data_and_their_curves(trains_here, tmp_path, capsys):
     """One command trains a tiny model by every recipe and draws the losses."""
-
-    def train(command, folder, *, steps, **_):
-        place = command.index(os.path.relpath(launch.TRAIN))
-        (rank,) = runs.run(1, command[place + 1 :])
-        assert rank.code == 0, rank.err
-        return figures(folder / "metrics.jsonl", steps), ""
-
-    monkeypatch.setattr(sweep, "run", train)
     recipes = ["bf16", "fp8_block", "mxfp8", "nvfp4"]
     own = [*OPTIONS, "--losses", "--out", str(tmp_path)]
     given = ["kernels=torch", *POINT, f"precision={','.join(recipes)}"]
