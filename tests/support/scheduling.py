@@ -2,7 +2,7 @@
 
 import fcntl
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +53,13 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
         known = place.setdefault(item.path, own)
         place[item.path] = 1 if 1 in (own, known) else min(own, known)
     return sorted(items, key=lambda item: place[item.path])
+
+
+def mostly_slow(name: str, values: Iterable[object], *default: object) -> pytest.MarkDecorator:
+    """Parametrize by values that make slow tests, but for these."""
+    others = [value for value in values if value not in default]
+    slow = (pytest.param(value, marks=pytest.mark.slow) for value in others)
+    return pytest.mark.parametrize(name, [*default, *slow])
 
 
 def matrix(names: tuple[str, str], *default: tuple[object, object]) -> pytest.MarkDecorator:

@@ -30,6 +30,7 @@ from tests.parallel.checkpoint.checkpoints import (
 )
 from tests.support import s3
 from tests.support.distributed import RankFailed, run_distributed
+from tests.support.scheduling import matrix
 
 MEMORY, S3 = "memory://test", f"s3://{s3.BUCKET}"
 
@@ -242,8 +243,12 @@ def ended() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("root", [MEMORY, S3])
+@matrix(
+    ("root", "phase"),
+    *((MEMORY, phase) for phase in PHASES),
+    *((S3, phase) for phase in ("a shard is uploaded in part", "no COMMIT.json")),
+    (S3, "the older one is there in part"),
+)
 def test_killed_while_saving(
     tmp_path: Path, root: str, phase: str, expected: list[tuple[float, float]]
 ) -> None:
@@ -349,8 +354,9 @@ def _damaged(root: str, at: str, folder: Path, kind: str) -> tuple[list[str], st
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("root", [MEMORY, S3])
+@matrix(
+    ("root", "kind"), *((MEMORY, k) for k in DAMAGE), (S3, "torn marker"), (S3, "changed shard")
+)
 def test_damage_is_found_and_set_aside(tmp_path: Path, root: str, kind: str) -> None:
     root += f"/damage/{list(DAMAGE).index(kind)}"
     ((lines, told),) = run_distributed(_damaged, 1, root, s3.endpoint(), tmp_path, kind)

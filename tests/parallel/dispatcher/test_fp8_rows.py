@@ -32,12 +32,11 @@ from tests.kernels.problems import error, make
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import NODES, pretended
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import matrix
 
 T, D, F, E, K = 40, 160, 136, 8, 2
-RECIPES = [
-    pytest.param(Fp8Block(), id="defaults"),
-    pytest.param(Fp8Block(grad_format="e5m2", hidden="fp8"), id="e5m2 and hidden"),
-]
+DEFAULTS, OTHERS = Fp8Block(), Fp8Block(grad_format="e5m2", hidden="fp8")
+RECIPES = [pytest.param(DEFAULTS, id="defaults"), pytest.param(OTHERS, id="e5m2 and hidden")]
 
 
 class Given(NamedTuple):
@@ -207,8 +206,7 @@ def _pushed(recipe: Fp8Block, name: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["symm", "hier"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@matrix(("recipe", "name"), (DEFAULTS, "symm"), (OTHERS, "hier"))
 def test_pushes_bring_the_same_bits(recipe: Fp8Block, name: str) -> None:
     """Into buffers that are used again, where nothing but what was wanted is a number."""
     run_distributed(_pushed, 4, recipe, name)

@@ -28,7 +28,7 @@ def test_a_model_trains_as_with_collectives() -> None:
     assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "moe"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "moe"])
 def test_rows_that_travel_in_fp8_change_no_loss(recompute: str) -> None:
     given = ["precision=fp8_block", "parallel.dispatch=hier", f"run.recompute={recompute}"]
     bf16, fp8 = (

@@ -36,6 +36,7 @@ from tests.parallel.dispatcher.replication.test_replication import (
     check,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
 
@@ -204,7 +205,7 @@ def test_variants(name: str) -> None:
     same(run_distributed(ways, 2, "several hot experts", "reference", 2, options), near=near)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "even"])
+@mostly_slow("kind", [*KINDS, "even"], "one rank with all", "several hot experts")
 def test_rows_in_fp8(kind: str) -> None:
     options = {"recipe": Fp8Block(), "fp8_rows": True}
     made = run_distributed(ways, 4, kind, "reference", 2, options)
