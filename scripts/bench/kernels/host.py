@@ -46,7 +46,7 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
     h, a = ops.fc1_act(Fc1Call(x, fc1, plan, SWIGLU))
     y, end_offsets = ops.rows(RowsCall(a, fc2, plan)), plan.offsets[1:].clone()
     row_prob, inverse = plan.row_prob_S, plan.inverse_NK
-    assert row_prob is not None and inverse is not None
+    assert h is not None and row_prob is not None and inverse is not None
     spec = MLPSpec(SWIGLU, bench.backend)
 
     def composed_mlp() -> torch.Tensor:
