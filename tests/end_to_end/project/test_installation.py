@@ -120,7 +120,6 @@ def test_a_wheel_beside_another_kernels(
         usage = f"usage: {command.name} "
         assert ("-m phalanx.train [group=option" if command.name[8:] == "train" else usage) in page
         assert not re.search(r"\.py\b|scripts/|docs/", page), page
-    call([site / "bin/phalanx-train", "--check", *SMALL], tmp_path, site)
     knobs = call([sys.executable, "-m", "phalanx.configs.docs"], tmp_path, site)
     assert "docs/" not in knobs and "`run.steps`" in knobs
     record = importlib.metadata.Distribution.at(_record(site)).metadata

@@ -23,10 +23,12 @@ from tests.moe.model.test_max_logits import (
 )
 from tests.support.distributed import run_distributed
 from tests.support.runs import exact, records, run
+from tests.support.scheduling import mostly_slow
 from tests.support.sync_free import sync_free
 from tests.support.training import Trained, trained
 
 MUON = {"optim.kind": "muon"}
+MIXED = "optim=muon optim.moments=bf16"
 BF16 = {"precision.recipe": "bf16"}
 ONE_LAYER = {"model.layers": 1, "model.mtp_layers": 0, "model.moe.dense_layers": 0}
 """No other layer's input depends on what is clipped."""
@@ -194,7 +196,7 @@ def test_weights_are_those_of_their_masters(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["optim.moments=fp32", "optim=muon optim.moments=bf16"])
+@mostly_slow("how", ["optim.moments=fp32", MIXED], MIXED)
 def test_a_resumed_run_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
     command = [*DEEPSEEK, "precision=bf16", *how.split(), "optim.qk_clip=2", "run.name=run"]
     command += ["data=embedded", "model.vocab_size=256", "optim.decay_steps=8"]
