@@ -112,9 +112,7 @@ def _occupied(
     for m in MARGINS[1:]:
         load = make_load(m, _LASTING * full_ms * total / (total - m) + 0.2)
         judged: dict[str, Any] = dict(against="0 occupied", bars=occupied_bars(m, total), load=load)
-        cases.append(
-            Case(f"{m} occupied", name, partial(call, LaunchOptions(m)), flops, **judged)
-        )
+        cases.append(Case(f"{m} occupied", name, partial(call, LaunchOptions(m)), flops, **judged))
         timings.add(cases[-1])
     timings.run()
     records = []
