@@ -23,8 +23,6 @@ def not_capturable(cfg: Config) -> str | None:
     transport = TRANSPORTS.get(p.dispatch)
     if r.device == "cpu":
         return "needs CUDA"
-    if p.pipeline > 1:
-        return f"a graph holds one pipeline stage, and parallel.pipeline is {p.pipeline}"
     if expert_backend(k.backend).host_counts:
         return f"{k.backend} experts count their rows on the host"
     if not attention_backend(k.attention).graph:

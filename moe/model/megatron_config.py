@@ -187,6 +187,9 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         # and overlap the compute of other micro-batches.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not on_cpu and not interleaved,
+        # Megatron-Core would synchronise the device after each batch, for a torch older than 1.13:
+        # the current stream waits for the transfers, which is all that order needs.
+        batch_p2p_sync=False,
         variable_seq_lengths=False,
         deterministic_mode=False,
     )

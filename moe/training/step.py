@@ -139,7 +139,7 @@ class Step:
                 balance.restore(engine.modules, before)
                 compute = self.forward_backward
                 continue
-            if totals.is_cuda and self.job.groups.pipeline == 1:
+            if totals.is_cuda:
                 self._launch_time = time.perf_counter() - started
             read = _read(totals)  # the one host read of the step
             peak, loss, ranks, mtp_loss, labels, stopping, squares = read[: 1 + _SUMS].tolist()

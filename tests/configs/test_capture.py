@@ -8,7 +8,6 @@ from phalanx.configs.validate import ConfigError, validate
 
 AGAINST = {
     "run.device=cpu": "needs CUDA",
-    "parallel.pipeline=2": "a graph holds one pipeline stage, and parallel.pipeline is 2",
     "kernels=megatron": "megatron experts count their rows on the host",
     "kernels.backend=reference": "reference experts count their rows on the host",
     "kernels.attention=reference": "kernels.attention=reference is for checks of eager steps",
@@ -42,6 +41,7 @@ def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: 
         "kernels.attention=flex",
         "parallel.tensor=2",
         "parallel.context=2",
+        "parallel.pipeline=2",
         "parallel.dispatch=symm",
         "parallel.dispatch=hier",
         "parallel.dispatch=alltoall",
