@@ -1,4 +1,6 @@
-"""A whole training step, from tokens to reduced gradients, as one CUDA graph.
+"""A training step as two CUDA graphs: from tokens to reduced gradients, and the update.
+
+The host reads the totals of the step between them, and decides whether there is an update.
 
 The first steps run eagerly, which compiles and loads every kernel and fills every cache; then the
 step is captured once and replayed with new inputs. A replay does what the eager step does, bit for
@@ -10,9 +12,10 @@ since autograd and Megatron-Core's wrapper remember where they were made (`own_s
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +28,15 @@ WARM_STEPS = 2
 
 
 class CaptureFailed(RuntimeError):
-    """The step cannot be captured; nothing of it was computed. Raised on all ranks alike.
+    """A step or an update cannot be captured, and nothing of it was computed.
 
-    The message is the first failing rank's error in one line, with the line of code that raised it.
+    Raised on all ranks alike. The message is the first failing rank's error in one line, with the
+    line of code that raised it. `work` says what cannot be captured.
     """
+
+    def __init__(self, reason: str, work: str = "the step") -> None:
+        super().__init__(reason)
+        self.work = work
 
 
 @contextmanager
@@ -94,6 +102,11 @@ class StepGraph:
         gc.collect()
         torch.cuda.empty_cache()
 
+    @property
+    def pool(self) -> Any:
+        """Memory pool of the graph; None without a graph."""
+        return None if self._graph is None else self._graph.pool()
+
     def _capture(self, inputs: Inputs) -> None:
         self._inputs = [
             {name: torch.empty_like(t) for name, t in given.items()} for given in inputs
@@ -105,37 +118,103 @@ class StepGraph:
         # Eager steps keep their memory for no one: the graph takes its own.
         gc.collect()
         torch.cuda.empty_cache()
-        graph, result, error = _captured(lambda: self._step(self._inputs), self._begin)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise error  # which no eager step would spare
-        # A rank that replays would wait for one that does not.
-        reasons = gather(None if error is None else _reason(error))
-        if failing := [rank for rank, reason in enumerate(reasons) if reason is not None]:
+
+        def step() -> Tensor:
+            self._begin()
+            return self._step(self._inputs)
+
+        try:
+            pool = torch.cuda.graph_pool_handle()
+            self._graph, self._result = _captured(step, pool, "the step")
+        except CaptureFailed:
             self._inputs = []
-            del result
-            graph.reset()
-            self._begin()  # captured exchanges have taken turns at the buffers, but sent nothing
+            self._begin()  # captured ones have taken turns at the buffers, but sent nothing
             gc.collect()
             torch.cuda.empty_cache()
-            text = str(reasons[failing[0]])
-            raise CaptureFailed(text if failing == [0] else f"{text} (rank {failing[0]})")
-        self._graph, self._result = graph, result
+            raise
 
 
-def _captured(
-    step: Callable[[], Tensor], begin: Callable[[], None]
-) -> tuple[torch.cuda.CUDAGraph, Tensor | None, Exception | None]:
-    """Graph of a step on the current stream, and its result; or why it cannot be captured."""
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    device = torch.cuda.current_device()
+class UpdateGraphs:
+    """Calls of the update that follows a captured step, replayed from graphs.
+
+    There is a graph for each decision of the host. They share the memory pool of the step's graph,
+    since they never run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Hashable] = set()
+
+    def __call__(
+        self,
+        decision: Hashable,
+        update: Callable[[], None],
+        prepare: Callable[[], None],
+        pool: Any,
+    ) -> None:
+        """Update eagerly the first time, which compiles; later by a graph.
+
+        Args:
+            decision: everything in the update that the host decides, but its numbers.
+            update: the update, which changes tensors in place. It calls `prepare`, but not while
+                it is captured.
+            prepare: brings the numbers of this update to the device.
+            pool: of the graph of the step, from which gradients come; None: an eager update.
+
+        Raises:
+            CaptureFailed: on all ranks, if one of them cannot capture the update.
+        """
+        if pool is None or decision not in self._seen:
+            self._seen.add(decision)
+            update()
+            return
+        if decision not in self._graphs:
+            self._graphs[decision], _ = _captured(update, pool, "the update")
+        prepare()
+        self._graphs[decision].replay()
+
+    def drop(self) -> None:
+        """Forget the graphs, as before process groups are destroyed or when tensors have moved."""
+        if self._graphs:
+            torch.cuda.synchronize()
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs = {}
+
+
+def _captured[Result](
+    work: Callable[[], Result], pool: Any, name: str
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Graph of `work`, called `name` in errors, on the current stream, and its result.
+
+    Raises:
+        CaptureFailed: on all ranks, if one of them cannot capture it.
+    """
+    graph, result, error = _attempted(work, pool)
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error  # which nothing eager would spare
+    # A rank that replays would wait for one that does not.
+    reasons = gather(None if error is None else _reason(error))
+    if failing := [rank for rank, reason in enumerate(reasons) if reason is not None]:
+        del result
+        graph.reset()
+        text = str(reasons[failing[0]])
+        raise CaptureFailed(text if failing == [0] else f"{text} (rank {failing[0]})", name)
+    return graph, cast(Result, result)
+
+
+def _attempted[Result](
+    work: Callable[[], Result], pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Result | None, Exception | None]:
+    """Graph of `work` and its result; or why it cannot be captured."""
+    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     state = generator.clone_state()
     result, failure = None, None
     # Other threads (checkpoints, watchdogs) may call CUDA meanwhile.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        begin()
-        result = step()
+        result = work()
     except Exception as error:
         failure = error
     try:

@@ -5,7 +5,7 @@ the model but its chunks, and nothing of the loss but the function that returns 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -22,7 +22,6 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -34,6 +33,11 @@ from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches, rescale
+from phalanx.parallel.megatron.updated import parts
+
+type RunUpdate = Callable[[Hashable, Callable[[], None], Callable[[], None]], None]
+"""Runs an update: from what the host decides in it, the update, and what brings its numbers to the
+device; see `parallel.cuda_graph.UpdateGraphs`."""
 
 
 class Diverged(RuntimeError):
@@ -51,8 +55,8 @@ class Engine:
         optim: kind of optimizer, the dtype of moments, and schedule.
         steps: optimizer steps of the run.
         device: where parameters live.
-        graph: forward and backward are going to be captured: parameters are gathered before, not
-            meanwhile, since the host decides when.
+        graph: forward and backward are going to be captured, and the update: parameters are
+            gathered before, not meanwhile, since the host decides when.
     """
 
     def __init__(
@@ -108,9 +112,13 @@ class Engine:
         if config.bf16 and sharded and optim.moments == "bf16":
             patches.without_masters(settings)
         moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
-        adam.install(moments, setup.kind, **setup.options())
+        adam.install(moments, setup.kind, captured=graph, **setup.options())
         self._clips_in_update = optim.moments == "bf16"
         """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
+        self._clip_coef = torch.ones((), device=device)
+        self._scales_gradients = False
+        """The update begins with a pass that clips the gradients."""
+        self._rescales: Callable[[], bool] = lambda: False
         undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
         self.optimizer = get_megatron_optimizer(
             settings,
@@ -139,10 +147,20 @@ class Engine:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def rescale_after_updates(
-        self, parameters: Sequence[torch.Tensor], factors: rescale.Factors
+        self,
+        parameters: Sequence[torch.Tensor],
+        factors: rescale.Factors,
+        now: Callable[[], bool],
     ) -> None:
-        """Have every update followed by one of `parameters`: see `parallel.megatron.rescale`."""
+        """Have updates followed by one of `parameters`: see `parallel.megatron.rescale`.
+
+        Args:
+            parameters: matrices or vectors.
+            factors: their factors; None changes none.
+            now: whether they are to change any after this step.
+        """
         rescale.after_updates(self.optimizer, parameters, factors)
+        self._rescales = now
 
     def zero_grad(self) -> None:
         """Clear gradients before a step, or before the rerun of one."""
@@ -214,41 +232,54 @@ class Engine:
                 total += square_sum(grads) / copies
         return total
 
-    def step(self, norm: float | None = None) -> float:
+    def step(self, norm: float | None = None, run: "RunUpdate | None" = None) -> float:
         """Clip, update parameters and learning rate.
 
         Args:
             norm: global gradient norm, if `grad_squares` of this step has been read already.
+            run: runs the update, as from a CUDA graph; None calls it.
 
         Returns:
             The global gradient norm before clipping.
 
         Raises:
             Diverged: the norm is not finite. Nothing was changed.
+            CaptureFailed: as `run` does. The learning rate is that of the step; `update` is left.
         """
         if norm is None:
             norm = math.sqrt(float(sum_over_world(self.grad_squares())))
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm}; lower optim.lr or check the data")
         self.scheduler.step(1)
-        if self._clip > 0:
-            self._clip_by(norm)
-        self.optimizer.step_with_ready_grads()
+        coef = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
+        self._scales_gradients = coef < 1.0 and not self._clips_in_update
+        if self._clips_in_update:
+            for part in parts(self.optimizer):
+                part.optimizer.clip_coef = coef
+        else:
+            self._clip_coef.fill_(coef)
+        if run is None:
+            self.update()
+        else:
+            run((self._scales_gradients, self._rescales()), self.update, self._prepare)
         return norm
 
     def skip(self) -> None:
         """Leave out the update of a step; the learning rate goes on as after any other."""
         self.scheduler.step(1)
 
-    def _clip_by(self, norm: float) -> None:
-        """Have the next update clip by total norm as it reads gradients, or clip them here."""
-        for part in self._parts():
-            if not (parameters := part.get_parameters()):
-                continue
-            if self._clips_in_update:  # by the factor of clip_grad_by_total_norm_fp32
-                part.optimizer.clip_coef = min(1.0, self._clip / (norm + 1e-6))
-            else:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update parameters as the last `step` has decided."""
+        if self._scales_gradients:
+            for part in parts(self.optimizer):
+                if grads := [p.grad for p in part.get_parameters() if p.grad is not None]:
+                    torch._foreach_mul_(grads, self._clip_coef)
+        self.optimizer.step_with_ready_grads()
+
+    def _prepare(self) -> None:
+        for part in parts(self.optimizer):
+            part.optimizer.prepare()
 
     def _parts(self) -> list[Any]:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])

@@ -38,6 +38,14 @@ class Update:
     """Counted from 1, this one included."""
     clip_coef: float = 1.0
     """Factor on the gradient, in fp32 and rounded to fp32: that of clipping by total norm."""
+    on_device: Tensor | None = None
+    """`per_step` as fp32 [4] on the device of the parameters, for kernels that a CUDA graph
+    replays; None: it is copied there."""
+
+    @property
+    def per_step(self) -> tuple[float, float, float, float]:
+        """The numbers that differ between steps: decay, rate, scale and clip_coef."""
+        return self.decay, self.rate, self.scale, self.clip_coef
 
     @property
     def decay(self) -> float:

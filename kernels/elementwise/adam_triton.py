@@ -28,15 +28,14 @@ def adamw_step(  # type: ignore[no-untyped-def]
     beta2,
     other2,
     eps,
-    decay,
-    rate,
-    scale,
-    clip_coef,
+    per_step,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
+    decay, rate = tl.load(per_step), tl.load(per_step + 1)
+    scale, clip_coef = tl.load(per_step + 2), tl.load(per_step + 3)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * clip_coef
     m = beta1 * tl.load(mean + at, mask=mask, other=0.0).to(tl.float32) + other1 * g
     v = beta2 * tl.load(square + at, mask=mask, other=0.0).to(tl.float32) + other2 * g * g
@@ -69,6 +68,9 @@ def launch(
     if not (n := param_n.numel()):
         return
     split = remainder_n is not None
+    per_step = update.on_device
+    if per_step is None:
+        per_step = torch.tensor(update.per_step, device=param_n.device)
     adamw_step[(triton.cdiv(n, _BLOCK),)](
         param_n.view(torch.int16) if split else param_n,
         grad_n,
@@ -81,10 +83,7 @@ def launch(
         update.beta2,
         1 - update.beta2,
         update.eps,
-        update.decay,
-        update.rate,
-        update.scale,
-        update.clip_coef,
+        per_step,
         SPLIT=split,
         BLOCK=_BLOCK,
         num_warps=_WARPS,

@@ -14,7 +14,7 @@ from phalanx.kernels.elementwise.adam import merged, split_
 
 @torch.no_grad()
 def momentum(
-    grad: Tensor, buffer: Tensor, *, keep: float, nesterov: bool, clip_coef: float = 1.0
+    grad: Tensor, buffer: Tensor, *, keep: float, nesterov: bool, clip_coef: float | Tensor = 1.0
 ) -> Tensor:
     """Add a gradient to the running mean.
 
@@ -23,7 +23,7 @@ def momentum(
         buffer: fp32 or bf16, like `grad`; overwritten with keep * buffer + (1 - keep) * grad.
         keep: decay rate of the mean.
         nesterov: the gradient is mixed in again, as in Nesterov's method.
-        clip_coef: factor on the gradient.
+        clip_coef: factor on the gradient; or fp32 [] on its device, which a CUDA graph reads anew.
 
     Returns:
         The matrix to orthogonalize: the mean, not rounded to the buffer's dtype, or Nesterov's form
@@ -34,7 +34,7 @@ def momentum(
         from phalanx.kernels.elementwise.muon_triton import launch_momentum
 
         out = torch.empty_like(grad, dtype=torch.float32)
-        launch_momentum(grad, buffer, out, keep, nesterov, clip_coef)
+        launch_momentum(grad, buffer, out, keep, nesterov, _on_device(clip_coef, grad))
         return out
     grad = grad.float() * clip_coef
     mean = buffer.float().lerp(grad, 1 - keep)
@@ -44,27 +44,38 @@ def momentum(
 
 @torch.no_grad()
 def move_(
-    param: Tensor, update: Tensor, *, kept: float, rate: float, remainder: Tensor | None = None
+    param: Tensor,
+    update: Tensor,
+    *,
+    kept: float | Tensor,
+    rate: float | Tensor,
+    remainder: Tensor | None = None,
 ) -> None:
     """kept * param - rate * update, in place.
 
     Args:
         param: fp32, or bf16 with a remainder; contiguous, of any shape.
         update: fp32, like `param`.
-        kept: factor on the parameter, by weight decay.
-        rate: factor on the update.
+        kept: factor on the parameter, by weight decay; a number or a tensor as in `momentum`.
+        rate: factor on the update, likewise.
         remainder: int16 low bits of the master copy of `param`, which is updated.
     """
     _check(param, update, *(() if remainder is None else (remainder,)))
     if param.is_cuda:
         from phalanx.kernels.elementwise.muon_triton import launch_move
 
-        launch_move(param, update, kept, rate, remainder)
+        launch_move(param, update, _on_device(kept, param), _on_device(rate, param), remainder)
         return
     master = param if remainder is None else merged(param, remainder)
     master.mul_(kept).sub_(update * rate)
     if remainder is not None:
         split_(master, param, remainder)
+
+
+def _on_device(number: float | Tensor, beside: Tensor) -> Tensor:
+    if isinstance(number, Tensor):
+        return number
+    return torch.full((), number, dtype=torch.float32, device=beside.device)
 
 
 def _check(*tensors: Tensor) -> None:

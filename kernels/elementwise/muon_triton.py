@@ -14,7 +14,7 @@ def muon_momentum(  # type: ignore[no-untyped-def]
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
-    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * clip_coef
+    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * tl.load(clip_coef)
     mean = keep * tl.load(buffer + at, mask=mask, other=0.0).to(tl.float32) + other * g
     tl.store(buffer + at, mean.to(buffer.dtype.element_ty), mask=mask)
     tl.store(out + at, keep * mean + other * g if NESTEROV else mean, mask=mask)
@@ -30,7 +30,7 @@ def muon_move(  # type: ignore[no-untyped-def]
     if SPLIT:  # bits of the weight; arithmetic on them as in `kernels.elementwise.adam`
         low = tl.load(remainder + at, mask=mask, other=0).to(tl.int32)
         p = ((p.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
-    p = p * kept - rate * tl.load(update + at, mask=mask, other=0.0)
+    p = p * tl.load(kept) - tl.load(rate) * tl.load(update + at, mask=mask, other=0.0)
     if SPLIT:
         bits = p.to(tl.int32, bitcast=True)
         low_bits = bits.to(tl.int16)
@@ -41,9 +41,9 @@ def muon_move(  # type: ignore[no-untyped-def]
 
 
 def launch_momentum(
-    grad: Tensor, buffer: Tensor, out: Tensor, keep: float, nesterov: bool, clip_coef: float
+    grad: Tensor, buffer: Tensor, out: Tensor, keep: float, nesterov: bool, clip_coef: Tensor
 ) -> None:
-    """`kernels.elementwise.muon.momentum` into `out`."""
+    """`kernels.elementwise.muon.momentum` into `out`; `clip_coef` is fp32 [] on the device."""
     if n := grad.numel():
         muon_momentum[(triton.cdiv(n, _BLOCK),)](
             *(grad, buffer, out, n, keep, 1 - keep, clip_coef),
@@ -54,9 +54,9 @@ def launch_momentum(
 
 
 def launch_move(
-    param: Tensor, update: Tensor, kept: float, rate: float, remainder: Tensor | None
+    param: Tensor, update: Tensor, kept: Tensor, rate: Tensor, remainder: Tensor | None
 ) -> None:
-    """`kernels.elementwise.muon.move_`."""
+    """`kernels.elementwise.muon.move_`; `kept` and `rate` are fp32 [] on the device."""
     if n := param.numel():
         split = remainder is not None
         muon_move[(triton.cdiv(n, _BLOCK),)](

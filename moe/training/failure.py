@@ -71,7 +71,7 @@ def exit_with(
 
 def not_captured(failure: CaptureFailed) -> str:
     """Description of a failed capture, to be followed by its consequence."""
-    return f"the step could not be captured as a CUDA graph: {failure}"
+    return f"{failure.work} could not be captured as a CUDA graph: {failure}"
 
 
 def emit_error(text: str) -> None:

@@ -136,7 +136,7 @@ def _measure_logits(cfg: Config, built: BuiltModel, engine: Engine, runtime: Run
     tops = MaxLogits(*model, runtime.device)
     if cfg.optim.qk_clip:
         clip = QKClip(*model, tops, cfg.optim.qk_clip)
-        engine.rescale_after_updates(clip.parameters, clip.factors)
+        engine.rescale_after_updates(clip.parameters, clip.factors, lambda: tops.measured)
     return tops
 
 

@@ -22,7 +22,7 @@ from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.labels import Batch, Labels, count_labels, make_labels
 from phalanx.moe.training.setup import Job
-from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph
+from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph, UpdateGraphs
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
@@ -75,8 +75,11 @@ class Step:
         self.cfg, self.job = cfg, job
         begin = job.runtime.connections.begin
         self.graph = StepGraph(self.forward_backward, begin) if job.captured else None
+        self._updates = UpdateGraphs() if job.captured else None
         self.capture_failure: CaptureFailed | None = None
         """Failure after which `run.graph=auto` computes eager steps; None if there was none."""
+        self.update_failure: CaptureFailed | None = None
+        """Failure after which it updates eagerly."""
         self._stop = torch.zeros((), device=job.runtime.device)
         self._grad_factor = torch.ones((), device=job.runtime.device) if cfg.run.inject else None
         """Factor of this rank's gradients, in runs that inject faults."""
@@ -156,14 +159,42 @@ class Step:
             self.drop_graph()
             balance.restore(engine.modules, before)
 
+    def update(self, norm: float) -> None:
+        """Update parameters and learning rate after a step.
+
+        Args:
+            norm: global gradient norm of the step.
+
+        Raises:
+            CaptureFailed: the update cannot be captured, and `run.graph` forces it.
+        """
+        graphs = self._updates
+        if graphs is None or self.graph is None:
+            self.job.engine.step(norm)
+            return
+        try:
+            self.job.engine.step(norm, partial(graphs, pool=self.graph.pool))
+        except CaptureFailed as failure:
+            if self.cfg.run.graph != "auto":
+                raise
+            self.update_failure, self._updates = failure, None
+            graphs.drop()
+            self.job.engine.update()
+
     def close(self) -> None:
-        """Release the graph after the last step, before process groups are destroyed."""
+        """Release the graphs after the last step, before process groups are destroyed."""
         self.drop_graph()
 
     def drop_graph(self) -> None:
-        """Drop the graph, as after a change of buffer sizes; the next step is captured."""
+        """Drop the graphs, as after a change of buffer sizes; the next step is captured."""
+        self.drop_updates()
         if self.graph is not None:
             self.graph.drop()
+
+    def drop_updates(self) -> None:
+        """Drop the graphs of the update, as when the optimizer's tensors have been replaced."""
+        if self._updates is not None:
+            self._updates.drop()
 
     def _disable_graph(self, failure: CaptureFailed) -> None:
         """Continue with eager steps, and clear what the failed capture has left behind."""

@@ -99,6 +99,8 @@ class Trainer:
         self.compute = Step(cfg, self.job)
         self._eager = 0
         """First eager step after a failed capture; 0 if none failed."""
+        self._eager_update = False
+        """The failure to capture the update has been reported."""
         self._batches: list[dict[str, torch.Tensor]] = []
         """Micro-batches of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
@@ -278,7 +280,10 @@ class Trainer:
             self.records.add_accepted(load, logits if measured else None)
         self._set_activity("update")
         with record_function("optimizer"):
-            engine.step(norm) if fault is None else engine.skip()
+            self.compute.update(norm) if fault is None else engine.skip()
+        if (failure := self.compute.update_failure) is not None and not self._eager_update:
+            self._eager_update = True
+            self.metrics.event(f"{not_captured(failure)}; updates stay eager")
         self.step = number
         self._may_write()
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
@@ -443,6 +448,7 @@ class Trainer:
                 "lower run.save_interval or optim.lr"
             )
         self._load(path)
+        self.compute.drop_updates()
         self.health.roll_back(self.step, fault)
         self._extend_data()
         self.records.rewind(self.step)

@@ -7,7 +7,8 @@ per parameter, so a resumed run is not exact.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -59,7 +60,7 @@ class AdamW(torch.optim.Optimizer):
         if unknown := sorted(dtypes.keys() - _FUSED_ADAM_ONLY):
             raise TypeError(f"this AdamW has no {', '.join(unknown)}")
         if capturable:
-            raise ValueError("this AdamW counts steps on the host: it cannot be captured")
+            raise ValueError("this AdamW counts steps on the host: see `prepare`")
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"this AdamW keeps moments in fp32 or bf16, not {moments}")
         if moments == torch.bfloat16 and not adam_w_mode:
@@ -70,42 +71,83 @@ class AdamW(torch.optim.Optimizer):
         self.moments = moments
         self.clip_coef = 1.0
         """With moments in bf16, what the next steps multiply gradients by as they read them."""
+        self._numbers: dict[int, StepNumbers] = {}
+        """By the place of the group."""
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            params = [p for p in group["params"] if getattr(p, self._grad, None) is not None]
+    def prepare(self) -> None:
+        """Count a step, and bring its numbers to the device.
+
+        `step` does this itself, but not while a CUDA graph of it is captured: then it is called
+        before the capture, and before every replay.
+        """
+        for i, group in enumerate(self.param_groups):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            self.init_state(params)
-            self._update(group, params)
+            self._numbers[i] = self._step_numbers(group, self._numbers.get(i))
 
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.prepare()
+        for i, group in enumerate(self.param_groups):
+            params = [p for p in group["params"] if getattr(p, self._grad, None) is not None]
+            if params:
+                self.init_state(params)
+                self._update(group, params, self._numbers[i])
+
+    def _step_numbers(self, group: dict[str, Any], last: "StepNumbers | None") -> "StepNumbers":
+        """Numbers of the step of a group, on its device; `last` are those of the step before."""
+        update = Update(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=group["step"],
+            clip_coef=self.clip_coef,
+        )
+        numbers = torch.tensor([*update.per_step, update.lr, update.step], dtype=torch.float32)
+        device = group["params"][0].device
+        if device.type == "cpu":
+            return StepNumbers(update, update.lr, update.decay, update.clip_coef, numbers[5])
+        on_device = torch.empty_like(numbers, device=device) if last is None else last.all_numbers
+        assert on_device is not None
+        # The allocator keeps pinned memory until it is copied, so the host does not wait.
+        on_device.copy_(numbers.pin_memory(), non_blocking=True)
+        decay, _, _, clip_coef, lr, step = on_device
+        update = replace(update, on_device=on_device[:4])
+        return StepNumbers(update, lr, decay, clip_coef, step, on_device)
+
+    def _update(
+        self, group: dict[str, Any], params: list[torch.Tensor], numbers: "StepNumbers"
+    ) -> None:
         """Update the parameters of one group that have gradients and state."""
         if self.moments == torch.bfloat16:
-            self._step_in_bf16(group, params)
+            for p in params:
+                grad, state = getattr(p, self._grad), self.state[p]
+                moments, remainder = (state["exp_avg"], state["exp_avg_sq"]), state.get("remainder")
+                update_(p, grad, *moments, numbers.update, remainder)
             return
-        for same_device in _by_device(params):
-            # Filled there: a copy of the number would wait for what the device has to do.
-            step = torch.full((), float(group["step"]), device=same_device[0].device)
-            self._fused(
-                same_device,
-                cast(list[torch.Tensor], [p.grad for p in same_device]),
-                [self.state[p]["exp_avg"] for p in same_device],
-                [self.state[p]["exp_avg_sq"] for p in same_device],
-                [],
-                [step] * len(same_device),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
+        if not params:
+            return
+        self._fused(
+            params,
+            cast(list[torch.Tensor], [p.grad for p in params]),
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [numbers.step] * len(params),
+            lr=numbers.lr,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
     def init_state(self, params: Iterable[torch.Tensor]) -> None:
         """Zero moments, and remainders of bf16 weights, for those of `params` that have none."""
@@ -119,19 +161,21 @@ class AdamW(torch.optim.Optimizer):
     def _moments_of(self, p: torch.Tensor) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _step_in_bf16(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        how = Update(
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=group["step"],
-            clip_coef=self.clip_coef,
-        )
-        for p in params:
-            grad, state = getattr(p, self._grad), self.state[p]
-            update_(p, grad, state["exp_avg"], state["exp_avg_sq"], how, state.get("remainder"))
+
+class StepNumbers(NamedTuple):
+    """What differs from step to step in a parameter group.
+
+    Floats on a CPU; on a GPU fp32 [] there, at the same addresses in every step, so that a CUDA
+    graph reads them anew.
+    """
+
+    update: Update
+    lr: float | torch.Tensor
+    decay: float | torch.Tensor
+    clip_coef: float | torch.Tensor
+    step: torch.Tensor
+    all_numbers: torch.Tensor | None = None
+    """Storage of all of them on a GPU."""
 
 
 class Setup:
@@ -178,28 +222,26 @@ class Setup:
         """Note that Megatron-Core has built its optimizer."""
 
 
-def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for p in params:
-        groups.setdefault(p.device, []).append(p)
-    return list(groups.values())
-
-
 def install(
-    moments: torch.dtype = torch.float32, kind: type[AdamW] = AdamW, **options: Any
+    moments: torch.dtype = torch.float32,
+    kind: type[AdamW] = AdamW,
+    *,
+    captured: bool = False,
+    **options: Any,
 ) -> bool:
     """Have the optimizers that Megatron-Core builds from now on use this AdamW; True if they do.
 
     Args:
         moments: their dtype. With fp32 FusedAdam stays, if it is there.
         kind: a subclass in its place, whatever is there, with its `options`.
+        captured: updates are captured as CUDA graphs, for which FusedAdam does not stay either.
     """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
     present = getattr(optimizer.Adam, "func", None)
     ours = isinstance(present, type) and issubclass(present, AdamW)
-    needed = moments != torch.float32 or kind is not AdamW
+    needed = captured or moments != torch.float32 or kind is not AdamW
     if not (needed or ours or optimizer.USING_PYTORCH_OPTIMIZER):
         return False
     optimizer.Adam = functools.partial(kind, moments=moments, **options)

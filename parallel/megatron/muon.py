@@ -5,8 +5,8 @@ Newton-Schulz iterations and scale are those of the package emerging-optimizers,
 matrices; its optimizers, and Megatron-Core's over them, take parameters of two axes, one at a time.
 The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
 
-The update comes after the one host read of a step and is not part of a captured one, so that
-nothing of it has to be capturable.
+Nothing of an update is decided by the host but the numbers of `StepNumbers`, so that it is captured
+as a CUDA graph.
 
 Legend: B matrices of a stack, M rows, N columns.
 """
@@ -23,7 +23,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 from torch import Tensor
 
 from phalanx.kernels.elementwise.muon import momentum, move_
-from phalanx.parallel.megatron.adam import AdamW, Setup
+from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 from phalanx.parallel.megatron.matrices import (
     Matrices,
     hand_on,
@@ -79,16 +79,16 @@ class Muon(AdamW):
     def _moments_of(self, p: Tensor) -> tuple[str, ...]:
         return super()._moments_of(p) if of(p) is None else (self.own_state,)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        super()._update(group, [p for p in params if of(p) is None])
+    def _update(self, group: dict[str, Any], params: list[Tensor], numbers: StepNumbers) -> None:
+        super()._update(group, [p for p in params if of(p) is None], numbers)
         waiting: list[_Move] = []
         for p in sorted(params, key=torch.numel):  # small ones of all layers together
             if (matrices := of(p)) is not None:
                 for part in self._slices(p, matrices):
                     if sum(m.weight.numel() for m in waiting) + part.weight.numel() > _SLICE:
-                        self._move(waiting, group)
-                    waiting.append(self._with_momentum(part, matrices))
-        self._move(waiting, group)
+                        self._move(waiting, numbers)
+                    waiting.append(self._with_momentum(part, matrices, numbers))
+        self._move(waiting, numbers)
 
     def _slices(self, p: Tensor, matrices: Matrices) -> Iterator["_Slice"]:
         """A parameter in slices of whole stacks."""
@@ -101,17 +101,17 @@ class Muon(AdamW):
         for part in zip(*(s.split(at_once) for s in stacks), strict=True):
             yield _Slice(*part)
 
-    def _with_momentum(self, part: "_Slice", matrices: Matrices) -> "_Move":
+    def _with_momentum(self, part: "_Slice", matrices: Matrices, numbers: StepNumbers) -> "_Move":
         update = momentum(
             part.grad,
             part.buffer,
             keep=self.recipe.momentum,
             nesterov=self.recipe.nesterov,
-            clip_coef=self.clip_coef,
+            clip_coef=numbers.clip_coef,
         )
         return _Move(part.weight, part.remainder, matrices, pieces(update, matrices))
 
-    def _move(self, waiting: list["_Move"], group: dict[str, Any]) -> None:
+    def _move(self, waiting: list["_Move"], numbers: StepNumbers) -> None:
         """Move what waits, and let go of it. Matrices of one shape are made orthogonal together."""
         alike = defaultdict[Any, list[tuple[_Move, int]]](list)
         for move in waiting:
@@ -122,11 +122,10 @@ class Muon(AdamW):
             made = self._orthogonal(stacks[0] if len(stacks) == 1 else torch.cat(stacks), split)
             for (move, i), stack in zip(places, made.split([len(s) for s in stacks]), strict=True):
                 move.parts[i] = stack
-        lr = group["lr"]
-        kept = 1 - lr * group["weight_decay"]
+        how: dict[str, Any] = dict(kept=numbers.decay, rate=numbers.lr)
         for move in waiting:
             update = joined(move.parts, move.matrices)
-            move_(move.weight, update, kept=kept, rate=lr, remainder=move.remainder)
+            move_(move.weight, update, **how, remainder=move.remainder)
         waiting.clear()
 
     def _orthogonal(self, stack_BMN: Tensor, split: int | None) -> Tensor:

@@ -209,6 +209,27 @@ def test_a_run_goes_on_captured_where_it_was_eager(tmp_path: Path) -> None:
             assert [s[name] for s in parts] == [s[name] for s in full_run], (first, name)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "optim=adamw",
+        "optim=adamw optim.moments=bf16",
+        "optim=muon",
+        "optim=muon optim.moments=bf16 parallel.grad_dtype=bf16",
+    ],
+)
+def test_updates_in_graphs_repeat_the_bits_of_eager_ones(given: str, tmp_path: Path) -> None:
+    """With a norm that is clipped in some steps and not in others."""
+    options = [*given.split(), "run.steps=12", "kernels=fused"]
+    norms = [step["grad_norm"] for step in train(tmp_path, "norms", *options)]
+    clip = f"optim.clip_grad={sorted(norms)[len(norms) // 2]}"
+    runs = {name: [*options, clip, graph] for name, graph in (("eager", ""), ("graph", GRAPH))}
+    got = train_side_by_side(tmp_path, {k: [x for x in v if x] for k, v in runs.items()})
+    for name in ("loss", "grad_norm"):
+        assert [s[name] for s in got["graph"]] == [s[name] for s in got["eager"]], name
+    assert "could not be captured" not in (tmp_path / "graph" / "console.log").read_text()
+
+
 @pytest.fixture
 def two_gpus() -> None:
     if torch.cuda.device_count() < 2:

@@ -45,8 +45,9 @@ SECONDS = 540
 def _cases() -> dict[str, Case]:
     """Runs by name: every model in every precision and layout.
 
-    Every model in every precision on every layout, captured; eager steps in bf16, as the kernels of FP8 are captured by themselves elsewhere; and Muon, whose
-    update is no part of a graph, with every model on every layout in one precision.
+    Every model in every precision on every layout, captured; eager steps in bf16, as the kernels of
+    FP8 are captured by themselves elsewhere; and Muon with every model on every layout in one
+    precision.
     """
     actual = {}
     for (i, model), (j, recipe) in product(enumerate(MODELS), enumerate(RECIPES)):

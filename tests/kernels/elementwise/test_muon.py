@@ -79,7 +79,7 @@ def interpreted() -> None:
                 _, grad, mean, _ = (t.to(dtype) for t in drawn(n))
                 other, found = mean.clone(), torch.empty(n)
                 want = momentum(grad, mean, keep=0.95, nesterov=nesterov, clip_coef=0.7)
-                launch_momentum(grad, other, found, 0.95, nesterov, 0.7)
+                launch_momentum(grad, other, found, 0.95, nesterov, torch.tensor(0.7))
                 torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-7)
                 torch.testing.assert_close(
                     other.float(),
@@ -91,9 +91,10 @@ def interpreted() -> None:
         weight, remainder = halves(p)
         want = p.clone()
         move_(want, update, kept=0.9, rate=0.02)
-        launch_move(p, update, 0.9, 0.02, None)
+        numbers = torch.tensor([0.9, 0.02])
+        launch_move(p, update, *numbers, None)
         torch.testing.assert_close(p, want, rtol=1e-6, atol=1e-7)
-        launch_move(weight, update, 0.9, 0.02, remainder)
+        launch_move(weight, update, *numbers, remainder)
         assert torch.equal(merged(weight, remainder), p)
 
 

@@ -1,0 +1,75 @@
+"""The update of a step as CUDA graphs, one for each decision of the host."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from phalanx.parallel import cuda_graph
+from phalanx.parallel.cuda_graph import CaptureFailed, UpdateGraphs
+
+pytestmark = pytest.mark.gpu
+
+
+class Doubling:
+    """value * factor (+ 1 with the decision), where the factor changes from call to call."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones((), device="cuda")
+        self.factor = torch.ones((), device="cuda")
+        self.pool = torch.cuda.graph_pool_handle()
+        self.calls, self.factors = 0, iter(range(2, 100))
+
+    def prepare(self) -> None:
+        self.factor.fill_(next(self.factors))
+
+    def update(self, plus: bool, *, fails: bool = False) -> Callable[[], None]:
+        def run() -> None:
+            self.calls += 1
+            if not torch.cuda.is_current_stream_capturing():
+                self.prepare()
+            self.value.mul_(self.factor)
+            if plus:
+                self.value.add_(1)
+            if fails:
+                self.value.item()
+
+        return run
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Doubling:
+    monkeypatch.setattr(cuda_graph, "gather", lambda value: [value])
+    return Doubling()
+
+
+def test_a_graph_for_each_decision_reads_new_numbers(work: Doubling) -> None:
+    graphs, want = UpdateGraphs(), 1
+    with cuda_graph.own_stream(torch.device("cuda")):
+        for step, plus in enumerate([False, False, True, False, True, True, False]):
+            graphs(plus, work.update(plus), work.prepare, work.pool)
+            want = want * (step + 2) + plus
+            assert work.value.item() == want
+    # Each was called once eagerly and once to be captured.
+    assert work.calls == 4
+    graphs.drop()
+    with cuda_graph.own_stream(torch.device("cuda")):
+        graphs(False, work.update(False), work.prepare, work.pool)
+    assert work.calls == 5 and work.value.item() == want * 9
+
+
+def test_without_a_pool_updates_are_eager(work: Doubling) -> None:
+    graphs = UpdateGraphs()
+    for calls in range(1, 4):
+        graphs(False, work.update(False), work.prepare, None)
+        assert work.calls == calls
+
+
+def test_what_cannot_be_captured_changes_nothing(work: Doubling) -> None:
+    graphs = UpdateGraphs()
+    with cuda_graph.own_stream(torch.device("cuda")):
+        graphs(False, work.update(False), work.prepare, work.pool)
+        with pytest.raises(CaptureFailed, match="test_cuda_graph_gpu") as caught:
+            graphs(False, work.update(False, fails=True), work.prepare, work.pool)
+    assert caught.value.work == "the update"
+    assert work.value.item() == 2 and next(work.factors) == 3
