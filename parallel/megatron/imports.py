@@ -8,17 +8,25 @@ from typing import Any
 
 from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
 
+_UNUSED = ("wandb", "torch.utils.tensorboard", "flash_attn", "boto3")
+"""Optional packages that Megatron-Core imports for parts of it which are not used here: its timers,
+its attention (which would import CuTe DSL, QuACK and TorchDynamo on a CPU too), and its access to
+object stores."""
+
 
 @contextmanager
 def importing_megatron() -> Iterator[None]:
     """Inside, nothing is compiled at import; after, the root logger has the handlers it had.
+
+    Optional packages for parts of Megatron-Core that are not used are not imported, which is half
+    of the time otherwise.
 
     Megatron-Core lists emerging-optimizers where that is installed, which logs by absl, which gives
     a root logger without handlers one that writes to stderr: our warnings would go there once more.
     """
     handlers = list(logging.root.handlers)
     try:
-        with compile_at_first_call():
+        with compile_at_first_call(), _without(*_UNUSED):
             yield
     finally:
         logging.root.handlers[:] = handlers
@@ -30,14 +38,19 @@ def gated_delta_net() -> Any:
     It imports the library on any device, which takes seconds, and its layers insist on it when they
     are built; `moe.model.gated_delta_net` computes between their projections itself.
     """
-    name = "fla"
-    there = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]
-    try:
+    with _without("fla"):
         from megatron.core.ssm import gated_delta_net
-    finally:
-        del sys.modules[name]
-        if there is not None:
-            sys.modules[name] = there
     gated_delta_net.common.HAVE_FLA = True
     return gated_delta_net
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """Inside, modules cannot be imported unless they are already."""
+    absent = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
