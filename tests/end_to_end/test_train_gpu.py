@@ -268,6 +268,47 @@ def test_overflows_every_ten_steps_change_nothing_in_a_graph(
         assert [s.get(name) for s in often] == [s.get(name) for s in never], name
 
 
+PIPELINES = ["parallel.pipeline=2", "parallel.pipeline=2 parallel.virtual_pipeline=2"]
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize("model", ["tiny", "tiny_deepseek"])
+def test_overflows_of_any_stage_change_nothing_in_a_graph(
+    model: str, layout: str, tmp_path: Path, two_gpus: None
+) -> None:
+    """All stages run a step again if the experts of one of them lack rows."""
+    options = [f"model={model}", "kernels=fused", "run.steps=40", "run.eval_interval=40"]
+    options += ["run.eval_batches=2", "parallel.capacity_factor=8", *layout.split()]
+    never = train(tmp_path, "never", *options, ranks=2)
+    crowding = ("-m", "tests.support.row_overflow")
+    often = train(tmp_path, "often", *options, GRAPH, ranks=2, program=crowding)
+    reruns = [0, *(step["reruns"] for step in often)]
+    assert all(reruns[n + 1] > reruns[n] for n in range(0, 40, EVERY)) and not never[-1]["reruns"]
+    for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+        assert [s.get(name) for s in often] == [s.get(name) for s in never], name
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize(
+    "given",
+    [
+        "run.recompute=full",
+        "run.recompute=[norm,attention,expert_h]",
+        "run.offload=[residual,expert_h]",
+        "optim=muon optim.moments=bf16",
+    ],
+)
+def test_memory_savers_and_muon_in_graphs_of_stages(
+    given: str, layout: str, tmp_path: Path, two_gpus: None
+) -> None:
+    options = ["model=tiny_deepseek", "kernels=fused", "run.steps=8", *layout.split()]
+    options += [*given.split(), "parallel.capacity_factor=8"]
+    eager = train(tmp_path, "eager", *options, ranks=2)
+    graph = train(tmp_path, "graph", *options, GRAPH, ranks=2)
+    for name in ("loss", "grad_norm", "mtp_loss"):
+        assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: None) -> None:
     """With context parallelism, replays and reruns train on the same tokens as eager steps."""

@@ -27,6 +27,7 @@ OVERRIDES = [
     *["data.global_batch=8", "optim.decay_steps=1000", "parallel.expert=2"],
     *["parallel.dispatch=symm", f"parallel.timeout={TIMEOUT}"],
 ]
+STAGES = "parallel.pipeline=2 parallel.expert=1 parallel.dispatch=auto"
 HANGING = """
 import os, sys, torch, train
 from contextlib import nullcontext
@@ -137,19 +138,21 @@ def launched(folder: Path, program: Sequence[str], *more: str) -> Iterator[Ranks
 
 
 @pytest.mark.parametrize(
-    ("how", "graph", "culprit"),
+    ("how", "given", "culprit"),
     [
-        (signal.SIGSTOP, "off", 1),
-        (signal.SIGSTOP, "off", 0),
-        (signal.SIGSTOP, "full_iteration", 1),
-        (signal.SIGKILL, "off", 1),
-        (signal.SIGKILL, "full_iteration", 0),
+        (signal.SIGSTOP, "run.graph=off", 1),
+        (signal.SIGSTOP, "run.graph=off", 0),
+        (signal.SIGSTOP, "run.graph=full_iteration", 1),
+        (signal.SIGKILL, "run.graph=off", 1),
+        (signal.SIGKILL, "run.graph=full_iteration", 0),
+        (signal.SIGSTOP, f"run.graph=full_iteration {STAGES}", 0),
+        (signal.SIGKILL, f"run.graph=full_iteration {STAGES}", 1),
     ],
 )
 def test_a_rank_that_is_gone_is_named_and_the_other_ends(
-    how: signal.Signals, graph: str, culprit: int, tmp_path: Path
+    how: signal.Signals, given: str, culprit: int, tmp_path: Path
 ) -> None:
-    with launched(tmp_path, ["train.py"], f"run.graph={graph}") as ranks:
+    with launched(tmp_path, ["train.py"], *given.split()) as ranks:
         os.kill(ranks.ranks[culprit].pid, how)
         ranks.until(lambda: None not in ranks.codes(), TIMEOUT + 40)
         (line,) = ranks.reported()
