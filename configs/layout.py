@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
+from phalanx.configs.arithmetic.stages import balanced
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import changed, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
@@ -77,13 +79,17 @@ def largest_divisor(n: int, at_most: int) -> int:
 def pipeline_chunks(cfg: Config) -> list[str]:
     """Contents of each model chunk, in the letters of `parallel.pipeline_layout`.
 
-    Chunk i is on stage i % pipeline. Without a layout layers are dealt out evenly.
+    Chunk i is on stage i % pipeline. Without a layout the work of stages is balanced.
     """
     p, m = cfg.parallel, cfg.model
     if p.pipeline_layout:
         return _unrolled(p.pipeline_layout)
+    flops = [
+        layer_flops(m, layer, cfg.data.sequence_length) for layer in range(m.layers + m.mtp_layers)
+    ]
+    last = head_flops(m) + sum(flops[m.layers :])
     count = p.pipeline * p.virtual_pipeline
-    parts = ["t" * (m.layers // count)] * count
+    parts = ["t" * n for n in balanced(tuple(flops[: m.layers]), last, p.pipeline, count)]
     parts[0] = "E" + parts[0]
     parts[-1] += "m" * m.mtp_layers + "L"
     return parts
@@ -140,14 +146,14 @@ def _layouts(cfg: Config, world: int) -> Iterator[dict[str, Any]]:
 
 
 def _stagings(cfg: Config, pipeline: int) -> Iterator[tuple[int, str]]:
-    """Chunks of a stage and pipeline layouts for so many stages: its own text, or even ones."""
+    """Chunks of a stage and pipeline layouts for so many stages: its own text, or balanced ones."""
     p, layers = cfg.parallel, cfg.model.layers
     if p.pipeline_layout:
         chunks = len(_unrolled(p.pipeline_layout))
         if chunks % pipeline == 0 and (pipeline > 1 or chunks == 1):
             yield chunks // pipeline, p.pipeline_layout
     for size in {p.virtual_pipeline, 1} if pipeline > 1 else {1}:
-        if layers % (pipeline * size) == 0:
+        if layers >= pipeline * size:
             yield size, ""
 
 
@@ -214,9 +220,9 @@ def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
 
 
 def _fewer_stages(cfg: Config, ranks: int) -> int:
-    """Stages that divide `ranks` and, without a layout of their own, the layers."""
+    """Stages that divide `ranks` and, without a layout of their own, are no more than layers."""
     p, layers = cfg.parallel, cfg.model.layers
-    return largest_divisor(ranks if p.pipeline_layout else math.gcd(ranks, layers), p.pipeline)
+    return largest_divisor(ranks, p.pipeline if p.pipeline_layout else min(p.pipeline, layers))
 
 
 def _stages(cfg: Config, world: int) -> Iterator[str]:
@@ -226,15 +232,14 @@ def _stages(cfg: Config, world: int) -> Iterator[str]:
         yield from _layout_text(cfg)
     if p.pipeline_layout:
         return
-    if m.layers % p.pipeline:
-        reason = f"does not divide model.layers={m.layers}, and there is no pipeline_layout"
+    if m.layers < p.pipeline:
+        reason = f"is more than model.layers={m.layers}"
         fits = _fewer_stages(cfg, world // (p.tensor * p.context))
         yield repair(cfg, "parallel.pipeline", reason, fits)
         yield from _one_stage(cfg)
-    if m.layers // p.pipeline % p.virtual_pipeline:
-        reason = f"does not divide the {pluralize(m.layers // p.pipeline, 'layer')} of a stage"
-        fits = largest_divisor(m.layers // p.pipeline, p.virtual_pipeline)
-        yield repair(cfg, "parallel.virtual_pipeline", reason, fits)
+    if m.layers < p.pipeline * p.virtual_pipeline:
+        reason = f"x pipeline={p.pipeline} is more than model.layers={m.layers}"
+        yield repair(cfg, "parallel.virtual_pipeline", reason, m.layers // p.pipeline)
 
 
 def _one_stage(cfg: Config) -> Iterator[str]:

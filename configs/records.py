@@ -2,7 +2,7 @@
 
 docs/published/training.yaml lists numbers as their source printed them; we did not run them. Each
 docs/measured/training/own_*.yaml is one measurement of ours, written by scripts/record_anchor.py.
-Both kinds carry TFLOP/s by the convention of moe.estimate.accounting, so that they compare.
+Both kinds carry TFLOP/s by the convention of configs.arithmetic.accounting, so that they compare.
 `python -m configs.records` prints them all as a table.
 """
 
@@ -63,7 +63,7 @@ class Record:
     tokens_per_second_per_gpu: float = MISSING
     """Number printed by the source of a published record; mean of steps 41-50 of our own."""
     tflops_per_gpu: float = MISSING
-    """`tokens_per_second_per_gpu` times the FLOPs of a token by moe.estimate.accounting."""
+    """`tokens_per_second_per_gpu` times the FLOPs of a token by configs.arithmetic.accounting."""
     note: str = ""
     """Facts that a reader needs to compare this record with others."""
 

@@ -361,7 +361,7 @@ class ParallelConfig:
     virtual_pipeline: int = knob(1, at_least=1)
     """Number of model chunks per pipeline stage (interleaved schedule)."""
     pipeline_layout: str = ""
-    """Pipeline layout of Megatron-Core, as in `Et|(tt|)*30mL`; empty splits the layers evenly.
+    """Pipeline layout of Megatron-Core, as in `Et|(tt|)*30mL`; empty balances the work of stages.
 
     The letters are E embedding, t transformer layer, m multi-token prediction and L loss; | ends a
     stage.

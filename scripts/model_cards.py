@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, own
-from phalanx.moe.estimate.accounting import flops_per_token, model_size
 from phalanx.moe.hf.families import family_of
-from phalanx.moe.report.units import work
+from phalanx.moe.report.units import model_size, work
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"

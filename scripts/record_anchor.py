@@ -2,7 +2,7 @@
 """Write a throughput record, docs/measured/training/NAME.yaml, from a metrics.jsonl.
 
 The settings are read from the given command, the rates from steps 41-50 of the metrics. The two
-must agree on tokens per step, and on TFLOP/s by moe.estimate.accounting. configs/records.py
+must agree on tokens per step, and on TFLOP/s by configs.arithmetic.accounting. configs/records.py
 documents the fields.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch, write
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
-from phalanx.moe.estimate.accounting import flops_per_token
 from phalanx.moe.report.loggers import is_finite, read
 
 TOLERANCE = 0.01

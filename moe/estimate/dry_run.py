@@ -4,6 +4,12 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
+from phalanx.configs.arithmetic.accounting import (
+    bf16_peak,
+    flops_note,
+    flops_per_token,
+    fp8_peak,
+)
 from phalanx.configs.formats import described, is_emulated, is_fp8
 from phalanx.configs.knobs import get, pluralize
 from phalanx.configs.layout import (
@@ -20,13 +26,6 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.data.vocabulary import shown
-from phalanx.moe.estimate.accounting import (
-    bf16_peak,
-    flops_note,
-    flops_per_token,
-    fp8_peak,
-    model_size,
-)
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
@@ -37,7 +36,7 @@ from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.traffic import costs, overlap_sms, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
-from phalanx.moe.report.units import count, storage, work
+from phalanx.moe.report.units import count, model_size, storage, work
 from phalanx.parallel.dispatcher.costs import Links
 
 _GIB = 2**30

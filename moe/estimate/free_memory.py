@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.formats import width
 from phalanx.configs.knobs import listed, overrides, pluralize
 from phalanx.configs.layout import (
@@ -25,7 +26,6 @@ from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import is_valid
 from phalanx.kernels.refusal import Refusal
-from phalanx.moe.estimate.accounting import parameters
 from phalanx.moe.estimate.advice import Changes, enough, halvings
 from phalanx.moe.estimate.weights import stage_weights
 from phalanx.moe.report.units import storage

@@ -8,12 +8,12 @@ and pads the buffers of all ranks to the largest; this module does the same.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from phalanx.configs.arithmetic.accounting import projections
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, stage_ranks
 from phalanx.configs.linear_attention import HEAD_DIM
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
-from phalanx.moe.estimate.accounting import projections
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Minimum elements of a bucket whose reduction overlaps, in total and per rank (Megatron-Core)."""

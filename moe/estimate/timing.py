@@ -13,6 +13,11 @@ Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from phalanx.configs.arithmetic.accounting import (
+    delta_rule_products,
+    flops_per_token,
+    projections,
+)
 from phalanx.configs.formats import in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -27,11 +32,6 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
-from phalanx.moe.estimate.accounting import (
-    delta_rule_products,
-    flops_per_token,
-    projections,
-)
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.pipeline import step_seconds
@@ -151,7 +151,7 @@ class _Flops(NamedTuple):
 
 
 def _flops(cfg: Config) -> _Flops:
-    """`moe.estimate.accounting.flops_per_token` by part."""
+    """`configs.arithmetic.accounting.flops_per_token` by part."""
     m, e = cfg.model, cfg.model.moe
     linear, total = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
     layers = m.layers + m.mtp_layers

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state of each pipeline stage, in numbers and bytes.
 
-Counts are `moe.estimate.accounting`'s, by layer, sharded as in Megatron-Core: matrices of
+Counts are `configs.arithmetic.accounting`'s, by layer, sharded as in Megatron-Core: matrices of
 attention and dense MLPs over tensor ranks, experts over expert ranks, norms, router and output
 biases not at all. Its distributed optimizer shards the state of experts over the expert-data
 parallel ranks, and of all else over data and context parallel ranks.
@@ -9,6 +9,13 @@ parallel ranks, and of all else over data and context parallel ranks.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phalanx.configs.arithmetic.accounting import (
+    attention_norms,
+    attention_parameters,
+    linear_projections,
+    parameters,
+    projections,
+)
 from phalanx.configs.formats import in_bf16, multiplies_fp8, quantized_layer, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -22,13 +29,6 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.moe.estimate import muon
-from phalanx.moe.estimate.accounting import (
-    attention_norms,
-    attention_parameters,
-    linear_projections,
-    parameters,
-    projections,
-)
 
 _FP32 = 4
 

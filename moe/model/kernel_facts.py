@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from phalanx.configs.arithmetic.accounting import qk_norms
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Facts
-from phalanx.moe.estimate.accounting import qk_norms
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.router.router import slots
 

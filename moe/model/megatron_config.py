@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from phalanx.configs.formats import in_bf16, is_fp8
+from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.linear_attention import HEAD_DIM, TAPS
 from phalanx.configs.schema import (
     AttentionConfig,
@@ -154,10 +155,17 @@ def _parallel(cfg: Config, layout: Layout) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=(
             layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
         ),
-        pipeline_model_parallel_layout=cfg.parallel.pipeline_layout or None,
+        pipeline_model_parallel_layout=_pipeline_layout(cfg),
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
     )
+
+
+def _pipeline_layout(cfg: Config) -> str | None:
+    """The layout of pipeline chunks; None if Megatron-Core would deal out layers like that."""
+    chunks = pipeline_chunks(cfg)
+    even = len({chunk.count("t") for chunk in chunks}) == 1
+    return None if even and not cfg.parallel.pipeline_layout else "|".join(chunks)
 
 
 def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:

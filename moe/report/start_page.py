@@ -4,14 +4,14 @@ import sys
 
 import torch
 
+from phalanx.configs.arithmetic.accounting import flops_note, flops_per_token
 from phalanx.configs.formats import described
 from phalanx.configs.knobs import pluralize
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
-from phalanx.moe.estimate.accounting import flops_note, flops_per_token, model_size
-from phalanx.moe.report.units import count, storage, work
+from phalanx.moe.report.units import count, model_size, storage, work
 from phalanx.moe.training.launch import code
 from phalanx.moe.training.setup import Job
 

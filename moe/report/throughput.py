@@ -3,16 +3,16 @@
 The trainer restarts the clock after anything that is not a step (validation, checkpoints). It reads
 the clock when the device has finished the last step except for the optimizer update, which is still
 running: between two readings there are as many updates as steps. FLOPs are those of
-`moe.estimate.accounting`.
+`configs.arithmetic.accounting`.
 """
 
 import time
 
 import torch
 
+from phalanx.configs.arithmetic.accounting import bf16_peak, flops_per_token, fp8_peak
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import bf16_peak, flops_per_token, fp8_peak
 from phalanx.parallel.runtime import Runtime
 
 

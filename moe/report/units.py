@@ -1,6 +1,9 @@
-"""Large numbers with units."""
+"""Large numbers with units, and the size of a model in them."""
 
 from collections.abc import Iterable
+
+from phalanx.configs.arithmetic.accounting import active_parameters, parameters
+from phalanx.configs.schema import ModelConfig
 
 
 def count(number: float) -> str:
@@ -18,6 +21,17 @@ def storage(size: int) -> str:
     """`139.8 GiB`, `3.4 MiB`."""
     units = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
     return _scaled(size, units) or f"{size} bytes"
+
+
+def model_size(model: ModelConfig) -> str:
+    """`tiny: 3.4 M parameters, 1.0 M active per token`, counted as published models are.
+
+    Multi-token prediction (MTP) is listed separately; active ones exclude the input embedding.
+    """
+    total, active = parameters(model, mtp=False).total, active_parameters(model).total
+    mtp = parameters(model).total - total
+    more = f" (+ {count(mtp)} MTP)" if mtp else ""
+    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active per token"
 
 
 def _scaled(number: float, units: Iterable[tuple[str, float]]) -> str:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from phalanx.configs import capture
+from phalanx.configs.arithmetic.accounting import mlp_weights
 from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_facts, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
-from phalanx.moe.estimate.accounting import mlp_weights
 from phalanx.moe.estimate.free_memory import free_gpu_memory
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.model.dense_mlp import DenseMLP

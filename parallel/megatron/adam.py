@@ -72,7 +72,7 @@ class AdamW(torch.optim.Optimizer):
         self.clip_coef = 1.0
         """With moments in bf16, what the next steps multiply gradients by as they read them."""
         self._numbers: dict[int, StepNumbers] = {}
-        """By the place of the group."""
+        """Keys are the places of the groups."""
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -163,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class StepNumbers(NamedTuple):
-    """What differs from step to step in a parameter group.
+    """Numbers of a parameter group that differ from step to step.
 
     Floats on a CPU; on a GPU fp32 [] there, at the same addresses in every step, so that a CUDA
     graph reads them anew.

@@ -17,11 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.formats import described
 from phalanx.configs.load import load
 from phalanx.configs.redact import redacted
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.moe.estimate.accounting import parameters
 from phalanx.scripts.compare import machine
 from phalanx.scripts.compare.launch import Launch, run
 from phalanx.scripts.compare.points import Point

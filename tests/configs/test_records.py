@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from phalanx.configs import records
+from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, Published, Record, launch, own, published, table
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
-from phalanx.moe.estimate.accounting import flops_per_token
 from phalanx.scripts import record_anchor
 
 PUBLISHED, OWN = published(), own()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tests.support.training  # noqa: F401  (Megatron-Core, once for all ranks, which are forked)
+from phalanx.configs.arithmetic.accounting import active_parameters, flops_per_token, parameters
 from phalanx.configs.bounds import choices
 from phalanx.configs.docs import tables
 from phalanx.configs.load import load
@@ -25,7 +26,6 @@ from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.moe.estimate.accounting import active_parameters, flops_per_token, parameters
 from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory

@@ -234,7 +234,7 @@ CASES = {
     "tensor": Case(
         "parallel.tensor=3", "parallel.tensor=3 does not divide", "set parallel.tensor=1"
     ),
-    "pipeline": Case("parallel.pipeline=2", "does not divide", "set parallel.pipeline=1"),
+    "pipeline": Case("parallel.pipeline=3", "does not divide", "set parallel.pipeline=1"),
     "experts": Case(
         "parallel.expert=3", "must divide model.moe.experts=8", "set parallel.expert=1"
     ),

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from phalanx import train
 from phalanx.configs import load as loading
+from phalanx.configs.arithmetic.accounting import active_parameters, flops_per_token, parameters
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, sections
 from phalanx.configs.layout import ranks_of_experiment
@@ -19,7 +20,6 @@ from phalanx.configs.load import GROUPS, load, options
 from phalanx.configs.records import launch, own
 from phalanx.configs.schema import ModelConfig
 from phalanx.configs.validate import validate
-from phalanx.moe.estimate.accounting import active_parameters, flops_per_token, parameters
 from phalanx.moe.report.metrics import heading
 from phalanx.moe.report.units import count
 from phalanx.scripts import (

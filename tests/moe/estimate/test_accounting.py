@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from phalanx.configs.load import load, options
-from phalanx.configs.schema import ModelConfig
-from phalanx.moe.estimate.accounting import (
+from phalanx.configs.arithmetic.accounting import (
     active_parameters,
     bf16_peak,
     flops_per_token,
     fp8_peak,
     parameters,
 )
+from phalanx.configs.load import load, options
+from phalanx.configs.schema import ModelConfig
 from tests.support.distributed import run_distributed
 
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from phalanx import train
+from phalanx.configs.arithmetic.accounting import bf16_peak, fp8_peak
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.records import Record, configured, launch, own, published
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.moe.estimate.accounting import bf16_peak, fp8_peak, model_size
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.report.units import storage
+from phalanx.moe.report.units import model_size, storage
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
 WORLDS |= {"qwen3_235b_64gpu": 64, "mixtral_8x22b_64gpu": 64, "kimi_k2_256gpu": 256}
@@ -283,7 +283,7 @@ def test_groups_are_those_of_megatron(name: str) -> None:
 
 
 def test_parts_of_the_work_add_up() -> None:
-    from phalanx.moe.estimate.accounting import flops_per_token
+    from phalanx.configs.arithmetic.accounting import flops_per_token
     from phalanx.moe.estimate.timing import _flops
 
     for name in options("model"):

@@ -20,7 +20,6 @@ from phalanx.configs.linear_attention import (
 )
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.moe.report.units import count
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,6 @@ def parameters(model: ModelConfig, *, mtp: bool = True) -> Parameters:
     return _count(model, mtp=mtp, experts=model.moe.experts)
 
 
-def model_size(model: ModelConfig) -> str:
-    """`tiny: 3.4 M parameters, 1.0 M active per token`, counted as published models are.
-
-    Multi-token prediction (MTP) is listed separately; active ones exclude the input embedding.
-    """
-    total, active = parameters(model, mtp=False).total, active_parameters(model).total
-    mtp = parameters(model).total - total
-    more = f" (+ {count(mtp)} MTP)" if mtp else ""
-    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active per token"
-
-
 def active_parameters(model: ModelConfig, *, mtp: bool = False) -> Parameters:
     """Parameters used by one token: `top_k` experts, and no input embedding (it is looked up).
 
@@ -84,12 +72,38 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     linear += sparse * mlp_weights(m, m.moe.ffn) * m.moe.top_k
     linear += sparse * mlp_weights(m, m.moe.shared_ffn)
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
-    qk_v = 2 * a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim + a.v_dim
     full = [layer for layer in range(dense + sparse) if not is_linear(m, layer)]
     seen = sum(_keys_seen(a, layer, sequence_length) for layer in full)
-    core = a.heads * qk_v * seen
+    core = a.heads * _query_value_dim(a) * seen
     backward_twice, multiply_add = 3, 2
     return float(backward_twice * multiply_add * (linear + core))
+
+
+def layer_flops(model: ModelConfig, layer: int, sequence_length: int) -> float:
+    """FLOPs of forward and backward of one layer, as in `flops_per_token`.
+
+    Args:
+        model: the model.
+        layer: from 0; layers of multi-token prediction come after the last decoder layer, and are
+            counted without their input projections.
+        sequence_length: tokens of a sequence.
+    """
+    m, a = model, model.attention
+    if is_linear(m, layer):
+        products = _linear_weights(m) + delta_rule_products(m)
+    else:
+        seen = _keys_seen(a, layer, sequence_length)
+        products = _attention_weights(m) + a.heads * _query_value_dim(a) * seen
+    if layer < m.moe.dense_layers:
+        products += mlp_weights(m, m.dense_ffn)
+    else:
+        products += mlp_weights(m, m.moe.ffn) * m.moe.top_k + mlp_weights(m, m.moe.shared_ffn)
+    return 6.0 * products
+
+
+def head_flops(model: ModelConfig) -> float:
+    """FLOPs of forward and backward of the output layer, of all losses, for one token."""
+    return 6.0 * (1 + model.mtp_layers) * model.hidden * model.vocab_size
 
 
 def delta_rule_products(m: ModelConfig) -> int:
@@ -233,6 +247,11 @@ def _attention_vectors(m: ModelConfig) -> int:
 def mlp_weights(m: ModelConfig, ffn: int) -> int:
     """Matrix elements of one MLP or expert."""
     return (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * ffn
+
+
+def _query_value_dim(a: AttentionConfig) -> int:
+    """Channels of a query and a value head together."""
+    return 2 * a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim + a.v_dim
 
 
 def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:

@@ -1,0 +1,1 @@
+"""Parameters, FLOPs and balanced stages, which follow from a configuration by arithmetic."""

@@ -1,0 +1,88 @@
+"""Layers of pipeline chunks such that no stage has more work than it must.
+
+The output layer of a small model with a large vocabulary is as much work as many layers: of
+GPT-OSS-20B with 8 layers it is a third. Dealt out evenly, its stage has two thirds of the work.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+_LAYER_COST = 1.3
+"""Seconds of a FLOP in a layer, relative to the output layer: beside its products a layer has
+norms, attention, exchanges and sums. From the dry run of GPT-OSS-20B, Moonlight and Qwen3-30B."""
+_BUBBLE = 0.2
+"""Chunks during which a stage waits in a step, for one during which it works: some."""
+_EVEN_ENOUGH = 0.02
+"""Layers are dealt out evenly if that costs at most so much: stages then need like memory."""
+
+
+def even(layers: int, chunks: int) -> list[int]:
+    """Numbers of layers of the chunks, the first ones one more where they do not divide."""
+    each, more = divmod(layers, chunks)
+    return [each + (i < more) for i in range(chunks)]
+
+
+@lru_cache
+def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int) -> tuple[int, ...]:
+    """Numbers of layers of the chunks, chunk i on stage i % pipeline.
+
+    Args:
+        layers: FLOPs of each layer.
+        last: those of the output layer and the layers of multi-token prediction, which are in the
+            last chunk.
+        pipeline: number of stages.
+        chunks: number of chunks, at most that of the layers; a multiple of `pipeline`.
+    """
+    costs = tuple(_LAYER_COST * cost for cost in layers)
+    start = even(len(layers), chunks)
+    found, least = start, _loads(start, costs, last, pipeline)
+    while True:
+        better = min(
+            ((_loads(trial, costs, last, pipeline), trial) for trial in _moves(found)),
+            default=(least, found),
+        )
+        if better[0] >= least:
+            break
+        least, found = better
+    divides = len(layers) % chunks == 0
+    near = _loads(start, costs, last, pipeline)[0] <= (1 + _EVEN_ENOUGH) * least[0]
+    return tuple(start if divides and near else found)
+
+
+def _moves(counts: Sequence[int]) -> list[list[int]]:
+    """All that one layer more in a chunk and one less in another leaves, none of them empty.
+
+    The last chunk may have none, as it has the output layer.
+    """
+    trials = []
+    for i in range(len(counts)):
+        if counts[i] <= (i < len(counts) - 1):
+            continue
+        for j in range(len(counts)):
+            if i != j:
+                trial = list(counts)
+                trial[i] -= 1
+                trial[j] += 1
+                trials.append(trial)
+    return trials
+
+
+def _loads(
+    counts: Sequence[int], costs: Sequence[float], last: float, pipeline: int
+) -> tuple[int, float]:
+    """Values to minimize, in order: time, and the sum of squares.
+
+    Time is that of the busiest stage and a part of the largest chunk, over the means. It is in
+    percent, so that a fraction of a percent, as between layers with and without a window, does not
+    decide over evenness.
+    """
+    ends = list(accumulate(counts))
+    sums = [0.0, *accumulate(costs)]
+    chunks = [sums[end] - sums[end - count] for end, count in zip(ends, counts, strict=True)]
+    chunks[-1] += last
+    mean = (sums[-1] + last) / len(chunks)
+    stages = [sum(chunks[i::pipeline]) for i in range(pipeline)]
+    busiest = max(stages) * pipeline / len(chunks)
+    time = (busiest + _BUBBLE * max(chunks)) / (1 + _BUBBLE) / mean
+    return round(100 * time), sum((load / mean) ** 2 for load in chunks)
