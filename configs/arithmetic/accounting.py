@@ -90,7 +90,7 @@ def layer_flops(model: ModelConfig, layer: int, sequence_length: int) -> float:
     """
     m, a = model, model.attention
     if is_linear(m, layer):
-        products = _linear_weights(m) + delta_rule_products(m)
+        products = float(_linear_weights(m) + delta_rule_products(m))
     else:
         seen = _keys_seen(a, layer, sequence_length)
         products = _attention_weights(m) + a.heads * _query_value_dim(a) * seen
