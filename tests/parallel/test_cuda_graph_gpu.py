@@ -17,7 +17,11 @@ class Doubling:
     def __init__(self) -> None:
         self.value = torch.ones((), device="cuda")
         self.factor = torch.ones((), device="cuda")
-        self.pool = torch.cuda.graph_pool_handle()
+        self.step = torch.cuda.CUDAGraph()
+        """Graph whose pool the updates share, as long as it exists."""
+        with torch.cuda.graph(self.step):
+            self.factor.add_(0)
+        self.pool = self.step.pool()
         self.calls, self.factors = 0, iter(range(2, 100))
 
     def prepare(self) -> None:
