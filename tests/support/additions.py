@@ -26,7 +26,7 @@ from phalanx.kernels.registry import Facts
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
-from phalanx.parallel.megatron.adam import AdamW, Setup
+from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 
 # --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
 
@@ -174,12 +174,12 @@ class Lion(AdamW):
     def _moments_of(self, p: Tensor) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], params: list[Tensor], numbers: StepNumbers) -> None:
         beta1, beta2 = group["betas"]
         for p in params:
             momentum, grad = self.state[p]["exp_avg"], p.grad
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.sub_(momentum.lerp(grad, 1 - beta1).sign(), alpha=group["lr"])
+            p.mul_(numbers.decay)
+            p.sub_(momentum.lerp(grad, 1 - beta1).sign().mul_(numbers.lr))
             momentum.lerp_(grad, 1 - beta2)
 
 
