@@ -565,7 +565,8 @@ class RunConfig:
     run beside other work, in captured steps too. On a CPU they are copies.
     """
     graph: str = knob("auto", choices=("auto", "off", "full_iteration"))
-    """CUDA graph: `off`, `full_iteration` for forward and backward of all micro-batches, or `auto`.
+    """CUDA graphs: `off`, `full_iteration` for forward and backward of all micro-batches as one and
+    the update as another, or `auto`.
 
     `auto` captures where it can; elsewhere the start page says why not. Two eager steps come first,
     and the capture takes some seconds, once and after each rerun of a step.
