@@ -235,10 +235,11 @@ def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(tmp_path: 
 @contextlib.contextmanager
 def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
     """Rank 1 fails, and rank 0's wait for its tokens ends like that of kernel `push`."""
-    from phalanx.moe.training import failure
+    from phalanx.parallel.connections import Connections
 
     def trapped() -> None:
-        failure.missing = lambda: "rank 1 has not reached exchange 41 of experts, only 39"
+        text = "rank 1 has not reached exchange 41 of experts, only 39"
+        Connections.missing = lambda self: text  # type: ignore[method-assign]
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     with before_step(3, act if rank else trapped):
