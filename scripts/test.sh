@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types and tests on the CPU, in less than a quarter of an hour on two idle cores. --all also
-# runs what is marked slow; --fast runs lint and unit tests only, in less than two minutes. Other
+# runs what is marked slow; --fast runs lint and unit tests only, in about two minutes. Other
 # arguments go to pytest: files, -k, -x; -n 0 runs all tests in one process.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
