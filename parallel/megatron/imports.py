@@ -46,11 +46,12 @@ def gated_delta_net() -> Any:
 
 @contextmanager
 def _without(*names: str) -> Iterator[None]:
-    """Inside, modules cannot be imported unless they are already."""
-    absent = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    """Inside, modules cannot be imported, also if they are already."""
+    present = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for name in absent:
+        for name in names:
             del sys.modules[name]
+        sys.modules.update(present)
