@@ -24,9 +24,11 @@ from phalanx.kernels.expert_mlp.calls import (
     Rows,
     RowsCall,
     WgradCall,
+    tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.launch_options import LaunchOptions
+from phalanx.kernels.quantize.blocks import Quantized
 
 
 class Fused(UnquantizedMixin):
@@ -59,7 +61,7 @@ class Fused(UnquantizedMixin):
         plan = call.plan
         return fc1_act(
             call.x_ND,
-            call.fc1.weight_LOI,
+            self._weights(call.fc1),
             plan.offsets,
             call.act,
             index_S=plan.row_index_S,
@@ -74,15 +76,16 @@ class Fused(UnquantizedMixin):
     def rows(self, call: RowsCall) -> Tensor:
         from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 
-        linear = call.linear
+        linear, weights = call.linear, self._weights(call.linear)
         return grouped_gemm(
             call.a_SI,
-            linear.weight_LOI,
+            weights,
             call.plan.offsets,
+            parts=linear.parts_in if isinstance(weights, Quantized) else 1,
             bias_LN=linear.bias_LO,
-            scale_S=self._scale_of_bias(linear, call.plan, call.a_SI),
+            scale_S=self._scale_of_bias(linear, call.plan, tensors_of(call.a_SI)[0]),
             out_SN=call.out,
-            options=self._launch,
+            options=self._launch.leaving(call.free_sms),
             signal=call.signal,
         )
 
@@ -95,7 +98,7 @@ class Fused(UnquantizedMixin):
         dy, plan = call.dy, call.plan
         return fc2_dgrad_dact(
             dy.matrix,
-            call.fc2.weight_LOI.mT,
+            self._weights(call.fc2.transposed),
             call.h_SH,
             plan.offsets,
             call.act,
@@ -146,6 +149,10 @@ class Fused(UnquantizedMixin):
         from phalanx.kernels.sm90.experts.combine import combine
 
         return combine(y_SD, inverse_NK, addends=addends)
+
+    def _weights(self, linear: Linear) -> Tensor | Quantized:
+        """Weights as the GEMMs take them."""
+        return linear.weight_LOI
 
     def _in_bf16(self, x: Operand) -> Tensor:
         """Rows as kernels in bf16 read them."""

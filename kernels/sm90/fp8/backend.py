@@ -17,12 +17,10 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.backend import HiddenGrads
 from phalanx.kernels.expert_mlp.calls import (
-    Fc1Call,
     Fc2DgradCall,
     HiddenRows,
     Linear,
     Operand,
-    Rows,
     RowsCall,
     WgradCall,
 )
@@ -58,60 +56,13 @@ class FusedFP8(FP8Operands, Fused):
         FP8Operands.__init__(self, recipe)
         Fused.__init__(self, launch)
         self._keep = keep
-        self._emulated = EmulatedFP8(Fused(launch), recipe)
-
-    def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
-        from phalanx.kernels.sm90.experts.fc1_act import fc1_act
-
-        plan = call.plan
-        return fc1_act(
-            call.x_ND,
-            self._weights(call.fc1),
-            plan.offsets,
-            call.act,
-            index_S=plan.row_index_S,
-            prob_S=plan.row_prob_S,
-            bias_LH=call.fc1.bias_LO,
-            keep_h=call.keep_h,
-            ready=call.ready,
-            out=call.out,
-            options=self._launch,
-        )
-
-    def rows(self, call: RowsCall) -> Tensor:
-        from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
-
-        linear = call.linear
-        return grouped_gemm(
-            call.a_SI,
-            self._weights(linear),
-            call.plan.offsets,
-            parts=linear.parts_in,
-            bias_LN=linear.bias_LO,
-            scale_S=self._scale_of_bias(linear, call.plan, call.a_SI.data),
-            out_SN=call.out,
-            signal=call.signal,
-            options=self._launch.leaving(call.free_sms),
-        )
+        self._bf16 = Fused(launch)
+        self._emulated = EmulatedFP8(self._bf16, recipe)
 
     def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
-        from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
-
         if self._recipe.wgrad == "bf16":
-            return super().fc2_dgrad_rows(self._emulated.dequantized(call))
-        dy, plan = call.dy, call.plan
-        return fc2_dgrad_dact(
-            dy.matrix,
-            self._weights(call.fc2.transposed),
-            call.h_SH,
-            plan.offsets,
-            call.act,
-            index_S=plan.row_index_S if dy.gather else None,
-            prob_S=plan.row_prob_S,
-            ready=call.ready,
-            out=call.out,
-            options=self._launch,
-        )
+            return self._bf16.fc2_dgrad_rows(self._emulated.dequantized(call))
+        return super().fc2_dgrad_rows(call)
 
     def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
         hidden = super().finish_fc2_dgrad(rows, call)
@@ -147,21 +98,9 @@ class FusedFP8(FP8Operands, Fused):
         return y_SO, columns
 
     def wgrad(self, call: WgradCall) -> Tensor:
-        from phalanx.kernels.sm90.experts.wgrad import wgrad
-
         if self._recipe.wgrad == "bf16":
             return self._emulated.wgrad(call)
-        plan, into = call.plan, call.into
-        return wgrad(
-            call.d,
-            call.v,
-            plan.relocated(column_offsets).offsets,
-            out_LOI=None if into is None else into.out,
-            accumulate=into is not None and into.add,
-            zeros=into is None or into.zeros,
-            order_L=plan.order_L,
-            options=self._launch,
-        )
+        return super().wgrad(call._replace(plan=call.plan.relocated(column_offsets)))
 
     def _weights(self, linear: Linear) -> Quantized:
         copies = weight_copies(linear, keep=self._keep)

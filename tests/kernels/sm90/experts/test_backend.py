@@ -116,7 +116,8 @@ class Kernels:
 
     class grouped_gemm:
         @staticmethod
-        def grouped_gemm(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, options, signal):
+        def grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, options, signal):
+            assert parts == 1
             assert (bias_LN is None) == (scale_S is None)
             assert signal is None or out_SN is None, "own experts alone signal"
             launches.append(("grouped_gemm", options.sm_margin))
