@@ -55,7 +55,7 @@ def move_(
 
     Args:
         param: fp32, or bf16 with a remainder; contiguous, of any shape.
-        update: fp32, like `param`.
+        update: fp32 or bf16, like `param`.
         kept: factor on the parameter, by weight decay; a number or a tensor as in `momentum`.
         rate: factor on the update, likewise.
         remainder: int16 low bits of the master copy of `param`, which is updated.
@@ -67,7 +67,7 @@ def move_(
         launch_move(param, update, _on_device(kept, param), _on_device(rate, param), remainder)
         return
     master = param if remainder is None else merged(param, remainder)
-    master.mul_(kept).sub_(update * rate)
+    master.mul_(kept).sub_(update.float() * rate)
     if remainder is not None:
         split_(master, param, remainder)
 

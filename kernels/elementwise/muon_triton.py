@@ -30,7 +30,8 @@ def muon_move(  # type: ignore[no-untyped-def]
     if SPLIT:  # bits of the weight; arithmetic on them as in `kernels.elementwise.adam`
         low = tl.load(remainder + at, mask=mask, other=0).to(tl.int32)
         p = ((p.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
-    p = p * tl.load(kept) - tl.load(rate) * tl.load(update + at, mask=mask, other=0.0)
+    change = tl.load(rate) * tl.load(update + at, mask=mask, other=0.0).to(tl.float32)
+    p = p * tl.load(kept) - change
     if SPLIT:
         bits = p.to(tl.int32, bitcast=True)
         low_bits = bits.to(tl.int16)

@@ -1,8 +1,10 @@
 """Muon for matrices and AdamW for all else, as one optimizer of Megatron-Core's distributed one.
 
 Muon (K. Jordan, kellerjordan.github.io/posts/muon) moves a matrix by its momentum made orthogonal.
-Newton-Schulz iterations and scale are those of the package emerging-optimizers, on stacks of
-matrices; its optimizers, and Megatron-Core's over them, take parameters of two axes, one at a time.
+Matrices that tensor parallel ranks share and the scale of an update are left to the package
+emerging-optimizers, whose optimizers, and Megatron-Core's over them, take parameters of two axes,
+one at a time. Stacks of whole matrices are made orthogonal here, by the same products: its function
+takes and returns fp32, in passes that cost as much as a third of the products.
 The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
 
 Nothing of an update is decided by the host but the numbers of `StepNumbers`, so that it is captured
@@ -36,8 +38,9 @@ from phalanx.parallel.megatron.matrices import (
 )
 from phalanx.parallel.megatron.updated import parts, updated
 
-_COEFFICIENTS = "simple"
-"""Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers."""
+_COEFFICIENTS, _ABC = "simple", (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers and as a, b and
+c in X <- a X + (b A + c A^2) X with A = X X^T."""
 _RMS = 0.2
 """RMS of an update before the learning rate, about that of AdamW: factor on the orthogonal matrix,
 beside sqrt(max(M, N))."""
@@ -53,8 +56,8 @@ class Recipe:
     momentum: float
     nesterov: bool
     steps: int
-    precision: str
-    """Precision of matrix products, as torch names it: `medium` is bf16, `highest` fp32."""
+    dtype: torch.dtype
+    """bf16 or fp32, of the matrices that are multiplied."""
     tensor_group: Any = None
     """Ranks that share the matrices whose `split` is set; they gather them."""
 
@@ -132,19 +135,44 @@ class Muon(AdamW):
         """Scaled to the update of weights, before the learning rate; contiguous."""
         how, lib = self.recipe, self._library
         rows, columns = stack_BMN.shape[-2:]
-        with lib.precision(how.precision):
-            if split is None:
-                made = lib.newton_schulz(stack_BMN, how.steps, _COEFFICIENTS)
-            else:
-                given = (how.steps, _COEFFICIENTS, how.tensor_group, split)
-                # Shards of rows are whole heads or a slice of a half: their order in the gathered
-                # matrix is that of the ranks, and an orthogonal factor does not depend on it.
-                made = torch.stack([lib.newton_schulz_tp(part, *given) for part in stack_BMN])
-                ranks = how.tensor_group.size()
-                rows, columns = (rows * ranks, columns) if split == 0 else (rows, columns * ranks)
+        if split is None:
+            scale = _RMS * lib.scale(rows, columns, mode="spectral")
+            return orthogonal(stack_BMN, how.steps, how.dtype, scale)
+        given = (how.steps, _COEFFICIENTS, how.tensor_group, split)
+        with lib.precision("medium" if how.dtype == torch.bfloat16 else "highest"):
+            # Shards of rows are whole heads or a slice of a half: their order in the gathered
+            # matrix is that of the ranks, and an orthogonal factor does not depend on it.
+            made = torch.stack([lib.newton_schulz_tp(part, *given) for part in stack_BMN])
+        ranks = how.tensor_group.size()
+        rows, columns = (rows * ranks, columns) if split == 0 else (rows, columns * ranks)
         # What the library made of more rows than columns is a transposed view.
         found = torch.empty(made.shape, device=made.device)
         return torch.mul(made, _RMS * lib.scale(rows, columns, mode="spectral"), out=found)
+
+
+def orthogonal(stack_BMN: Tensor, steps: int, dtype: torch.dtype, scale: float) -> Tensor:
+    """Matrices by Newton-Schulz iterations near their orthogonal factors, times `scale`.
+
+    Args:
+        stack_BMN: fp32; matrices of zeros stay zero.
+        steps: number of iterations, at least 1.
+        dtype: bf16 or fp32, of the products' operands and of the result; sums are fp32.
+        scale: applied in the last product, before its result is rounded.
+
+    Returns:
+        [B, M, N] of `dtype`, contiguous.
+    """
+    a, b, c = _ABC
+    norm_B11 = torch.linalg.vector_norm(stack_BMN, dim=(1, 2), keepdim=True).clamp_min_(1e-7)
+    x_BMN = torch.empty_like(stack_BMN, dtype=dtype)
+    torch.div(stack_BMN, norm_B11, out=x_BMN)  # rounds in the same pass
+    tall = x_BMN.shape[1] > x_BMN.shape[2]
+    for factor in [1.0] * (steps - 1) + [scale]:
+        gram = x_BMN.mT @ x_BMN if tall else x_BMN @ x_BMN.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        left, right = (x_BMN, gram) if tall else (gram, x_BMN)
+        x_BMN = torch.baddbmm(x_BMN, left, right, beta=a * factor, alpha=factor)
+    return x_BMN
 
 
 class MuonSetup(Setup):
@@ -165,8 +193,8 @@ class MuonSetup(Setup):
 
     def options(self) -> dict[str, Any]:
         o, tensor_group = self.optim, ps.get_tensor_model_parallel_group()
-        precision = "medium" if self.config.bf16 else "highest"
-        return {"recipe": Recipe(o.momentum, o.nesterov, o.ns_steps, precision, tensor_group)}
+        dtype = torch.bfloat16 if self.config.bf16 else torch.float32
+        return {"recipe": Recipe(o.momentum, o.nesterov, o.ns_steps, dtype, tensor_group)}
 
     def built(self, optimizer: Any) -> None:
         for part in parts(optimizer):
@@ -197,7 +225,6 @@ class _Move:
 class _Library:
     """Functions of emerging-optimizers that are used."""
 
-    newton_schulz: Any
     newton_schulz_tp: Any
     scale: Any
     precision: Any
@@ -206,10 +233,7 @@ class _Library:
 def _library() -> _Library:
     # Here, since a run with AdamW needs none of it.
     from emerging_optimizers.orthogonalized_optimizers.muon import get_muon_scale_factor
-    from emerging_optimizers.orthogonalized_optimizers.muon_utils import (
-        newton_schulz,
-        newton_schulz_tp,
-    )
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
     from emerging_optimizers.utils import fp32_matmul_precision
 
-    return _Library(newton_schulz, newton_schulz_tp, get_muon_scale_factor, fp32_matmul_precision)
+    return _Library(newton_schulz_tp, get_muon_scale_factor, fp32_matmul_precision)

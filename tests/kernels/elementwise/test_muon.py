@@ -38,9 +38,10 @@ def assert_momentum(
     assert bool(((found.double() - want).abs() <= 8 * FP32 * terms).all())
 
 
-def assert_moved(n: int, device: str) -> None:
+def assert_moved(n: int, device: str, dtype: torch.dtype = torch.float32) -> None:
     """Nothing but fp32 on the way; halves as the whole, bit for bit."""
     p, *_, update = drawn(n, device)
+    update = update.to(dtype)
     weight, remainder = halves(p)
     want, sizes = 0.9 * p.double() - 0.02 * update.double(), p.abs() + update.abs()
     move_(p, update, kept=0.9, rate=0.02)
@@ -57,8 +58,9 @@ def test_momentum(grad: torch.dtype, buffer: torch.dtype, nesterov: bool) -> Non
     assert_momentum(1000, grad, buffer, nesterov, "cpu")
 
 
-def test_move() -> None:
-    assert_moved(1000, "cpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_move(dtype: torch.dtype) -> None:
+    assert_moved(1000, "cpu", dtype)
 
 
 def test_what_is_strided_is_refused() -> None:

@@ -16,6 +16,7 @@ def test_momentum(grad: torch.dtype, buffer: torch.dtype, nesterov: bool) -> Non
         assert_momentum(n, grad, buffer, nesterov, "cuda")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 4095, 4096, 1_000_003])
-def test_move(n: int) -> None:
-    assert_moved(n, "cuda")
+def test_move(n: int, dtype: torch.dtype) -> None:
+    assert_moved(n, "cuda", dtype)

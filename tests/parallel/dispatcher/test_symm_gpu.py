@@ -42,6 +42,7 @@ def test_layers_equal_those_over_collectives_bit_for_bit() -> None:
     compare(gpus())
 
 
+@pytest.mark.slow
 def test_layers_with_replication_equal_those_without() -> None:
     if gpus() < 2:
         pytest.skip("needs two Hopper GPUs")

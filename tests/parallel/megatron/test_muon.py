@@ -51,6 +51,23 @@ def orthogonal(g: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (1, 16, 16)])
+def test_stacks_become_orthogonal_as_matrices_do(shape: tuple[int, int, int]) -> None:
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+
+    from phalanx.parallel.megatron import muon
+
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    stack[0] = 0
+    found = muon.orthogonal(stack, 5, torch.float32, 0.3)
+    want = torch.stack([stack[0].double(), *[0.3 * orthogonal(m.double()) for m in stack[1:]]])
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, 0.3 * newton_schulz(stack, 5, "simple"), rtol=1e-4, atol=1e-5)
+    half = muon.orthogonal(stack, 5, torch.bfloat16, 0.3)
+    assert half.dtype == torch.bfloat16 and found.is_contiguous() and half.is_contiguous()
+    torch.testing.assert_close(half.double(), want, rtol=0, atol=0.04 * 0.3)
+
+
 def moved(name: str, w: Tensor, grads: list[Tensor], heads: tuple[int, int, int]) -> Tensor | None:
     """A weight after the steps, or None if AdamW has it. `heads`: queries, keys, channels."""
     if name.endswith((".w1", ".w2")):
