@@ -11,7 +11,8 @@ Suites (default: all, without peers):
   skew       Zipf-skewed routing against balanced rows
   gather     rows picked by an index against the same rows side by side
   host       host time of a call
-  fp8        expert MLP in FP8 against bf16      peer: te, in its blockwise recipe
+  fp8        expert MLP in FP8 against bf16, down to experts for which FP8 does not pay
+                                                 peer: te, in its blockwise recipe
   fp8_gemms  the grouped GEMMs in FP8 against those in bf16
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is

@@ -22,7 +22,7 @@ class Machine:
     dense_fp8_tflops: float
     """Large FP8 products in blocks, of operands that are quantized already."""
     expert_fp8_tflops: float
-    """Grouped products of experts in FP8, with what is fused into them."""
+    """Grouped products of experts in FP8, without the quantization of their rows."""
     attention_tflops: float
     """Core attention, its causal half counted."""
     memory_gbs: float
@@ -88,10 +88,10 @@ MACHINES: dict[str, Machine] = {
         memory_gib=139.8,
         dense_tflops=650,
         expert_tflops=560,
-        # cuBLASLt's 1x128 by 128x128 at K 2048; of experts expert_tflops by what main loops alone
-        # gain on our bf16 kernels beside them, 1.37 over six shapes.
+        # cuBLASLt's 1x128 by 128x128 at K 2048; of experts fitted to docs/measured/kernels/fp8.json
+        # together with the bytes of quantization (moe.estimate.timing).
         dense_fp8_tflops=1035,
-        expert_fp8_tflops=765,
+        expert_fp8_tflops=795,
         attention_tflops=350,
         memory_gbs=3000,
         node_gbs=335,
@@ -103,7 +103,7 @@ MACHINES: dict[str, Machine] = {
         dense_tflops=620,
         expert_tflops=530,
         dense_fp8_tflops=985,  # as much below an H200 as in bf16
-        expert_fp8_tflops=725,
+        expert_fp8_tflops=753,
         attention_tflops=340,
         memory_gbs=2200,
         node_gbs=335,

@@ -25,9 +25,11 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.kernels.registry import Choice
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
+from phalanx.moe.estimate.fp8_gain import fp8_gain
 from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
@@ -57,7 +59,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     available = machine.room
     fits = needed(known, world) <= available and host_needed(known, world) <= machine.host_room
     sections = [
-        ("Phalanx, dry run", _run(known, world, machine)),
+        ("Phalanx, dry run", _run(known, world, machine, fp8_gain(cfg, world, machine))),
         ("Process groups", _groups(known, world)),
         (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, available)),
         (
@@ -77,7 +79,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     return redacted(text) + "\n", 0 if fits else 2
 
 
-def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+def _run(cfg: Config, world: int, machine: Machine, gain: Choice | None) -> Iterator[str]:
     m, d, k = cfg.model, cfg.data, cfg.kernels
     flops = flops_per_token(m, d.sequence_length)
     yield f"model     {model_size(m)}"
@@ -89,6 +91,8 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
+        if gain is not None:
+            yield f"speed     {gain.backend} {gain.reason}"
     elif is_emulated(cfg):
         emulation = f"{k.backend} multiplies {cfg.precision.recipe} values in bf16"
         yield f"emulated  {emulation}; the time to quantize them is not counted"

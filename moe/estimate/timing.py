@@ -190,6 +190,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     saved, head_saved = _saved(cfg, world)
     refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
+    quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
     none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0, tokens)
     stages = [none for _ in range(cfg.parallel.pipeline)]
     first = 0
@@ -202,6 +203,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
             mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
             gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
         experts = sum(factors.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
+        experts += sum(kind.fp8 for kind in sparse) * quantization
         core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         stage = i % cfg.parallel.pipeline
@@ -220,6 +222,22 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
             tokens,
         )
     return stages
+
+
+_FP8_PASSES = 5.5
+"""Bytes read and written to quantise and transpose the rows of an expert, per channel of x, gate
+and up, forward and backward. Fitted, with `expert_fp8_tflops` for the products, to steps of four
+models in bf16 and FP8 (tests/moe/estimate/test_fp8_gain.py); of the kernels alone it is 5 %
+optimistic for experts of 2048 x 768 (docs/measured/kernels/fp8.json)."""
+
+
+def _quantized_bytes(cfg: Config) -> float:
+    """Bytes of a token and MoE layer that quantisation reads and writes, where products are FP8."""
+    m = cfg.model
+    if not multiplies_fp8(cfg):
+        return 0.0
+    channels = m.hidden + ACTIVATIONS[m.moe.activation].halves * m.moe.ffn
+    return _FP8_PASSES * m.moe.top_k * channels
 
 
 def _logit_products(cfg: Config) -> float:
@@ -350,8 +368,8 @@ _FP32_RATE = 0.1
 """Rate of matrix products in fp32 relative to bf16."""
 
 
-_MUON_BYTES = 60
-"""Bytes read and written per element around Muon's products: momentum, norm, casts, scale."""
+_MUON_BYTES = 36
+"""Bytes read and written per element around Muon's products: momentum, norm, rounding."""
 
 
 def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:

@@ -15,9 +15,11 @@ from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
+from phalanx.moe.estimate.fp8_gain import fp8_gain
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, build, embedding_stages
@@ -178,7 +180,9 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     quantizes = quantizes_on_arrival(resolved)
     overlap = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
     replicating = replication_choices(p.expert_replication, transport)
-    choices = [*choices, *emulation(resolved), *weights, *overlap, *replicating, graph]
+    gain = fp8_gain(resolved, runtime.world, MACHINES[cfg.run.machine])
+    fp8 = [*weights, *([gain] if gain is not None else [])]
+    choices = [*choices, *emulation(resolved), *fp8, *overlap, *replicating, graph]
     captured = graph.backend == capture.CAPTURED
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)

@@ -41,6 +41,14 @@ FP8: dict[Shape, Bars] = {
     tuple(MLP)[3]: Bars((1.15, 1.10), (1.35, 1.30)),
 }
 """The expert MLP in FP8 against bf16 in the same rounds."""
+CROSSOVER: tuple[Shape, ...] = (
+    (65536, 1024, 256, 32),
+    (65536, 1024, 512, 32),
+    (65536, 1024, 1024, 32),
+    (65536, 2048, 512, 32),
+    (65536, 2048, 1408, 32),
+)
+"""Shapes without bars, small experts among them, that show where FP8 begins to pay."""
 FP8_TE = dict(zip(MLP, ((1.30, 1.45), (1.50, 1.70), (2.0, 2.3), (2.5, 2.9)), strict=True))
 """Bar and goal of both passes of the FP8 MLP against Transformer Engine's."""
 FP8_GEMMS = {
@@ -78,7 +86,7 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "skew": tuple(MLP),
     "gather": (*MLP, *LAYER),
     "host": ((256, 256, 128, 8, 2),),
-    "fp8": tuple(MLP),
+    "fp8": (*MLP, *CROSSOVER),
     "fp8_gemms": tuple(MLP),
 }
 """Shapes of each suite."""
