@@ -28,6 +28,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
+from phalanx.configs.microbatch_overlap import not_overlappable
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import attention_backend, expert_backend, norm_backend
@@ -277,6 +278,8 @@ def _exchange(cfg: Config) -> Iterator[str]:
     if p.comm_sms not in (0, "auto") and transport is not None and not transport.takes_sms:
         reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
         yield repair(cfg, "parallel.comm_sms", reason, "auto")
+    if p.overlap_microbatches == "on" and (refusal := not_overlappable(cfg)):
+        yield repair(cfg, "parallel.overlap_microbatches", f"cannot run: {refusal}", "auto")
 
 
 def _is_number(text: str) -> bool:
