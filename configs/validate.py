@@ -23,12 +23,12 @@ from phalanx.configs.layout import (
     layout_problems,
     logit_interval,
     micro_batches,
+    not_overlappable,
     ranks_of_experiment,
     wsd_decay_steps,
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
-from phalanx.configs.microbatch_overlap import not_overlappable
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import attention_backend, expert_backend, norm_backend

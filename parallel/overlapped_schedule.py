@@ -16,8 +16,8 @@ pass starts its layer k after the backward pass beside it has done k layers: it 
 work, and would otherwise be over when half of the exchanges beside it are still to come.
 
 Nothing of one pass waits for the other inside a kernel: transports whose kernels fill the GPU and
-wait for other ranks are refused (`configs.microbatch_overlap`). Shared state, and the reason that
-two passes at a time do not spoil it:
+wait for other ranks are refused (`configs.layout.not_overlappable`). Shared state, and the reason
+that two passes at a time do not spoil it:
 
 - Parameters, and FP8 copies of weights, which the first forward pass makes, are only read.
 - Gradient buffers are written by backward passes alone, each on its own stream

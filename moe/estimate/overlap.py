@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from phalanx.configs.knobs import changed
-from phalanx.configs.layout import micro_batches
-from phalanx.configs.microbatch_overlap import forced_overlap_error, not_overlappable
+from phalanx.configs.layout import forced_overlap_error, micro_batches, not_overlappable
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError
