@@ -23,6 +23,7 @@ from phalanx.configs.layout import (
     layout_problems,
     logit_interval,
     micro_batches,
+    not_overlappable,
     ranks_of_experiment,
     wsd_decay_steps,
 )
@@ -277,6 +278,8 @@ def _exchange(cfg: Config) -> Iterator[str]:
     if p.comm_sms not in (0, "auto") and transport is not None and not transport.takes_sms:
         reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
         yield repair(cfg, "parallel.comm_sms", reason, "auto")
+    if p.overlap_microbatches == "on" and (refusal := not_overlappable(cfg)):
+        yield repair(cfg, "parallel.overlap_microbatches", f"cannot run: {refusal}", "auto")
 
 
 def _is_number(text: str) -> bool:

@@ -34,6 +34,7 @@ from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches, rescale
 from phalanx.parallel.megatron.updated import parts
+from phalanx.parallel.overlapped_schedule import OverlappedSchedule
 
 type RunUpdate = Callable[[Hashable, Callable[[], None], Callable[[], None]], None]
 """Runs an update: from what the host decides in it, the update, and what brings its numbers to the
@@ -57,6 +58,8 @@ class Engine:
         device: where parameters live.
         graph: forward and backward are going to be captured, and the update: parameters are
             gathered before, not meanwhile, since the host decides when.
+        overlap_microbatches: forward passes run beside backward passes of other micro-batches
+            (`parallel.overlapped_schedule`); one chunk.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Engine:
         steps: int,
         device: torch.device,
         graph: bool = False,
+        overlap_microbatches: bool = False,
     ) -> None:
         self.config = config
         self.modules = list(chunks)
@@ -94,6 +98,8 @@ class Engine:
             setup.wrapped(c)
         for chunk in self.chunks:
             patches.replace_first_gradients(chunk)
+            if overlap_microbatches:  # before the optimizer, whose views of fp32 weights hold nodes
+                patches.accumulate_on_own_stream(chunk)
         config.grad_scale_func = patches.scale_in_loss(self.chunks)
         settings = OptimizerConfig(
             optimizer="adam",
@@ -140,6 +146,10 @@ class Engine:
             config.no_sync_func = no_sync[0] if one else no_sync
             if not one:
                 config.grad_sync_func = [c.start_grad_sync for c in self.chunks]
+        self._overlapped: OverlappedSchedule | None = None
+        if overlap_microbatches:
+            (chunk,) = self.chunks
+            self._overlapped = OverlappedSchedule(chunk, device)
 
     @property
     def lr(self) -> float:
@@ -198,6 +208,8 @@ class Engine:
             What the loss function reported, one dict per micro-batch; empty but on the last stage.
         """
         fp8_copies.forget(p for module in self.modules for p in module.parameters())
+        if self._overlapped is not None and not forward_only:
+            return self._overlapped(forward_step, batches[0], microbatches)
         return self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],

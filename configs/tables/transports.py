@@ -28,6 +28,9 @@ class TransportFacts:
     """`module:class` of the transport with expert replication (`parallel.expert_replication`)."""
     over_nodes: bool = False
     """It takes another transport inside each node, where experts are replicated by that one."""
+    overlaps_microbatches: bool = False
+    """`parallel.overlap_microbatches` is allowed: exchanges of two passes may be in flight, and no
+    kernel that fills the GPU waits for other ranks."""
     fp8: bool = False
     """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales."""
 
@@ -68,6 +71,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatcher.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
         replicated="phalanx.parallel.dispatcher.replication.alltoall:ReplicatedAllToAll",
+        overlaps_microbatches=True,
         fp8=True,
     ),
     "deepep": TransportFacts(

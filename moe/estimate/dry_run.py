@@ -33,6 +33,7 @@ from phalanx.moe.estimate.fp8_gain import fp8_gain
 from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
+from phalanx.moe.estimate.overlap import overlap_effect
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
@@ -99,6 +100,8 @@ def _run(cfg: Config, world: int, machine: Machine, gain: Choice | None) -> Iter
     yield f"graph     {_graph(cfg)}"
     sms = overlap_sms(cfg, world)
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
+    if cfg.parallel.overlap_microbatches == "on":
+        yield f"          the next micro-batch {overlap_effect(cfg, world, machine)}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
         f"{pluralize(micro_batches(cfg, world), 'micro-batch')} x "

@@ -15,7 +15,8 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     """Peak bytes that a stage saves for backward passes.
 
     Args:
-        cfg: valid.
+        cfg: valid. With `parallel.overlap_microbatches=on`, which has one stage, a forward pass is
+            one micro-batch ahead.
         world: ranks.
         stage: from 0.
         chunk_bytes: bytes that one micro-batch saves in each chunk of the stage.
@@ -23,7 +24,7 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     p = cfg.parallel
     chunks = len(chunk_bytes)
     total = min(micro_batches(cfg, world), 3 * p.pipeline) * chunks  # the schedule repeats then
-    ahead = p.pipeline - stage - 1
+    ahead = p.pipeline - stage - 1 + (p.overlap_microbatches == "on")
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * p.pipeline
     ahead = min(ahead, total)

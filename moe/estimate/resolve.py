@@ -12,6 +12,7 @@ from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
+from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.parallel.dispatcher.replication.choice import with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts
@@ -23,17 +24,18 @@ _PACKAGES = frozenset(
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
-    """A copy without `auto` in kernels, transport, SMs of exchanges, graph and FP8 weights.
+    """A copy without `auto` in kernels, exchanges, graph and FP8 weights.
 
     Raises:
         ConfigError: no Hopper GPU can run a choice, or no group has that number of ranks.
     """
-    cfg = _with_transport(cfg, world, node_gpus)
+    cfg, machine = _with_transport(cfg, world, node_gpus), MACHINES[cfg.run.machine]
     if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
         raise ConfigError(capture.forced_graph_error(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
     if multiplies_fp8(cfg):
-        cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)
+        cfg.precision.weights = fp8_weights(cfg, world, machine.room)
+    cfg.parallel.overlap_microbatches = microbatch_overlap(cfg, world, machine, machine.room).value
     return cfg
 
 

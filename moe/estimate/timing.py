@@ -1,9 +1,10 @@
 """Step time: work of the slowest stage over the rates of a machine, expected and at best.
 
 Expected: GEMMs, core attention, elementwise work and the exchanges of experts and of linear
-attention run one after another, as they do in this code; exchanges that overlap the experts are
-exposed in part. Gradient reduction overlaps all of it if `parallel.overlap` is on. Stragglers,
-uneven routing and host time are not counted.
+attention run one after another, as they do in this code; exchanges that overlap the experts, or
+another micro-batch (`parallel.overlap_microbatches`), are exposed in part. Gradient reduction
+overlaps all of it if `parallel.overlap` is on. Stragglers, uneven routing and host time are not
+counted.
 
 At best: matrix products and core attention alone, with everything else overlapped, for any
 transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
@@ -37,6 +38,7 @@ from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlap_sms, traffic
 from phalanx.moe.estimate.weights import LayerKind, layer_kinds, split_masters, stage_weights
+from phalanx.parallel.dispatcher.costs import Links
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class StepTime:
     attention: float
     elementwise: float
     exchange: float
-    """Dispatch and combine of expert tokens."""
+    """Dispatch and combine of expert tokens, as far as no other micro-batch hides them."""
     heads: float
     """All-to-all of linear attention's heads between context ranks."""
     offload: float
@@ -77,17 +79,20 @@ class Bound:
 
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
-    exchange, heads = _exchange(cfg, world, machine), heads_seconds(cfg, machine)
+    one_way, heads = _exchange(cfg, world, machine), heads_seconds(cfg, machine)
     stages = []
     for work in _stages(cfg, world, machine):
         written = _PASSES * work.written + _RECOMPUTE_PASSES * work.refilled
         elementwise = written / (machine.memory_gbs * 1e9)
-        sent = (work.tokens * work.sparse * exchange, work.tokens * work.linear * heads)
+        sent = (work.tokens * work.sparse * sum(one_way), work.tokens * work.linear * heads)
         busy = (*work.seconds, elementwise, *sent)
         stages.append((*busy, _copies(sum(busy), work.offloaded, machine)))
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
     gemm, experts, attention, elementwise, exchange, heads, offload = (count * t for t in slow)
+    if cfg.parallel.overlap_microbatches == "on":
+        computing = max(seconds) - slow[4]
+        exchange = _not_hidden(slow[4], one_way, computing, count)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
         # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
@@ -96,6 +101,25 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     return StepTime(
         gemm, experts, attention, elementwise, exchange, heads, offload, wait, reduction, update
     )
+
+
+def _not_hidden(
+    exchange: float, one_way: tuple[float, float], computing: float, micro_batches: int
+) -> float:
+    """Exposed seconds of exchanges where forward passes run beside backward passes.
+
+    Those of the first forward and the last backward pass are exposed. Between them the exchanges of
+    a backward pass are hidden by a forward pass, a third of the work, and the other way round.
+
+    Args:
+        exchange: seconds of a micro-batch.
+        one_way: its parts in the forward and in the backward pass, in any unit.
+        computing: seconds of all other work of a micro-batch.
+        micro_batches: number per step.
+    """
+    forward, backward = (exchange * part / (sum(one_way) or 1.0) for part in one_way)
+    exposed = max(0.0, backward - computing / 3, forward - computing * 2 / 3)
+    return exchange + (micro_batches - 1) * exposed
 
 
 def _copies(seconds: float, offloaded: float, machine: Machine) -> float:
@@ -310,11 +334,16 @@ _PASSES = 6.0
 """Reads and writes of a saved tensor by elementwise work, forward and backward."""
 
 
-def _exchange(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds of dispatch and combine per token and MoE layer."""
+def _exchange(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
+    """Seconds of dispatch and combine per token and MoE layer, in the forward and backward pass."""
     sent: Traffic = traffic(cfg, world)
-    bytes_ = sent.forward + sent.backward
-    near, far = bytes_.near / (machine.node_gbs * 1e9), bytes_.far / (machine.network_gbs * 1e9)
+    forward, backward = (_crossing(cfg, world, machine, x) for x in (sent.forward, sent.backward))
+    return forward, backward
+
+
+def _crossing(cfg: Config, world: int, machine: Machine, sent: Links) -> float:
+    """Exposed seconds of a token's bytes."""
+    near, far = sent.near / (machine.node_gbs * 1e9), sent.far / (machine.network_gbs * 1e9)
     transport = costs(cfg, world)
     if overlap_sms(cfg, world):
         near *= transport.exposed

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phalanx.kernels.core_attention.max_logit import MaxLogit
 from phalanx.moe.router.balance import layer_index
+from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 
 
 class MaxLogits:
@@ -87,6 +88,5 @@ def active_max_logit(core: Any) -> MaxLogit | None:
     Args:
         core: core attention, whose `top` is a buffer set by `MaxLogits`, or None.
     """
-    recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
     top: MaxLogit | None = core.top
-    return top if core.training and not recomputing else None
+    return top if core.training and not in_backward() else None

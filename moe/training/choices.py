@@ -16,10 +16,12 @@ from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
+from phalanx.configs.tables.machines import machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.free_memory import free_gpu_memory
 from phalanx.moe.estimate.memory import needed
+from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
@@ -183,6 +185,35 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     need, free = needed(resident, runtime.world), free_gpu_memory(runtime.device).free
     chosen = "resident" if need <= free else "scratch"
     return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
+
+
+def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
+    """True if micro-batches overlap on all ranks, and the line of the start page. Collective.
+
+    There is no line where `auto` leaves it.
+
+    Args:
+        cfg: result of `with_choices`, with the transport, graph and FP8 weights that were chosen.
+        runtime: this rank, before the model is built.
+
+    Raises:
+        ConfigError: overlap is forced and cannot run.
+    """
+    cuda = runtime.device.type == "cuda"
+    name = torch.cuda.get_device_name(runtime.device) if cuda else "CPU"
+    machine = machine_of(name, cfg.run.machine)
+    available = free_gpu_memory(runtime.device).free if cuda else machine.room
+    try:
+        value, reason, error = *microbatch_overlap(cfg, runtime.world, machine, available), None
+    except ConfigError as problem:  # perhaps of this rank's transport alone
+        value, reason, error = "off", "", str(problem)
+    values, errors = zip(*gather((value, error)), strict=True)
+    if any(errors):
+        raise ConfigError(next(filter(None, errors)))
+    overlaps = "off" not in values
+    if not overlaps and cfg.parallel.overlap_microbatches == "auto":
+        return False, []
+    return overlaps, [Choice("micro-batches", "overlap" if overlaps else "in turn", reason)]
 
 
 def choose_copy_costs(cfg: Config, runtime: Runtime) -> CopyCosts:

@@ -33,6 +33,7 @@ from phalanx.moe.training.choices import (
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
+    choose_overlap,
     emulated_layers,
     emulation,
     with_choices,
@@ -40,6 +41,7 @@ from phalanx.moe.training.choices import (
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.passes.pass_groups import second_group
 from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
 from phalanx.parallel.dispatcher.transport import choices as transport_choices
 from phalanx.parallel.dispatcher.transport import (
@@ -96,6 +98,8 @@ class BuiltModel:
     chunks: list[GPTModel]
     places: int
     """See `Job.places`."""
+    overlaps: bool = False
+    """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -117,6 +121,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         steps=cfg.run.steps,
         device=runtime.device,
         graph=built.captured,
+        overlap_microbatches=built.overlaps,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
@@ -175,10 +180,16 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     graph = choose_graph(resolved)
     resolved.run.graph = graph.backend
     weights = choose_fp8_weights(resolved, runtime)
+    for choice in weights:
+        resolved.precision.weights = choice.backend
+    overlaps, overlap_line = choose_overlap(resolved, runtime)
+    if overlaps:
+        transport = replace(transport, backward_group=second_group(groups.pg.ep))
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
     overlap = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
+    overlap += overlap_line
     replicating = replication_choices(p.expert_replication, transport)
     gain = fp8_gain(resolved, runtime.world, MACHINES[cfg.run.machine])
     fp8 = [*weights, *([gain] if gain is not None else [])]
@@ -203,7 +214,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
-    return BuiltModel(config, groups, choices, captured, budget, chunks, places)
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps)
 
 
 def _moe_options(

@@ -2,7 +2,8 @@
 
 Every rank receives every token, so dispatch is an all-gather, which moves the bytes of the dense
 all-to-all without a send buffer. Combine is the all-to-all and a sum over ranks. Each is the
-backward of the other. Collectives run on the current stream.
+backward of the other. The current stream waits for each collective. Where forward passes run beside
+backward passes, each has its own process group (`parallel.dispatcher.passes.pass_groups`).
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """
@@ -21,6 +22,8 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
+from phalanx.parallel.dispatcher.passes.paced import gathered, paced, swapped
+from phalanx.parallel.dispatcher.passes.pass_groups import PassGroups, Ranks, group_of_pass
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 
@@ -29,21 +32,21 @@ class AllToAll(Dispatcher):
     """The transport `alltoall`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        group: the expert-parallel group.
+        ranks: the expert-parallel group, or those of both passes.
         plan: planner of the received routing.
         recipe: recipe of rows that travel in FP8; None: they travel as they are.
     """
 
     no_overlap = "alltoall cannot overlap: it is over when it returns"
 
-    def __init__(
-        self, group: dist.ProcessGroup, plan: Planner, recipe: Fp8Block | None = None
-    ) -> None:
-        self._group, self._plan, self._recipe = group, plan, recipe
+    def __init__(self, ranks: Ranks, plan: Planner, recipe: Fp8Block | None = None) -> None:
+        self._ranks, self._plan, self._recipe = ranks, plan, recipe
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
-        return cls(context.group, context.plan, context.recipe)
+        backward = context.transport.backward_group
+        ranks = context.group if backward is None else PassGroups(context.group, backward)
+        return cls(ranks, context.plan, context.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -73,7 +76,7 @@ class AllToAll(Dispatcher):
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
-        return *spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8), fp8
+        return *spread(x_TD, topk_idx_TK, topk_prob_TK, self._ranks, fp8), fp8
 
     def receive_tokens(self, sent: Any) -> Received:
         rows_ND, idx_NK, prob_NK, fp8 = sent
@@ -83,14 +86,14 @@ class AllToAll(Dispatcher):
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return collect(sent, self._group, addends, received.route)
+        return collect(sent, self._ranks, addends, received.route)
 
 
 def spread(
     x_TD: Tensor,
     idx_TK: Tensor,
     prob_TK: Tensor,
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     fp8: FP8Rows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-gather tokens and routing of a group, rank-major: rows_ND, idx_NK and prob_NK.
@@ -98,13 +101,13 @@ def spread(
     Gradients of rows and probabilities return to their ranks and are summed there in fp32. With
     `fp8` the rows are in `fp8.fp8_inputs`.
     """
-    rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, group, fp8)
+    rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, ranks, fp8)
     return rows_ND, idx_NK, prob_NK
 
 
 def collect(
     out_ND: Tensor,
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     more: Sequence[Tensor] = (),
     fp8: FP8Rows | None = None,
 ) -> Tensor:
@@ -113,24 +116,32 @@ def collect(
     They are summed there in fp32, with `more` addends [T, D]. The gradient travels in `fp8`, if
     it is given.
     """
-    return _Collect.apply(out_ND, group, fp8, *more)
+    return _Collect.apply(out_ND, ranks, fp8, *more)
 
 
-def all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    out, x = x.new_empty(_number(ranks) * x.shape[0], *x.shape[1:]), x.contiguous()
+    with group_of_pass(ranks, x) as group, paced(group, x, gathered):
+        dist.all_gather_into_tensor(out, x, group=group)
     return out
 
 
-def sum_to_owner(x: Tensor, group: dist.ProcessGroup, addends: Sequence[Tensor] = ()) -> Tensor:
+def sum_to_owner(x: Tensor, ranks: Ranks, addends: Sequence[Tensor] = ()) -> Tensor:
     """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
 
     Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
     """
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=group)
-    return block_sum(received.unflatten(0, (dist.get_world_size(group), -1)), addends)
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    with group_of_pass(ranks, x) as group, paced(group, x, swapped):
+        dist.all_to_all_single(received, x, group=group)
+    return block_sum(received.unflatten(0, (_number(ranks), -1)), addends)
+
+
+def _number(ranks: Ranks) -> int:
+    """Number of ranks."""
+    return (ranks.forward if isinstance(ranks, PassGroups) else ranks).size()
 
 
 class _Spread(torch.autograd.Function):
@@ -142,15 +153,15 @@ class _Spread(torch.autograd.Function):
         x_TD: Tensor,
         idx_TK: Tensor,
         prob_TK: Tensor,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         fp8: FP8Rows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.group = group
+        ctx.ranks = ranks
         # One small collective instead of two: latency, not bytes, is what the routing costs.
-        routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
+        routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), ranks)
         idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
         ctx.mark_non_differentiable(idx_NK)
-        gather = partial(all_rows, group=group)
+        gather = partial(all_rows, ranks=ranks)
         rows_ND = gather(x_TD) if fp8 is None else fp8.bring_tokens(x_TD, gather)
         return rows_ND, idx_NK, prob_NK
 
@@ -160,8 +171,8 @@ class _Spread(torch.autograd.Function):
         ctx: Any, grad_ND: Tensor, _: Tensor, grad_NK: Tensor
     ) -> tuple[Tensor | None, ...]:
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        grad_TD = sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
-        grad_TK = sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
+        grad_TD = sum_to_owner(grad_ND, ctx.ranks) if ctx.needs_input_grad[0] else None
+        grad_TK = sum_to_owner(grad_NK, ctx.ranks) if ctx.needs_input_grad[2] else None
         return grad_TD, None, grad_TK, None, None
 
 
@@ -172,17 +183,17 @@ class _Collect(torch.autograd.Function):
     def forward(
         ctx: Any,
         out_ND: Tensor,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         fp8: FP8Rows | None,
         *addends: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.fp8, ctx.addends = group, fp8, len(addends)
-        return sum_to_owner(out_ND, group, addends)
+        ctx.ranks, ctx.fp8, ctx.addends = ranks, fp8, len(addends)
+        return sum_to_owner(out_ND, ranks, addends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        gather = partial(all_rows, group=ctx.group)
+        gather = partial(all_rows, ranks=ctx.ranks)
         fp8: FP8Rows | None = ctx.fp8
         grad_ND = gather(grad_TD) if fp8 is None else fp8.bring_gradient(grad_TD, gather)
         return grad_ND, None, None, *[grad_TD] * ctx.addends

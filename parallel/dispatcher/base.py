@@ -25,6 +25,7 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.local import Local
+from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 
@@ -81,7 +82,8 @@ class BudgetPlanner:
             rows=rows,
             backend=self._backend,
         )
-        if pairs < most:
+        # A recomputation needs as many rows, and may run beside another micro-batch's forward pass.
+        if pairs < most and not in_backward():
             assert plan.needed is not None
             # The budget counts rows without the padding that the backend adds.
             needed = plan.needed if rows == pairs else plan.needed - (rows - pairs)

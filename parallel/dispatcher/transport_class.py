@@ -42,6 +42,9 @@ class Transport:
     """Process groups of a transport with one inside; `planned` does not create them."""
     replication: "ReplicationOptions | None" = None
     """Options of expert replication; None: no replication."""
+    backward_group: dist.ProcessGroup | None = None
+    """Process group of exchanges in backward passes, where forward passes of other micro-batches
+    run beside them; None: the expert-parallel group."""
 
     @property
     def replica_slots(self) -> int:

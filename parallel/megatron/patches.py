@@ -131,6 +131,21 @@ def replace_first_gradients(chunk: DistributedDataParallel) -> None:
             buffer.reset = partial(main_grad.replace_next, buffer.params)
 
 
+def accumulate_on_own_stream(chunk: DistributedDataParallel) -> None:
+    """Have each backward pass add its gradients on the stream of its own forward pass.
+
+    Megatron-Core keeps the graph nodes that accumulate gradients, with the stream on which the
+    wrapper was made. Gradients of passes on other streams would be handed over to that one, and a
+    CUDA graph would hold the memory of all of them. Without its nodes each forward pass makes new
+    ones; the hooks are kept by the parameters.
+    """
+    chunk.grad_accs.clear()
+    for parameter in chunk.module.parameters():
+        if parameter.requires_grad:
+            hook = chunk._make_backward_post_hook(parameter)
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
 def scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:
     """Return the factor of losses for Megatron-Core, in place of a scaling of gradients.
 

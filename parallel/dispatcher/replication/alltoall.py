@@ -39,6 +39,7 @@ class ReplicatedAllToAll(AllToAll):
 
     def __init__(self, context: DispatchContext, options: ReplicationOptions) -> None:
         super().__init__(context.group, context.plan, context.recipe)
+        self._group = context.group
         self._local, self._experts, self._options = context.local, context.experts, options
         self._size = options.size(dist.get_world_size(context.group))
 

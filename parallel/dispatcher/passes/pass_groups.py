@@ -1,0 +1,79 @@
+"""Process groups for exchanges of a forward pass beside a backward pass of another micro-batch.
+
+Collectives of one communicator run in the order in which they are issued. With one communicator the
+exchanges of a forward pass would wait for those of the whole backward pass beside it
+(`parallel.overlapped_schedule`), so each kind of pass has its own. What a backward pass recomputes
+belongs to the backward pass.
+
+Their collectives run on streams of high priority, so that they get SMs before the GEMMs of the
+other pass. Tensors of a collective belong to the stream that calls it: that stream waits for the
+collective before it does anything else, so their memory needs no record of the other stream.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.dispatcher.nodes import time_limit
+from phalanx.parallel.fault.agreement import gather
+
+
+def in_backward() -> bool:
+    """True inside a backward pass, also in what it recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class PassGroups(NamedTuple):
+    """Two process groups of the same ranks in the same order."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+Ranks = dist.ProcessGroup | PassGroups
+"""Ranks that exchange: in both passes over one group, or over a group for each pass."""
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the ranks of this one. Collective over the job.
+
+    Args:
+        group: this rank's group, one of several that have no rank in common.
+    """
+    mine = tuple(dist.get_process_group_ranks(group))
+    timeout = time_limit()
+    made = {
+        ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({*gather(mine)})
+    }
+    return made[mine]
+
+
+@contextmanager
+def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
+    """The group for a collective of `x` in the present pass, and that pass's stream for exchanges.
+
+    The stream that was current waits for the collective.
+    """
+    if not isinstance(ranks, PassGroups):
+        yield ranks
+        return
+    backward = in_backward()
+    group = ranks.backward if backward else ranks.forward
+    if not x.is_cuda:
+        yield group
+        return
+    caller, stream = torch.cuda.current_stream(x.device), _stream(x.device, backward)
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield group
+    caller.wait_stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device, backward: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

@@ -1,0 +1,148 @@
+"""Micro-batches of a step, with the forward pass of each beside the backward pass of the last one.
+
+    stream 0:  F0  B0 ------  F2  B2 ------
+    stream 1:      F1         B1  F3         B3        B1 beside F2, B2 beside F3
+
+The exchanges of one pass then run under the computation of the other (arXiv 2412.19437,
+section 3.2.1, without its pipeline). The host issues all passes in the order of Megatron-Core's
+schedule without pipeline stages: F0 B0 F1 B1 ... Only their streams differ: micro-batch i is on
+stream i % 2, its backward pass too, as autograd runs it where its forward pass was. So results are
+those of that schedule bit for bit, and a CUDA graph captures both streams as branches. On a CPU,
+which has no streams, it is that schedule.
+
+Forward passes follow one another, and so do backward passes, by events; and a stream has one
+micro-batch at a time. At most one forward and one backward pass run beside each other. A forward
+pass starts its layer k after the backward pass beside it has done k layers: it does a third of the
+work, and would otherwise be over when half of the exchanges beside it are still to come.
+
+Nothing of one pass waits for the other inside a kernel: transports whose kernels fill the GPU and
+wait for other ranks are refused (`configs.layout.not_overlappable`). Shared state, and the reason
+that two passes at a time do not spoil it:
+
+- Parameters, and FP8 copies of weights, which the first forward pass makes, are only read.
+- Gradient buffers are written by backward passes alone, each on its own stream
+  (`parallel.megatron.patches.accumulate_on_own_stream`), and reduced in the last one.
+- Counts, losses and biases of routers, and the largest attention logits, are written by forward
+  passes alone, or, if layers are recomputed, by backward passes alone.
+- The record of the budget of expert rows is written by forward passes alone.
+- Counters of kernels that claim tiles belong to a stream, or to a launch of a graph
+  (`kernels.sm90.jit.arguments`); workspaces of cuBLAS belong to a stream, those of other kernels to
+  a call. Transposes (`kernels.sm90.fp8.transpose_overlap`) are on a stream of backward passes.
+- Tables that are computed once (rotary angles, masks) are made by a forward pass before the first
+  backward pass ends, and every other pass waits for that one.
+- Megatron-Core's scales of auxiliary losses are set by each forward pass, to the same value.
+- Exchanges have a process group for each kind of pass (`parallel.dispatcher.passes.pass_groups`).
+- Activations belong to one micro-batch, and their memory to its stream, which frees it; emptied and
+  recomputed ones too. Reports, inputs and gradients cross to the caller's stream, which is waited
+  for at the start and waits for both at the end.
+- Offloaded activations and replicas of experts share buffers between micro-batches and are refused.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
+
+
+class OverlappedSchedule:
+    """Forward and backward passes of the micro-batches of one step, two at a time.
+
+    Args:
+        chunk: the one model chunk of this rank, after
+            `parallel.megatron.patches.accumulate_on_own_stream`.
+        device: device of the chunk.
+    """
+
+    def __init__(self, chunk: DistributedDataParallel, device: torch.device) -> None:
+        self._chunk, self._config = chunk, get_model_config(chunk)
+        self._cuda = device.type == "cuda"
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
+        self._done: list[torch.cuda.Event] = []
+        """Events of the backward pass that was issued last: event k after k layers."""
+        self._pending: Iterator[torch.cuda.Event] | None = None
+        """Events that the layers of the current forward pass wait for; None outside of one."""
+        if self._cuda:
+            for module in chunk.modules():
+                if isinstance(module, TransformerLayer):
+                    module.register_forward_pre_hook(self._before_layer)
+                    module.register_forward_hook(self._after_layer)
+
+    def __call__(
+        self, forward_step: Callable[..., Any], batches: Iterator[Any], microbatches: int
+    ) -> list[Any]:
+        """Run all micro-batches and finish the gradients.
+
+        Args:
+            forward_step: (iterator, chunk) -> (output, loss function).
+            batches: the micro-batches.
+            microbatches: their number.
+
+        Returns:
+            What the loss function reported, one entry per micro-batch, on the caller's stream.
+        """
+        config, reports, self._done = self._config, list[Any](), []
+        groups = schedules._build_default_pg_collection()
+        no_sync = config.no_sync_func or nullcontext
+        start = self._event()
+        forward_end = backward_end = start
+        for i in range(microbatches):
+            reduces = i + 1 == microbatches
+            with self._on_stream(i), nullcontext() if reduces else no_sync():
+                self._wait(start, forward_end)
+                self._pending = iter(self._done)
+                output, _ = schedules.forward_step(
+                    forward_step,
+                    batches,
+                    self._chunk,
+                    microbatches,
+                    None,
+                    reports,
+                    config,
+                    groups.cp.size(),
+                    is_first_microbatch=i == 0,
+                    current_microbatch=i,
+                )
+                self._pending, self._done = None, []
+                forward_end = self._event()
+                self._wait(backward_end)
+                schedules.backward_step(None, output, None, config)
+                del output  # with its graph, whose nodes belong to this stream
+                backward_end = self._event()
+        self._wait(forward_end, backward_end)
+        config.finalize_model_grads_func([self._chunk], None, pg_collection=groups)
+        return reports
+
+    @contextmanager
+    def _on_stream(self, i: int) -> Iterator[None]:
+        with torch.cuda.stream(self._streams[i % 2]) if self._cuda else nullcontext():
+            yield
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Event after the work of the current stream so far; None on a CPU."""
+        return torch.cuda.current_stream().record_event() if self._cuda else None
+
+    def _wait(self, *events: torch.cuda.Event | None) -> None:
+        """Have the current stream wait for events."""
+        for event in events:
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+
+    def _before_layer(self, *_: Any) -> None:
+        """Wait until the backward pass beside this forward pass has done as many layers."""
+        if self._pending is not None:
+            self._wait(next(self._pending, None))
+
+    def _after_layer(self, layer: torch.nn.Module, _: Any, output: tuple[Any, ...]) -> None:
+        """Note when the backward pass of this forward pass comes to the layer."""
+        if self._pending is not None:
+            output[0].register_hook(self._at_layer)
+
+    def _at_layer(self, gradient: torch.Tensor) -> None:
+        event = self._event()
+        assert event is not None
+        self._done.append(event)

@@ -1,0 +1,85 @@
+"""On two GPUs, forward passes beside backward passes repeat the bits of passes one after the other.
+
+Eager and captured in a graph, in bf16 and FP8, with multi-token prediction and recomputation. The
+30 steps of each run also show that the exchanges of two passes at a time do not block each other.
+
+    python -m pytest -m gpu tests/end_to_end/layouts/test_overlapped_gpu.py
+"""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.configs.capture import CAPTURED, EAGER
+from phalanx.configs.load import load
+from phalanx.configs.validate import validate
+from phalanx.moe.report.loggers import read
+from tests.support.gpu_runs import RANKS, Case, Outcome, names, run_all
+
+STEPS = 30
+TRAINING = [
+    *["run.device=cuda", f"run.steps={STEPS}", "run.save_interval=-1", "kernels=fused"],
+    *["data.sequence_length=256", "data.micro_batch=2", "data.global_batch=32"],
+    *["optim.warmup_steps=2", "optim.lr=1e-3", "parallel.expert=2", "parallel.dispatch=alltoall"],
+    "parallel.capacity_factor=8",  # a rerun is an eager step, and a capture of some seconds
+    "parallel.timeout=60",
+]
+MODELS = {
+    "tiny": [
+        "model=tiny",
+        "model.moe.router.aux_loss=0.01",
+        "model.moe.router.global_aux_loss=0.01",
+    ],
+    "deepseek": ["model=tiny_deepseek", "model.moe.shared_ffn=128", "optim.max_logit_every=1"],
+    "recomputed": ["model=tiny_deepseek", "run.recompute=[moe,norm]"],
+}
+SECONDS = 500
+
+
+def _cases() -> dict[str, Case]:
+    """Runs by name: with overlap and without, of every model, recipe and way to run a step."""
+    cases = {}
+    for model, recipe, graph, overlap in product(
+        MODELS, ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
+    ):
+        how = [f"run.graph={graph}", f"parallel.overlap_microbatches={overlap}"]
+        overrides = [*MODELS[model], f"precision={recipe}", *TRAINING, *how]
+        cases[names((model, recipe, graph, overlap))] = Case(RANKS, overrides)
+    return cases
+
+
+CASES = _cases()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("overlapped")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, Outcome]:
+    if torch.cuda.device_count() < RANKS or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs two Hopper GPUs")
+    return run_all(CASES, folder, SECONDS)
+
+
+def _losses(outcomes: dict[str, Outcome], folder: Path, name: str) -> list[tuple[float, float]]:
+    outcome = outcomes[name]
+    assert outcome.code == 0, f"{name}: exit code {outcome.code}\n{outcome.text}"
+    steps = read(folder / name / "metrics.jsonl")
+    assert len(steps) == STEPS
+    return [(step["loss"], step["grad_norm"]) for step in steps]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("-on")])
+def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
+    plain = name.removesuffix("on") + "off"
+    assert _losses(outcomes, folder, name) == _losses(outcomes, folder, plain)
+
+
+def test_every_run_is_a_valid_configuration() -> None:
+    for case in CASES.values():
+        validate(load(case.overrides), case.ranks)

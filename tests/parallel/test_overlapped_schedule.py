@@ -1,0 +1,120 @@
+"""Two micro-batches at a time: the same results, exchanges over a group for each pass, refusals.
+
+On a CPU passes follow one another. That two streams give the same bits is shown on GPUs
+(tests/end_to_end/layouts/test_overlapped_gpu.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.configs.load import load
+from phalanx.configs.validate import ConfigError, validate
+from tests.support.runs import SMALL, run
+from tests.support.training import Trained, trained
+
+KNOB = "parallel.overlap_microbatches"
+RUN = [
+    *["run.steps=3", "run.eval_interval=0", "parallel.expert=2", "parallel.dispatch=alltoall"],
+    *["data.sequence_length=32", "data.micro_batch=1", "data.global_batch=8"],
+]
+BALANCE = [f"model.moe.router.{name}=0.01" for name in ("aux_loss", "global_aux_loss", "z_loss")]
+CASES = {
+    "losses": ["model=tiny", "precision=fp32", *BALANCE],
+    # Multi-token prediction, shared experts, a bias that balances.
+    "deepseek": ["model=tiny_deepseek", "precision=fp32"],
+    "recomputed": ["model=tiny_deepseek", "precision=bf16", "run.recompute=[moe,norm]"],
+    "full": ["model=tiny", "precision=bf16", "run.recompute=full", *BALANCE],
+    "fp8": ["model=tiny", "precision=fp8_block", "precision.dispatch=fp8"],
+    "muon": ["model=tiny", "precision=bf16", "optim=muon", "parallel.overlap=false"],
+}
+
+
+def series(result: Trained) -> list[tuple[float, float]]:
+    return list(zip(result.series("loss"), result.series("grad_norm"), strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_of_passes_in_turn(case: str) -> None:
+    off, on = (trained(2, [*RUN, *CASES[case]], {KNOB: value}) for value in ("off", "on"))
+    assert len(series(on)) == 3 and series(on) == series(off)
+    assert on.left == off.left
+    assert on.after.keys() == off.after.keys()
+    assert all(torch.equal(on.after[key], off.after[key]) for key in on.after)
+
+
+@contextmanager
+def passes(_: int) -> Iterator[list[tuple[str, bool, int]]]:
+    """Passes and collectives of a run: (name, inside a backward pass, number of the group)."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
+
+    calls: list[tuple[str, bool, int]] = []
+    groups: list[Any] = []
+    names = ["forward_step", "backward_step"]
+    original = {(schedules, name): getattr(schedules, name) for name in names}
+    for name in ("all_gather_into_tensor", "all_to_all_single"):
+        original[dist, name] = getattr(dist, name)
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*given: Any, **how: Any) -> Any:
+            group = how.get("group")
+            if group is not None and group not in groups:
+                groups.append(group)
+            calls.append((name, in_backward(), -1 if group is None else groups.index(group)))
+            return function(*given, **how)
+
+        return call
+
+    for (module, name), function in original.items():
+        setattr(module, name, noted(name, function))
+    try:
+        yield calls
+    finally:
+        for (module, name), function in original.items():
+            setattr(module, name, function)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("recompute", ["[]", "[moe]"])
+def test_each_pass_has_its_own_group(recompute: str, tmp_path: Any) -> None:
+    given = [*SMALL, *RUN, "model=tiny", f"run.recompute={recompute}", f"run.dir={tmp_path}"]
+    main, other = run(2, [*given, "run.steps=1", f"{KNOB}=on"], passes)
+    assert main.code == 0, main.err
+    order = [name for name, *_ in main.seen if name.endswith("step")]
+    assert order == ["forward_step", "backward_step"] * 4
+    exchanges = [call for call in main.seen if not call[0].endswith("step") and call[2] >= 0]
+    used = {(backward, group) for _, backward, group in exchanges}
+    in_forward = {group for backward, group in used if not backward}
+    (in_backward,) = {group for backward, group in used if backward}
+    assert in_backward not in in_forward
+    assert [call[:2] for call in main.seen] == [call[:2] for call in other.seen]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["parallel.dispatch=symm"], "kernels of parallel.dispatch=symm fill the GPU"),
+        (["parallel.dispatch=hier"], "kernels of parallel.dispatch=hier fill the GPU"),
+        (["kernels=megatron"], "kernels.backend=megatron has its own exchanges"),
+        (["parallel.dispatch=local", "parallel.expert=1"], "all experts are on one rank"),
+        (["parallel.pipeline=2"], "parallel.pipeline=2 has a schedule of its own"),
+        (["parallel.tensor=2"], "parallel.tensor=2 has one communicator for both passes"),
+        (["parallel.context=2"], "parallel.context=2 has one communicator for both passes"),
+        (["parallel.expert_replication=1"], "parallel.expert_replication=1 has one communicator"),
+        (["run.offload=[residual]"], "run.offload has host buffers for one micro-batch"),
+    ],
+)
+def test_refusals_name_what_to_set(overrides: list[str], reason: str) -> None:
+    given = ["model=tiny", "parallel.dispatch=alltoall", "parallel.expert=2", *overrides]
+    with pytest.raises(ConfigError) as refused:
+        validate(load([*given, f"{KNOB}=on"]), 4)
+    (line,) = (line for line in str(refused.value).splitlines() if KNOB in line)
+    assert line.startswith(f"{KNOB}=on cannot run: {reason}") and line.endswith(f"set {KNOB}=auto")
+    validate(load([*given, f"{KNOB}=auto"]), 4)
