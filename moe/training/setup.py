@@ -115,6 +115,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         steps=cfg.run.steps,
         device=runtime.device,
         graph=built.captured,
+        held=groups.pg.pp.rank() if cfg.parallel.delay_wgrad == "on" else None,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
