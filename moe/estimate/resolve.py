@@ -11,7 +11,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
-from phalanx.moe.estimate.memory import fp8_weights
+from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.parallel.dispatcher.replication.choice import with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts
@@ -23,7 +23,7 @@ _PACKAGES = frozenset(
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
-    """A copy without `auto` in kernels, transport, SMs of exchanges, graph and FP8 weights.
+    """A copy without `auto` in kernels, transport, SMs, graph, FP8 and delayed weight gradients.
 
     Raises:
         ConfigError: no Hopper GPU can run a choice, or no group has that number of ranks.
@@ -34,6 +34,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     cfg.run.graph = capture.resolved_graph(cfg)
     if multiplies_fp8(cfg):
         cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)
+    cfg.parallel.delay_wgrad = delay_wgrad(cfg, world, MACHINES[cfg.run.machine].room)
     return cfg
 
 

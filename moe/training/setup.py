@@ -28,6 +28,7 @@ from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
     agreed_experts,
     choose_copy_costs,
+    choose_delayed_wgrad,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
@@ -94,6 +95,8 @@ class BuiltModel:
     chunks: list[GPTModel]
     places: int
     """See `Job.places`."""
+    delays_wgrad: bool
+    """Weight gradients wait for the pipeline's transfers (`parallel.delay_wgrad`)."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -115,7 +118,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         steps=cfg.run.steps,
         device=runtime.device,
         graph=built.captured,
-        held=groups.pg.pp.rank() if cfg.parallel.delay_wgrad == "on" else None,
+        held=groups.pg.pp.rank() if built.delays_wgrad else None,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
@@ -174,12 +177,15 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     graph = choose_graph(resolved)
     resolved.run.graph = graph.backend
     weights = choose_fp8_weights(resolved, runtime)
+    for choice in weights:
+        resolved.precision.weights = choice.backend
+    delayed = choose_delayed_wgrad(resolved, runtime)
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
     overlap = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
     replicating = replication_choices(p.expert_replication, transport)
-    choices = [*choices, *emulation(resolved), *weights, *overlap, *replicating, graph]
+    choices = [*choices, *emulation(resolved), *weights, *overlap, *replicating, *delayed, graph]
     captured = graph.backend == capture.CAPTURED
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)
@@ -200,7 +206,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
-    return BuiltModel(config, groups, choices, captured, budget, chunks, places)
+    delays_wgrad = any(choice.backend == "on" for choice in delayed)
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places, delays_wgrad)
 
 
 def _moe_options(
