@@ -418,6 +418,13 @@ class ParallelConfig:
     """Shard the optimizer state over the data-parallel ranks."""
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
+    delay_wgrad: str = knob("auto", choices=("auto", "on", "off"))
+    """Weight gradients while a pipeline stage would wait for others: `on`, `off`, or `auto`.
+
+    A stage then sends the gradient of its input before it computes those of its weights, and keeps
+    their operands until then. `auto` does so with pipeline stages if that fits into memory. Results
+    are the same bit for bit (docs/training.md).
+    """
     grad_dtype: str = knob("fp32", choices=("fp32", "bf16"))
     """Dtype in which gradients are accumulated and reduced: `fp32` or `bf16`."""
     timeout: int = knob(600, at_least=1)

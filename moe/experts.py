@@ -147,6 +147,7 @@ class Experts(MegatronModule):
                 if memory.offloads("expert_h")
                 else None,
                 replicas=received.replicas,
+                stays=received.stays,
             )
 
     def sharded_state_dict(

@@ -6,6 +6,8 @@ the model but its chunks, and nothing of the loss but the function that returns 
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -29,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
@@ -60,6 +63,8 @@ class Engine:
             gathered before, not meanwhile, since the host decides when.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
             (`parallel.overlapped_schedule`); one chunk.
+        held: number of backward passes whose weight gradients may wait for the pipeline's transfers
+            (`kernels.wgrad_queue`); None computes all of them in the backward pass.
     """
 
     def __init__(
@@ -73,8 +78,10 @@ class Engine:
         device: torch.device,
         graph: bool = False,
         overlap_microbatches: bool = False,
+        held: int | None = None,
     ) -> None:
         self.config = config
+        self._held = held
         self.modules = list(chunks)
         setup: adam.Setup = resolve_name(OPTIMIZERS[optim.kind].implementation)(optim, config)
         for chunk in self.modules:
@@ -100,6 +107,7 @@ class Engine:
             patches.replace_first_gradients(chunk)
             if overlap_microbatches:  # before the optimizer, whose views of fp32 weights hold nodes
                 patches.accumulate_on_own_stream(chunk)
+            patches.reduce_in_order(chunk)
         config.grad_scale_func = patches.scale_in_loss(self.chunks)
         settings = OptimizerConfig(
             optimizer="adam",
@@ -140,12 +148,12 @@ class Engine:
         self._gather_params = ddp.overlap_param_gather
         self._forward_backward = get_forward_backward_func()
         one = len(self.chunks) == 1
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = _finalize
         if parallel.overlap:
             no_sync = [c.no_sync for c in self.chunks]
             config.no_sync_func = no_sync[0] if one else no_sync
             if not one:
-                config.grad_sync_func = [c.start_grad_sync for c in self.chunks]
+                config.grad_sync_func = [partial(_reduce, c) for c in self.chunks]
         self._overlapped: OverlappedSchedule | None = None
         if overlap_microbatches:
             (chunk,) = self.chunks
@@ -210,15 +218,16 @@ class Engine:
         fp8_copies.forget(p for module in self.modules for p in module.parameters())
         if self._overlapped is not None and not forward_only:
             return self._overlapped(forward_step, batches[0], microbatches)
-        return self._forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=microbatches,
-            seq_length=sequence,
-            micro_batch_size=micro_batch,
-            forward_only=forward_only,
-        )
+        with nullcontext() if forward_only or self._held is None else _delayed(self._held):
+            return self._forward_backward(
+                forward_step_func=forward_step,
+                data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=microbatches,
+                seq_length=sequence,
+                micro_batch_size=micro_batch,
+                forward_only=forward_only,
+            )
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -310,6 +319,24 @@ class Engine:
         """(parameters of this rank, bytes of them)."""
         count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
         return sum(n for n, _ in count), sum(n * b for n, b in count)
+
+
+@contextmanager
+def _delayed(held: int) -> Iterator[None]:
+    """Inside, weight gradients wait for the pipeline's transfers."""
+    with wgrad_queue.opened(held) as queue, patches.during_transfers(queue.run_older):
+        yield
+
+
+def _finalize(*given: Any, **named: Any) -> None:
+    """Complete the gradients of a step."""
+    wgrad_queue.run_all()
+    finalize_model_grads(*given, **named)
+
+
+def _reduce(chunk: DistributedDataParallel, _: Any) -> None:
+    """Start to reduce the gradients of a chunk, after those that wait."""
+    wgrad_queue.submit(chunk.start_grad_sync)
 
 
 def max_over_world(values: torch.Tensor) -> torch.Tensor:

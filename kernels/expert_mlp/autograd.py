@@ -14,11 +14,13 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels import wgrad_queue
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.expert_mlp.calls import (
@@ -213,16 +215,16 @@ class ExpertMLP(torch.autograd.Function):
         h, tensors = rows_of(tensors[:num_h]), tensors[num_h:]
         x = rows_of(tensors[:num_x]) if num_x else None
         plan = ExpertPlan(*tensors[num_x:]) if num_x else ctx.plan
-        buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
         args, weights = ctx.args, MLPWeights(w1, w2, b1, b2)
         in_flight = args.overlap is not None and not args.spec.recompute_h
         first: Layer = "fc1" if args.spec.recompute_h else "fc2"
         for_all = args.experts.start(weights, first, args.overlap.wait_rows if in_flight else None)
         saved = Saved(x, weights, h, plan, args, for_all)
         out_grad = dout.contiguous() if args.fp8_inputs is None else args.fp8_inputs.gradient
-        dx, *grads, dprob = run_backward(out_grad, saved, needs[:5], buffers)
-        for i, p in enumerate(ctx.accumulated):
-            grads[i] = grads[i] if p is None else main_grad.added(p)
+        dx, dprob, work = data_gradients(out_grad, saved, needs[:5])
+        del saved, x, h, tensors, out_grad  # `work` has what it reads
+        compute = partial(weight_gradients, work, weights, args.experts)
+        grads = _written(ctx.accumulated, needs[1:5], compute, args.stays)
         results = zip([dx, *grads, dprob], needs, strict=False)
         return *(g if need else None for g, need in results), None, None, *addends
 
@@ -239,6 +241,9 @@ class ExpertMLPArgs(NamedTuple):
     on_saved_h: Callable[..., None] | None = None
     """Called with the tensors that are saved of h."""
     experts: Experts = OwnExperts()
+    stays: bool = False
+    """x and the gradient of out stay as they are until the end of the step: weight gradients that
+    go to `main_grad` may wait (`kernels.wgrad_queue`)."""
 
 
 class Saved(NamedTuple):
@@ -286,18 +291,17 @@ def run_forward(
 
 
 @torch.no_grad()
-def run_backward(
-    dout: Rows, saved: Saved, needs: Sequence[bool], buffers: Sequence[Buffer | None]
-) -> Sequence[Tensor | None]:
-    """Gradients of x, w1, w2, b1, b2 and the probabilities.
+def data_gradients(
+    dout: Rows, saved: Saved, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, WeightGrads]:
+    """Gradients of x and of the probabilities, and the work of those of the weights.
 
-    The data gradient comes first, so that sending it overlaps the others.
+    They come first, so that sending them overlaps the others.
 
     Args:
         dout: gradient of out, contiguous, or in FP8.
         saved: state of the forward pass.
-        needs: which of the first five are wanted.
-        buffers: destinations of the gradients of w1, w2, b1 and b2; None: new tensors.
+        needs: which gradients of x, w1, w2, b1 and b2 are wanted.
     """
     x_ND, weights, h_SH, plan, args, for_all = saved
     spec, act, overlap = args.spec, args.spec.activation, args.overlap
@@ -343,11 +347,57 @@ def run_backward(
         db1_LH=db1,
         tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
-    del dout, dy, operands  # the largest buffers of the backward after dh: `work` frees them
-    grads = args.experts.weight_grads(work, weights, buffers)
-    dtype = weights.w1.dtype
-    grads = [_cast(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
-    return dx, *grads, dprob_S
+    return dx, dprob_S, work
+
+
+@torch.no_grad()
+def weight_gradients(
+    work: WeightGrads, weights: MLPWeights, experts: Experts, buffers: Sequence[Buffer | None]
+) -> list[Tensor | None]:
+    """Gradients of w1, w2, b1 and b2.
+
+    Args:
+        work: result of `data_gradients`, which frees its operands: the largest tensors of the
+            backward pass after the gradient of h.
+        weights: of the experts.
+        experts: those of `work`.
+        buffers: destinations; None: new tensors.
+    """
+    grads, dtype = experts.weight_grads(work, weights, buffers), weights.w1.dtype
+    return [_cast(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
+
+
+def _written(
+    parameters: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    compute: Callable[[Sequence[Buffer | None]], list[Tensor | None]],
+    stays: bool,
+) -> list[Tensor | None]:
+    """The backward pass's results for w1, w2, b1 and b2, from `weight_gradients`.
+
+    Args:
+        parameters: those with a buffer; None for others.
+        needs: which gradients are wanted.
+        compute: computes them from the buffers.
+        stays: the operands stay, so that they may be computed later.
+    """
+
+    def work() -> list[Tensor | None]:
+        grads = compute([p if p is None else main_grad.buffer(p) for p in parameters])
+        for p in parameters:
+            if p is not None:
+                main_grad.added(p)
+        return grads
+
+    if stays and not any(need and p is None for need, p in zip(needs, parameters, strict=True)):
+        grads: list[Tensor | None] = [None] * len(parameters)
+        wgrad_queue.submit(work)
+    else:
+        grads = work()
+    return [
+        grad if p is None else main_grad.arrival(p)
+        for grad, p in zip(grads, parameters, strict=True)
+    ]
 
 
 def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:

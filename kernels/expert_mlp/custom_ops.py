@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLPArgs, Saved, run_backward, run_forward
+from phalanx.kernels.expert_mlp.autograd import (
+    ExpertMLPArgs,
+    Saved,
+    data_gradients,
+    run_forward,
+    weight_gradients,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 
@@ -114,7 +120,8 @@ def grouped_mlp_backward(
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, args)
     with torch.autocast(x.device.type, enabled=False):
-        grads = run_backward(dout, saved, needs, [None] * 4)
+        dx, dprob, work = data_gradients(dout, saved, needs)
+        grads = [dx, *weight_gradients(work, saved.weights, args.experts, [None] * 4), dprob]
     dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)
     return dx, dw1, dw2, db1, db2, dprob
 

@@ -27,6 +27,7 @@ from phalanx.kernels.expert_mlp.calls import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import one_group
+from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 
 
@@ -86,6 +87,9 @@ def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) 
     if ctx.accumulated is None:
         dw_LOI: Tensor = wgrad.wgrad(WgradCall(d, v, ctx.plan))
         return dw_LOI.view(w_OI.shape).to(w_OI.dtype)
-    buffer = main_grad.buffer(ctx.accumulated)
-    wgrad.wgrad(WgradCall(d, v, ctx.plan, buffer._replace(out=buffer.out[None])))
-    return main_grad.added(ctx.accumulated)
+    plan = ctx.plan
+
+    def compute(buffer: Buffer) -> None:
+        wgrad.wgrad(WgradCall(d, v, plan, buffer._replace(out=buffer.out[None])))
+
+    return main_grad.write(ctx.accumulated, compute)

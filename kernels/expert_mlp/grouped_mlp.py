@@ -41,6 +41,7 @@ def grouped_mlp(
     addends: Sequence[Tensor] = (),
     on_saved_h: Callable[..., None] | None = None,
     replicas: ReplicaExchange | None = None,
+    stays: bool = False,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
 
@@ -63,6 +64,9 @@ def grouped_mlp(
             the sums before these are rounded, other backends one after the other in x's dtype.
         on_saved_h: called with the tensors that are saved of h, unless h is recomputed.
         replicas: transfers of replicas, whose slots in the plan follow the local experts.
+        stays: x and the gradient of out stay as they are until the end of the step, so that weight
+            gradients may wait (`kernels.wgrad_queue`). Not with `overlap`, whose
+            transfer of the gradient of x they hide, nor with `replicas`, whose gradients are sent.
 
     Returns:
         out_ND in x's dtype, summed in fp32 in the order of k and rounded once; 0 without experts
@@ -92,9 +96,8 @@ def grouped_mlp(
     if fp8_inputs is not None and spec.recipe is None:
         raise ValueError("fp8_inputs: only a recipe takes rows in FP8")
     experts = OwnExperts() if replicas is None else ReplicatedExperts(replicas)
-    args = ExpertMLPArgs(
-        spec, differentiates(x_ND, weights, plan), overlap, fp8_inputs, on_saved_h, experts
-    )
+    keep_h, stays = differentiates(x_ND, weights, plan), stays and not (overlap or replicas)
+    args = ExpertMLPArgs(spec, keep_h, overlap, fp8_inputs, on_saved_h, experts, stays)
     x_ND = x_ND.contiguous() if fp8_inputs is None else x_ND
     addends = [addend.contiguous() for addend in addends]
     return ExpertMLP.apply(x_ND, *weights, prob_S, plan, args, *addends)

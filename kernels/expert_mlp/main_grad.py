@@ -10,12 +10,13 @@ A buffer need not be cleared before a step: after `replace_next` the first gradi
 That saves a pass that writes zeros, and the reads of the first addition.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels import wgrad_queue
 from phalanx.kernels.parameter_facts import facts_of
 
 
@@ -40,7 +41,7 @@ def takes(parameter: Tensor | None) -> bool:
 
 
 def buffer(parameter: Tensor) -> Buffer:
-    """Destination of the gradient of a parameter for which `takes` is true."""
+    """Destination of the next gradient of a parameter for which `takes` is true."""
     replaces = facts_of(parameter).replaces_main_grad
     return Buffer(parameter.main_grad, not replaces)  # type: ignore[attr-defined]
 
@@ -51,9 +52,32 @@ def replace_next(parameters: Iterable[Tensor]) -> None:
         facts_of(parameter).replaces_main_grad = True
 
 
-def added(parameter: Tensor) -> Tensor | None:
-    """Note that the gradient is in the buffer, and return the backward pass's result for it."""
+def write(parameter: Tensor, compute: Callable[[Buffer], object]) -> Tensor | None:
+    """Have `compute` write a gradient, now or from the queue (`kernels.wgrad_queue`).
+
+    Args:
+        parameter: parameter for which `takes` is true.
+        compute: writes to the buffer. What it reads stays as it is until the end of the step.
+
+    Returns:
+        The backward pass's result for the parameter.
+    """
+
+    def work() -> None:
+        compute(buffer(parameter))
+        added(parameter)
+
+    wgrad_queue.submit(work)
+    return arrival(parameter)
+
+
+def added(parameter: Tensor) -> None:
+    """Note that a gradient is in the buffer."""
     facts_of(parameter).replaces_main_grad = False
+
+
+def arrival(parameter: Tensor) -> Tensor | None:
+    """The backward pass's result for a parameter whose gradient is, or will be, in its buffer."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None  # no hook waits for it
     parameter.grad_added_to_main_grad = True

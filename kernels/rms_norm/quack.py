@@ -130,9 +130,9 @@ def _weight_grad(ctx: Any, partial_PN: Tensor, weight_N: Tensor) -> Tensor | Non
 
     if ctx.accumulated is None:
         return add_rows(partial_PN, torch.empty_like(weight_N), add=False)
-    buffer = main_grad.buffer(ctx.accumulated)
-    add_rows(partial_PN, buffer.out, add=buffer.add)
-    return main_grad.added(ctx.accumulated)
+    return main_grad.write(
+        ctx.accumulated, lambda buffer: add_rows(partial_PN, buffer.out, add=buffer.add)
+    )
 
 
 def _factor(weight_N: Tensor, centered: bool) -> Tensor:

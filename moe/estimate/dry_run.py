@@ -11,7 +11,7 @@ from phalanx.configs.arithmetic.accounting import (
     fp8_peak,
 )
 from phalanx.configs.formats import described, is_emulated, is_fp8
-from phalanx.configs.knobs import get, pluralize
+from phalanx.configs.knobs import changed, get, pluralize
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -25,12 +25,12 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES, Machine
-from phalanx.kernels.registry import Choice
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
+from phalanx.moe.estimate.delayed_wgrad import refusal, waits
 from phalanx.moe.estimate.fp8_gain import fp8_gain
-from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
+from phalanx.moe.estimate.memory import StageMemory, exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.overlap import overlap_effect
@@ -60,7 +60,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     available = machine.room
     fits = needed(known, world) <= available and host_needed(known, world) <= machine.host_room
     sections = [
-        ("Phalanx, dry run", _run(known, world, machine, fp8_gain(cfg, world, machine))),
+        ("Phalanx, dry run", _run(known, world, machine, cfg)),
         ("Process groups", _groups(known, world)),
         (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, available)),
         (
@@ -80,7 +80,8 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     return redacted(text) + "\n", 0 if fits else 2
 
 
-def _run(cfg: Config, world: int, machine: Machine, gain: Choice | None) -> Iterator[str]:
+def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[str]:
+    """Lines on a resolved config; `asked` still has what the user left to `auto`."""
     m, d, k = cfg.model, cfg.data, cfg.kernels
     flops = flops_per_token(m, d.sequence_length)
     yield f"model     {model_size(m)}"
@@ -92,7 +93,7 @@ def _run(cfg: Config, world: int, machine: Machine, gain: Choice | None) -> Iter
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
-        if gain is not None:
+        if (gain := fp8_gain(asked, world, machine)) is not None:
             yield f"speed     {gain.backend} {gain.reason}"
     elif is_emulated(cfg):
         emulation = f"{k.backend} multiplies {cfg.precision.recipe} values in bf16"
@@ -102,6 +103,8 @@ def _run(cfg: Config, world: int, machine: Machine, gain: Choice | None) -> Iter
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
     if cfg.parallel.overlap_microbatches == "on":
         yield f"          the next micro-batch {overlap_effect(cfg, world, machine)}"
+    if cfg.parallel.pipeline > 1:
+        yield f"stages    {_stages(cfg, world, machine, asked.parallel.delay_wgrad)}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
         f"{pluralize(micro_batches(cfg, world), 'micro-batch')} x "
@@ -122,6 +125,25 @@ def _graph(cfg: Config) -> str:
     if cfg.run.graph == capture.CAPTURED:
         return cfg.run.graph
     return f"{cfg.run.graph}: {capture.not_capturable(cfg) or f'run.graph={cfg.run.graph}'}"
+
+
+def _stages(cfg: Config, world: int, machine: Machine, wanted: str) -> str:
+    """Place of weight gradients, and seconds for which stages wait with it.
+
+    Args:
+        cfg, world, machine: resolved, as of the page.
+        wanted: `parallel.delay_wgrad` as set.
+    """
+    on, off = (
+        step_time(changed(cfg, {"parallel.delay_wgrad": delay}), world, machine).waiting
+        for delay in ("on", "off")
+    )
+    if waits(cfg):
+        return f"weight gradients wait for transfers: bubble {on:.3f} s, not {off:.3f} s"
+    reason = refusal(cfg)
+    if not reason:
+        reason = "operands would not fit" if wanted == "auto" else f"parallel.delay_wgrad={wanted}"
+    return f"weight gradients in the backward pass, bubble {off:.3f} s: {reason}"
 
 
 def _groups(cfg: Config, world: int) -> Iterator[str]:
@@ -155,11 +177,14 @@ def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
         w = m.weights
         cells = [count(w.dense + w.expert)]
         parts = (w.parameter_bytes, w.gradient_bytes, w.optimizer_bytes, m.saved)
-        cells += [storage(x) for x in (*parts, m.backward + m.validation + m.cached, m.peak)]
+        cells += [storage(x) for x in (*parts, _backward(m), m.peak)]
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
     if worst.weights.padding_bytes:
         pads = ", ".join(storage(stages[i].weights.padding_bytes) for i in sorted(shown))
         yield f"the peaks include {pads} of buffer padding, as Muon's ranks own whole matrices"
+    if worst.waiting:
+        waiting = storage(worst.waiting)
+        yield f"backward includes {waiting} of operands of weight gradients that wait"
     if worst.validation:
         yield (
             f"the peak includes {storage(worst.validation)} for validations, which cannot use the "
@@ -175,6 +200,11 @@ def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
         f"{machine.memory_gib} GiB with {machine.reserved_gib} GiB for CUDA and NCCL: "
         f"{_verdict(cfg, world, available)}"
     )
+
+
+def _backward(m: StageMemory) -> int:
+    """All that is neither states of the optimizer nor saved activations."""
+    return m.backward + m.waiting + m.validation + m.cached
 
 
 def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:

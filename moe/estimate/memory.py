@@ -7,6 +7,12 @@ from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend
 from phalanx.moe.estimate.activations import Activations, LayerMemory
+from phalanx.moe.estimate.delayed_wgrad import (
+    head_operands,
+    held_bytes,
+    layer_operands,
+    refusal,
+)
 from phalanx.moe.estimate.pipeline import in_flight_bytes
 from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import (
@@ -33,6 +39,8 @@ class StageMemory:
     """Activations saved for backward passes, of all micro-batches in flight."""
     backward: int
     """Peak of the largest backward pass on top of that."""
+    waiting: int
+    """Operands of weight gradients that wait (`parallel.delay_wgrad`)."""
     validation: int
     """Bytes of a validation, which cannot use the memory of a captured step."""
     host: int
@@ -47,7 +55,8 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """Peak of allocated bytes."""
-        return self.states + self.cached + self.saved + self.backward + self.validation
+        step = self.saved + self.backward + self.waiting
+        return self.states + self.cached + step + self.validation
 
 
 def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[StageMemory]:
@@ -61,6 +70,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
     act = Activations(cfg, world, rows)
     head, per_layer_kind = act.head(), act.per_layer_kind()
     stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
+    waiting: list[list[int]] = [[] for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
         kinds, decoder = layer_kinds(cfg, letters, first), letters.count("t")
@@ -70,6 +80,9 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
         ]
         first += decoder
         stages[i % cfg.parallel.pipeline].append(layers + [head] * letters.count("L"))
+        operands = [layer_operands(cfg, world, act.sizes, kind) for kind in kinds]
+        operands += [head_operands(cfg, act.sizes)] * letters.count("L")
+        waiting[i % cfg.parallel.pipeline].append(sum(operands))
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
     copies = fp8_copy_bytes(cfg, world)
     return [
@@ -79,6 +92,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
             cached=cached[i] + copies[i] + _WORKSPACES + _document_scratch(cfg),
             saved=in_flight_bytes(cfg, world, i, [sum(x.saved for x in c) for c in chunks]),
             backward=_backward([layer for c in chunks for layer in c], head),
+            waiting=held_bytes(cfg, world, i, waiting[i]),
             validation=_validation(cfg, [layer for c in chunks for layer in c]),
             host=in_flight_bytes(cfg, world, i, [sum(x.offloaded for x in c) for c in chunks]),
         )
@@ -152,3 +166,16 @@ def fp8_weights(cfg: Config, world: int, available: int) -> str:
         return cfg.precision.weights
     resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
     return "resident" if needed(resident, world) <= available else "scratch"
+
+
+def delay_wgrad(cfg: Config, world: int, available: int) -> str:
+    """Value of `parallel.delay_wgrad` on ranks that may need `available` bytes.
+
+    `auto` is `on` where weight gradients can wait, and their operands fit.
+    """
+    if refusal(cfg):
+        return "off"
+    if cfg.parallel.delay_wgrad != "auto":
+        return cfg.parallel.delay_wgrad
+    delayed = replace(cfg, parallel=replace(cfg.parallel, delay_wgrad="on"))
+    return "on" if needed(delayed, world) <= available else "off"

@@ -38,19 +38,28 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     return peak
 
 
-def step_seconds(seconds: Sequence[float], micro_batches: int, chunks: int) -> float:
+def step_seconds(
+    seconds: Sequence[float],
+    micro_batches: int,
+    chunks: int,
+    delayed: Sequence[float] | None = None,
+) -> float:
     """Minimum seconds of all micro-batches on all stages.
 
     A stage starts when the stages before it have finished the forward pass of one model chunk, and
     ends before they run its backward pass. With equal stages the bubble of the last one is
-    (stages - 1) / (micro-batches x chunks) of the work (arXiv 2104.04473, section 2.2).
+    (stages - 1) / (micro-batches x chunks) of the work (arXiv 2104.04473, section 2.2). Weight
+    gradients that wait are no part of that backward pass, and fill as much of the bubble (ZB-H1 of
+    arXiv 2401.10241).
 
     Args:
         seconds: time of a micro-batch, forward and backward, on all model chunks of each stage.
         micro_batches: number per step.
         chunks: number per stage.
+        delayed: part of `seconds` that is weight gradients that wait; None: nothing.
     """
-    before = accumulate(seconds, initial=0.0)
+    delayed = [0.0] * len(seconds) if delayed is None else delayed
+    before = accumulate((s - 2 * w for s, w in zip(seconds, delayed, strict=True)), initial=0.0)
     return max(
         micro_batches * stage + earlier / chunks
         for stage, earlier in zip(seconds, before, strict=False)

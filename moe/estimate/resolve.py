@@ -11,7 +11,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
-from phalanx.moe.estimate.memory import fp8_weights
+from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights
 from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.parallel.dispatcher.replication.choice import with_replication
@@ -24,7 +24,7 @@ _PACKAGES = frozenset(
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
-    """A copy without `auto` in kernels, exchanges, graph and FP8 weights.
+    """A copy without `auto` in kernels, exchanges, graph, FP8 and delayed weight gradients.
 
     Raises:
         ConfigError: no Hopper GPU can run a choice, or no group has that number of ranks.
@@ -36,6 +36,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if multiplies_fp8(cfg):
         cfg.precision.weights = fp8_weights(cfg, world, machine.room)
     cfg.parallel.overlap_microbatches = microbatch_overlap(cfg, world, machine, machine.room).value
+    cfg.parallel.delay_wgrad = delay_wgrad(cfg, world, machine.room)
     return cfg
 
 

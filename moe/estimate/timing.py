@@ -34,6 +34,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
+from phalanx.moe.estimate.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlap_sms, traffic
@@ -80,8 +81,8 @@ class Bound:
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
     one_way, heads = _exchange(cfg, world, machine), heads_seconds(cfg, machine)
-    stages = []
-    for work in _stages(cfg, world, machine):
+    stages, works = [], _stages(cfg, world, machine)
+    for work in works:
         written = _PASSES * work.written + _RECOMPUTE_PASSES * work.refilled
         elementwise = written / (machine.memory_gbs * 1e9)
         sent = (work.tokens * work.sparse * sum(one_way), work.tokens * work.linear * heads)
@@ -97,7 +98,9 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     if cfg.parallel.overlap:
         # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
-    wait = step_seconds(seconds, count, cfg.parallel.virtual_pipeline) - count * max(seconds)
+    delayed = [work.delayed for work in works]
+    total = step_seconds(seconds, count, cfg.parallel.virtual_pipeline, delayed)
+    wait = total - count * max(seconds)
     return StepTime(
         gemm, experts, attention, elementwise, exchange, heads, offload, wait, reduction, update
     )
@@ -140,8 +143,8 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     sent = least_traffic(cfg, world)
     bytes_ = sent.forward + sent.backward
     near, far = bytes_.near / machine.node_line_gbs, bytes_.far / machine.network_line_gbs
-    stages = []
-    for work in _stages(cfg, world, machine):
+    stages, works = [], _stages(cfg, world, machine)
+    for work in works:
         rows = work.tokens * work.sparse / 1e9
         stages.append(
             {
@@ -152,7 +155,8 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
         )
     seconds = [max(stage.values()) for stage in stages]
     slow = stages[seconds.index(max(seconds))]
-    total = step_seconds(seconds, micro_batches(cfg, world), cfg.parallel.virtual_pipeline)
+    chunks, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
+    total = step_seconds(seconds, micro_batches(cfg, world), chunks, delayed)
     total += _update(cfg, world, machine)[1]
     return Bound(total, max(slow, key=lambda name: slow[name]))
 
@@ -194,6 +198,8 @@ class _Work(NamedTuple):
 
     seconds: tuple[float, float, float]
     """Seconds of GEMMs, experts, core attention."""
+    delayed: float
+    """Those of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
     written: float
     """Bytes that layers save if nothing is recomputed."""
     refilled: float
@@ -215,7 +221,8 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
-    none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0, tokens)
+    none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, tokens)
+    dense_share, expert_share = waits(cfg) / 3, experts_wait(cfg, world) / 3
     stages = [none for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
@@ -223,11 +230,15 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
         first += letters.count("t")
         sparse = [kind for kind in kinds if not kind.dense]
         gemm = (head * f.head + mtp * f.mtp_projection) / machine.dense_tflops
+        delayed = dense_share * gemm
         for kind in kinds:
             mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
             gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
+            once = f.projections + (f.mlp if kind.dense else f.shared)
+            delayed += dense_share * once / rates[kind.fp8].dense
         experts = sum(factors.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
         experts += sum(kind.fp8 for kind in sparse) * quantization
+        delayed += expert_share * sum(f.routed / rates[kind.fp8].experts for kind in sparse)
         core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         stage = i % cfg.parallel.pipeline
@@ -238,6 +249,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
                 before.seconds[1] + more[1],
                 before.seconds[2] + more[2],
             ),
+            before.delayed + tokens * delayed / 1e12,
             before.written + sum(saved[kind] for kind in kinds) + head * head_saved,
             before.refilled + sum(refilled[kind] for kind in kinds),
             before.offloaded + sum(offloaded[kind] for kind in kinds),

@@ -60,11 +60,14 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows_SBD: Tensor) -> tuple[Tensor | None, None, None]:
         (ids_SB,) = ctx.saved_tensors
-        table, add, _ = main_grad.buffer(ctx.weight)
-        if not add:
-            table.zero_()
-        index_add_(table, ids_SB.flatten(), drows_SBD.contiguous().flatten(0, 1))
-        return main_grad.added(ctx.weight), None, None
+        drows_SBD = drows_SBD.contiguous()
+
+        def compute(buffer: main_grad.Buffer) -> None:
+            if not buffer.add:
+                buffer.out.zero_()
+            index_add_(buffer.out, ids_SB.flatten(), drows_SBD.flatten(0, 1))
+
+        return main_grad.write(ctx.weight, compute), None, None
 
 
 def install(model: Any) -> None:

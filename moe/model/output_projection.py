@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.dense_linear import dense_linear
 from phalanx.parallel.megatron.recipe_linear import computes_by
-from phalanx.parallel.megatron.weight_grad import Accumulate
+from phalanx.parallel.megatron.weight_grad import accumulate
 
 
 class OutputProjection(RowParallelLinear):
@@ -62,10 +62,10 @@ class _Biased(torch.autograd.Function):
 def _weight_grad(accumulated: Tensor | None, d_TD: Tensor, x_TI: Tensor) -> Tensor | None:
     if accumulated is None:
         return d_TD.t() @ x_TI
-    out, add, _ = main_grad.buffer(accumulated)
-    if not add:
-        out.zero_()
-    fp32 = out.dtype == torch.float32
-    accumulate = Accumulate.wgrad_gemm_accum_fp32 if fp32 else Accumulate.wgrad_gemm_accum_fp16
-    accumulate(x_TI, d_TD, out)
-    return main_grad.added(accumulated)
+
+    def compute(buffer: main_grad.Buffer) -> None:
+        if not buffer.add:
+            buffer.out.zero_()
+        accumulate(x_TI, d_TD, buffer.out)
+
+    return main_grad.write(accumulated, compute)

@@ -30,6 +30,7 @@ from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
     agreed_experts,
     choose_copy_costs,
+    choose_delayed_wgrad,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
@@ -98,8 +99,10 @@ class BuiltModel:
     chunks: list[GPTModel]
     places: int
     """See `Job.places`."""
-    overlaps: bool = False
+    overlaps: bool
     """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
+    delays_wgrad: bool
+    """Weight gradients wait for the pipeline's transfers (`parallel.delay_wgrad`)."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -122,6 +125,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         device=runtime.device,
         graph=built.captured,
         overlap_microbatches=built.overlaps,
+        held=groups.pg.pp.rank() if built.delays_wgrad else None,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
@@ -185,6 +189,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     overlaps, overlap_line = choose_overlap(resolved, runtime)
     if overlaps:
         transport = replace(transport, backward_group=second_group(groups.pg.ep))
+    delayed = choose_delayed_wgrad(resolved, runtime)
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
@@ -193,7 +198,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     replicating = replication_choices(p.expert_replication, transport)
     gain = fp8_gain(resolved, runtime.world, MACHINES[cfg.run.machine])
     fp8 = [*weights, *([gain] if gain is not None else [])]
-    choices = [*choices, *emulation(resolved), *fp8, *overlap, *replicating, graph]
+    choices = [*choices, *emulation(resolved), *fp8, *overlap, *replicating, *delayed, graph]
     captured = graph.backend == capture.CAPTURED
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)
@@ -214,7 +219,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
-    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps)
+    delays = any(choice.backend == "on" for choice in delayed)
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps, delays)
 
 
 def _moe_options(

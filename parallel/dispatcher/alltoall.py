@@ -81,7 +81,8 @@ class AllToAll(Dispatcher):
     def receive_tokens(self, sent: Any) -> Received:
         rows_ND, idx_NK, prob_NK, fp8 = sent
         fp8_inputs = None if fp8 is None else fp8.fp8_inputs
-        return Received(rows_ND, self._plan(idx_NK, prob_NK), fp8_inputs=fp8_inputs, route=fp8)
+        plan = self._plan(idx_NK, prob_NK)
+        return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=fp8, stays=True)
 
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()

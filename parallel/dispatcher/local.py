@@ -43,7 +43,7 @@ class Local(Dispatcher):
 
     def receive_tokens(self, sent: tuple[Tensor, Tensor, Tensor]) -> Received:
         x_TD, *routing = sent
-        return Received(x_TD, self._plan(*routing))
+        return Received(x_TD, self._plan(*routing), stays=True)
 
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()

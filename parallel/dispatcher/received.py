@@ -32,6 +32,9 @@ class Received(NamedTuple):
     """State of the transport that its `combine` needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context in which rows are saved for backward: they may be in a buffer that is reused."""
+    stays: bool = False
+    """The rows, and in the backward pass the gradient of the sums, are in memory of their own, not
+    in a buffer that the next exchange takes: weight gradients may read them later."""
     replicas: "ReplicaExchange | None" = None
     """Exchange of replicas, whose slots in `plan` follow the ones of this rank's own experts."""
     replication_plan: "ReplicationPlan | None" = None

@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import p2p_communication
 from torch import Tensor
 
+from phalanx.kernels import wgrad_queue
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.parameter_facts import facts_of
 
@@ -144,6 +146,44 @@ def accumulate_on_own_stream(chunk: DistributedDataParallel) -> None:
         if parameter.requires_grad:
             hook = chunk._make_backward_post_hook(parameter)
             parameter.register_post_accumulate_grad_hook(hook)
+
+
+def reduce_in_order(chunk: DistributedDataParallel) -> None:
+    """Have gradients arrive for their reduction in the queue of weight gradients.
+
+    Megatron-Core would start the reduction of a bucket in the backward pass, when autograd returns
+    the last of its gradients, which may still be in the queue.
+    """
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.register_grad_ready = partial(_arrive, group, group.register_grad_ready)
+
+
+def _arrive(group: Any, register: Callable[..., None], *given: Any) -> None:
+    if group.is_last_microbatch:  # otherwise nothing would happen, now; it may be the last later
+        wgrad_queue.submit(partial(register, *given))
+
+
+@contextmanager
+def during_transfers(work: Callable[[], None]) -> Iterator[None]:
+    """Inside, `work` is called between the start of a pipeline stage's transfers and their end.
+
+    Megatron-Core would wait for what the other stages send.
+    """
+    names = ("_p2p_ops", "_batched_p2p_ops")
+    originals = [getattr(p2p_communication, name) for name in names]
+
+    def started(start: Callable[..., Any], **given: Any) -> Any:
+        requests = start(**given)
+        work()
+        return requests
+
+    for name, original in zip(names, originals, strict=True):
+        setattr(p2p_communication, name, partial(started, original))
+    try:
+        yield
+    finally:
+        for name, original in zip(names, originals, strict=True):
+            setattr(p2p_communication, name, original)
 
 
 def scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:

@@ -6,26 +6,46 @@ each gradient in bf16, reads it again and adds it: for an output layer of 200 th
 is more traffic than the layer's weights make.
 """
 
+from functools import partial
+
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
+
+from phalanx.kernels import wgrad_queue
 
 
 class Accumulate:
     """Functions that Megatron-Core calls; the names are those of Apex."""
 
     @staticmethod
-    @torch.no_grad()
     def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
-        """main_grad += grad^T @ input, in fp32."""
+        """main_grad += grad^T @ input in fp32, now or from the queue of weight gradients."""
+        if _is_shared(input_TI):
+            accumulate(input_TI, grad_TO, main_grad_OI)
+        else:
+            wgrad_queue.submit(partial(accumulate, input_TI, grad_TO, main_grad_OI))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+    """The same where gradients are reduced in the dtype of the operands."""
+
+
+@torch.no_grad()
+def accumulate(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
+    """main_grad += grad^T @ input, in the dtype of main_grad: fp32, or that of the operands."""
+    if main_grad_OI.dtype == torch.float32:
         torch.ops.aten.addmm.dtype_out(
             main_grad_OI, grad_TO.t(), input_TI, torch.float32, out=main_grad_OI
         )
-
-    @staticmethod
-    @torch.no_grad()
-    def wgrad_gemm_accum_fp16(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
-        """The same where gradients are reduced in the dtype of the operands."""
+    else:
         main_grad_OI.addmm_(grad_TO.t(), input_TI)
+
+
+def _is_shared(input_TI: Tensor) -> bool:
+    """True of inputs gathered over tensor parallel ranks, whose buffer the next layer takes."""
+    address = input_TI.untyped_storage().data_ptr()
+    buffers = get_global_memory_buffer().buffer.values()
+    return any(buffer.untyped_storage().data_ptr() == address for buffer in buffers)
 
 
 def install() -> None:

@@ -1,0 +1,96 @@
+"""Weight gradients that wait for a pipeline's transfers: where they can, and bytes of operands.
+
+Legend: T tokens of a rank before sequence parallelism splits them, N received tokens, S expert
+rows, D hidden, F expert width, H = 2F if gated.
+"""
+
+from phalanx.configs.arithmetic.accounting import projections
+from phalanx.configs.formats import width
+from phalanx.configs.layout import micro_batches, replica_slots
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.moe.estimate.traffic import costs
+from phalanx.moe.estimate.weights import LayerKind
+from phalanx.moe.saved_tensors import TokenCounts, saves_fp8_inputs
+
+
+def refusal(cfg: Config) -> str:
+    """Reason why no weight gradient can wait; empty if some can.
+
+    Args:
+        cfg: valid, with resolved kernels.
+    """
+    if cfg.parallel.pipeline == 1:
+        return "there is one pipeline stage"
+    if expert_backend(cfg.kernels.backend).stock_layer:
+        return f"kernels={cfg.kernels.backend} computes them in the backward pass"
+    if not cfg.kernels.gradient_accumulation_fusion:
+        return "kernels.gradient_accumulation_fusion=false returns them from the backward pass"
+    return ""
+
+
+def waits(cfg: Config) -> bool:
+    """True if weight gradients wait.
+
+    Args:
+        cfg: valid, with resolved kernels and `parallel.delay_wgrad`.
+    """
+    return cfg.parallel.delay_wgrad == "on" and not refusal(cfg)
+
+
+def experts_wait(cfg: Config, world: int) -> bool:
+    """True if those of the routed experts are among them.
+
+    Not where a one-sided transport reuses its buffers of received rows, nor with replicas, whose
+    gradients are sent.
+    """
+    return waits(cfg) and not costs(cfg, world).buffers and not replica_slots(cfg, world)
+
+
+def layer_operands(cfg: Config, world: int, counts: TokenCounts, kind: LayerKind) -> int:
+    """Bytes of the operands of a layer's weight gradients that wait."""
+    m, e, t = cfg.model, cfg.model.moe, cfg.parallel.tensor
+    quantized = kind.fp8 and saves_fp8_inputs(cfg)
+    routed_element = 1 if quantized else width(cfg)
+    element = routed_element if cfg.precision.dense == "fp8" else width(cfg)
+    halves, attention = ACTIVATIONS[e.activation].halves, _attention(cfg)
+    dense = m.dense_ffn if kind.dense else e.shared_ffn
+    mlp = (2 * m.hidden + (halves + 1) * dense) if dense else 0
+    total = counts.tokens * element * (attention + mlp) // t
+    if kind.dense or not experts_wait(cfg, world):
+        return total
+    gathered = quantized or not expert_backend(cfg.kernels.backend).fuses_gather
+    tokens = 2 * m.hidden * (counts.rows if gathered else counts.received)
+    return total + routed_element * (tokens + counts.rows * (halves + 1) * e.ffn)
+
+
+def head_operands(cfg: Config, counts: TokenCounts) -> int:
+    """Bytes of the operands of the output layer: gradients of all logits, and hidden states."""
+    m = cfg.model
+    rows = (1 + m.mtp_layers) * counts.tokens * width(cfg)
+    return rows * (m.vocab_size // cfg.parallel.tensor + m.hidden)
+
+
+def held_bytes(cfg: Config, world: int, stage: int, chunk_bytes: list[int]) -> int:
+    """Peak bytes of operands that wait on a stage.
+
+    Those of the last backward passes, one for each stage before it and one more, each of a chunk.
+
+    Args:
+        cfg: as for `waits`.
+        world: ranks.
+        stage: from 0.
+        chunk_bytes: operands of one micro-batch in each chunk of the stage.
+    """
+    if not waits(cfg):
+        return 0
+    passes = min(stage + 1, micro_batches(cfg, world) * len(chunk_bytes))
+    return passes * max(chunk_bytes)
+
+
+def _attention(cfg: Config) -> int:
+    """Inputs and outputs of all projections of attention, in elements of a token."""
+    return sum(
+        rows + columns for rows, columns in projections(cfg.model.hidden, cfg.model.attention)
+    )

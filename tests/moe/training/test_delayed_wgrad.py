@@ -1,0 +1,124 @@
+"""Weight gradients that wait for a pipeline's transfers are those of the backward pass."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.row_overflow import overflow_always
+from tests.support.training import Trained, trained
+
+pytestmark = pytest.mark.dist
+
+SMALL = [
+    "run.steps=3",
+    "data.sequence_length=16",
+    "data.micro_batch=1",
+    "model.vocab_size=64",
+    "model.hidden=32",
+    "model.dense_ffn=48",
+    "model.layers=4",
+    "model.moe.ffn=16",
+    "model.attention.head_dim=8",
+    "model.init_std=0.1",
+    "optim.warmup_steps=0",
+    "parallel.expert=1",
+]
+INTERLEAVED = {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2}
+CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
+    "two stages": (2, ["model=tiny"], {"parallel.pipeline": 2}),
+    "four stages": (4, ["model=tiny"], {"parallel.pipeline": 4}),
+    "interleaved": (2, ["model=tiny"], INTERLEAVED),
+    "data parallel": (4, ["model=tiny"], {"parallel.pipeline": 2}),
+    "interleaved, data parallel": (4, ["model=tiny_gpt_oss"], INTERLEAVED),
+    "expert parallel": (4, ["model=tiny"], {"parallel.pipeline": 2, "parallel.expert": 2}),
+    "tied, tokens ahead": (
+        2,
+        ["model=tiny_deepseek", "model.tie_embeddings=true"],
+        {"parallel.pipeline": 2},
+    ),
+    "recomputed": (
+        2,
+        ["model=tiny_deepseek", "run.recompute=[norm,attention,expert_h]"],
+        {"parallel.pipeline": 2},
+    ),
+    "offloaded": (2, ["model=tiny"], INTERLEAVED | {"run.offload": ["residual", "expert_h"]}),
+    "long": (
+        4,
+        ["model=tiny", "data.sequence_length=128"],  # whose balanced load is two tiles
+        {"parallel.pipeline": 2, "parallel.expert": 2},
+    ),
+    "fp8": (2, ["model=tiny", "precision=fp8_block"], {"parallel.pipeline": 2}),
+}
+
+
+def run(case: str, delay: str, within: Any = None) -> Trained:
+    world, given, changes = CASES[case]
+    batch = {"data.global_batch": 6 * world // changes["parallel.pipeline"]}
+    knobs = {"kernels.backend": "torch", "parallel.delay_wgrad": delay}
+    return trained(world, [*given[:1], *SMALL, *given[1:]], changes | batch | knobs, within)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_the_same(case: str) -> None:
+    plain, delayed = run(case, "off"), run(case, "on")
+    assert plain.series("loss") == delayed.series("loss")
+    assert plain.series("grad_norm") == delayed.series("grad_norm")
+    assert plain.left == delayed.left
+    for key, value in plain.after.items():
+        assert torch.equal(delayed.after[key], value), key
+
+
+@contextlib.contextmanager
+def _order_checked(rank: int) -> Iterator[None]:
+    """Fail if weight gradients do not run after the start of the transfers that they wait for.
+
+    For two stages of two layers each, whose experts have w1 and w2, one step and 6 micro-batches.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from phalanx.kernels import wgrad_queue
+    from phalanx.kernels.expert_mlp import main_grad
+
+    events: list[str] = []
+    added, start = main_grad.added, p2p_communication._p2p_ops
+
+    def counted(parameter: torch.Tensor) -> None:
+        events.append("w")
+        added(parameter)
+
+    def transfer(**given: Any) -> Any:
+        requests = start(**given)
+        sent = [name for name in ("prev", "next") if given[f"tensor_send_{name}"] is not None]
+        events.extend("<" if name == "prev" else ">" for name in sent)
+        return requests
+
+    main_grad.added, p2p_communication._p2p_ops = counted, transfer
+    try:
+        yield
+    finally:
+        main_grad.added, p2p_communication._p2p_ops = added, start
+    assert wgrad_queue._open is None
+    pass_, validated = "wwww", 6 * ">"
+    if dist.get_rank() == 0:  # sends micro-batches on, and computes after each backward pass
+        assert "".join(events) == ">>" + (">" + pass_) * 4 + pass_ * 2 + validated, events
+    else:  # sends gradients, and computes those of the pass before
+        assert "".join(events) == "<" + ("<" + pass_) * 5 + pass_, events
+
+
+def test_transfers_start_first() -> None:
+    """A stage sends before it computes, and the last one is a micro-batch behind."""
+    world, given, changes = CASES["two stages"]
+    knobs = {"kernels.backend": "torch", "parallel.delay_wgrad": "on", "data.global_batch": 6}
+    once = {"run.steps": 1, "run.eval_interval": 1}
+    trained(world, [*given, *SMALL], changes | knobs | once, _order_checked)
+
+
+def test_steps_that_are_repeated() -> None:
+    """A step that lacks expert rows leaves no work to its repetition."""
+    plain, crowded = run("long", "off"), run("long", "on", overflow_always)
+    assert min(crowded.series("reruns")) > 0 == max(plain.series("reruns"))
+    assert plain.left == crowded.left
