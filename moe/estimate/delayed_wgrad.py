@@ -6,7 +6,7 @@ rows, D hidden, F expert width, H = 2F if gated.
 
 from phalanx.configs.arithmetic.accounting import projections
 from phalanx.configs.formats import width
-from phalanx.configs.layout import micro_batches, replica_slots
+from phalanx.configs.layout import replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
@@ -72,21 +72,18 @@ def head_operands(cfg: Config, counts: TokenCounts) -> int:
     return rows * (m.vocab_size // cfg.parallel.tensor + m.hidden)
 
 
-def held_bytes(cfg: Config, world: int, stage: int, chunk_bytes: list[int]) -> int:
-    """Peak bytes of operands that wait on a stage.
+def held_passes(stage: int, spare: int, operands: int) -> int:
+    """Number of backward passes whose weight gradients wait beyond a transfer (ZB-H1).
 
-    Those of the last backward passes, one for each stage before it and one more, each of a chunk.
+    One for each stage before this one, which saves that many more micro-batches, but no more than
+    that stage needs: a few percent of the bubble are not worth most of the memory.
 
     Args:
-        cfg: as for `waits`.
-        world: ranks.
         stage: from 0.
-        chunk_bytes: operands of one micro-batch in each chunk of the stage.
+        spare: bytes that this stage needs less than the one that needs most.
+        operands: bytes of one pass, of which one more is held in any case.
     """
-    if not waits(cfg):
-        return 0
-    passes = min(stage + 1, micro_batches(cfg, world) * len(chunk_bytes))
-    return passes * max(chunk_bytes)
+    return stage if not operands else max(0, min(stage, spare // operands - 1))
 
 
 def _attention(cfg: Config) -> int:

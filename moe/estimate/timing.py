@@ -35,6 +35,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.heads import heads_seconds
+from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlap_sms, traffic
 from phalanx.moe.estimate.weights import LayerKind, layer_kinds, split_masters, stage_weights
@@ -94,11 +95,17 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
         # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
     delayed = [work.delayed for work in works]
-    total = step_seconds(seconds, count, cfg.parallel.virtual_pipeline, delayed)
+    chunks, held = cfg.parallel.virtual_pipeline, _held(cfg, world)
+    total = step_seconds(seconds, count, chunks, delayed, held)
     wait = total - count * max(seconds)
     return StepTime(
         gemm, experts, attention, elementwise, exchange, heads, offload, wait, reduction, update
     )
+
+
+def _held(cfg: Config, world: int) -> list[int]:
+    """Backward passes of each stage whose weight gradients wait beyond a transfer."""
+    return [m.held for m in stage_memory(cfg, world)]
 
 
 def _copies(seconds: float, offloaded: float, machine: Machine) -> float:
@@ -132,7 +139,8 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     seconds = [max(stage.values()) for stage in stages]
     slow = stages[seconds.index(max(seconds))]
     chunks, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
-    total = step_seconds(seconds, micro_batches(cfg, world), chunks, delayed)
+    count, held = micro_batches(cfg, world), _held(cfg, world)
+    total = step_seconds(seconds, count, chunks, delayed, held)
     total += _update(cfg, world, machine)[1]
     return Bound(total, max(slow, key=lambda name: slow[name]))
 

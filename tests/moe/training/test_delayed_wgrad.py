@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.row_overflow import overflow_always
 from tests.support.training import Trained, trained
@@ -29,11 +28,23 @@ SMALL = [
 ]
 INTERLEAVED = {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2}
 CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "two stages": (2, ["model=tiny"], {"parallel.pipeline": 2}),
+    "two stages": (
+        2,
+        ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"],  # the second holds a pass longer
+        {"parallel.pipeline": 2},
+    ),
     "four stages": (4, ["model=tiny"], {"parallel.pipeline": 4}),
     "interleaved": (2, ["model=tiny"], INTERLEAVED),
-    "data parallel": (4, ["model=tiny"], {"parallel.pipeline": 2}),
-    "interleaved, data parallel": (4, ["model=tiny_gpt_oss"], INTERLEAVED),
+    "data parallel": (
+        4,
+        ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"],
+        {"parallel.pipeline": 2},
+    ),
+    "interleaved, data parallel": (
+        4,
+        ["model=tiny_gpt_oss", "parallel.pipeline_layout='Ett|t|t|L'"],
+        INTERLEAVED,
+    ),
     "expert parallel": (4, ["model=tiny"], {"parallel.pipeline": 2, "parallel.expert": 2}),
     "tied, tokens ahead": (
         2,
@@ -76,7 +87,8 @@ def test_bits_are_the_same(case: str) -> None:
 def _order_checked(rank: int) -> Iterator[None]:
     """Fail if weight gradients do not run after the start of the transfers that they wait for.
 
-    For two stages of two layers each, whose experts have w1 and w2, one step and 6 micro-batches.
+    For stages of three layers and of one, whose experts have w1 and w2, and a step of 6
+    micro-batches.
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -102,8 +114,8 @@ def _order_checked(rank: int) -> Iterator[None]:
     finally:
         main_grad.added, p2p_communication._p2p_ops = added, start
     assert wgrad_queue._open is None
-    pass_, validated = "wwww", 6 * ">"
-    if dist.get_rank() == 0:  # sends micro-batches on, and computes after each backward pass
+    pass_, validated = ("ww" if rank else "wwwwww"), 6 * ">"
+    if rank == 0:  # sends micro-batches on, and computes after each backward pass
         assert "".join(events) == ">>" + (">" + pass_) * 4 + pass_ * 2 + validated, events
     else:  # sends gradients, and computes those of the pass before
         assert "".join(events) == "<" + ("<" + pass_) * 5 + pass_, events
