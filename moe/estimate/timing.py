@@ -183,7 +183,7 @@ class _Work(NamedTuple):
     seconds: tuple[float, float, float]
     """Seconds of GEMMs, experts, core attention."""
     delayed: float
-    """Those of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
+    """Seconds of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
     written: float
     """Bytes that layers save if nothing is recomputed."""
     refilled: float
