@@ -422,8 +422,8 @@ class ParallelConfig:
     """Weight gradients while a pipeline stage would wait for others: `on`, `off`, or `auto`.
 
     A stage then sends the gradient of its input before it computes those of its weights, and keeps
-    their operands until then. `auto` does so with pipeline stages if that fits into memory. Results
-    are the same bit for bit (docs/training.md).
+    their operands until then (docs/design.md). `auto` does so with pipeline stages if that fits
+    into memory. Results are the same bit for bit.
     """
     grad_dtype: str = knob("fp32", choices=("fp32", "bf16"))
     """Dtype in which gradients are accumulated and reduced: `fp32` or `bf16`."""

@@ -63,6 +63,11 @@ _open: WgradQueue | None = None
 """One for the process: backward passes run on a thread of autograd's."""
 
 
+def is_open() -> bool:
+    """True if work may wait: operands in buffers that others take must be copied."""
+    return _open is not None
+
+
 def submit(work: Work) -> None:
     """Run `work`, or leave it to the open queue."""
     if _open is None:

@@ -4,9 +4,11 @@ Legend: T tokens of a rank before sequence parallelism splits them, N received t
 rows, D hidden, F expert width, H = 2F if gated.
 """
 
+from itertools import chain
+
 from phalanx.configs.arithmetic.accounting import projections
 from phalanx.configs.formats import width
-from phalanx.configs.layout import micro_batches, replica_slots
+from phalanx.configs.layout import replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
@@ -54,10 +56,12 @@ def layer_operands(cfg: Config, world: int, counts: TokenCounts, kind: LayerKind
     quantized = kind.fp8 and saves_fp8_inputs(cfg)
     routed_element = 1 if quantized else width(cfg)
     element = routed_element if cfg.precision.dense == "fp8" else width(cfg)
-    halves, attention = ACTIVATIONS[e.activation].halves, _attention(cfg)
-    dense = m.dense_ffn if kind.dense else e.shared_ffn
-    mlp = (2 * m.hidden + (halves + 1) * dense) if dense else 0
-    total = counts.tokens * element * (attention + mlp) // t
+    halves, dense = ACTIVATIONS[e.activation].halves, m.dense_ffn if kind.dense else e.shared_ffn
+    sides = list(chain.from_iterable(projections(m.hidden, m.attention)))
+    sides += [m.hidden, halves * dense, dense, m.hidden] if dense else []
+    # Tensor parallel ranks share the channels of heads and of F, not those of D.
+    channels = sum(side if side == m.hidden else side // t for side in sides)
+    total = counts.tokens * element * channels
     if kind.dense or not experts_wait(cfg, world):
         return total
     gathered = quantized or not expert_backend(cfg.kernels.backend).fuses_gather
@@ -72,25 +76,15 @@ def head_operands(cfg: Config, counts: TokenCounts) -> int:
     return rows * (m.vocab_size // cfg.parallel.tensor + m.hidden)
 
 
-def held_bytes(cfg: Config, world: int, stage: int, chunk_bytes: list[int]) -> int:
-    """Peak bytes of operands that wait on a stage.
+def held_passes(stage: int, spare: int, operands: int) -> int:
+    """Number of backward passes whose weight gradients wait beyond a transfer (ZB-H1).
 
-    Those of the last backward passes, one for each stage before it and one more, each of a chunk.
+    One for each stage before this one, which saves that many more micro-batches, but no more than
+    that stage needs: a few percent of the bubble are not worth most of the memory.
 
     Args:
-        cfg: as for `waits`.
-        world: ranks.
         stage: from 0.
-        chunk_bytes: operands of one micro-batch in each chunk of the stage.
+        spare: bytes that this stage needs less than the one that needs most.
+        operands: bytes of one pass, of which one more is held in any case.
     """
-    if not waits(cfg):
-        return 0
-    passes = min(stage + 1, micro_batches(cfg, world) * len(chunk_bytes))
-    return passes * max(chunk_bytes)
-
-
-def _attention(cfg: Config) -> int:
-    """Inputs and outputs of all projections of attention, in elements of a token."""
-    return sum(
-        rows + columns for rows, columns in projections(cfg.model.hidden, cfg.model.attention)
-    )
+    return stage if not operands else max(0, min(stage, spare // operands - 1))

@@ -9,9 +9,10 @@ from phalanx.configs.tables.backends import attention_backend
 from phalanx.moe.estimate.activations import Activations, LayerMemory
 from phalanx.moe.estimate.delayed_wgrad import (
     head_operands,
-    held_bytes,
+    held_passes,
     layer_operands,
     refusal,
+    waits,
 )
 from phalanx.moe.estimate.pipeline import in_flight_bytes
 from phalanx.moe.estimate.traffic import costs
@@ -39,12 +40,14 @@ class StageMemory:
     """Activations saved for backward passes, of all micro-batches in flight."""
     backward: int
     """Peak of the largest backward pass on top of that."""
-    waiting: int
-    """Operands of weight gradients that wait (`parallel.delay_wgrad`)."""
     validation: int
     """Bytes of a validation, which cannot use the memory of a captured step."""
     host: int
     """Bytes in host memory, of all micro-batches in flight (`run.offload`)."""
+    waiting: int = 0
+    """Operands of weight gradients that wait (`parallel.delay_wgrad`)."""
+    held: int = 0
+    """Number of backward passes whose weight gradients wait beyond a transfer."""
 
     @property
     def states(self) -> int:
@@ -85,19 +88,28 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
         waiting[i % cfg.parallel.pipeline].append(sum(operands))
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
     copies = fp8_copy_bytes(cfg, world)
-    return [
+    memory = [
         StageMemory(
             stage=i,
             weights=weights[i],
             cached=cached[i] + copies[i] + _WORKSPACES + _document_scratch(cfg),
             saved=in_flight_bytes(cfg, world, i, [sum(x.saved for x in c) for c in chunks]),
             backward=_backward([layer for c in chunks for layer in c], head),
-            waiting=held_bytes(cfg, world, i, waiting[i]),
             validation=_validation(cfg, [layer for c in chunks for layer in c]),
             host=in_flight_bytes(cfg, world, i, [sum(x.offloaded for x in c) for c in chunks]),
         )
         for i, chunks in enumerate(stages)
     ]
+    return _delayed(memory, [max(chunks) for chunks in waiting]) if waits(cfg) else memory
+
+
+def _delayed(memory: list[StageMemory], operands: list[int]) -> list[StageMemory]:
+    """Memory with weight gradients that wait, from the bytes of their operands in one pass."""
+    most, delayed = max(m.peak for m in memory), []
+    for m, size in zip(memory, operands, strict=True):
+        held = held_passes(m.stage, most - m.peak, size)
+        delayed.append(replace(m, held=held, waiting=(held + 1) * size))
+    return delayed
 
 
 def _document_scratch(cfg: Config) -> int:

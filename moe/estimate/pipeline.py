@@ -43,26 +43,29 @@ def step_seconds(
     micro_batches: int,
     chunks: int,
     delayed: Sequence[float] | None = None,
+    held: Sequence[int] | None = None,
 ) -> float:
     """Minimum seconds of all micro-batches on all stages.
 
     A stage starts when the stages before it have finished the forward pass of one model chunk, and
     ends before they run its backward pass. With equal stages the bubble of the last one is
     (stages - 1) / (micro-batches x chunks) of the work (arXiv 2104.04473, section 2.2). Weight
-    gradients that wait are no part of that backward pass, and fill as much of the bubble (ZB-H1 of
-    arXiv 2401.10241).
+    gradients that wait are no part of that backward pass, and those of passes that are held longer
+    are computed when there is nothing else to do (ZB-H1 of arXiv 2401.10241).
 
     Args:
         seconds: time of a micro-batch, forward and backward, on all model chunks of each stage.
         micro_batches: number per step.
         chunks: number per stage.
         delayed: part of `seconds` that is weight gradients that wait; None: nothing.
+        held: number of backward passes of each stage whose weight gradients wait beyond a transfer.
     """
     delayed = [0.0] * len(seconds) if delayed is None else delayed
-    before = accumulate((s - 2 * w for s, w in zip(seconds, delayed, strict=True)), initial=0.0)
+    held = [0] * len(seconds) if held is None else held
+    before = accumulate((s - w for s, w in zip(seconds, delayed, strict=True)), initial=0.0)
     return max(
-        micro_batches * stage + earlier / chunks
-        for stage, earlier in zip(seconds, before, strict=False)
+        micro_batches * stage + (earlier - passes * late) / chunks
+        for stage, earlier, passes, late in zip(seconds, before, held, delayed, strict=False)
     )
 
 

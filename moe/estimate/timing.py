@@ -36,6 +36,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.heads import heads_seconds
+from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlap_sms, traffic
 from phalanx.moe.estimate.weights import LayerKind, layer_kinds, split_masters, stage_weights
@@ -99,7 +100,8 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
         # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
     delayed = [work.delayed for work in works]
-    total = step_seconds(seconds, count, cfg.parallel.virtual_pipeline, delayed)
+    chunks, held = cfg.parallel.virtual_pipeline, _held(cfg, world)
+    total = step_seconds(seconds, count, chunks, delayed, held)
     wait = total - count * max(seconds)
     return StepTime(
         gemm, experts, attention, elementwise, exchange, heads, offload, wait, reduction, update
@@ -123,6 +125,11 @@ def _not_hidden(
     forward, backward = (exchange * part / (sum(one_way) or 1.0) for part in one_way)
     exposed = max(0.0, backward - computing / 3, forward - computing * 2 / 3)
     return exchange + (micro_batches - 1) * exposed
+
+
+def _held(cfg: Config, world: int) -> list[int]:
+    """Backward passes of each stage whose weight gradients wait beyond a transfer."""
+    return [m.held for m in stage_memory(cfg, world)]
 
 
 def _copies(seconds: float, offloaded: float, machine: Machine) -> float:
@@ -156,7 +163,8 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     seconds = [max(stage.values()) for stage in stages]
     slow = stages[seconds.index(max(seconds))]
     chunks, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
-    total = step_seconds(seconds, micro_batches(cfg, world), chunks, delayed)
+    count, held = micro_batches(cfg, world), _held(cfg, world)
+    total = step_seconds(seconds, count, chunks, delayed, held)
     total += _update(cfg, world, machine)[1]
     return Bound(total, max(slow, key=lambda name: slow[name]))
 
@@ -199,7 +207,7 @@ class _Work(NamedTuple):
     seconds: tuple[float, float, float]
     """Seconds of GEMMs, experts, core attention."""
     delayed: float
-    """Those of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
+    """Seconds of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
     written: float
     """Bytes that layers save if nothing is recomputed."""
     refilled: float

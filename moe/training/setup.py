@@ -20,6 +20,7 @@ from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.fp8_gain import fp8_gain
+from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, build, embedding_stages
@@ -101,8 +102,8 @@ class BuiltModel:
     """See `Job.places`."""
     overlaps: bool
     """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
-    delays_wgrad: bool
-    """Weight gradients wait for the pipeline's transfers (`parallel.delay_wgrad`)."""
+    held: int | None
+    """Backward passes whose weight gradients may wait for transfers; None: none waits at all."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -125,7 +126,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         device=runtime.device,
         graph=built.captured,
         overlap_microbatches=built.overlaps,
-        held=groups.pg.pp.rank() if built.delays_wgrad else None,
+        held=built.held,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
@@ -219,8 +220,11 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
-    delays = any(choice.backend == "on" for choice in delayed)
-    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps, delays)
+    held = None
+    if any(choice.backend == "on" for choice in delayed):
+        resolved.parallel.delay_wgrad = "on"
+        held = stage_memory(resolved, runtime.world)[groups.pg.pp.rank()].held
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps, held)
 
 
 def _moe_options(

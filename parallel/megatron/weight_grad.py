@@ -21,10 +21,9 @@ class Accumulate:
     @staticmethod
     def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
         """main_grad += grad^T @ input in fp32, now or from the queue of weight gradients."""
-        if _is_shared(input_TI):
-            accumulate(input_TI, grad_TO, main_grad_OI)
-        else:
-            wgrad_queue.submit(partial(accumulate, input_TI, grad_TO, main_grad_OI))
+        if wgrad_queue.is_open() and _is_shared(input_TI):
+            input_TI = input_TI.clone()
+        wgrad_queue.submit(partial(accumulate, input_TI, grad_TO, main_grad_OI))
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
     """The same where gradients are reduced in the dtype of the operands."""
@@ -42,7 +41,11 @@ def accumulate(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
 
 
 def _is_shared(input_TI: Tensor) -> bool:
-    """True of inputs gathered over tensor parallel ranks, whose buffer the next layer takes."""
+    """True of inputs gathered over tensor parallel ranks, in a buffer that other layers take too.
+
+    They are copied. Were they used at once instead, an output layer that shares its weight with the
+    embedding would add to its gradient in another order.
+    """
     address = input_TI.untyped_storage().data_ptr()
     buffers = get_global_memory_buffer().buffer.values()
     return any(buffer.untyped_storage().data_ptr() == address for buffer in buffers)

@@ -18,7 +18,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.dry_run import dry_run
-from phalanx.moe.estimate.memory import fp8_weights
+from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.report.units import model_size, storage
@@ -486,6 +486,35 @@ def test_fp8_is_measured_by_both_peaks() -> None:
     assert "GEMM (1035 in FP8), 560 experts (795), " in text and " in fp8_block: " in text
     assert re.search(r"\n  speed     1\.\d\d x tokens/s of bf16, estimated for H200", text)
     assert "precision.hidden=fp8: " in text.partition("Off by default")[2]
+
+
+def test_weight_gradients_wait_where_their_operands_fit() -> None:
+    base = ["experiment=gpt_oss_20b_8gpu", "run=bench", "model.layers=8", "model.moe.experts=16"]
+    base += ["parallel.pipeline=2", "parallel.expert=1", "data.micro_batch=1"]
+    base += ["data.global_batch=64"]
+    text, _ = page(*base, world=8)
+    (bubbles,) = re.findall(r"stages    .* wait for transfers: bubble (\S+) s, not (\S+) s", text)
+    assert 0 <= float(bubbles[0]) < float(bubbles[1])
+    assert "of operands of weight gradients that wait" in text
+    cfg, needs, held = load(base), {}, {}
+    for cfg.parallel.delay_wgrad in ("off", "on", "auto"):
+        stages = stage_memory(resolved(cfg, 8, 8), 8)
+        needs[cfg.parallel.delay_wgrad] = needed(resolved(cfg, 8, 8), 8)
+        held[cfg.parallel.delay_wgrad] = [m.held for m in stages]
+    assert needs["off"] < needs["on"] == needs["auto"]
+    assert held == {"off": [0, 0], "on": [0, 1], "auto": [0, 1]}
+    known = resolved(cfg, 8, 8)
+    known.parallel.delay_wgrad = "auto"
+    assert delay_wgrad(known, 8, needs["on"]) == "on"
+    assert delay_wgrad(known, 8, needs["on"] - 1) == "off"
+    for more, reason in {
+        "parallel.delay_wgrad=off": "parallel.delay_wgrad=off",
+        "kernels.gradient_accumulation_fusion=false": "kernels.gradient_accumulation_fusion=false ",
+        "kernels=megatron": "kernels=megatron computes them in the backward pass",
+    }.items():
+        text, _ = page(*base, more, world=8)
+        assert re.search(rf"stages .* in the backward pass, bubble \S+ s: {reason}", text), more
+    assert "stages    " not in page("experiment=gpt_oss_20b_8gpu", world=8)[0]
 
 
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:

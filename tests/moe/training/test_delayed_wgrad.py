@@ -3,13 +3,17 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from phalanx.configs.knobs import put
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from tests.support.distributed import run_distributed
 from tests.support.row_overflow import overflow_always
-from tests.support.training import Trained, trained
+from tests.support.training import Trained, _train, trained
 
 pytestmark = pytest.mark.dist
 
@@ -29,11 +33,23 @@ SMALL = [
 ]
 INTERLEAVED = {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2}
 CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "two stages": (2, ["model=tiny"], {"parallel.pipeline": 2}),
+    "two stages": (
+        2,
+        ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"],  # the second holds a pass longer
+        {"parallel.pipeline": 2},
+    ),
     "four stages": (4, ["model=tiny"], {"parallel.pipeline": 4}),
     "interleaved": (2, ["model=tiny"], INTERLEAVED),
-    "data parallel": (4, ["model=tiny"], {"parallel.pipeline": 2}),
-    "interleaved, data parallel": (4, ["model=tiny_gpt_oss"], INTERLEAVED),
+    "data parallel": (
+        4,
+        ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"],
+        {"parallel.pipeline": 2},
+    ),
+    "interleaved, data parallel": (
+        4,
+        ["model=tiny_gpt_oss", "parallel.pipeline_layout='Ett|t|t|L'"],
+        INTERLEAVED,
+    ),
     "expert parallel": (4, ["model=tiny"], {"parallel.pipeline": 2, "parallel.expert": 2}),
     "tied, tokens ahead": (
         2,
@@ -76,7 +92,8 @@ def test_bits_are_the_same(case: str) -> None:
 def _order_checked(rank: int) -> Iterator[None]:
     """Fail if weight gradients do not run after the start of the transfers that they wait for.
 
-    For two stages of two layers each, whose experts have w1 and w2, one step and 6 micro-batches.
+    For stages of three layers and of one, whose experts have w1 and w2, and a step of 6
+    micro-batches.
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -102,8 +119,8 @@ def _order_checked(rank: int) -> Iterator[None]:
     finally:
         main_grad.added, p2p_communication._p2p_ops = added, start
     assert wgrad_queue._open is None
-    pass_, validated = "wwww", 6 * ">"
-    if dist.get_rank() == 0:  # sends micro-batches on, and computes after each backward pass
+    pass_, validated = ("ww" if rank else "wwwwww"), 6 * ">"
+    if rank == 0:  # sends micro-batches on, and computes after each backward pass
         assert "".join(events) == ">>" + (">" + pass_) * 4 + pass_ * 2 + validated, events
     else:  # sends gradients, and computes those of the pass before
         assert "".join(events) == "<" + ("<" + pass_) * 5 + pass_, events
@@ -122,3 +139,57 @@ def test_steps_that_are_repeated() -> None:
     plain, crowded = run("long", "off"), run("long", "on", overflow_always)
     assert min(crowded.series("reruns")) > 0 == max(plain.series("reruns"))
     assert plain.left == crowded.left
+
+
+def _as_on_a_gpu(cfg: Config) -> tuple[dict[str, str], int]:
+    """Digests after a run whose linear layers and embedding add to buffers; gradients delayed."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    from phalanx.kernels import wgrad_queue
+    from phalanx.moe.model import megatron_config
+    from phalanx.parallel.megatron import weight_grad
+
+    execution, delayed = megatron_config._execution, []
+
+    def fused(*given: Any, **named: Any) -> dict[str, Any]:
+        return execution(*given, **named) | {"gradient_accumulation_fusion": True}
+
+    def accumulate(x_TI: torch.Tensor, d_TO: torch.Tensor, main_grad_OI: torch.Tensor) -> None:
+        delayed.append(wgrad_queue._open is not None)
+        main_grad_OI.addmm_(d_TO.t().float(), x_TI.float())
+
+    with (
+        mock.patch.object(megatron_config, "_execution", fused),
+        mock.patch.object(weight_grad, "accumulate", accumulate),
+        mock.patch.multiple(
+            layers,
+            create=True,
+            fused_weight_gradient_mlp_cuda=weight_grad.Accumulate,
+            _grad_accum_fusion_available=True,
+        ),
+    ):
+        return _train(cfg).left, sum(delayed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_linear_layers_of_megatron(tied: bool, tensor: int) -> None:
+    """Also an output layer whose weight the embeddings of tokens ahead write to as well."""
+    left = {}
+    for delay in ("off", "on"):
+        cfg = load(["model=tiny_deepseek", *SMALL, "run.device=cpu", "run.save_interval=-1"])
+        knobs = {
+            "data.source": "synthetic",
+            "data.global_batch": 6,
+            "model.tie_embeddings": tied,
+            "kernels.backend": "torch",
+            "parallel.pipeline": 2,
+            "parallel.tensor": tensor,
+            "parallel.delay_wgrad": delay,
+        }
+        for path, value in knobs.items():
+            put(cfg, path, value)
+        ranks = run_distributed(_as_on_a_gpu, 2 * tensor, cfg, timeout=300)
+        left[delay] = [digests for digests, _ in ranks]
+        assert all((count > 0) == (delay == "on") for _, count in ranks)
+    assert left["off"] == left["on"]
