@@ -39,7 +39,7 @@ that two passes at a time do not spoil it:
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
+
+Event = torch.cuda.Event | None
+"""Event after work of a stream; None on a CPU."""
 
 
 class OverlappedSchedule:
@@ -62,15 +65,14 @@ class OverlappedSchedule:
         self._chunk, self._config = chunk, get_model_config(chunk)
         self._cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
-        self._done: list[torch.cuda.Event] = []
+        self._done: list[Event] = []
         """Events of the backward pass that was issued last: event k after k layers."""
-        self._pending: Iterator[torch.cuda.Event] | None = None
-        """Events that the layers of the current forward pass wait for; None outside of one."""
-        if self._cuda:
-            for module in chunk.modules():
-                if isinstance(module, TransformerLayer):
-                    module.register_forward_pre_hook(self._before_layer)
-                    module.register_forward_hook(self._after_layer)
+        self._beside: Iterator[Event] | None = None
+        """Events that the layers of a forward pass wait for; None outside of forward passes."""
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_pre_hook(self._before_layer)
+                module.register_forward_hook(self._after_layer)
 
     def __call__(
         self, forward_step: Callable[..., Any], batches: Iterator[Any], microbatches: int
@@ -88,26 +90,24 @@ class OverlappedSchedule:
         config, reports, self._done = self._config, list[Any](), []
         groups = schedules._build_default_pg_collection()
         no_sync = config.no_sync_func or nullcontext
-        start = self._event()
-        forward_end = backward_end = start
+        start = forward_end = backward_end = self._event()
         for i in range(microbatches):
             reduces = i + 1 == microbatches
             with self._on_stream(i), nullcontext() if reduces else no_sync():
                 self._wait(start, forward_end)
-                self._pending = iter(self._done)
-                output, _ = schedules.forward_step(
-                    forward_step,
-                    batches,
-                    self._chunk,
-                    microbatches,
-                    None,
-                    reports,
-                    config,
-                    groups.cp.size(),
-                    is_first_microbatch=i == 0,
-                    current_microbatch=i,
-                )
-                self._pending, self._done = None, []
+                with self._layers_follow():
+                    output, _ = schedules.forward_step(
+                        forward_step,
+                        batches,
+                        self._chunk,
+                        microbatches,
+                        None,
+                        reports,
+                        config,
+                        groups.cp.size(),
+                        is_first_microbatch=i == 0,
+                        current_microbatch=i,
+                    )
                 forward_end = self._event()
                 self._wait(backward_end)
                 schedules.backward_step(None, output, None, config)
@@ -117,32 +117,37 @@ class OverlappedSchedule:
         config.finalize_model_grads_func([self._chunk], None, pg_collection=groups)
         return reports
 
-    @contextmanager
-    def _on_stream(self, i: int) -> Iterator[None]:
-        with torch.cuda.stream(self._streams[i % 2]) if self._cuda else nullcontext():
-            yield
+    def _on_stream(self, i: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[i % 2]) if self._cuda else nullcontext()
 
-    def _event(self) -> torch.cuda.Event | None:
-        """Event after the work of the current stream so far; None on a CPU."""
+    def _event(self) -> Event:
+        """Event after the work of the current stream so far."""
         return torch.cuda.current_stream().record_event() if self._cuda else None
 
-    def _wait(self, *events: torch.cuda.Event | None) -> None:
+    def _wait(self, *events: Event) -> None:
         """Have the current stream wait for events."""
         for event in events:
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
 
+    @contextmanager
+    def _layers_follow(self) -> Iterator[None]:
+        """Inside, layers of a forward pass follow those of the backward pass that was issued last.
+
+        Its own backward pass is the next one whose events are noted.
+        """
+        self._beside, self._done = iter(self._done), []
+        try:
+            yield
+        finally:
+            self._beside = None
+
     def _before_layer(self, *_: Any) -> None:
         """Wait until the backward pass beside this forward pass has done as many layers."""
-        if self._pending is not None:
-            self._wait(next(self._pending, None))
+        if self._beside is not None:
+            self._wait(next(self._beside, None))
 
     def _after_layer(self, layer: torch.nn.Module, _: Any, output: tuple[Any, ...]) -> None:
         """Note when the backward pass of this forward pass comes to the layer."""
-        if self._pending is not None:
-            output[0].register_hook(self._at_layer)
-
-    def _at_layer(self, gradient: torch.Tensor) -> None:
-        event = self._event()
-        assert event is not None
-        self._done.append(event)
+        if self._beside is not None:
+            output[0].register_hook(lambda _: self._done.append(self._event()))

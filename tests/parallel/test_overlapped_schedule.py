@@ -97,6 +97,45 @@ def test_each_pass_has_its_own_group(recompute: str, tmp_path: Any) -> None:
     assert [call[:2] for call in main.seen] == [call[:2] for call in other.seen]
 
 
+@contextmanager
+def events(_: int) -> Iterator[list[tuple[str, int]]]:
+    """Events of a run, and waits for them: (record or wait, number of the event)."""
+    from phalanx.parallel.overlapped_schedule import OverlappedSchedule as Schedule
+
+    log: list[tuple[str, int]] = []
+
+    def record(self: Schedule) -> Any:
+        log.append(("record", sum(kind == "record" for kind, _ in log)))
+        return log[-1][1]
+
+    def wait(self: Schedule, *events: Any) -> None:
+        log.extend(("wait", event) for event in events if event is not None)
+
+    original = Schedule._event, Schedule._wait
+    Schedule._event, Schedule._wait = record, wait  # type: ignore[assignment]
+    try:
+        yield log
+    finally:
+        Schedule._event, Schedule._wait = original  # type: ignore[method-assign]
+
+
+@pytest.mark.dist
+def test_what_waits_for_what(tmp_path: Any) -> None:
+    """Two layers. Event 0 is the start; then those of forward end, layers 0 and 1 of the backward
+    pass, its end."""
+    given = [*SMALL, *RUN, "model=tiny", f"run.dir={tmp_path}", "run.steps=1", f"{KNOB}=on"]
+    main, _ = run(2, [*given, "data.global_batch=6", "parallel.overlap=false"], events)
+    assert main.code == 0, main.err
+    log = main.seen
+    first = [*["record 0", "wait 0", "wait 0"], "record 1", "wait 0"]
+    first += ["record 2", "record 3", "record 4"]
+    second = [*["wait 0", "wait 1"], "wait 2", "wait 3", "record 5", "wait 4"]
+    second += ["record 6", "record 7", "record 8"]
+    third = [*["wait 0", "wait 5"], "wait 6", "wait 7", "record 9", "wait 8"]
+    third += ["record 10", "record 11", "record 12", "wait 9", "wait 12"]
+    assert [f"{kind} {event}" for kind, event in log] == first + second + third
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
