@@ -1,5 +1,7 @@
 """Overlap of micro-batches in estimates: what it hides, what it needs, when `auto` takes it."""
 
+import re
+
 import pytest
 
 from phalanx.configs.knobs import changed
@@ -8,6 +10,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import needed, stage_memory
 from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.estimate.resolve import resolved
@@ -95,3 +98,12 @@ def test_forced_overlap_that_cannot_run_is_an_error() -> None:
     cfg = changed(known("parallel.dispatch=hier"), {KNOB: "on"})
     with pytest.raises(ConfigError, match=f"{KNOB}=on cannot run: .* set {KNOB}=auto"):
         microbatch_overlap(cfg, WORLD, H200, H200.room)
+
+
+def test_the_page_says_what_it_hides_and_costs() -> None:
+    text, _ = dry_run(load(NODES), WORLD)
+    effect = re.search(r"the next micro-batch hides (\d+)% of exchanges, (\d+)% of the step", text)
+    assert effect and 50 < int(effect[1]) < 100 and int(effect[2]) >= 3
+    assert "alltoall exchanges overlapped with another micro-batch" in text
+    text, _ = dry_run(load([*NODES, f"{KNOB}=off"]), WORLD)
+    assert "next micro-batch" not in text and "alltoall exchanges not overlapped" in text
