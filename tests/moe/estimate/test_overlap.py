@@ -72,6 +72,7 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
         ([f"{KNOB}=on"], "on", f"{KNOB}=on; hides "),
         (["data.global_batch=16", "data.micro_batch=1"], "off", "auto; a step has one micro-batch"),
         (["parallel.dispatch=hier"], "off", "auto; kernels of parallel.dispatch=hier fill the GPU"),
+        (["kernels=reference"], "off", "auto; reference experts have the host wait"),
         (["run.offload=[residual]"], "off", "auto; run.offload has host buffers"),
     ],
 )
