@@ -7,7 +7,8 @@ step is captured once and replayed with new inputs. A replay does what the eager
 bit: nothing in it is decided by the host, epochs and counters live on the device.
 
 Capture asks for one stream: model, optimizer, first steps and the graph itself have to be on it,
-since autograd and Megatron-Core's wrapper remember where they were made (`own_stream`).
+since autograd and Megatron-Core's wrapper remember where they were made (`own_stream`). Passes on
+other streams (`parallel.overlapped_schedule`) are branches that begin and end there.
 """
 
 import gc

@@ -11,9 +11,16 @@ those of that schedule bit for bit, and a CUDA graph captures both streams as br
 which has no streams, it is that schedule.
 
 Forward passes follow one another, and so do backward passes, by events; and a stream has one
-micro-batch at a time. At most one forward and one backward pass run beside each other. A forward
-pass starts its layer k after the backward pass beside it has done k layers: it does a third of the
-work, and would otherwise be over when half of the exchanges beside it are still to come.
+micro-batch at a time. At most one forward and one backward pass run beside each other.
+
+A forward pass does a third of the work, and by itself would be over when half of the exchanges
+beside it are still to come. So it follows the backward pass at two places of each layer: attention
+starts with the backward pass of a layer, which sends gradients of sums first, and experts start
+when the backward pass of experts is done, which then sends gradients of tokens. The k-th layer of
+one pass is beside the k-th of the other, the last one of the model if that is the backward pass:
+
+    backward:  sums'  EXPERTS'                tokens' ATTENTION'      ' is the gradient of
+    forward:   ATTENTION      tokens          EXPERTS sums            lower case is an exchange
 
 Nothing of one pass waits for the other inside a kernel: transports whose kernels fill the GPU and
 wait for other ranks are refused (`configs.layout.not_overlappable`). Shared state, and the reason
@@ -45,6 +52,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
@@ -65,14 +73,13 @@ class OverlappedSchedule:
         self._chunk, self._config = chunk, get_model_config(chunk)
         self._cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
-        self._done: list[Event] = []
-        """Events of the backward pass that was issued last: event k after k layers."""
-        self._beside: Iterator[Event] | None = None
-        """Events that the layers of a forward pass wait for; None outside of forward passes."""
+        self._layers, self._experts = _Places(self._event), _Places(self._event)
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
                 module.register_forward_pre_hook(self._before_layer)
                 module.register_forward_hook(self._after_layer)
+            if isinstance(module, MoELayer):
+                module.experts.register_forward_pre_hook(self._before_experts)
 
     def __call__(
         self, forward_step: Callable[..., Any], batches: Iterator[Any], microbatches: int
@@ -87,7 +94,10 @@ class OverlappedSchedule:
         Returns:
             What the loss function reported, one entry per micro-batch, on the caller's stream.
         """
-        config, reports, self._done = self._config, list[Any](), []
+        config, reports = self._config, list[Any]()
+        places = self._layers, self._experts
+        for place in places:
+            place.reached = []
         groups = schedules._build_default_pg_collection()
         no_sync = config.no_sync_func or nullcontext
         start = forward_end = backward_end = self._event()
@@ -95,7 +105,7 @@ class OverlappedSchedule:
             reduces = i + 1 == microbatches
             with self._on_stream(i), nullcontext() if reduces else no_sync():
                 self._wait(start, forward_end)
-                with self._layers_follow():
+                with places[0].follow(), places[1].follow():
                     output, _ = schedules.forward_step(
                         forward_step,
                         batches,
@@ -130,24 +140,44 @@ class OverlappedSchedule:
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
 
-    @contextmanager
-    def _layers_follow(self) -> Iterator[None]:
-        """Inside, layers of a forward pass follow those of the backward pass that was issued last.
+    def _before_layer(self, *_: Any) -> None:
+        self._wait(self._layers.next())
 
-        Its own backward pass is the next one whose events are noted.
-        """
-        self._beside, self._done = iter(self._done), []
+    def _after_layer(self, layer: torch.nn.Module, _: Any, output: tuple[Any, ...]) -> None:
+        self._layers.note(output[0])
+
+    def _before_experts(self, experts: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        self._wait(self._experts.next())
+        self._experts.note(given[0].rows_ND)
+
+
+class _Places:
+    """A place in each layer at which forward passes wait for the backward pass beside them.
+
+    Args:
+        event: makes an event on the current stream.
+    """
+
+    def __init__(self, event: Callable[[], Event]) -> None:
+        self._event = event
+        self.reached: list[Event] = []
+        """Events at the places of the backward pass that was issued last, in its order."""
+        self._awaited: Iterator[Event] = iter(())
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Inside is a forward pass; the backward pass that is issued next is its own."""
+        self._awaited, self.reached = iter(self.reached), []
         try:
             yield
         finally:
-            self._beside = None
+            self._awaited = iter(())
 
-    def _before_layer(self, *_: Any) -> None:
-        """Wait until the backward pass beside this forward pass has done as many layers."""
-        if self._beside is not None:
-            self._wait(next(self._beside, None))
+    def next(self) -> Event:
+        """Event that the next place of a forward pass waits for; None if there is none."""
+        return next(self._awaited, None)
 
-    def _after_layer(self, layer: torch.nn.Module, _: Any, output: tuple[Any, ...]) -> None:
-        """Note when the backward pass of this forward pass comes to the layer."""
-        if self._beside is not None:
-            output[0].register_hook(lambda _: self._done.append(self._event()))
+    def note(self, tensor: torch.Tensor) -> None:
+        """Let the backward pass reach the place when it has the gradient of a tensor."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self.reached.append(self._event()))

@@ -302,6 +302,8 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     if t.exchange:
         timing = "partly overlapped" if overlap_sms(cfg, world) else "not overlapped"
         exchanged = f", {cfg.parallel.dispatch} exchanges {timing} with experts"
+        if cfg.parallel.overlap_microbatches == "on":
+            exchanged = f", {cfg.parallel.dispatch} exchanges overlapped with another micro-batch"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
         f"step {t.total:.3f} s: {rate} ({_utilisation(cfg, tokens / t.total * flops, machine)}): "

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from phalanx.configs.knobs import changed
 from phalanx.configs.layout import forced_overlap_error, micro_batches, not_overlappable
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.estimate.memory import needed
@@ -48,6 +49,9 @@ def microbatch_overlap(
         return MicrobatchOverlap("off", f"{setting}; {reason}")
     if wanted == "auto" and cfg.run.device == "cpu":
         return MicrobatchOverlap("off", f"{setting}; a CPU computes one pass at a time")
+    if wanted == "auto" and expert_backend(cfg.kernels.backend).host_counts:
+        reason = f"{cfg.kernels.backend} experts have the host wait for each pass"
+        return MicrobatchOverlap("off", f"{setting}; {reason}")
     if wanted == "auto" and micro_batches(cfg, world) == 1:
         return MicrobatchOverlap("off", f"{setting}; a step has one micro-batch")
     effect = overlap_effect(cfg, world, machine)

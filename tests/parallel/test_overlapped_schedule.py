@@ -120,20 +120,18 @@ def events(_: int) -> Iterator[list[tuple[str, int]]]:
 
 
 @pytest.mark.dist
-def test_what_waits_for_what(tmp_path: Any) -> None:
-    """Two layers. Event 0 is the start; then those of forward end, layers 0 and 1 of the backward
-    pass, its end."""
-    given = [*SMALL, *RUN, "model=tiny", f"run.dir={tmp_path}", "run.steps=1", f"{KNOB}=on"]
-    main, _ = run(2, [*given, "data.global_batch=6", "parallel.overlap=false"], events)
+@pytest.mark.parametrize("recompute", ["[]", "[moe]"])
+def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
+    """Two layers. Event 0 is the start; then come a forward pass's end, four places of its backward
+    pass, and the end of that."""
+    given = [*SMALL, *RUN, "model=tiny", f"run.dir={tmp_path}", f"run.recompute={recompute}"]
+    more = ["run.steps=1", f"{KNOB}=on", "data.global_batch=6", "parallel.overlap=false"]
+    main, _ = run(2, [*given, *more], events)
     assert main.code == 0, main.err
-    log = main.seen
-    first = [*["record 0", "wait 0", "wait 0"], "record 1", "wait 0"]
-    first += ["record 2", "record 3", "record 4"]
-    second = [*["wait 0", "wait 1"], "wait 2", "wait 3", "record 5", "wait 4"]
-    second += ["record 6", "record 7", "record 8"]
-    third = [*["wait 0", "wait 5"], "wait 6", "wait 7", "record 9", "wait 8"]
-    third += ["record 10", "record 11", "record 12", "wait 9", "wait 12"]
-    assert [f"{kind} {event}" for kind, event in log] == first + second + third
+    alone = "r0 w0 w0 r1 w0 r2 r3 r4 r5 r6"
+    beside = "w0 w1 w2 w3 w4 w5 r7 w6 r8 r9 r10 r11 r12"
+    last = "w0 w7 w8 w9 w10 w11 r13 w12 r14 r15 r16 r17 r18 w13 w18"
+    assert [f"{kind[0]}{event}" for kind, event in main.seen] == f"{alone} {beside} {last}".split()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Overlap of micro-batches in estimates: what it hides, what it needs, when `auto` takes it."""
 
+import re
+
 import pytest
 
 from phalanx.configs.knobs import changed
@@ -8,6 +10,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import needed, stage_memory
 from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.estimate.resolve import resolved
@@ -69,6 +72,7 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
         ([f"{KNOB}=on"], "on", f"{KNOB}=on; hides "),
         (["data.global_batch=16", "data.micro_batch=1"], "off", "auto; a step has one micro-batch"),
         (["parallel.dispatch=hier"], "off", "auto; kernels of parallel.dispatch=hier fill the GPU"),
+        (["kernels=reference"], "off", "auto; reference experts have the host wait"),
         (["run.offload=[residual]"], "off", "auto; run.offload has host buffers"),
     ],
 )
@@ -95,3 +99,12 @@ def test_forced_overlap_that_cannot_run_is_an_error() -> None:
     cfg = changed(known("parallel.dispatch=hier"), {KNOB: "on"})
     with pytest.raises(ConfigError, match=f"{KNOB}=on cannot run: .* set {KNOB}=auto"):
         microbatch_overlap(cfg, WORLD, H200, H200.room)
+
+
+def test_the_page_says_what_it_hides_and_costs() -> None:
+    text, _ = dry_run(load(NODES), WORLD)
+    effect = re.search(r"the next micro-batch hides (\d+)% of exchanges, (\d+)% of the step", text)
+    assert effect and 50 < int(effect[1]) < 100 and int(effect[2]) >= 3
+    assert "alltoall exchanges overlapped with another micro-batch" in text
+    text, _ = dry_run(load([*NODES, f"{KNOB}=off"]), WORLD)
+    assert "next micro-batch" not in text and "alltoall exchanges not overlapped" in text

@@ -16,7 +16,9 @@ LAYERS, TOKENS, TOP_K, HIDDEN, FFN, RANKS = 24, 4096, 4, 2880, 2880, 8
 
 
 def known(*overrides: str, world: int = RANKS, node_gpus: int = 8) -> Config:
-    cfg = load(["experiment=gpt_oss_20b_8gpu", "run.eval_interval=0", *overrides])
+    given = ["experiment=gpt_oss_20b_8gpu", "run.eval_interval=0"]
+    given += ["parallel.overlap_microbatches=off"]  # the rows of one micro-batch
+    cfg = load([*given, *overrides])
     validate(cfg, world)
     return resolved(cfg, world, node_gpus)
 
@@ -24,8 +26,7 @@ def known(*overrides: str, world: int = RANKS, node_gpus: int = 8) -> Config:
 @pytest.mark.parametrize("dispatch", ["symm", "alltoall"])
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_the_budget_and_the_worst_case(factor: float, dispatch: str) -> None:
-    one = "parallel.overlap_microbatches=off"  # micro-batch at a time
-    cfg = known(f"parallel.capacity_factor={factor}", f"parallel.dispatch={dispatch}", one)
+    cfg = known(f"parallel.capacity_factor={factor}", f"parallel.dispatch={dispatch}")
     given, worst = row_memory(cfg, RANKS)
     assert given.rows == factor * TOKENS * TOP_K and worst.rows == RANKS * TOKENS * TOP_K
     for m in (given, worst):

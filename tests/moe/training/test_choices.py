@@ -21,6 +21,7 @@ from phalanx.moe.training.choices import (
     agreed_experts,
     choose_fp8_weights,
     choose_graph,
+    choose_overlap,
     with_choices,
 )
 from phalanx.parallel.runtime import Runtime
@@ -161,3 +162,33 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     forced = told("precision.weights=scratch", experts="torch")
     assert forced == f"none; {emulated}; precision.weights=scratch is not in effect"
     assert run_distributed(_weights, 1, [], "fused", [0]) == [""]
+
+
+def _overlap(overrides: list[str], transports: tuple[str, str]) -> str:
+    """Choice of overlap on this rank, whose group has a transport of its own, or the error."""
+    cfg = on("cpu", ["model=tiny", "parallel.expert=2", *overrides], KERNELS, "auto")
+    cfg.parallel.dispatch = transports[dist.get_rank()]
+    try:
+        overlaps, choices = choose_overlap(cfg, Runtime(dist.get_rank(), 2, 0, torch.device("cpu")))
+    except ConfigError as error:
+        return str(error)
+    return f"{overlaps} " + "".join(f"{c.op} {c.backend} {c.reason}" for c in choices)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("value", "transports", "start"),
+    [
+        ("on", ("alltoall", "alltoall"), "True micro-batches overlap {knob}=on; hides "),
+        ("on", ("alltoall", "symm"), "{knob}=on cannot run: kernels of parallel.dispatch=symm "),
+        ("off", ("alltoall", "alltoall"), "False micro-batches in turn {knob}=off"),
+        ("auto", ("alltoall", "symm"), "False "),
+        ("auto", ("alltoall", "alltoall"), "False "),  # on a CPU
+    ],
+)
+def test_all_ranks_overlap_micro_batches_or_none(
+    value: str, transports: tuple[str, str], start: str
+) -> None:
+    knob = "parallel.overlap_microbatches"
+    lines_ = run_distributed(_overlap, 2, [f"{knob}={value}"], transports)
+    assert all(line.startswith(start.format(knob=knob)) for line in lines_), lines_

@@ -57,6 +57,21 @@ def test_collectives_between_nodes_take_the_time_of_the_wire() -> None:
         assert max(times) < 0.1
 
 
+@pytest.mark.gpu
+def test_a_stream_waits_in_each_replay() -> None:
+    graph, device = torch.cuda.CUDAGraph(), torch.device("cuda")
+    timer_triton.wait_after(timer_triton.stamp(device), 0.0)  # compiled before the capture
+    with torch.cuda.graph(graph):
+        started = timer_triton.stamp(device)
+        timer_triton.wait_after(started, 0.02)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert 0.02 <= time.monotonic() - began < 0.1
+
+
 def test_kernels_read_the_clock_again_and_again(tmp_path: Path) -> None:
     meta = torch.device("meta")
     write = launched(timer_triton, "write_clock", lambda: timer_triton.stamp(meta), tmp_path)
