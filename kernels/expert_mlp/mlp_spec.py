@@ -37,6 +37,10 @@ class Margins:
                     f"kernels.sm_margin.{name} to 0 or more"
                 )
 
+    def at_least(self, sms: int) -> "Margins":
+        """Margins of no fewer SMs in any pass."""
+        return Margins(*(max(sms, n) for n in (self.forward, self.dgrad, self.wgrad)))
+
     def options(self, step: Pass) -> LaunchOptions:
         """Options of the launches of a pass."""
         return LaunchOptions(getattr(self, step))

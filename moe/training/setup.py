@@ -43,7 +43,7 @@ from phalanx.moe.training.choices import (
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.passes.pass_groups import second_group
+from phalanx.parallel.dispatcher.passes.pass_groups import EXCHANGE_SMS, pass_groups
 from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
 from phalanx.parallel.dispatcher.transport import choices as transport_choices
 from phalanx.parallel.dispatcher.transport import (
@@ -189,7 +189,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         resolved.precision.weights = choice.backend
     overlaps, overlap_line = choose_overlap(resolved, runtime)
     if overlaps:
-        transport = replace(transport, backward_group=second_group(groups.pg.ep))
+        transport = replace(transport, pass_groups=pass_groups(groups.pg.ep))
     delayed = choose_delayed_wgrad(resolved, runtime)
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
@@ -209,7 +209,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     # Gradients are summed over ranks, which must have the same order of channels.
     everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
     interleaved = options.spec.activation.gated and everywhere
-    spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved)
+    margins = options.spec.margins.at_least(EXCHANGE_SMS if overlaps else 0)
+    spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved, margins=margins)
     options = replace(options, spec=spec)
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:

@@ -44,8 +44,7 @@ class AllToAll(Dispatcher):
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
-        backward = context.transport.backward_group
-        ranks = context.group if backward is None else PassGroups(context.group, backward)
+        ranks = context.transport.pass_groups or context.group
         return cls(ranks, context.plan, context.recipe)
 
     @classmethod

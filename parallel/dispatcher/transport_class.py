@@ -22,6 +22,7 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
+from phalanx.parallel.dispatcher.passes.pass_groups import PassGroups
 from phalanx.parallel.dispatcher.received import Planner, Received
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ class Transport:
     """Process groups of a transport with one inside; `planned` does not create them."""
     replication: "ReplicationOptions | None" = None
     """Options of expert replication; None: no replication."""
-    backward_group: dist.ProcessGroup | None = None
-    """Process group of exchanges in backward passes, where forward passes of other micro-batches
-    run beside them; None: the expert-parallel group."""
+    pass_groups: PassGroups | None = None
+    """Process groups of exchanges in forward and in backward passes, where passes of two
+    micro-batches run beside each other; None: the expert-parallel group."""
 
     @property
     def replica_slots(self) -> int:

@@ -6,14 +6,18 @@ exchanges of a forward pass would wait for those of the whole backward pass besi
 belongs to the backward pass.
 
 Their collectives run on streams of high priority, so that they get SMs before the GEMMs of the
-other pass. Tensors of a collective belong to the stream that calls it: that stream waits for the
-collective before it does anything else, so their memory needs no record of the other stream.
+other pass, and take few of them. Kernels of the experts leave as many free (`EXCHANGE_SMS`): of a
+kernel that fills the GPU the CTAs that find no SM beside an exchange would start after it, and the
+pass would wait for the exchange of the other one.
+
+Tensors of a collective belong to the stream that calls it: that stream waits for the collective
+before it does anything else, so their memory needs no record of the other stream.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,18 +43,29 @@ Ranks = dist.ProcessGroup | PassGroups
 """Ranks that exchange: in both passes over one group, or over a group for each pass."""
 
 
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another process group of the ranks of this one. Collective over the job.
+EXCHANGE_SMS = 8
+"""SMs that the collectives of a pass take. NCCL moves some 10 GB/s with each inside a node, which
+is more than a network has for a GPU."""
+
+
+def pass_groups(group: dist.ProcessGroup) -> PassGroups:
+    """New process groups of the ranks of this one. Collective over the job.
 
     Args:
         group: this rank's group, one of several that have no rank in common.
     """
     mine = tuple(dist.get_process_group_ranks(group))
-    timeout = time_limit()
-    made = {
-        ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({*gather(mine)})
-    }
-    return made[mine]
+    everyone = sorted({*gather(mine)})
+    forward, backward = ({ranks: _new(ranks) for ranks in everyone}[mine] for _ in range(2))
+    return PassGroups(forward, backward)
+
+
+def _new(ranks: tuple[int, ...]) -> Any:
+    options = None
+    if dist.get_backend() == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = EXCHANGE_SMS
+    return dist.new_group(list(ranks), timeout=time_limit(), pg_options=options)
 
 
 @contextmanager
