@@ -3,8 +3,9 @@
 Muon (K. Jordan, kellerjordan.github.io/posts/muon) moves a matrix by its momentum made orthogonal.
 Matrices that tensor parallel ranks share and the scale of an update are left to the package
 emerging-optimizers, whose optimizers, and Megatron-Core's over them, take parameters of two axes,
-one at a time. Stacks of whole matrices are made orthogonal here, by the same products: its function
-takes and returns fp32, in passes that cost as much as a third of the products.
+one at a time. Stacks of whole matrices are made orthogonal here: its function takes and returns
+fp32, and adds a X to each product, in passes that cost as much as half of the products. The multiple
+of X is in the matrix that multiplies it here, which errs as little (tests/parallel/megatron).
 The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
 
 Nothing of an update is decided by the host but the numbers of `StepNumbers`, so that it is captured
@@ -40,7 +41,7 @@ from phalanx.parallel.megatron.updated import parts, updated
 
 _COEFFICIENTS, _ABC = "simple", (3.4445, -4.7750, 2.0315)
 """Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers and as a, b and
-c in X <- a X + (b A + c A^2) X with A = X X^T."""
+c in X <- (a I + b A + c A^2) X with A = X X^T."""
 _RMS = 0.2
 """RMS of an update before the learning rate, about that of AdamW: factor on the orthogonal matrix,
 beside sqrt(max(M, N))."""
@@ -170,8 +171,9 @@ def orthogonal(stack_BMN: Tensor, steps: int, dtype: torch.dtype, scale: float) 
     for factor in [1.0] * (steps - 1) + [scale]:
         gram = x_BMN.mT @ x_BMN if tall else x_BMN @ x_BMN.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram.diagonal(dim1=1, dim2=2).add_(a)
         left, right = (x_BMN, gram) if tall else (gram, x_BMN)
-        x_BMN = torch.baddbmm(x_BMN, left, right, beta=a * factor, alpha=factor)
+        x_BMN = torch.baddbmm(x_BMN, left, right, beta=0, alpha=factor)  # beta=0: a bmm, scaled
     return x_BMN
 
 

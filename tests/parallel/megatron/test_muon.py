@@ -68,6 +68,21 @@ def test_stacks_become_orthogonal_as_matrices_do(shape: tuple[int, int, int]) ->
     torch.testing.assert_close(half.double(), want, rtol=0, atol=0.04 * 0.3)
 
 
+def test_bf16_errs_no_more_than_the_library_does() -> None:
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+    from emerging_optimizers.utils import fp32_matmul_precision
+
+    from phalanx.parallel.megatron import muon
+
+    stack = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(2))
+    stack[1] *= torch.logspace(0, -3, 128)[:, None]  # singular values of all sizes
+    want = torch.stack([orthogonal(m.double()) for m in stack])
+    with fp32_matmul_precision("medium"):
+        theirs = newton_schulz(stack, 5, "simple").double()
+    ours = muon.orthogonal(stack, 5, torch.bfloat16, 1.0).double()
+    assert all((ours - want).norm(dim=(1, 2)) <= 1.05 * (theirs - want).norm(dim=(1, 2)))
+
+
 def moved(name: str, w: Tensor, grads: list[Tensor], heads: tuple[int, int, int]) -> Tensor | None:
     """A weight after the steps, or None if AdamW has it. `heads`: queries, keys, channels."""
     if name.endswith((".w1", ".w2")):
