@@ -1,4 +1,4 @@
-"""Muon's momentum and update of a matrix, before and after orthogonalization, one pass each.
+"""Muon's momentum, polynomials of its iterations, and update of a matrix, one pass each.
 
 Momentum is a running mean of gradients, in fp32 or bf16; the arithmetic is fp32. Gradients are
 clipped as they are read. A master copy may be held as weight and remainder, as in
@@ -70,6 +70,27 @@ def move_(
     master.mul_(kept).sub_(update.float() * rate)
     if remainder is not None:
         split_(master, param, remainder)
+
+
+@torch.no_grad()
+def polynomial_(square_BMM: Tensor, gram_BMM: Tensor, abc: tuple[float, float, float]) -> Tensor:
+    """a I + b gram + c square, rounded once, in place of `square_BMM` [B, M, M].
+
+    Args:
+        square_BMM: squares of `gram_BMM`; overwritten.
+        gram_BMM: of its dtype, bf16 or fp32; both contiguous.
+        abc: a, b and c.
+    """
+    _check(square_BMM, gram_BMM)
+    a, b, c = abc
+    if square_BMM.is_cuda:
+        from phalanx.kernels.elementwise.muon_triton import launch_polynomial
+
+        launch_polynomial(square_BMM, gram_BMM, a, b, c)
+        return square_BMM
+    found = b * gram_BMM.float() + c * square_BMM.float()
+    found.diagonal(dim1=1, dim2=2).add_(a)
+    return square_BMM.copy_(found)
 
 
 def _on_device(number: float | Tensor, beside: Tensor) -> Tensor:

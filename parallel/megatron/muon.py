@@ -4,8 +4,8 @@ Muon (K. Jordan, kellerjordan.github.io/posts/muon) moves a matrix by its moment
 Matrices that tensor parallel ranks share and the scale of an update are left to the package
 emerging-optimizers, whose optimizers, and Megatron-Core's over them, take parameters of two axes,
 one at a time. Stacks of whole matrices are made orthogonal here: its function takes and returns
-fp32, and adds a X to each product, in passes that cost as much as half of the products. The multiple
-of X is in the matrix that multiplies it here, which errs as little (tests/parallel/megatron).
+fp32, and adds a X to each product, in passes that cost as much as half of the products. Here the
+multiple of X is in the matrix that multiplies it, which errs as little.
 The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
 
 Nothing of an update is decided by the host but the numbers of `StepNumbers`, so that it is captured
@@ -25,7 +25,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.param_layout import FullParamLayout
 from torch import Tensor
 
-from phalanx.kernels.elementwise.muon import momentum, move_
+from phalanx.kernels.elementwise.muon import momentum, move_, polynomial_
 from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 from phalanx.parallel.megatron.matrices import (
     Matrices,
@@ -163,16 +163,14 @@ def orthogonal(stack_BMN: Tensor, steps: int, dtype: torch.dtype, scale: float) 
     Returns:
         [B, M, N] of `dtype`, contiguous.
     """
-    a, b, c = _ABC
     norm_B11 = torch.linalg.vector_norm(stack_BMN, dim=(1, 2), keepdim=True).clamp_min_(1e-7)
     x_BMN = torch.empty_like(stack_BMN, dtype=dtype)
     torch.div(stack_BMN, norm_B11, out=x_BMN)  # rounds in the same pass
     tall = x_BMN.shape[1] > x_BMN.shape[2]
     for factor in [1.0] * (steps - 1) + [scale]:
         gram = x_BMN.mT @ x_BMN if tall else x_BMN @ x_BMN.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        gram.diagonal(dim1=1, dim2=2).add_(a)
-        left, right = (x_BMN, gram) if tall else (gram, x_BMN)
+        by = polynomial_(gram @ gram, gram, _ABC)
+        left, right = (x_BMN, by) if tall else (by, x_BMN)
         x_BMN = torch.baddbmm(x_BMN, left, right, beta=0, alpha=factor)  # beta=0: a bmm, scaled
     return x_BMN
 
