@@ -45,6 +45,7 @@ CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"],
         {"parallel.pipeline": 2},
     ),
+    "no overlap": (4, ["model=tiny"], INTERLEAVED | {"parallel.overlap": False}),
     "interleaved, data parallel": (
         4,
         ["model=tiny_gpt_oss", "parallel.pipeline_layout='Ett|t|t|L'"],
