@@ -210,3 +210,25 @@ def test_an_error_in_a_step_leaves_nothing() -> None:
     assert p2p_communication._p2p_ops is start and not wgrad_queue.is_open()
     wgrad_queue.run_all()
     assert not done
+
+
+def test_work_before_a_transfer_that_only_receives() -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from phalanx.parallel.megatron import patches
+
+    events: list[str] = []
+    x = torch.zeros(1)
+
+    def start(**_: Any) -> None:
+        events.append("start")
+
+    with (
+        mock.patch.multiple(p2p_communication, _p2p_ops=start, _batched_p2p_ops=start),
+        patches.during_transfers(lambda: events.append("work")),
+    ):
+        for transfer in (p2p_communication._p2p_ops, p2p_communication._batched_p2p_ops):
+            transfer(tensor_send_prev=x, tensor_send_next=None, tensor_recv_next=x)
+            transfer(tensor_send_prev=None, tensor_send_next=x, tensor_recv_next=x)
+            transfer(tensor_send_prev=None, tensor_send_next=None, tensor_recv_next=x)
+    assert events == 2 * ["start", "work", "start", "work", "work", "start"]
