@@ -65,8 +65,8 @@ def grouped_mlp(
         on_saved_h: called with the tensors that are saved of h, unless h is recomputed.
         replicas: transfers of replicas, whose slots in the plan follow the local experts.
         stays: x and the gradient of out stay as they are until the end of the step, so that weight
-            gradients may wait (`kernels.wgrad_queue`). Not with `overlap`, whose
-            transfer of the gradient of x they hide, nor with `replicas`, whose gradients are sent.
+            gradients may wait (`kernels.wgrad_queue`). Not with `overlap`, whose transfer of the
+            gradient of x they hide, nor with `replicas`, whose gradients are sent.
 
     Returns:
         out_ND in x's dtype, summed in fp32 in the order of k and rounded once; 0 without experts

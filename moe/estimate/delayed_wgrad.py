@@ -4,9 +4,10 @@ Legend: T tokens of a rank before sequence parallelism splits them, N received t
 rows, D hidden, F expert width, H = 2F if gated.
 """
 
+from collections.abc import Iterable
 from itertools import chain
 
-from phalanx.configs.arithmetic.accounting import projections
+from phalanx.configs.arithmetic.accounting import linear_projections, projections
 from phalanx.configs.formats import width
 from phalanx.configs.layout import replica_slots
 from phalanx.configs.schema import Config
@@ -57,11 +58,16 @@ def layer_operands(cfg: Config, world: int, counts: TokenCounts, kind: LayerKind
     routed_element = 1 if quantized else width(cfg)
     element = routed_element if cfg.precision.dense == "fp8" else width(cfg)
     halves, dense = ACTIVATIONS[e.activation].halves, m.dense_ffn if kind.dense else e.shared_ffn
-    sides = list(chain.from_iterable(projections(m.hidden, m.attention)))
-    sides += [m.hidden, halves * dense, dense, m.hidden] if dense else []
-    # Tensor parallel ranks share the channels of heads and of F, not those of D.
-    channels = sum(side if side == m.hidden else side // t for side in sides)
-    total = counts.tokens * element * channels
+    matrices = linear_projections(m) if kind.linear else projections(m.hidden, m.attention)
+    mlp = [m.hidden, halves * dense, dense, m.hidden] if dense else []
+
+    def channels(sides: Iterable[int]) -> int:
+        """Tensor parallel ranks share the channels of heads and of F, not those of D."""
+        return sum(side if side == m.hidden else side // t for side in sides)
+
+    attention_element = width(cfg) if kind.linear else element
+    total = attention_element * channels(chain.from_iterable(matrices)) + element * channels(mlp)
+    total *= counts.tokens
     if kind.dense or not experts_wait(cfg, world):
         return total
     gathered = quantized or not expert_backend(cfg.kernels.backend).fuses_gather

@@ -167,14 +167,20 @@ def _arrive(group: Any, register: Callable[..., None], *given: Any) -> None:
 def during_transfers(work: Callable[[], None]) -> Iterator[None]:
     """Inside, `work` is called between the start of a pipeline stage's transfers and their end.
 
-    Megatron-Core would wait for what the other stages send.
+    Megatron-Core would wait for what the other stages send. Before a transfer that only receives it
+    is called first: nobody waits for its start, and NCCL's kernel, which waits on some SMs, would
+    keep the persistent kernels of `work` from ending.
     """
     names = ("_p2p_ops", "_batched_p2p_ops")
     originals = [getattr(p2p_communication, name) for name in names]
 
     def started(start: Callable[..., Any], **given: Any) -> Any:
+        sends = any(given[f"tensor_send_{to}"] is not None for to in ("prev", "next"))
+        if not sends:
+            work()
         requests = start(**given)
-        work()
+        if sends:
+            work()
         return requests
 
     for name, original in zip(names, originals, strict=True):

@@ -19,6 +19,7 @@ from phalanx.moe.estimate.free_memory import FreeMemory
 from phalanx.moe.training import choices
 from phalanx.moe.training.choices import (
     agreed_experts,
+    choose_delayed_wgrad,
     choose_fp8_weights,
     choose_graph,
     choose_overlap,
@@ -192,3 +193,38 @@ def test_all_ranks_overlap_micro_batches_or_none(
     knob = "parallel.overlap_microbatches"
     lines_ = run_distributed(_overlap, 2, [f"{knob}={value}"], transports)
     assert all(line.startswith(start.format(knob=knob)) for line in lines_), lines_
+
+
+def _delayed(overrides: list[str], experts: str, device: str, free: list[int]) -> str:
+    """`backend; reason` of the start page for weight gradients, of each rank."""
+    kernels = [replace(KERNELS[0], backend=experts), *KERNELS[1:]]
+    here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device(device))
+    cfg = with_choices(load(overrides), here, kernels, "local")
+    cfg.run.graph = "off"
+    room = FreeMemory("GPU 0", free[dist.get_rank()])
+    with mock.patch.object(choices, "free_gpu_memory", return_value=room):
+        return "".join(f"{c.backend}; {c.reason}" for c in choose_delayed_wgrad(cfg, here))
+
+
+@pytest.mark.dist
+def test_weight_gradients_wait_if_their_operands_fit_on_all_ranks() -> None:
+    def told(
+        *more: str, experts: str = "fused", device: str = "cuda", free: int = 2**40
+    ) -> list[str]:
+        given = ["parallel.pipeline=2", *more]
+        return run_distributed(_delayed, 2, given, experts, device, [2**40, free])
+
+    for line in told():
+        assert re.fullmatch(r"on; auto; .*; with their operands .* of 1\.0 TiB would .*", line)
+    first, second = told(free=0)
+    assert first.startswith("off; auto; with their operands ")
+    assert first.endswith(" would be needed, and another rank has less free memory")
+    assert second.startswith("off; auto; ") and second.endswith(" of 0 bytes would be needed")
+    assert set(told(device="cpu", free=0)) == {"on; auto; while a stage would wait for transfers"}
+    assert set(told("parallel.delay_wgrad=on", free=0)) == {"on; parallel.delay_wgrad=on"}
+    assert set(told("parallel.delay_wgrad=off")) == {"off; parallel.delay_wgrad=off"}
+    (stock,) = set(told(experts="megatron"))
+    assert stock == (
+        "off; parallel.delay_wgrad=auto; kernels=megatron computes them in the backward pass"
+    )
+    assert set(told("parallel.pipeline=1")) == {""}

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"],
         {"parallel.pipeline": 2},
     ),
+    "no overlap": (4, ["model=tiny"], INTERLEAVED | {"parallel.overlap": False}),
     "interleaved, data parallel": (
         4,
         ["model=tiny_gpt_oss", "parallel.pipeline_layout='Ett|t|t|L'"],
@@ -118,7 +119,7 @@ def _order_checked(rank: int) -> Iterator[None]:
         yield
     finally:
         main_grad.added, p2p_communication._p2p_ops = added, start
-    assert wgrad_queue._open is None
+    assert not wgrad_queue.is_open()
     pass_, validated = ("ww" if rank else "wwwwww"), 6 * ">"
     if rank == 0:  # sends micro-batches on, and computes after each backward pass
         assert "".join(events) == ">>" + (">" + pass_) * 4 + pass_ * 2 + validated, events
@@ -155,7 +156,7 @@ def _as_on_a_gpu(cfg: Config) -> tuple[dict[str, str], int]:
         return execution(*given, **named) | {"gradient_accumulation_fusion": True}
 
     def accumulate(x_TI: torch.Tensor, d_TO: torch.Tensor, main_grad_OI: torch.Tensor) -> None:
-        delayed.append(wgrad_queue._open is not None)
+        delayed.append(wgrad_queue.is_open())
         main_grad_OI.addmm_(d_TO.t().float(), x_TI.float())
 
     with (
@@ -193,3 +194,41 @@ def test_linear_layers_of_megatron(tied: bool, tensor: int) -> None:
         left[delay] = [digests for digests, _ in ranks]
         assert all((count > 0) == (delay == "on") for _, count in ranks)
     assert left["off"] == left["on"]
+
+
+def test_an_error_in_a_step_leaves_nothing() -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from phalanx.kernels import wgrad_queue
+    from phalanx.parallel import engine
+
+    start, done = p2p_communication._p2p_ops, list[int]()
+    with pytest.raises(ZeroDivisionError), engine._delayed(0):
+        assert p2p_communication._p2p_ops is not start
+        wgrad_queue.submit(lambda: done.append(1))
+        raise ZeroDivisionError
+    assert p2p_communication._p2p_ops is start and not wgrad_queue.is_open()
+    wgrad_queue.run_all()
+    assert not done
+
+
+def test_work_before_a_transfer_that_only_receives() -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from phalanx.parallel.megatron import patches
+
+    events: list[str] = []
+    x = torch.zeros(1)
+
+    def start(**_: Any) -> None:
+        events.append("start")
+
+    with (
+        mock.patch.multiple(p2p_communication, _p2p_ops=start, _batched_p2p_ops=start),
+        patches.during_transfers(lambda: events.append("work")),
+    ):
+        for transfer in (p2p_communication._p2p_ops, p2p_communication._batched_p2p_ops):
+            transfer(tensor_send_prev=x, tensor_send_next=None, tensor_recv_next=x)
+            transfer(tensor_send_prev=None, tensor_send_next=x, tensor_recv_next=x)
+            transfer(tensor_send_prev=None, tensor_send_next=None, tensor_recv_next=x)
+    assert events == 2 * ["start", "work", "start", "work", "work", "start"]
