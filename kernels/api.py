@@ -10,7 +10,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.functional.experts import grouped_experts, grouped_experts_sorted
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
-from phalanx.kernels.functional.options import ExpertOptions
+from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.registry import KernelUnavailable
 
@@ -21,6 +21,7 @@ __all__ = [
     "ExpertOptions",
     "Fp8Block",
     "GroupedMLP",
+    "KernelOptions",
     "KernelUnavailable",
     "Margins",
     "Microscaling",

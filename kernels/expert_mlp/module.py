@@ -7,17 +7,21 @@ Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.lin
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.functional.experts import grouped_experts
-from phalanx.kernels.functional.options import activation_named, check_backend, recipe_named
-from phalanx.kernels.quantize.recipe import Recipe
+from phalanx.kernels.functional.options import (
+    KernelOptions,
+    activation_named,
+    check_backend,
+    recipe_named,
+    with_defaults,
+)
 
 
 class GroupedMLP(nn.Module):
@@ -46,8 +50,7 @@ class GroupedMLP(nn.Module):
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, `cudnn`, or `auto`: the best for the input's device.
         device, dtype: of the parameters.
-        recipe: as in `kernels.functional.options.ExpertOptions`.
-        margins: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
+        options: recipe, accumulate and margins, as in `kernels.functional.options.KernelOptions`.
 
     Raises:
         ValueError: invalid sizes, or an unknown activation, backend or recipe.
@@ -64,9 +67,7 @@ class GroupedMLP(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        recipe: str | Recipe | None = None,
-        margins: Margins = Margins(),  # noqa: B008  (frozen)
+        **options: Unpack[KernelOptions],
     ) -> None:
         super().__init__()
         if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
@@ -77,7 +78,8 @@ class GroupedMLP(nn.Module):
         check_backend(backend)
         self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
         self.activation = activation_named(activation)
-        self.backend, self.recipe, self.margins = backend, recipe_named(recipe), margins
+        self.backend, self.options = backend, options
+        recipe_named(with_defaults(options)["recipe"])
         width = self.activation.width(ffn)
         where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
@@ -130,8 +132,7 @@ class GroupedMLP(nn.Module):
             self.b2,
             activation=self.activation,
             backend=self.backend,
-            recipe=self.recipe,
-            margins=self.margins,
+            **self.options,
         )
 
     def extra_repr(self) -> str:

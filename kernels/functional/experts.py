@@ -9,7 +9,6 @@ Legend: T tokens, S rows sorted by expert, K experts per token, E experts, D hid
 H = 2F for gated activations and F for others.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -172,7 +171,7 @@ def _choose(
     options = ("activation", "backend", "recipe", "accumulate", "margins")
     E, D, F = weights.w2.shape
     # Under torch.compile these sizes become constants: the choice depends on them.
-    sizes = tuple([operator.index(size) for size in (D, F, E, K or 0)])
+    sizes = [constant(size) for size in (D, F, E, K or 0)]
     return choose(
         tuple([constant(chosen[name]) for name in options]),
         (x.device, x.dtype, *sizes, K is None),

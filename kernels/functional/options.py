@@ -1,6 +1,8 @@
 """Options that the functions and modules of experts share, and the choice of kernels by them."""
 
 import functools
+import operator
+from collections.abc import Callable
 from dataclasses import fields
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, TypedDict
@@ -18,23 +20,28 @@ from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
 from phalanx.kernels.registry import Facts, resolve
 
 
-class ExpertOptions(TypedDict, total=False):
+class KernelOptions(TypedDict, total=False):
+    """Keyword arguments of functions and modules of experts, about their kernels."""
+
+    recipe: str | Recipe | None
+    """`fp8_block`, `mxfp8` or `nvfp4`: products of quantized operands; None: none are."""
+    accumulate: bool
+    """Gradients of parameters with a `main_grad` are added to that, and
+    `grad_added_to_main_grad` is set, as Megatron-Core expects."""
+    margins: Margins
+    """SMs that the kernels of each pass leave free."""
+
+
+class ExpertOptions(KernelOptions, total=False):
     """Keyword arguments of the functions of experts."""
 
     activation: str | Activation
     """A key of `ACTIVATIONS`, or an `Activation` with constants; `swiglu` by default."""
     backend: str
     """`fused`, `cudnn`, `torch`, `reference`, or `auto`: the best for the device and the sizes."""
-    recipe: str | Recipe | None
-    """`fp8_block`, `mxfp8` or `nvfp4`: products of quantized operands; None: none are."""
     layout: str
     """A key of `LAYOUTS`: the order of the weights in memory; others than `halves` are copied in
     each call."""
-    accumulate: bool
-    """Gradients of parameters with a `main_grad` are added to that, and
-    `grad_added_to_main_grad` is set, as Megatron-Core expects."""
-    margins: Margins
-    """SMs that the kernels of each pass leave free."""
 
 
 _DEFAULTS: dict[str, Any] = dict(
@@ -47,7 +54,7 @@ _DEFAULTS: dict[str, Any] = dict(
 )
 
 
-def with_defaults(options: ExpertOptions) -> dict[str, Any]:
+def with_defaults(options: KernelOptions) -> dict[str, Any]:
     """All options.
 
     Raises:
@@ -91,13 +98,20 @@ def check_backend(backend: str) -> None:
 
 # Types that torch.compile cannot pass to `choose` as constants.
 _FIELDS = {t: tuple(f.name for f in fields(t)) for t in (Activation, Margins, *RECIPE_TYPES)}
-_TYPES = {t.__name__: t for t in _FIELDS}
+_BUILD: dict[str, Callable[..., Any]] = {"float": float.fromhex}
+_BUILD |= {t.__name__: t for t in _FIELDS}
 
 
 def constant(value: Any) -> Any:
-    """An option as a constant: the name of its type and its fields, or itself."""
+    """An option or a size as a constant, also under torch.compile with dynamic shapes."""
+    if isinstance(value, float):
+        return "float", value.hex()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
     names = _FIELDS.get(type(value))
-    return value if names is None else (type(value).__name__, *[getattr(value, n) for n in names])
+    if names is None:
+        return value
+    return (type(value).__name__, *[constant(getattr(value, name)) for name in names])
 
 
 def _value(constant: Any) -> Any:
@@ -105,7 +119,7 @@ def _value(constant: Any) -> Any:
     if not isinstance(constant, tuple):
         return constant
     kind, *values = constant
-    return _TYPES[kind](*values)
+    return _BUILD[kind](*map(_value, values))
 
 
 class Problem(NamedTuple):

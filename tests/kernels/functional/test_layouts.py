@@ -42,7 +42,7 @@ def given() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_gpt_oss(given: tuple[Tensor, Tensor, Tensor]) -> None:
-    """By conversion in the call, and at once."""
+    """Results after a conversion in the call, and at once."""
     theirs = GptOss()
     x, idx, prob = given
     want = theirs.statement(*given)
