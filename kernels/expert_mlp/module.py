@@ -7,10 +7,10 @@ Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.lin
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
@@ -22,9 +22,10 @@ from phalanx.kernels.functional.options import (
     recipe_named,
     with_defaults,
 )
+from phalanx.kernels.functional.parameters import ExpertParameters
 
 
-class GroupedMLP(nn.Module):
+class GroupedMLP(ExpertParameters):
     """out = sum over the K experts e of a token of prob[e] * MLP_e(x).
 
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
@@ -69,32 +70,18 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Unpack[KernelOptions],
     ) -> None:
-        super().__init__()
         if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
             raise ValueError(
                 f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
                 "positive, and top_k at most experts"
             )
         check_backend(backend)
-        self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
-        self.activation = activation_named(activation)
-        self.backend, self.options = backend, options
         recipe_named(with_defaults(options)["recipe"])
-        width = self.activation.width(ffn)
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
-        self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
-        self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
-        self.b2 = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Each expert's layers as `torch.nn.Linear` draws them: uniform within fan_in^-1/2."""
-        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
-            bound = weight.shape[-1] ** -0.5
-            nn.init.uniform_(weight, -bound, bound)
-            if bias is not None:
-                nn.init.uniform_(bias, -bound, bound)
+        kind = activation_named(activation)
+        where = dict(device=device, dtype=dtype)
+        super().__init__(experts, hidden, ffn, kind, bias=bias, where=where)
+        self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
+        self.activation, self.backend, self.options = kind, backend, options
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
         """Weighted sum of each token's experts.

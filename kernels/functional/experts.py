@@ -26,6 +26,7 @@ from phalanx.kernels.functional.options import (
     ExpertOptions,
     choose,
     constant,
+    constants,
     with_defaults,
 )
 from phalanx.kernels.narrow import as_int32
@@ -150,32 +151,22 @@ def _operands(
 ) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
     """Input and weights in the dtype of the products and the layout of the kernels; all options."""
     chosen = with_defaults(options)
-    local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-    w1, w2, b1, b2 = local
+    w1, w2, b1, b2 = map(local, weights)
     assert w1 is not None and w2 is not None
     if w1.ndim != 3 or w2.ndim != 3:
         raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
-    dtype = _autocast_dtype(x.device)
-    tensors = [x, w1, w2, b1, b2]
-    if dtype is not None:
-        tensors = [t if t is None else _cast(t, dtype) for t in tensors]
-    x, *cast = tensors
+    x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
     stored = layout_named(chosen["layout"])
-    weights = MLPWeights(*cast)
     return x, weights if stored == HALVES else stored.weights(weights), chosen
 
 
 def _choose(
     x: Tensor, weights: MLPWeights, chosen: dict[str, Any], K: int | None
 ) -> tuple[str, str, int]:
-    options = ("activation", "backend", "recipe", "accumulate", "margins")
     E, D, F = weights.w2.shape
     # Under torch.compile these sizes become constants: the choice depends on them.
     sizes = [constant(size) for size in (D, F, E, K or 0)]
-    return choose(
-        tuple([constant(chosen[name]) for name in options]),
-        (x.device, x.dtype, *sizes, K is None),
-    )
+    return choose(constants(chosen), (x.device, x.dtype, *sizes, K is None))
 
 
 def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> Tensor:
@@ -222,12 +213,20 @@ def _cleared(rows_SD: Tensor, offsets: Tensor) -> Tensor:
     return rows_SD
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Dtype of the device's active autocast region; None: autocast is off."""
-    kind = device.type
+def local(weight: Tensor | None) -> Tensor | None:
+    """This rank's part of a DTensor; other tensors, and None, unchanged."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:
+    """Both in the dtype of the device's active autocast region; unchanged outside of one."""
+    kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has no autocast
-        return None
-    return torch.get_autocast_dtype(kind)
+        return x, weights
+    dtype = torch.get_autocast_dtype(kind)
+    w1, w2, b1, b2 = weights
+    biases = (b if b is None else _cast(b, dtype) for b in (b1, b2))
+    return _cast(x, dtype), MLPWeights(_cast(w1, dtype), _cast(w2, dtype), *biases)
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:

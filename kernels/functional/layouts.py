@@ -47,8 +47,13 @@ class WeightLayout:
 
     def weights(self, stored: MLPWeights) -> MLPWeights:
         """`to_kernels` of all weights and biases."""
-        pairs = zip(stored, _FC1, strict=True)
-        return MLPWeights(*(x if x is None else self.to_kernels(x, fc1=fc1) for x, fc1 in pairs))
+        w1, w2, b1, b2 = stored
+        return MLPWeights(
+            self.to_kernels(w1, fc1=True),
+            self.to_kernels(w2, fc1=False),
+            None if b1 is None else self.to_kernels(b1, fc1=True),
+            b2,
+        )
 
 
 _FC1 = (True, False, True, False)

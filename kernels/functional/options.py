@@ -122,6 +122,14 @@ def _value(constant: Any) -> Any:
     return _BUILD[kind](*map(_value, values))
 
 
+_CHOICES = ("activation", "backend", "recipe", "accumulate", "margins")
+
+
+def constants(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The options on which the specification depends, as constants."""
+    return tuple([constant(options[name]) for name in _CHOICES])
+
+
 class Problem(NamedTuple):
     """Facts about tensors on which the choice of kernels depends. Sizes of 0 are unknown."""
 
@@ -141,18 +149,19 @@ def choose(options: tuple[Any, ...], problem: tuple[Any, ...]) -> tuple[str, str
     """Specification for custom ops, backend, and H / F.
 
     Args:
-        options: constants of activation, backend, recipe, accumulate and margins.
+        options: result of `constants`.
         problem: fields of a `Problem`.
 
     Raises:
         ValueError: an unknown value of an option, or kernels that cannot run here.
     """
-    spec = _specification(options, Problem(*problem))
+    spec = specification(options, Problem(*problem))
     return encode(spec), spec.backend, spec.activation.facts.halves
 
 
 @functools.cache
-def _specification(options: tuple[Any, ...], problem: Problem) -> MLPSpec:
+def specification(options: tuple[Any, ...], problem: Problem) -> MLPSpec:
+    """`choose` as a value."""
     activation, backend, recipe, accumulate, margins = map(_value, options)
     activation, recipe = activation_named(activation), recipe_named(recipe)
     check_backend(backend)
