@@ -85,9 +85,9 @@ class ExpertParallelGroup:
         comm_sms: int | str = "auto",
         timeout: float = 600.0,
     ) -> None:
-        self.group = dist.group.WORLD if group is None else group
-        if self.group is None:
+        if not dist.is_initialized():
             raise ValueError("group: call torch.distributed.init_process_group first")
+        self.group: dist.ProcessGroup = group or dist.group.WORLD
         ranks = self.group.size()
         if ranks == 1 and transport in ("symm", "alltoall"):
             transport = "auto"  # nothing travels
@@ -147,13 +147,24 @@ class ExpertParallelGroup:
                 that cannot run here.
         """
         chosen = with_defaults(options)
-        K = topk_idx.shape[-1]
         x_TD = x.reshape(-1, x.shape[-1])
-        w1, w2, b1, b2 = map(local, (w1, w2, b1, b2))
-        x_TD, weights = in_product_dtype(x_TD, MLPWeights(w1, w2, b1, b2))
+        weights = MLPWeights(local(w1), local(w2), local(b1), local(b2))
+        x_TD, weights = in_product_dtype(x_TD, weights)
         weights = layout_named(chosen["layout"]).weights(weights)
-        spec = self._specification(chosen, x_TD, weights, K)
-        E = weights.w1.shape[0] * self.size
+        with torch.autocast(x.device.type, enabled=False):
+            return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
+
+    def _run(
+        self,
+        x_TD: Tensor,
+        topk_idx: Tensor,
+        topk_prob: Tensor,
+        weights: MLPWeights,
+        chosen: dict[str, Any],
+    ) -> Tensor:
+        (L, D, F), K = weights.w2.shape, topk_idx.shape[-1]
+        problem = Problem(x_TD.device, x_TD.dtype, D, F, L, K, sorted_rows=False)
+        spec, E = specification(constants(chosen), problem), L * self.size
         dispatcher = self._dispatcher(_Key(E, K, spec.backend, _fp8(spec)))
         idx_TK = as_int32(topk_idx.reshape(-1, K), E)
         idx_TK = torch.where((idx_TK >= 0) & (idx_TK < E), idx_TK, -1)
@@ -167,7 +178,7 @@ class ExpertParallelGroup:
                 overlap=received.overlap,
                 fp8_inputs=received.fp8_inputs,
             )
-        return dispatcher.combine(out_ND, received).view(x.shape)
+        return dispatcher.combine(out_ND, received)
 
     def overflowed(self) -> bool:
         """True if a layer of any rank lacked rows since the last call, so that tokens were dropped.
@@ -190,13 +201,6 @@ class ExpertParallelGroup:
     def release(self) -> None:
         """Free the memory that ranks share, before the process groups are destroyed."""
         self.connections.release()
-
-    def _specification(
-        self, chosen: dict[str, Any], x_TD: Tensor, weights: MLPWeights, K: int
-    ) -> MLPSpec:
-        L, D, F = weights.w2.shape
-        problem = Problem(x_TD.device, x_TD.dtype, D, F, L, K, sorted_rows=False)
-        return specification(constants(chosen), problem)
 
     def _dispatcher(self, key: _Key) -> Dispatcher:
         if key not in self._dispatchers:

@@ -10,7 +10,7 @@ H = 2F for gated activations and F for others.
 """
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -200,12 +200,13 @@ def _run(x: Tensor, weights: MLPWeights, plan: ExpertPlan, spec: str, accumulate
 def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str) -> Tensor:
     """The same where gradients are added to buffers, which a custom op could not do."""
     spec = custom_ops.decode(encoded)
-    if plan.inverse_NK is not None:
-        return grouped_mlp(x, weights, plan, spec)
-    if x.requires_grad:
-        x = x.view_as(x)
-        x.register_hook(lambda dx: _cleared(dx, plan.offsets))
-    return _cleared(grouped_mlp(x, weights, plan, spec), plan.offsets)
+    with torch.autocast(x.device.type, enabled=False):
+        if plan.inverse_NK is not None:
+            return grouped_mlp(x, weights, plan, spec)
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda dx: _cleared(dx, plan.offsets))
+        return _cleared(grouped_mlp(x, weights, plan, spec), plan.offsets)
 
 
 def _cleared(rows_SD: Tensor, offsets: Tensor) -> Tensor:
@@ -213,9 +214,10 @@ def _cleared(rows_SD: Tensor, offsets: Tensor) -> Tensor:
     return rows_SD
 
 
-def local(weight: Tensor | None) -> Tensor | None:
+def local[T: Tensor | None](weight: T) -> T:
     """This rank's part of a DTensor; other tensors, and None, unchanged."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    part: Any = weight.to_local() if isinstance(weight, DTensor) else weight
+    return cast(T, part)
 
 
 def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:
