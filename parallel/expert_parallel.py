@@ -87,7 +87,9 @@ class ExpertParallelGroup:
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("group: call torch.distributed.init_process_group first")
-        self.group: dist.ProcessGroup = group or dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
+        self.group = world if group is None else group
         ranks = self.group.size()
         if ranks == 1 and transport in ("symm", "alltoall"):
             transport = "auto"  # nothing travels
