@@ -258,7 +258,8 @@ def _arch() -> str | None:
 @functools.cache
 def _sources() -> str:
     """Hash of all sources that kernels are traced from, read once per process."""
-    return digest_of([*_HERE.rglob("*.py"), _HERE.parent / "expert_mlp/activation.py"])
+    files = (path for path in _HERE.rglob("*.py") if path.name != "shipped.py")  # a list of them
+    return digest_of([*files, _HERE.parent / "expert_mlp/activation.py"])
 
 
 def _epilogues(config: str) -> Iterator[str]:
