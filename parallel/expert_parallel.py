@@ -67,6 +67,7 @@ class ExpertParallelGroup:
         capacity_factor: rows of a rank's buffers over the balanced load T * K. None: R, with which
             every row that could arrive has room.
         dtype: dtype of tokens, on which the choice of the transport depends.
+        device: device of tokens; None: this process's GPU, or the CPU if it has none.
         comm_sms: SMs that `symm` takes for pushes beside the experts' kernels; 0: none beside them.
         timeout: seconds after which a wait for another rank in `symm` is an error.
 
@@ -82,6 +83,7 @@ class ExpertParallelGroup:
         transport: str = "auto",
         capacity_factor: float | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
         comm_sms: int | str = "auto",
         timeout: float = 600.0,
     ) -> None:
@@ -98,10 +100,10 @@ class ExpertParallelGroup:
         except ValueError as error:
             raise ValueError(str(error).replace("parallel.dispatch=", "transport=")) from None
         factor = float(ranks) if capacity_factor is None else capacity_factor
-        cuda = torch.cuda.is_available() and "nccl" in dist.get_backend(self.group)
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if device is None:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         try:
-            self.budget = Budget(factor, device)
+            self.budget = Budget(factor, torch.device(device))
         except ValueError:
             raise ValueError(f"capacity_factor={factor}: set it to 1 or more") from None
         self.connections = Connections()

@@ -1,8 +1,8 @@
 """Compiled kernels as shared libraries inside this package: neither compiler nor linker is needed.
 
-`scripts/build_wheel.py` links them from the objects of `jit.objects`, each with the functions
-through which an object calls CUDA (`runtime_calls.c`), which CuTe DSL has elsewhere. The CUDA
-runtime is the one that torch has loaded.
+`scripts/release/build_wheel.py` links them from the objects of `jit.objects`, each with the
+functions through which an object calls CUDA (`runtime_calls.c`), which CuTe DSL has elsewhere. The
+CUDA runtime is the one that torch has loaded.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def link(data: bytes, prefix: str, target: Path) -> None:
     """Link an object of `jit.objects.export` to a library; needs a C compiler.
 
     Raises:
-        RuntimeError: there is none, or it fails.
+        RuntimeError: there is none, or the object is no kernel's.
     """
     compiler = shutil.which("cc")
     if compiler is None:
@@ -42,19 +42,17 @@ def link(data: bytes, prefix: str, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.o"
         path.write_bytes(data)
-        # The name of the host function is in the object, as text.
         names = subprocess.run(["nm", "--defined-only", path], capture_output=True, text=True)
-        entry = next(n for line in names.stdout.split() if (n := _host_function(line, prefix)))
+        start = f"_mlir_{prefix}__mlir_ciface_"
+        entry = next((name for name in names.stdout.split() if name.startswith(start)), None)
+        if entry is None:
+            raise RuntimeError(f"kernel not linked: it has no host function {start}...")
         flags = ["-shared", "-fPIC", "-O2", "-s", "-Wl,-Bsymbolic,-z,noexecstack"]
         alias = f"-Wl,--defsym={prefix}_{_ENTRY}={entry}"
         command = [compiler, *flags, alias, "-o", target, path, _CALLS]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"kernel not linked: {done.stderr.strip()}")
-
-
-def _host_function(symbol: str, prefix: str) -> str:
-    return symbol if symbol.startswith(f"_mlir_{prefix}__mlir_ciface_") else ""
 
 
 def symbols(path: Path, prefix: str) -> Callable[[str], int]:

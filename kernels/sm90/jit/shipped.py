@@ -13,7 +13,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 SHIPPED: tuple[tuple[type, Any], ...]
 """Kernel class and configuration of each that trains a model; created at the first read."""
 COMPILED: tuple[tuple[type, Any], ...]
-"""Those, and more for the public functions: kernels that wheels contain."""
+"""Kernels that wheels contain: those of `SHIPPED`, and more for the public functions."""
 
 SWIGLU = Activation("swiglu")
 GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)

@@ -1,6 +1,6 @@
 """Build the wheel whose kernels are compiled, and the source distribution.
 
-    python scripts/build_wheel.py [--out FOLDER] [--jobs N] [--cache FOLDER]
+    python scripts/release/build_wheel.py [--out FOLDER] [--jobs N] [--cache FOLDER]
 
 Needs no GPU, but CuTe DSL and a C compiler (pip install '.[compile]', gcc). The wheel contains the
 kernels of kernels/sm90/jit/shipped.py for sm_90a and this machine type, as shared libraries: who
@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phalanx.configs import programs
 from phalanx.kernels.cache import Cache, folder
 
+ROOT = Path(__file__).resolve().parents[2]
 GLIBC = "2_28"
 """Version of the C library that the wheel's name promises; the libraries use older symbols."""
 
