@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 
@@ -114,7 +113,7 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
         return
     fc1 = {name: first for name, first in zip(names, _FC1, strict=True) if name}
     parameters = {name: module.get_parameter(name) for name in fc1}
-    if any(isinstance(p, DTensor) for p in parameters.values()):
+    if any(hasattr(p, "to_local") for p in parameters.values()):
         raise ValueError(f"layout={layout}: convert parameters before they are sharded")
     for name, parameter in parameters.items():
         # Not other data in it: autograd may have noted its shape.

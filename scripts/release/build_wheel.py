@@ -68,13 +68,20 @@ def pack(libraries: Path, out: Path) -> Path:
         for name in filter(None, listed.stdout.split("\0")):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
-        setup = [sys.executable, "-c", "import setuptools; setuptools.setup()", "--quiet"]
-        subprocess.run([*setup, "sdist", "--dist-dir", out.resolve()], cwd=tree, check=True)
+        _backend("build_sdist", out, tree)
         shutil.copytree(libraries, tree / "kernels" / "compiled")
         tag = f"manylinux_{GLIBC}_{platform.machine()}"
-        wheel = ["bdist_wheel", "--plat-name", tag, "--dist-dir", out.resolve()]
-        subprocess.run([*setup, *wheel], cwd=tree, check=True)
+        _backend("build_wheel", out, tree, **{"--build-option": ["--plat-name", tag]})
     return max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def _backend(hook: str, out: Path, tree: Path, **settings: list[str]) -> None:
+    """Call a hook of the build backend in a tree."""
+    call = f"import setuptools.build_meta as b; b.{hook}({str(out.resolve())!r}, {settings!r})"
+    out.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run([sys.executable, "-c", call], cwd=tree, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{hook} failed:\n{done.stderr[-4000:]}")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
