@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pkgutil import resolve_name
@@ -17,7 +18,7 @@ from phalanx.kernels.expert_mlp.custom_ops import RECIPE_TYPES, encode
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.expert_mlp.providers import names
 from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
-from phalanx.kernels.registry import Facts, resolve
+from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 
 
 class KernelOptions(TypedDict, total=False):
@@ -182,12 +183,20 @@ def specification(options: tuple[Any, ...], problem: Problem) -> MLPSpec:
         activation_limit=activation.limit,
         activation_offset=activation.offset,
     )
-    chosen = resolve("grouped_mlp", backend, facts).backend
+    try:
+        chosen = resolve("grouped_mlp", backend, facts).backend
+    except KernelUnavailable as refusal:
+        raise KernelUnavailable(_without_knobs(str(refusal))) from None
     if problem.sorted_rows and EXPERT_BACKENDS[chosen].pads_rows_to > 1:
         if backend != "auto":
             raise ValueError(f"backend={backend} pads the rows of each expert: use backend=torch")
         chosen = resolve("grouped_mlp", "torch", facts).backend
     return MLPSpec(activation, chosen, margins, accumulate, recipe)
+
+
+def _without_knobs(text: str) -> str:
+    """A reason in which knobs of a run are called as arguments are."""
+    return re.sub(r"\b(?:kernels|model(?:\.moe)?|precision)\.(?=\w)", "", text)
 
 
 def _name_of(recipe: Recipe | None) -> str:

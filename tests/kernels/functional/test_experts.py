@@ -283,7 +283,8 @@ def test_arguments_are_checked() -> None:
     call("layout='rows' is unknown: use one of halves", x, idx, prob, *w, layout="rows")
     call("hidden=fp8 is for", x, idx, prob, *w, recipe=Fp8Block(hidden="fp8"))
     call("limit is no option", x, idx, prob, *w, limit=7.0, error=TypeError)
-    call("needs CUDA", x, idx, prob, *w, backend="fused", error=KernelUnavailable)
+    refused = "^backend=fused cannot run here: needs CUDA; use backend=reference or backend=auto$"
+    call(refused, x, idx, prob, *w, backend="fused", error=KernelUnavailable)
     with pytest.raises(ValueError, match=r"counts must be integers \[6\]"):
         grouped_experts_sorted(x, [1, 2], None, *w)
     with pytest.raises(ValueError, match="counts sum to 60, more than the 9 rows"):
