@@ -1,8 +1,6 @@
 """Compiled kernels as libraries: linked, found and loaded without the compiler."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,30 +13,13 @@ from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program
 from phalanx.kernels.sm90.jit.shipped import COMPILED, SHIPPED
 from phalanx.kernels.sm90.routing.plan import GatherConfig, GatherKernel
+from tests.kernels.sm90.without_compiler import without_compiler
 
-_WITHOUT = """
-import importlib.metadata, json, sys
-from pathlib import Path
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-def version(name, known=importlib.metadata.version):
-    if name == "nvidia-cutlass-dsl":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return known(name)
-
-sys.meta_path.insert(0, Hidden())
-importlib.metadata.version = version
-from phalanx.kernels.sm90.jit import libraries
-libraries.FOLDER = Path(sys.argv[1])
+_NAMES = """
 from phalanx.kernels.registry import Facts
 assert "compiled_kernels" in Facts("cuda", (9, 0), None).packages
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 import_kernels()
-assert "cutlass" not in sys.modules
 from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import COMPILED
 found = [
@@ -72,13 +53,7 @@ def test_loads_without_the_compiler(tmp_path: Path) -> None:
     tried = [
         (launch.library_name(*k), arguments_of(k[0]).kinds) for k in ((kernel, config), missing)
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT, str(tmp_path), json.dumps(tried)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    names, refusal = done.stdout.splitlines()
+    names, refusal = without_compiler(_NAMES, str(tmp_path), json.dumps(tried)).splitlines()
     want = [[launch.library_name(*k), arguments_of(k[0]).kinds] for k in COMPILED]
     assert json.loads(names) == want
     assert refusal.startswith(f"{missing[0].__name__} ")
