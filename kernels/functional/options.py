@@ -156,7 +156,12 @@ def choose(options: tuple[Any, ...], problem: tuple[Any, ...]) -> tuple[str, str
     Raises:
         ValueError: an unknown value of an option, or kernels that cannot run here.
     """
-    spec = specification(options, Problem(*problem))
+    return _chosen(options, Problem(*problem))
+
+
+@functools.cache
+def _chosen(options: tuple[Any, ...], problem: Problem) -> tuple[str, str, int]:
+    spec = specification(options, problem)
     return encode(spec), spec.backend, spec.activation.facts.halves
 
 
