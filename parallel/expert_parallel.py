@@ -100,10 +100,9 @@ class ExpertParallelGroup:
         except ValueError as error:
             raise ValueError(str(error).replace("parallel.dispatch=", "transport=")) from None
         factor = float(ranks) if capacity_factor is None else capacity_factor
-        if device is None:
-            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         try:
-            self.budget = Budget(factor, torch.device(device))
+            self.budget = Budget(factor, torch.device(here if device is None else device))
         except ValueError:
             raise ValueError(f"capacity_factor={factor}: set it to 1 or more") from None
         self.connections = Connections()

@@ -216,8 +216,8 @@ def _cleared(rows_SD: Tensor, offsets: Tensor) -> Tensor:
 def local[T: Tensor | None](weight: T) -> T:
     """This rank's part of a DTensor; other tensors, and None, unchanged."""
     # Not by its type, whose import takes half a second.
-    part: Any = weight.to_local() if hasattr(weight, "to_local") else weight
-    return cast(T, part)
+    sharded: Any = weight
+    return cast(T, sharded.to_local()) if hasattr(sharded, "to_local") else weight
 
 
 def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:

@@ -49,7 +49,7 @@ def link(data: bytes, prefix: str, target: Path) -> None:
             raise RuntimeError(f"kernel not linked: it has no host function {start}...")
         flags = ["-shared", "-fPIC", "-O2", "-s", "-Wl,-Bsymbolic,-z,noexecstack"]
         alias = f"-Wl,--defsym={prefix}_{_ENTRY}={entry}"
-        command = [compiler, *flags, alias, "-o", target, path, _CALLS]
+        command = [compiler, *flags, alias, "-o", str(target), str(path), str(_CALLS)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"kernel not linked: {done.stderr.strip()}")

@@ -12,10 +12,11 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
+from importlib.abc import Loader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.sm90.jit import libraries
@@ -64,9 +65,11 @@ class _Placeholder(type):
 
 
 class _Names(ModuleType):
-    """A module of placeholders."""
+    """A module of placeholders, and a package of such modules."""
 
-    __path__: ClassVar[list[str]] = []  # a package, whose submodules are of the same kind
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -76,7 +79,7 @@ class _Names(ModuleType):
         return made
 
 
-class _Finder:
+class _Finder(Loader):
     """Finder and loader of `cutlass` and of all that it contains."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
