@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from phalanx.configs.fields import KnobFacts, facts_of
 from phalanx.configs.schema import Config
 
@@ -122,6 +120,9 @@ def spelled(value: Any) -> str:
         return f"[{','.join(map(spelled, value))}]"
     if isinstance(value, str) and not _is_plain(value):
         # A $ before a brace would take the value of another knob.
+        # Kernels are used without Hydra.
+        from hydra.core.override_parser.types import Quote, QuotedString
+
         return QuotedString(value.replace("${", r"\${"), Quote.double).with_quotes()
     return str(value)
 

@@ -151,7 +151,7 @@ def fused_experts(facts: Facts) -> Refusal:
         )
     if facts.activation and not ACTIVATIONS[facts.activation].cute:
         return f"has no epilogue of {facts.activation}"
-    if "nvidia_cutlass_dsl" not in facts.packages:
+    if not facts.packages & {"nvidia_cutlass_dsl", "compiled_kernels"}:
         return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
     return None
 

@@ -23,11 +23,14 @@ from phalanx.configs.tables.backends import (
     Implementation,
 )
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.sm90.jit import libraries
 
 
 def _installed() -> frozenset[str]:
     names = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
     installed = {name for name in names if importlib.util.find_spec(name)}
+    if libraries.installed():
+        installed.add("compiled_kernels")  # those of this package, not a package
     # Older flash-attn packages have the same top-level name, which find_spec would import.
     flash = importlib.util.find_spec("flash_attn")
     folders = (flash and flash.submodule_search_locations) or ()

@@ -35,13 +35,12 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATIONS:
             raise ValueError(
-                f"unknown activation {self.kind!r}: set model.moe.activation to one of "
-                f"{', '.join(ACTIVATIONS)}"
+                f"unknown activation {self.kind!r}: use one of {', '.join(ACTIVATIONS)}"
             )
         if not self.limit >= 0:
             raise ValueError(
-                f"an activation cannot be clamped to {self.limit}: set model.moe.activation_limit "
-                "to a positive number, or to 0 for no clamp"
+                f"an activation cannot be clamped to limit={self.limit}: use a positive number, or "
+                "0 for no clamp"
             )
 
     @property

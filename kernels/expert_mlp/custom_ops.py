@@ -7,7 +7,10 @@ They compute in the dtypes of their arguments, under autocast too, and save and 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
 
+import functools
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -17,26 +20,45 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import (
     ExpertMLPArgs,
     Saved,
+    backend_of,
     data_gradients,
+    for_wgrad,
     run_forward,
     weight_gradients,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
+from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
+from phalanx.kernels.routing.clear_padding import clear_padding
 
-Flat = tuple[str, tuple[float, ...], str, tuple[int, ...]]
-"""A specification as custom ops take it."""
-
-
-def flat(spec: MLPSpec) -> Flat:
-    """Kind and constants of the activation, backend, margins."""
-    act, m = spec.activation, spec.margins
-    constants = (act.alpha, act.limit, act.offset)
-    return act.kind, constants, spec.backend, (m.forward, m.dgrad, m.wgrad)
+RECIPE_TYPES = (Fp8Block, Microscaling)
 
 
-def _spec(kind: str, constants: Sequence[float], backend: str, margins: Sequence[int]) -> MLPSpec:
-    return MLPSpec(Activation(kind, *constants), backend, Margins(*margins))
+def encode(spec: MLPSpec) -> str:
+    """A specification as custom ops take it. They ignore `accumulate`.
+
+    Raises:
+        ValueError: a recipe that saves the activation's input in FP8, of which ops have no outputs.
+    """
+    if spec.recipe is not None and spec.recipe.hidden != "bf16":
+        raise ValueError(f"recipe: hidden={spec.recipe.hidden} is for layers of this project alone")
+    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    recipe = values.pop("recipe")
+    values |= dict(activation=asdict(spec.activation), margins=asdict(spec.margins))
+    kind = None if recipe is None else (type(recipe).__name__, asdict(recipe))
+    return json.dumps(values | dict(recipe=kind))
+
+
+@functools.cache
+def decode(text: str) -> MLPSpec:
+    """The inverse of `encode`."""
+    values = json.loads(text)
+    activation, margins = Activation(**values.pop("activation")), Margins(**values.pop("margins"))
+    recipe = values.pop("recipe")
+    if recipe is not None:
+        name, switches = recipe
+        recipe = next(t for t in RECIPE_TYPES if t.__name__ == name)(**switches)
+    return MLPSpec(activation, margins=margins, recipe=recipe, **values)
 
 
 @torch.library.custom_op("phalanx::grouped_mlp", mutates_args=())
@@ -46,28 +68,31 @@ def grouped_mlp(
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
-    index: Tensor,
-    prob: Tensor,
+    index: Tensor | None,
+    prob: Tensor | None,
     offsets: Tensor,
-    inverse: Tensor,
+    inverse: Tensor | None,
     order: Tensor | None,
-    kind: str,
-    constants: Sequence[float],
-    backend: str,
-    margins: Sequence[int],
+    spec: str,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, h); h is empty without `keep_h`, of which there is no gradient."""
-    spec = _spec(kind, constants, backend, margins)
+    """(out, h); h is empty without `keep_h`, of which there is no gradient.
+
+    Without `inverse` rows of out and of x's gradient that no expert has are 0.
+    """
+    args = ExpertMLPArgs(decode(spec), keep_h)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
-        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, ExpertMLPArgs(spec, keep_h))
+        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, args)
+        if inverse is None:
+            clear_padding(out, offsets)
     return out, h
 
 
 @grouped_mlp.register_fake
 def _(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
-    S, keep_h = rest[2].shape[0], rest[-1]
+    index, keep_h = rest[2], rest[-1]
+    S = x.shape[0] if index is None else index.shape[0]
     h_shape = (S, w1.shape[-2]) if keep_h else 0
     return x.new_empty(x.shape[0], w2.shape[-2]), x.new_empty(h_shape)
 
@@ -77,7 +102,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(x, w1, w2, b2, output[1], *plan)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.spec = inputs[10:14]
+    ctx.spec = inputs[10]
 
 
 def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
@@ -86,7 +111,7 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
         return (None,) * inputs
     needs = ctx.needs_input_grad[:5]
     *grads, dprob = grouped_mlp_backward(
-        dout.contiguous(), *ctx.saved_tensors, *ctx.spec, list(needs)
+        dout.contiguous(), *ctx.saved_tensors, ctx.spec, list(needs)
     )
     grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
     dprob = dprob if ctx.needs_input_grad[6] else None
@@ -104,24 +129,25 @@ def grouped_mlp_backward(
     w2: Tensor,
     b2: Tensor | None,
     h: Tensor,
-    index: Tensor,
-    prob: Tensor,
+    index: Tensor | None,
+    prob: Tensor | None,
     offsets: Tensor,
-    inverse: Tensor,
+    inverse: Tensor | None,
     order: Tensor | None,
-    kind: str,
-    constants: Sequence[float],
-    backend: str,
-    margins: Sequence[int],
+    spec: str,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
-    args = ExpertMLPArgs(_spec(kind, constants, backend, margins), keep_h=True)
+    args = ExpertMLPArgs(decode(spec), keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
-    saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, args)
     with torch.autocast(x.device.type, enabled=False):
+        quantized = backend_of(args.spec, "forward").quantize(x)
+        saved_x = for_wgrad(x, quantized, args.spec)
+        saved = Saved(saved_x, MLPWeights(w1, w2, None, b2), h, plan, args)
         dx, dprob, work = data_gradients(dout, saved, needs)
         grads = [dx, *weight_gradients(work, saved.weights, args.experts, [None] * 4), dprob]
+        if inverse is None and grads[0] is not None:
+            clear_padding(grads[0], offsets)
     dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)
     return dx, dw1, dw2, db1, db2, dprob
 
@@ -131,4 +157,4 @@ def _(dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
     shapes = [x.shape, w1.shape, w2.shape, w1.shape[:-1], w2.shape[:-1]]
     prob, needs = rest[3], rest[-1]
     grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True)]
-    return *grads, prob.new_empty(prob.shape)
+    return *grads, x.new_empty(0) if prob is None else prob.new_empty(prob.shape)

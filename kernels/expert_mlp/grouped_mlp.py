@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import debug
-from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import (
     ExpertMLP,
     ExpertMLPArgs,
@@ -78,7 +77,7 @@ def grouped_mlp(
         ValueError: unknown backend, or shapes and dtypes that do not fit together; with
             PHALANX_DEBUG=1 also indices of rows that do not exist (`kernels.debug`).
     """
-    check(x_ND, weights, plan, spec.activation, replicas=replicas is not None)
+    check(x_ND, weights, plan, spec.activation.facts.halves, replicas=replicas is not None)
     if overlap is not None and not spec.facts.waits_for_rows:
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
     if replicas is not None and not spec.facts.replicates:
@@ -110,11 +109,13 @@ def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
 
 
 def check(
-    x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation, *, replicas: bool = False
+    x: Tensor, weights: MLPWeights, plan: ExpertPlan, halves: int, *, replicas: bool = False
 ) -> None:
     """Raise ValueError for shapes and dtypes that do not fit together.
 
-    With replicas a plan has slots for more experts than there are weights.
+    Args:
+        halves: H / F.
+        replicas: a plan has slots for more experts than there are weights.
     """
     w1, w2, b1, b2 = weights
     if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
@@ -122,7 +123,7 @@ def check(
     (N, D), (L, _, F) = x.shape, w2.shape
     S = N if plan.row_index_S is None else plan.row_index_S.shape[0]
     K = 0 if plan.inverse_NK is None else plan.inverse_NK.shape[-1]
-    H = act.width(F)
+    H = halves * F
     if plan.row_index_S is not None and plan.inverse_NK is None:
         raise ValueError("a plan with row_index_S needs inverse_NK for gradients")
     expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [

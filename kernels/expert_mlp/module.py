@@ -7,23 +7,25 @@ Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.lin
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 """
 
-from typing import Any
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.custom_ops import Flat, flat, grouped_mlp
-from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates
-from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import names, rows_for
-from phalanx.kernels.narrow import as_int32
-from phalanx.kernels.registry import Facts, resolve
-from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.functional.experts import grouped_experts
+from phalanx.kernels.functional.options import (
+    KernelOptions,
+    activation_named,
+    check_backend,
+    recipe_named,
+    with_defaults,
+)
+from phalanx.kernels.functional.parameters import ExpertParameters
 
 
-class GroupedMLP(nn.Module):
+class GroupedMLP(ExpertParameters):
     """out = sum over the K experts e of a token of prob[e] * MLP_e(x).
 
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
@@ -49,10 +51,10 @@ class GroupedMLP(nn.Module):
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, `cudnn`, or `auto`: the best for the input's device.
         device, dtype: of the parameters.
-        margins: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
+        options: recipe, accumulate and margins, as in `kernels.functional.options.KernelOptions`.
 
     Raises:
-        ValueError: invalid sizes, or an unknown activation or backend.
+        ValueError: invalid sizes, or an unknown activation, backend or recipe.
     """
 
     def __init__(
@@ -66,36 +68,20 @@ class GroupedMLP(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        margins: Margins = Margins(),  # noqa: B008  (frozen)
+        **options: Unpack[KernelOptions],
     ) -> None:
-        super().__init__()
         if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
             raise ValueError(
                 f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
                 "positive, and top_k at most experts"
             )
-        if backend not in (*names(), "auto"):
-            raise ValueError(f"backend={backend} is unknown: use {', '.join(names())} or auto")
+        check_backend(backend)
+        recipe_named(with_defaults(options)["recipe"])
+        kind = activation_named(activation)
+        where = dict(device=device, dtype=dtype)
+        super().__init__(experts, hidden, ffn, kind, bias=bias, where=where)
         self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
-        self.activation = Activation(activation) if isinstance(activation, str) else activation
-        self.backend, self.margins = backend, margins
-        self._chosen: dict[tuple[str, torch.dtype], Flat] = {}
-        width = self.activation.width(ffn)
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
-        self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
-        self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
-        self.b2 = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Each expert's layers as `torch.nn.Linear` draws them: uniform within fan_in^-1/2."""
-        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
-            bound = weight.shape[-1] ** -0.5
-            nn.init.uniform_(weight, -bound, bound)
-            if bias is not None:
-                nn.init.uniform_(bias, -bound, bound)
+        self.activation, self.backend, self.options = kind, backend, options
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
         """Weighted sum of each token's experts.
@@ -121,56 +107,20 @@ class GroupedMLP(nn.Module):
                 f"expected x [..., {self.hidden}] and topk_idx, topk_prob [..., {self.top_k}], "
                 f"not {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_prob.shape)}"
             )
-        if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
-            raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
-        if debug.on():
-            debug.check_expert_ids(topk_idx, self.experts)  # before they become int32
-        x_TD = x.reshape(-1, self.hidden)
-        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
-        dtype = _autocast_dtype(x.device)
-        if dtype is not None:
-            x_TD = _cast(x_TD, dtype)
-            b1, b2 = (b if b is None else _cast(b, dtype) for b in (self.b1, self.b2))
-            weights = MLPWeights(_cast(self.w1, dtype), _cast(self.w2, dtype), b1, b2)
-        spec = self._spec(x.device, x_TD.dtype)
-        plan = make_plan(
-            as_int32(topk_idx.reshape(-1, self.top_k), self.experts),
-            topk_prob.reshape(-1, self.top_k).float(),
-            first_expert=0,
-            local_experts=self.experts,
-            rows=max(1, rows_for(x_TD.shape[0] * self.top_k, self.experts, spec[2])),
-            backend=spec[2],
-            experts=self.experts,
+        if debug.on() and not topk_idx.is_floating_point():
+            debug.check_expert_ids(topk_idx, self.experts)
+        return grouped_experts(
+            x,
+            topk_idx,
+            topk_prob,
+            self.w1,
+            self.w2,
+            self.b1,
+            self.b2,
+            activation=self.activation,
+            backend=self.backend,
+            **self.options,
         )
-        check(x_TD, weights, plan, self.activation)
-        index, prob, offsets, inverse, _, order, _ = plan
-        tensors = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
-        # A custom op, into which torch.compile does not trace.
-        out_TD, _ = grouped_mlp(*tensors, *spec, differentiates(x_TD, weights, plan))
-        return out_TD.view(x.shape)
-
-    @torch.compiler.assume_constant_result
-    def _spec(self, device: torch.device, dtype: torch.dtype) -> Flat:
-        key = (device.type, dtype)
-        if key not in self._chosen:
-            cuda = device.type == "cuda"
-            facts = Facts(
-                device=device.type,
-                capability=torch.cuda.get_device_capability(device) if cuda else None,
-                dtype=dtype,
-                hidden=self.hidden,
-                ffn=self.ffn,
-                experts=self.experts,
-                slots=self.top_k,
-                activation=self.activation.kind,
-                activation_alpha=self.activation.alpha,
-                activation_limit=self.activation.limit,
-                activation_offset=self.activation.offset,
-            )
-            backend = resolve("grouped_mlp", self.backend, facts).backend
-            spec = MLPSpec(self.activation, backend, self.margins)
-            self._chosen[key] = flat(spec)
-        return self._chosen[key]
 
     def extra_repr(self) -> str:
         """Sizes and choices, as in the constructor."""
@@ -178,17 +128,3 @@ class GroupedMLP(nn.Module):
             f"experts={self.experts}, hidden={self.hidden}, ffn={self.ffn}, top_k={self.top_k}, "
             f"activation={self.activation.kind}, bias={self.b1 is not None}, backend={self.backend}"
         )
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Dtype of the device's active autocast region; None: autocast is off."""
-    kind = device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has no autocast
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast does: fp64 and integers stay."""
-    casts = value.is_floating_point() and value.dtype != torch.float64
-    return value.to(dtype) if casts else value

@@ -3,6 +3,7 @@
 from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.replication.backend import BackendOfParts
+from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 
 
 def fused(options: Options) -> BackendOfParts:
@@ -11,6 +12,7 @@ def fused(options: Options) -> BackendOfParts:
     Raises:
         ValueError: another recipe.
     """
+    import_kernels()
     if options.recipe is None:
         from phalanx.kernels.sm90.experts.backend import Fused
 

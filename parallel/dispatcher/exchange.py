@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
+from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 from phalanx.parallel.connections import Connections
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Connection:
                 f"parallel.dispatch=symm serves {MAX_RANKS} ranks, but parallel.expert is "
                 f"{group.size()}: set parallel.dispatch=alltoall"
             )
+        import_kernels()
         from phalanx.kernels.sm90.exchange.exchange import Exchange
 
         layout = BufferLayout(group.size(), tokens, hidden, slots)

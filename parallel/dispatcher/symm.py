@@ -25,6 +25,7 @@ from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
+from phalanx.kernels.sm90.jit import libraries
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
@@ -106,7 +107,7 @@ class Symm(Dispatcher):
             return "needs a Hopper GPU"
         if refusal := cls.refuse_dtype(dtype):
             return refusal
-        if find_spec("nvidia_cutlass_dsl") is None:
+        if not libraries.installed() and find_spec("nvidia_cutlass_dsl") is None:
             return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
         device = torch.cuda.current_device()
         peers = (d for d in range(torch.cuda.device_count()) if d != device)

@@ -378,7 +378,8 @@ def test_limits_of_the_fused_kernels_are_theirs():
 
 def test_the_compiler_to_install_is_the_pinned_one():
     page = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    wanted = tomllib.loads(page.read_text())["project"]["dependencies"]
+    extras = tomllib.loads(page.read_text())["project"]["optional-dependencies"]
+    wanted = [*extras["compile"], *extras["train"]]
     reason = resolve("grouped_mlp", "auto", replace(H200, ffn=128)).reason
     assert any(f"pip install '{one}'" in reason for one in wanted)
     for one in (*FLASH_ATTN.split(), FLASH_LINEAR_ATTENTION):

@@ -12,6 +12,7 @@ from phalanx.kernels.cache import Cache, statistics
 from phalanx.kernels.core_attention import fa4_shipped
 from phalanx.kernels.rms_norm import quack_library
 from phalanx.kernels.sm90.jit import launch
+from phalanx.kernels.sm90.jit.objects import symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels
 
@@ -51,7 +52,7 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
     kernel, config = SHIPPED[0]
     before = vars(statistics()).copy()
     data = launch.build(kernel, config, Cache(tmp_path))
-    launch.Program(data, launch._PREFIX, launch.arguments_of(kernel).kinds)
+    launch.Program(symbols(data, launch.PREFIX), launch.arguments_of(kernel).kinds)
     counts = {name: count - before[name] for name, count in vars(statistics()).items()}
     assert (counts["compiled"], counts["loaded"]) == (0, 1)
 

@@ -9,7 +9,7 @@ import functools
 import platform
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +23,15 @@ from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
 from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.registry import KernelUnavailable
+from phalanx.kernels.sm90.jit import libraries
 from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
-from phalanx.kernels.sm90.jit.program import Program, export
+from phalanx.kernels.sm90.jit.program import Program
+from phalanx.kernels.sm90.jit.stand_ins import compiler_fits
 
 ARCH = "sm_90a"
 """Default target of compilation."""
@@ -36,7 +40,8 @@ ARCHES = {(9, 0): ARCH, (10, 0): "sm_100a", (10, 3): "sm_103a"}
 others are the same for each."""
 _ALIGN = 16
 _HERE = Path(__file__).parents[1]
-_PREFIX = "phalanx"
+PREFIX = "phalanx"
+"""Beginning of the names of a kernel's functions."""
 
 
 class Kernel(Protocol):
@@ -143,9 +148,20 @@ def compile_kernel(
 
 def entry_name(kernel: type[Kernel], config: Any, arch: str | None = None) -> str:
     """Name of the kernel in a `Cache`: a hash of everything that its machine code depends on."""
-    return name_of(
-        kernel.__name__,
-        *(arch or ARCH, platform.machine(), version("nvidia-cutlass-dsl"), _sources()),
+    compiler = version("nvidia-cutlass-dsl")
+    return name_of(kernel.__name__, arch or ARCH, compiler, *_facts(kernel, config))
+
+
+def library_name(kernel: type[Kernel], config: Any) -> str:
+    """Name of the kernel among `jit.libraries`, which are for `ARCH`."""
+    name = name_of(kernel.__name__, ARCH, *_facts(kernel, config))
+    return name.removesuffix(".o") + ".so"
+
+
+def _facts(kernel: type[Kernel], config: Any) -> tuple[str, ...]:
+    """Facts on which a kernel's machine code depends, but its target and its compiler."""
+    return (
+        *(platform.machine(), _sources()),
         *(f"{kernel.__module__}.{kernel.__qualname__}", repr(config)),
         *_epilogues(repr(config)),
     )
@@ -153,9 +169,11 @@ def entry_name(kernel: type[Kernel], config: Any, arch: str | None = None) -> st
 
 def build(kernel: type[Kernel], config: Any, cache: Cache, arch: str | None = None) -> bytes:
     """The kernel's object from the cache, compiled if it is missing; needs no GPU."""
+    from phalanx.kernels.sm90.jit.objects import export
+
     return cache.fetch(
         entry_name(kernel, config, arch),
-        lambda: export(compile_kernel(kernel, config, arch=arch), _PREFIX),
+        lambda: export(compile_kernel(kernel, config, arch=arch), PREFIX),
     )
 
 
@@ -205,10 +223,30 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
     with _PREPARING:
         program = _PROGRAMS.get((kernel, config))
         if program is None:
-            data = build(kernel, config, Cache(folder()), _arch())
-            program = Program(data, _PREFIX, arguments_of(kernel).kinds)
+            program = Program(_symbols(kernel, config), arguments_of(kernel).kinds)
             _PROGRAMS[kernel, config] = program
         return program
+
+
+def _symbols(kernel: type[Kernel], config: Any) -> Callable[[str], int]:
+    """Functions of a kernel, from the compiled ones of this package or from the cache.
+
+    Raises:
+        KernelUnavailable: it is not among the former, and there is no compiler for it.
+    """
+    arch = _arch()
+    if arch in (None, ARCH) and libraries.installed():
+        path = libraries.path_of(library_name(kernel, config))
+        if path.exists():
+            return libraries.symbols(path, PREFIX)
+        if not compiler_fits():
+            raise KernelUnavailable(
+                f"{kernel.__name__} {config} is not among the compiled kernels: "
+                f"pip install '{CUTLASS_DSL}' compiles it, or use backend=torch"
+            )
+    from phalanx.kernels.sm90.jit.objects import symbols
+
+    return symbols(build(kernel, config, Cache(folder()), arch), PREFIX)
 
 
 @functools.cache
@@ -220,7 +258,8 @@ def _arch() -> str | None:
 @functools.cache
 def _sources() -> str:
     """Hash of all sources that kernels are traced from, read once per process."""
-    return digest_of([*_HERE.rglob("*.py"), _HERE.parent / "expert_mlp/activation.py"])
+    files = (path for path in _HERE.rglob("*.py") if path.name != "shipped.py")  # a list of them
+    return digest_of([*files, _HERE.parent / "expert_mlp/activation.py"])
 
 
 def _epilogues(config: str) -> Iterator[str]:

@@ -1,56 +1,33 @@
-"""A compiled kernel in this process: export to an object file, loading it, and calls.
+"""A compiled kernel in this process: loading its machine code, and calls.
 
-The object holds the machine code for the GPU and a host function, which makes the TMA descriptors
-and launches. It is called through its address with a block of arguments that is rewritten for
-each call, so that a launch takes about a microsecond of Python; the DSL's own call wraps every
-argument in objects. Objects run on any host of the same machine type, whatever CPU built them.
+A kernel has machine code for the GPU and a host function, which makes the TMA descriptors and
+launches. That is called through its address with a block of arguments that is rewritten for each
+call, so that a launch takes about a microsecond of Python; the DSL's own call wraps every argument
+in objects.
 """
 
 import ctypes
-import platform
 import struct
-import tempfile
 import threading
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import cutlass.cute as cute
 from cuda.bindings import runtime
-from cutlass.base_dsl.compiler import HostTarget
-from cutlass.runtime import find_runtime_libraries
-
-HOSTS = {
-    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
-    "aarch64": "linux-aarch64",
-}
-"""Host targets of `export`, by `platform.machine()`."""
-
-
-def export(compiled: Any, prefix: str) -> bytes:
-    """Object file of a result of `cute.compile`, with symbols that start with `prefix`."""
-    for library in find_runtime_libraries(enable_tvm_ffi=False):
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # its symbols must be found in the export
-    compiled.host_target = HostTarget(HOSTS[platform.machine()])
-    return compiled.dump_to_object(prefix)
 
 
 class Program:
-    """An object of `export`, loaded. Calls of several threads, and to several GPUs, may overlap."""
+    """A kernel, loaded. Calls of several threads, and to several GPUs, may overlap."""
 
-    def __init__(self, data: bytes, prefix: str, kinds: str) -> None:
-        """Link the object; needs no GPU.
+    def __init__(self, lookup: Callable[[str], int], kinds: str) -> None:
+        """Needs no GPU.
 
         Args:
-            data, prefix: result and argument of `export`.
+            lookup: addresses of the functions `entry`, `cuda_init` and `cuda_load_to_device`; of
+                `jit.objects.symbols` or `jit.libraries.symbols`.
             kinds: those of the kernel's arguments, as `Arguments.kinds` tells them.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.o"
-            path.write_bytes(data)
-            self._function = cute.runtime.load_module(str(path))[prefix]
-        self._entry = self._function.capi_func
-        self._prefix = prefix
+        self._lookup = lookup
+        self._entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(lookup("entry"))
         self._kinds = kinds
         self._pack = struct.Struct(f"@{kinds}Q").pack_into
         self._blocks: list[_Block] = []
@@ -104,8 +81,7 @@ class Program:
         """Call a function of the object, whose last argument receives the error."""
         error = ctypes.c_int32(0)
         pointers = [ctypes.cast(a, ctypes.c_void_p) for a in (*arguments, ctypes.pointer(error))]
-        address = self._function.engine.lookup(f"_mlir_{self._prefix}_{name}")
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._lookup(name))(
             (ctypes.c_void_p * len(pointers))(*pointers)
         )
         if error.value:

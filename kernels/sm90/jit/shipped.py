@@ -1,7 +1,7 @@
 """Kernels that this package's heuristics can choose: built ahead of time, checked by tests.
 
 One function a group of families, one line a family. Others are compiled at their first launch.
-CuTe DSL is not imported before `SHIPPED` is read.
+CuTe DSL is not imported before `SHIPPED` or `COMPILED` is read.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ from typing import Any
 from phalanx.kernels.expert_mlp.activation import Activation
 
 SHIPPED: tuple[tuple[type, Any], ...]
-"""Kernel class and configuration of each; created at the first read."""
+"""Kernel class and configuration of each that trains a model; created at the first read."""
+COMPILED: tuple[tuple[type, Any], ...]
+"""Kernels that wheels contain: those of `SHIPPED`, and more for the public functions."""
 
 SWIGLU = Activation("swiglu")
 GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
@@ -207,8 +209,60 @@ def _shipped() -> Iterator[tuple[type, Any]]:
     yield from _loss()
 
 
+def _for_functions() -> Iterator[tuple[type, Any]]:
+    """Kernels of `kernels.functional` alone: without a backward pass, without probabilities, on
+    rows in the order of experts, and exchanges of fewer ranks."""
+    from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
+    from phalanx.kernels.sm90.exchange.push import (
+        PushConfig,
+        PushKernel,
+        WaitPeersConfig,
+        WaitPeersKernel,
+    )
+    from phalanx.kernels.sm90.experts.combine import CombineConfig, CombineKernel
+    from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
+    from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
+    from phalanx.kernels.sm90.fp8.act import Fp8Act
+    from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
+    from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
+    from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad
+    from phalanx.kernels.sm90.gemm.gemm import GemmConfig
+    from phalanx.kernels.sm90.gemm.tiles import configured, table
+
+    # Gathered rows have probabilities; which others are in SHIPPED does not matter here.
+    kinds = ((True, False, True), *((False, *rest) for rest in product(EITHER, EITHER)))
+    acts = ((SWIGLU, False), (GPT_OSS, True), *((act, False) for act in OTHERS))
+    for (act, bias), (gather, keep_h, prob) in product(acts, kinds):
+        for tile in table()["fc1_act"] if act == SWIGLU else ("pp192",):
+            loop = configured(tile, gather=gather, transposed=False)
+            yield Fc1Kernel, GemmConfig(Act(act, bias, keep_h, prob), loop)
+        loop = Fp8Mainloop(256, gather=gather)
+        yield Fc1Kernel, GemmConfig(Fp8Act(act, bias, keep_h, prob), loop)
+    for (act, _), prob in product(acts, EITHER):
+        tiles = table()["fc2_dgrad_dact"] if act == SWIGLU else ("pp192",)
+        for tile in ("pp128",) if act.kind == "geglu" else tiles:
+            loop = configured(tile, gather=False, transposed=True)
+            yield DgradKernel, GemmConfig(ActGrad(act, prob), loop)
+        yield DgradKernel, GemmConfig(Fp8ActGrad(act, prob), Fp8Mainloop(256))
+    yield from ((CombineKernel, CombineConfig(slots)) for slots in range(1, 17))
+    sizes = {1: (2880, 5120), 2: (4096, 6144), 4: (2048, 2880), 6: (2048,)}
+    sizes |= {8: (2048, 3072, 4096, 5120, 7168), 10: (2048,)}
+    for ranks, slots in product((2, 4), sizes):
+        for hidden, back in product(sizes[slots], EITHER):
+            yield PushKernel, PushConfig(2 * hidden, ranks, slots, back)
+        yield from (
+            (CombinePushKernel, CombinePushConfig(slots, ranks, side, False)) for side in EITHER
+        )
+    yield from ((WaitPeersKernel, WaitPeersConfig(ranks)) for ranks in (2, 4))
+
+
+def _compiled() -> Iterator[tuple[type, Any]]:
+    yield from dict.fromkeys((*_shipped(), *_for_functions()))
+
+
 def __getattr__(name: str) -> Any:
-    if name != "SHIPPED":
+    tables = {"SHIPPED": _shipped, "COMPILED": _compiled}
+    if name not in tables:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    globals()[name] = shipped = tuple(_shipped())
-    return shipped
+    globals()[name] = kernels = tuple(tables[name]())
+    return kernels

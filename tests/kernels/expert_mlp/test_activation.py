@@ -81,9 +81,9 @@ def test_width_and_gate():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gelu",), "unknown activation 'gelu': set model.moe.activation to one of"),
-        (("swiglu", 1.0, -1.0), "model.moe.activation_limit"),
-        (("swiglu", 1.0, float("nan")), "model.moe.activation_limit"),
+        (("gelu",), "unknown activation 'gelu': use one of"),
+        (("swiglu", 1.0, -1.0), "clamped to limit=-1.0: use"),
+        (("swiglu", 1.0, float("nan")), "clamped to limit=nan: use"),
     ],
 )
 def test_bad_constants(arguments, message):

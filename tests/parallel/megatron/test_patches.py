@@ -14,7 +14,8 @@ ROOT = Path(train.__file__).resolve().parent
 
 def test_the_release_is_the_pinned_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"megatron-core=={version.MEGATRON_CORE}" in project["dependencies"]
+    train = project["optional-dependencies"]["train"]
+    assert f"megatron-core=={version.MEGATRON_CORE}" in train
     version.check_version()
 
 

@@ -27,8 +27,9 @@ from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 from phalanx.kernels.sm90.jit.launch import compile_kernel
+from phalanx.kernels.sm90.jit.objects import export, symbols
 from phalanx.kernels.sm90.jit.pointers import arguments_of
-from phalanx.kernels.sm90.jit.program import Program, export
+from phalanx.kernels.sm90.jit.program import Program
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from tests.kernels.sm90 import recording, remembered
 from tests.kernels.sm90.sass import disassembled, tool
@@ -89,7 +90,7 @@ def compile_and_read(number: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.artifacts.CUBIN)
         sass, usage = disassembled(cubin)
-    program = Program(export(compiled, "k"), "k", arguments_of(kernel).kinds)
+    program = Program(symbols(export(compiled, "k"), "k"), arguments_of(kernel).kinds)
     launches = []
     if recording.VARIABLE in os.environ:
         elements = arguments_of(kernel).values.values()

@@ -1,0 +1,27 @@
+"""The experts in the models of transformers: `experts_implementation="phalanx"`.
+
+    import phalanx.adapters.transformers
+    model = AutoModelForCausalLM.from_pretrained(NAME, experts_implementation="phalanx")
+
+The import registers the implementation for every class of experts that transformers dispatches.
+Models that are loaded, or made by `from_config`, are prepared at once: experts whose activation is
+not known are refused by the name of their class, and weights in another layout are converted
+(`prepare`). Parameters keep their names; state dicts and saved models have the layout of
+transformers. `expert_parallel` shares experts between ranks.
+"""
+
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import EPImplementationInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from phalanx.adapters.expert_groups import groups, release
+from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
+from phalanx.adapters.transformers.experts import NAME, forward, prepare
+from phalanx.adapters.transformers.loading import prepared
+
+__all__ = ["EP_NAME", "NAME", "groups", "prepare", "release"]
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+EPImplementationInterface.register(EP_NAME, SymmEP)
+for _build in ("from_pretrained", "_from_config"):
+    setattr(PreTrainedModel, _build, prepared(getattr(PreTrainedModel, _build)))

@@ -1,0 +1,32 @@
+"""The public interface of the kernels: experts for models of any framework.
+
+It imports torch alone, and no Megatron-Core. Names keep their meaning between minor versions; all
+others of `phalanx.kernels` may change.
+"""
+
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.mlp_spec import Margins
+from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional.experts import grouped_experts, grouped_experts_sorted
+from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
+from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
+from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
+from phalanx.kernels.registry import KernelUnavailable
+
+__all__ = [
+    "ACTIVATIONS",
+    "LAYOUTS",
+    "Activation",
+    "ExpertOptions",
+    "Fp8Block",
+    "GroupedMLP",
+    "KernelOptions",
+    "KernelUnavailable",
+    "Margins",
+    "Microscaling",
+    "WeightLayout",
+    "grouped_experts",
+    "grouped_experts_sorted",
+    "keep_converted",
+]

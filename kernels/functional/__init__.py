@@ -1,0 +1,1 @@
+"""The expert MLP as functions of tensors, for models that are not Megatron-Core's."""

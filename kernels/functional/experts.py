@@ -1,0 +1,237 @@
+"""The experts of an MoE layer as functions of tensors, with autograd.
+
+The router and the weights are the caller's. All experts are on this device, so no token is dropped
+and nothing is read on the host, except for the checks of PHALANX_DEBUG=1. Under torch.autocast they
+compute in autocast's dtype, as torch.nn.functional.linear does; parameters that are DTensors are
+replaced by their local parts, and their gradients are DTensors. torch.compile sees custom ops.
+
+Legend: T tokens, S rows sorted by expert, K experts per token, E experts, D hidden, F expert width,
+H = 2F for gated activations and F for others.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Unpack, cast
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp import custom_ops
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.functional.layouts import HALVES, layout_named
+from phalanx.kernels.functional.options import (
+    ExpertOptions,
+    choose,
+    constant,
+    constants,
+    with_defaults,
+)
+from phalanx.kernels.narrow import as_int32
+from phalanx.kernels.routing.clear_padding import clear_padding
+from phalanx.kernels.routing.plan import make_plan
+
+
+def grouped_experts(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_prob: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    **options: Unpack[ExpertOptions],
+) -> Tensor:
+    """out = sum over the K experts e of a token of topk_prob[e] * MLP_e(x).
+
+    MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Differentiable, once, in x, topk_prob,
+    the weights and the biases.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import grouped_experts
+    >>> x, w1, w2 = torch.randn(16, 64), torch.randn(8, 2 * 128, 64), torch.randn(8, 64, 128)
+    >>> topk_prob, topk_idx = torch.randn(16, 8).softmax(-1).topk(2)
+    >>> grouped_experts(x, topk_idx, topk_prob, w1, w2, activation="swiglu").shape
+    torch.Size([16, 64])
+
+    Args:
+        x: [..., D] fp32 or bf16. T may be 0.
+        topk_idx: [..., K] integers, experts of each token; any id that is not from 0 to E - 1
+            counts as none.
+        topk_prob: [..., K] fp32 or bf16, their weights, used in fp32.
+        w1: [E, 2F, D] as F gate and F up rows, or [E, F, D] without a gate, in x's dtype.
+        w2: [E, D, F].
+        b1: [E, 2F] or [E, F].
+        b2: [E, D].
+        options: as `ExpertOptions` describes them.
+
+    Returns:
+        [..., D] in x's dtype, under torch.autocast in that of autocast.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: shapes or dtypes that do not fit, an unknown value of an option, or a backend
+            that cannot run here.
+    """
+    if topk_idx.shape != topk_prob.shape or topk_idx.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"expected x [..., D] and topk_idx, topk_prob [..., K], not {list(x.shape)}, "
+            f"{list(topk_idx.shape)} and {list(topk_prob.shape)}"
+        )
+    if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
+        raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
+    x_TD, weights, chosen = _operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
+    K, E = topk_idx.shape[-1], weights.w1.shape[0]
+    spec, backend, halves = _choose(x_TD, weights, chosen, K)
+    plan = make_plan(
+        as_int32(topk_idx.reshape(-1, K), E),
+        topk_prob.reshape(-1, K).float(),
+        first_expert=0,
+        local_experts=E,
+        rows=max(1, rows_for(x_TD.shape[0] * K, E, backend)),
+        backend=backend,
+    )
+    check(x_TD, weights, plan, halves)
+    return _run(x_TD, weights, plan, spec, chosen["accumulate"]).view(x.shape)
+
+
+def grouped_experts_sorted(
+    rows: Tensor,
+    counts: Tensor | Sequence[int],
+    row_prob: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    **options: Unpack[ExpertOptions],
+) -> Tensor:
+    """out[s] = row_prob[s] * MLP_e(rows[s]), where e is the expert of row s.
+
+    Differentiable, once, in rows, row_prob, the weights and the biases.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import grouped_experts_sorted
+    >>> rows, w1, w2 = torch.randn(10, 64), torch.randn(3, 2 * 128, 64), torch.randn(3, 64, 128)
+    >>> grouped_experts_sorted(rows, [4, 0, 5], None, w1, w2)[9].abs().sum()
+    tensor(0.)
+
+    Args:
+        rows: [S, D] fp32 or bf16, sorted by expert. Rows behind the sum of the counts are padding:
+            their content has no effect, and their outputs and gradients are 0.
+        counts: [E] rows of each expert: integers of any dtype on rows' device, which the host does
+            not read; or on the host.
+        row_prob: [S] fp32 or bf16, weights of the rows, used in fp32; None: 1.
+        w1, w2, b1, b2, options: as for `grouped_experts`.
+
+    Returns:
+        [S, D] in the dtype of rows, under torch.autocast in that of autocast.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: shapes or dtypes that do not fit, counts on the host whose sum exceeds S, an
+            unknown value of an option, or a backend that cannot run here.
+    """
+    if rows.ndim != 2 or (row_prob is not None and row_prob.shape != rows.shape[:1]):
+        prob = None if row_prob is None else list(row_prob.shape)
+        raise ValueError(
+            f"expected rows [S, D] and row_prob [S], not {list(rows.shape)} and {prob}"
+        )
+    rows_SD, weights, chosen = _operands(rows, (w1, w2, b1, b2), options)
+    offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
+    spec, _, halves = _choose(rows_SD, weights, chosen, None)
+    plan = ExpertPlan(None, None if row_prob is None else row_prob.float(), offsets, None)
+    check(rows_SD, weights, plan, halves)
+    return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
+
+
+def _operands(
+    x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
+) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
+    """Input and weights in the dtype of the products and the layout of the kernels; all options."""
+    chosen = with_defaults(options)
+    w1, w2, b1, b2 = map(local, weights)
+    assert w1 is not None and w2 is not None
+    if w1.ndim != 3 or w2.ndim != 3:
+        raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
+    x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
+    stored = layout_named(chosen["layout"])
+    return x, weights if stored == HALVES else stored.weights(weights), chosen
+
+
+def _choose(
+    x: Tensor, weights: MLPWeights, chosen: dict[str, Any], K: int | None
+) -> tuple[str, str, int]:
+    E, D, F = weights.w2.shape
+    # Under torch.compile these sizes become constants: the choice depends on them.
+    sizes = [constant(size) for size in (D, F, E, K or 0)]
+    return choose(constants(chosen), (x.device, x.dtype, *sizes, K is None))
+
+
+def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> Tensor:
+    """int32 [E + 1]: first row of each expert, at most S."""
+    S, device = rows_SD.shape[0], rows_SD.device
+    on_host = not isinstance(counts, Tensor) or (rows_SD.is_cuda and not counts.is_cuda)
+    if not isinstance(counts, Tensor):
+        counts = torch.tensor(counts, dtype=torch.int64)
+    if counts.shape != (experts,) or counts.is_floating_point() or counts.dtype == torch.bool:
+        raise ValueError(
+            f"counts must be integers [{experts}], the rows of each expert, not {counts.dtype} "
+            f"{list(counts.shape)}"
+        )
+    if on_host and (total := int(counts.sum())) > S:
+        raise ValueError(f"counts sum to {total}, more than the {S} rows")
+    ends = counts.to(device, torch.int64).cumsum(0).clamp(max=S)
+    return torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def _run(x: Tensor, weights: MLPWeights, plan: ExpertPlan, spec: str, accumulate: bool) -> Tensor:
+    if accumulate:
+        return _run_in_place(x, weights, plan, spec)
+    index, prob, offsets, inverse, _, order, _ = plan
+    tensors = (x.contiguous(), *weights, index, prob, offsets, inverse, order)
+    # A custom op, into which torch.compile does not trace.
+    out, _ = custom_ops.grouped_mlp(*tensors, spec, differentiates(x, weights, plan))
+    return out
+
+
+@torch.compiler.disable
+def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str) -> Tensor:
+    """The same where gradients are added to buffers, which a custom op could not do."""
+    spec = custom_ops.decode(encoded)
+    with torch.autocast(x.device.type, enabled=False):
+        if plan.inverse_NK is not None:
+            return grouped_mlp(x, weights, plan, spec)
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda dx: _cleared(dx, plan.offsets))
+        return _cleared(grouped_mlp(x, weights, plan, spec), plan.offsets)
+
+
+def _cleared(rows_SD: Tensor, offsets: Tensor) -> Tensor:
+    clear_padding(rows_SD, offsets)
+    return rows_SD
+
+
+def local[T: Tensor | None](weight: T) -> T:
+    """This rank's part of a DTensor; other tensors, and None, unchanged."""
+    # Not by its type, whose import takes half a second.
+    sharded: Any = weight
+    return cast(T, sharded.to_local()) if hasattr(sharded, "to_local") else weight
+
+
+def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:
+    """Both in the dtype of the device's active autocast region; unchanged outside of one."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has no autocast
+        return x, weights
+    dtype = torch.get_autocast_dtype(kind)
+    w1, w2, b1, b2 = weights
+    biases = (b if b is None else _cast(b, dtype) for b in (b1, b2))
+    return _cast(x, dtype), MLPWeights(_cast(w1, dtype), _cast(w2, dtype), *biases)
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast does: fp64 and integers stay."""
+    casts = value.is_floating_point() and value.dtype != torch.float64
+    return value.to(dtype) if casts else value

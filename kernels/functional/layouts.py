@@ -1,0 +1,140 @@
+"""Layouts in which others store the weights of experts, and the conversion to that of the kernels.
+
+The kernels read w1 [E, 2F, D] as F gate rows and then F up rows, and w2 [E, D, F]. Another layout
+is converted by a copy: in each call of the functions, or once by `keep_converted`.
+
+Legend: E experts, D hidden, F expert width, H = 2F for gated activations and F for others.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Order of the weights of experts in memory."""
+
+    transposed: bool = False
+    """Weights are [E, in, out]: w1 [E, D, H] and w2 [E, F, D]."""
+    interleaved: bool = False
+    """Gate and up channels of w1 and b1 alternate: gate 0, up 0, gate 1, ..."""
+
+    def to_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
+        """A weight or bias as the kernels read it; differentiable.
+
+        Args:
+            x: a weight [E, ., .] or a bias [E, .].
+            fc1: w1 or b1, not w2 or b2.
+        """
+        x = x.mT if self.transposed and x.ndim == 3 else x
+        if self.interleaved and fc1:
+            x = x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return x.contiguous()
+
+    def from_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
+        """The inverse of `to_kernels`."""
+        if self.interleaved and fc1:
+            x = x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        x = x.mT if self.transposed and x.ndim == 3 else x
+        return x.contiguous()
+
+    def weights(self, stored: MLPWeights) -> MLPWeights:
+        """`to_kernels` of all weights and biases."""
+        w1, w2, b1, b2 = stored
+        return MLPWeights(
+            self.to_kernels(w1, fc1=True),
+            self.to_kernels(w2, fc1=False),
+            None if b1 is None else self.to_kernels(b1, fc1=True),
+            b2,
+        )
+
+
+_FC1 = (True, False, True, False)
+"""Which of w1, w2, b1 and b2 are of the first layer."""
+
+
+HALVES = WeightLayout()
+
+LAYOUTS: dict[str, WeightLayout] = {
+    "halves": HALVES,
+    "interleaved": WeightLayout(interleaved=True),
+    "transposed": WeightLayout(transposed=True),
+    "transposed_interleaved": WeightLayout(transposed=True, interleaved=True),
+}
+"""Layouts by name; `halves` is that of the kernels, `transposed_interleaved` that of GPT-OSS."""
+
+
+def layout_named(name: str) -> WeightLayout:
+    """The layout of this name.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in LAYOUTS:
+        raise ValueError(f"layout={name!r} is unknown: use one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+@torch.no_grad()
+def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) -> None:
+    """Convert a module's parameters to the kernels' layout, once; its state dicts keep theirs.
+
+    New parameters, of another shape if `layout` is transposed, take the place of the old ones, with
+    their attributes: create optimizers, and shard parameters, after the conversion. `state_dict`
+    still returns, and `load_state_dict` still expects, the layout from before. A second call does
+    nothing.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import keep_converted
+    >>> experts = torch.nn.Module()
+    >>> experts.gate_up_proj = torch.nn.Parameter(torch.randn(4, 8, 2 * 16))
+    >>> experts.down_proj = torch.nn.Parameter(torch.randn(4, 16, 8))
+    >>> names = ["gate_up_proj", "down_proj", None, None]
+    >>> keep_converted(experts, "transposed_interleaved", names)
+    >>> experts.gate_up_proj.shape, experts.state_dict()["gate_up_proj"].shape
+    (torch.Size([4, 32, 8]), torch.Size([4, 8, 32]))
+
+    Args:
+        module: owner of the parameters.
+        layout: a key of `LAYOUTS`: the present layout.
+        names: of the parameters w1, w2, b1 and b2; None: there is no such bias.
+
+    Raises:
+        ValueError: unknown layout, or parameters that are sharded already.
+    """
+    stored = layout_named(layout)
+    if stored == HALVES or getattr(module, _CONVERTED, False):
+        return
+    fc1 = {name: first for name, first in zip(names, _FC1, strict=True) if name}
+    parameters = {name: module.get_parameter(name) for name in fc1}
+    if any(hasattr(p, "to_local") for p in parameters.values()):
+        raise ValueError(f"layout={layout}: convert parameters before they are sharded")
+    for name, parameter in parameters.items():
+        # Not other data in it: autograd may have noted its shape.
+        data = stored.to_kernels(parameter.data, fc1=fc1[name])
+        converted = nn.Parameter(data, parameter.requires_grad)
+        converted.__dict__.update(parameter.__dict__)
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, converted)
+
+    def convert(state: dict[str, Any], prefix: str, to: Callable[..., Tensor]) -> None:
+        for name, first in fc1.items():
+            if (key := prefix + name) in state:
+                state[key] = to(state[key].detach(), fc1=first)
+
+    module.register_state_dict_post_hook(
+        lambda _, state, prefix, *rest: convert(state, prefix, stored.from_kernels)
+    )
+    module.register_load_state_dict_pre_hook(
+        lambda _, state, prefix, *rest: convert(state, prefix, stored.to_kernels)
+    )
+    setattr(module, _CONVERTED, True)
+
+
+_CONVERTED = "_phalanx_converted"

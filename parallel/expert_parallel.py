@@ -1,0 +1,312 @@
+"""Expert parallelism for models of any framework: the layer of this project without Megatron-Core.
+
+`ExpertParallelGroup` is what the layers of a model share: the choice of the transport, the memory
+that ranks write to each other, and the budget of rows. `ExpertParallelMoE` is a layer with weights.
+
+No token is dropped unless the budget overflows. By default it has room for every row that could
+arrive. With a smaller one an overflow is noted on the device; `overflowed` reads it, and the caller
+discards the step, calls `grow` and runs it again.
+
+In a CUDA graph: run a step first, which allocates memory; capture `begin` before the first layer.
+
+Legend: T tokens of a rank, K experts of a token, E experts of all ranks, R ranks, L = E / R experts
+of a rank, D hidden, F expert width.
+"""
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.functional.experts import in_product_dtype, local
+from phalanx.kernels.functional.layouts import layout_named
+from phalanx.kernels.functional.options import (
+    ExpertOptions,
+    KernelOptions,
+    Problem,
+    activation_named,
+    constants,
+    recipe_named,
+    specification,
+    with_defaults,
+)
+from phalanx.kernels.functional.parameters import ExpertParameters
+from phalanx.kernels.narrow import as_int32
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.parallel.connections import Connections
+from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.transport import choose_transport, sms_of
+from phalanx.parallel.dispatcher.transport_class import Dispatcher
+
+
+class _Key(NamedTuple):
+    """Facts by which layers share a dispatcher."""
+
+    experts: int
+    top_k: int
+    backend: str
+    recipe: Fp8Block | None
+
+
+class ExpertParallelGroup:
+    """Ranks that share the experts of a model's layers.
+
+    Rank r of the group has experts r * L to (r + 1) * L - 1. Creating it is collective over all
+    ranks of the job, each of which is in one such group; so is every method but `grow`.
+
+    Args:
+        group: process group of gloo or NCCL; None: the whole job.
+        transport: `symm`, which pushes tokens over NVLink (bf16, one host, Hopper), `alltoall`,
+            which runs everywhere, or `auto`: the best of them that can run.
+        capacity_factor: rows of a rank's buffers over the balanced load T * K. None: R, with which
+            every row that could arrive has room.
+        dtype: dtype of tokens, on which the choice of the transport depends.
+        device: device of tokens; None: this process's GPU, or the CPU if it has none.
+        comm_sms: SMs that `symm` takes for pushes beside the experts' kernels; 0: none beside them.
+        timeout: seconds after which a wait for another rank in `symm` is an error.
+
+    Raises:
+        ValueError: on all ranks: an unknown transport or one that cannot run here, or a factor
+            below 1.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        transport: str = "auto",
+        capacity_factor: float | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        comm_sms: int | str = "auto",
+        timeout: float = 600.0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError("group: call torch.distributed.init_process_group first")
+        world = dist.group.WORLD
+        assert world is not None
+        self.group = world if group is None else group
+        ranks = self.group.size()
+        if ranks == 1 and transport in ("symm", "alltoall"):
+            transport = "auto"  # nothing travels
+        try:
+            self.transport = choose_transport(transport, self.group, dtype)
+        except ValueError as error:
+            raise ValueError(str(error).replace("parallel.dispatch=", "transport=")) from None
+        factor = float(ranks) if capacity_factor is None else capacity_factor
+        here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        try:
+            self.budget = Budget(factor, torch.device(here if device is None else device))
+        except ValueError:
+            raise ValueError(f"capacity_factor={factor}: set it to 1 or more") from None
+        self.connections = Connections()
+        self._comm_sms, self._timeout = comm_sms, timeout
+        self._dispatchers: dict[_Key, Dispatcher] = {}
+
+    @property
+    def size(self) -> int:
+        """R."""
+        return self.group.size()
+
+    @torch.compiler.disable
+    def experts(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_prob: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        b1: Tensor | None = None,
+        b2: Tensor | None = None,
+        **options: Unpack[ExpertOptions],
+    ) -> Tensor:
+        """`kernels.functional.experts.grouped_experts` over the experts of all ranks.
+
+        Collective over the group, in the forward pass and in the backward pass. torch.compile
+        breaks the graph here.
+
+        Args:
+            x: [..., D], with as many tokens on every rank of the group.
+            topk_idx: [..., K] ids of experts of all ranks; others count as none.
+            topk_prob: [..., K] their weights, used in fp32.
+            w1: [L, 2F or F, D], of this rank's experts, as are the following.
+            w2: [L, D, F].
+            b1: [L, 2F or F].
+            b2: [L, D].
+            options: as `ExpertOptions` describes them.
+
+        Returns:
+            [..., D] in x's dtype, under torch.autocast in that of autocast.
+
+        Raises:
+            TypeError: an option that does not exist.
+            ValueError: shapes or dtypes that do not fit, an unknown value of an option, or kernels
+                that cannot run here.
+        """
+        chosen = with_defaults(options)
+        x_TD = x.reshape(-1, x.shape[-1])
+        weights = MLPWeights(local(w1), local(w2), local(b1), local(b2))
+        x_TD, weights = in_product_dtype(x_TD, weights)
+        weights = layout_named(chosen["layout"]).weights(weights)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
+
+    def _run(
+        self,
+        x_TD: Tensor,
+        topk_idx: Tensor,
+        topk_prob: Tensor,
+        weights: MLPWeights,
+        chosen: dict[str, Any],
+    ) -> Tensor:
+        (L, D, F), K = weights.w2.shape, topk_idx.shape[-1]
+        problem = Problem(x_TD.device, x_TD.dtype, D, F, L, K, sorted_rows=False)
+        spec, E = specification(constants(chosen), problem), L * self.size
+        dispatcher = self._dispatcher(_Key(E, K, spec.backend, _fp8(spec)))
+        idx_TK = as_int32(topk_idx.reshape(-1, K), E)
+        idx_TK = torch.where((idx_TK >= 0) & (idx_TK < E), idx_TK, -1)
+        received = dispatcher.dispatch(x_TD, idx_TK, topk_prob.reshape(-1, K).float())
+        with received.saving():
+            out_ND = grouped_mlp(
+                received.rows_ND,
+                weights,
+                received.plan,
+                spec,
+                overlap=received.overlap,
+                fp8_inputs=received.fp8_inputs,
+            )
+        return dispatcher.combine(out_ND, received)
+
+    def overflowed(self) -> bool:
+        """True if a layer of any rank lacked rows since the last call, so that tokens were dropped.
+
+        The host waits for the device.
+        """
+        return self.budget.exceeded(self.budget.record(self.group).item())
+
+    def grow(self) -> None:
+        """After an overflow, enlarge the budget so that the same step fits, with some room.
+
+        Captured graphs have to be captured again.
+        """
+        self.budget.grow()
+
+    def begin(self) -> None:
+        """Order the buffers of exchanges: the first thing that a CUDA graph captures."""
+        self.connections.begin()
+
+    def release(self) -> None:
+        """Free the memory that ranks share, before the process groups are destroyed."""
+        self.connections.release()
+
+    def _dispatcher(self, key: _Key) -> Dispatcher:
+        if key not in self._dispatchers:
+            quantizes = key.recipe is not None
+            sms = sms_of(self._comm_sms, self.transport, key.backend, quantizes)  # type: ignore[arg-type]
+            self._dispatchers[key] = make_dispatcher(
+                self.transport,
+                group=self.group if self.size > 1 else None,
+                experts=key.experts,
+                slots=TokenChoices(key.top_k, key.top_k),
+                budget=self.budget,
+                backend=key.backend,
+                symm=SymmOptions(comm_sms=sms, timeout=self._timeout),
+                recipe=key.recipe,
+                connections=self.connections,
+            )
+        return self._dispatchers[key]
+
+
+def _fp8(spec: MLPSpec) -> Fp8Block | None:
+    return spec.recipe if isinstance(spec.recipe, Fp8Block) else None
+
+
+class ExpertParallelMoE(ExpertParameters):
+    """The experts of an MoE layer over the ranks of a group; each rank has L of them.
+
+    out = sum over the K experts e of a token of topk_prob[e] * MLP_e(x), as `GroupedMLP`.
+
+    Parameters, by their names in the state dict: w1 [L, 2F, D] as [gate; up], or [L, F, D] without
+    a gate; w2 [L, D, F]; with `bias` b1 [L, 2F or F] and b2 [L, D]. Their gradients are those of
+    the tokens of all ranks of the group, and are not to be averaged over it.
+
+    Args:
+        group: what the layers share.
+        experts: E.
+        hidden: D.
+        ffn: F.
+        top_k: K.
+        activation: its kind, or with constants an `Activation`.
+        bias: biases in both layers of the experts.
+        device, dtype: of the parameters.
+        options: as `KernelOptions` describes them.
+
+    Raises:
+        ValueError: invalid sizes, or an unknown activation or recipe.
+    """
+
+    def __init__(
+        self,
+        group: ExpertParallelGroup,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        top_k: int,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        if min(experts, hidden, ffn, top_k) < 1 or top_k > experts or experts % group.size:
+            raise ValueError(
+                f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
+                f"positive, top_k at most experts, and experts a multiple of the group's "
+                f"{group.size} ranks"
+            )
+        recipe_named(with_defaults(options)["recipe"])
+        kind, where = activation_named(activation), dict(device=device, dtype=dtype)
+        super().__init__(experts // group.size, hidden, ffn, kind, bias=bias, where=where)
+        self.experts, self.top_k, self.group = experts, top_k, group
+        self.activation, self.options = kind, options
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
+        """Weighted sum of each token's experts, wherever they are; collective over the group.
+
+        Args:
+            x: [..., D], with as many tokens on every rank of the group.
+            topk_idx: [..., K] ids of experts of all ranks; others count as none.
+            topk_prob: [..., K] their weights, used in fp32.
+
+        Returns:
+            [..., D] in x's dtype, under torch.autocast in that of autocast.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit, or kernels that cannot run here.
+        """
+        return self.group.experts(
+            x,
+            topk_idx,
+            topk_prob,
+            self.w1,
+            self.w2,
+            self.b1,
+            self.b2,
+            activation=self.activation,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and choices."""
+        local, hidden, ffn = self.w2.shape
+        return (
+            f"experts={self.experts} ({local} of this rank), hidden={hidden}, ffn={ffn}, "
+            f"top_k={self.top_k}, activation={self.activation.kind}, bias={self.b1 is not None}, "
+            f"transport={self.group.transport.name}"
+        )

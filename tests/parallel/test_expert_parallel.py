@@ -1,0 +1,196 @@
+"""Layers over several gloo ranks against the same experts on one, without Megatron-Core."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.api import Activation, grouped_experts
+from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
+from tests.kernels.problems import error
+from tests.support.distributed import run_distributed
+
+E, D, WIDTH, K, T = 8, 16, 24, 3, 10
+ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
+NAMES = ("w1", "w2", "b1", "b2")
+
+
+def weights() -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    shapes = ((E, 2 * WIDTH, D), (E, D, WIDTH), (E, 2 * WIDTH), (E, D))
+    return [torch.randn(s, generator=g) * s[-1] ** -0.5 for s in shapes]
+
+
+def tokens(ranks: int, kind: str = "random") -> list[Tensor]:
+    """Tokens, experts, probabilities and the output's gradient of all ranks, [ranks * T, ...]."""
+    g = torch.Generator().manual_seed(2)
+    scores = torch.rand(ranks * T, E, generator=g)
+    if kind == "one expert":
+        scores[:, 1] += 1
+    prob, idx = scores.topk(1 if kind == "top 1" else K)
+    idx[3, 0], idx[4, 0] = -1, E
+    x, dout = (torch.randn(ranks * T, D, generator=g) for _ in range(2))
+    return [x, idx, prob, dout]
+
+
+def own(x: Tensor, rank: int, ranks: int) -> Tensor:
+    return x.chunk(ranks)[rank].clone()
+
+
+def layer(group: ExpertParallelGroup, **options: Any) -> ExpertParallelMoE:
+    made = ExpertParallelMoE(group, E, D, WIDTH, K, ACT, bias=True, **options)
+    with torch.no_grad():
+        for name, whole in zip(NAMES, weights(), strict=True):
+            getattr(made, name).copy_(own(whole, group.group.rank(), group.size))
+    return made
+
+
+def run(made: ExpertParallelMoE, kind: str) -> list[Tensor]:
+    """Output, and gradients of tokens, probabilities and this rank's experts."""
+    ranks, rank = made.group.size, made.group.group.rank()
+    x, idx, prob, dout = (own(t, rank, ranks) for t in tokens(ranks, kind))
+    out = made(x.requires_grad_(), idx, prob.requires_grad_())
+    leaves = [x, prob, *(getattr(made, name) for name in NAMES)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def on_one_rank(ranks: int, kind: str, **options: Any) -> list[Tensor]:
+    x, idx, prob, dout = tokens(ranks, kind)
+    leaves = [x.requires_grad_(), prob.requires_grad_(), *(w.requires_grad_() for w in weights())]
+    out = grouped_experts(x, idx, prob, *leaves[2:], activation=ACT, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def layer_of_all(kind: str) -> list[Tensor]:
+    group = ExpertParallelGroup(transport="alltoall", dtype=torch.float32)
+    results = run(layer(group), kind)
+    assert not group.overflowed()
+    group.release()
+    return results
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["random", "one expert", "top 1"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_equals_one_rank(ranks: int, kind: str) -> None:
+    whole = on_one_rank(ranks, kind)
+    for rank, results in enumerate(run_distributed(layer_of_all, ranks, kind)):
+        for got, want in zip(results, whole, strict=True):
+            assert error(got, own(want, rank, ranks)) < 1e-6
+
+
+def layer_of_halves() -> list[Tensor]:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = ExpertParallelGroup(halves[dist.get_rank() // 2], dtype=torch.float32)
+    assert group.transport.name == "alltoall"
+    return run(layer(group), "random")
+
+
+@pytest.mark.dist
+def test_groups_are_independent() -> None:
+    whole = on_one_rank(2, "random")
+    for rank, results in enumerate(run_distributed(layer_of_halves, 4)):
+        for got, want in zip(results, whole, strict=True):
+            assert error(got, own(want, rank % 2, 2)) < 1e-6
+
+
+def rerun_with_more() -> list[Any]:
+    group = ExpertParallelGroup(capacity_factor=1.0, dtype=torch.float32)
+    layers = [layer(group), layer(group)]
+    group.budget.capacity_factor = 0.01  # one tile; tests have few tokens
+    seen = [group.overflowed()]
+    dropped = [run(made, "one expert")[0] for made in layers]
+    seen.append(group.overflowed())
+    group.grow()
+    results = [run(made, "one expert") for made in layers]
+    seen += [group.overflowed(), torch.equal(dropped[0], results[0][0])]
+    return [seen, *results]
+
+
+@pytest.mark.dist
+def test_overflow_is_rerun_with_more_rows() -> None:
+    """One layer with too few rows is enough, on any rank; the second run is complete."""
+    whole = on_one_rank(2, "one expert")
+    for rank, (seen, *results) in enumerate(run_distributed(few_rows, 2)):
+        assert seen == [False, True, False, False]
+        for got, want in zip(results[0], whole, strict=True):
+            assert error(got, own(want, rank, 2)) < 1e-6
+        for first, second in zip(*results, strict=True):
+            assert torch.equal(first, second)
+
+
+def few_rows() -> list[Any]:
+    """Rows that need no whole tiles, as tests have few."""
+    from phalanx.parallel.dispatcher import capacity
+
+    before, capacity.ROW_MULTIPLE = capacity.ROW_MULTIPLE, 1
+    try:
+        return rerun_with_more()
+    finally:
+        capacity.ROW_MULTIPLE = before
+
+
+def in_other_numbers() -> list[Tensor]:
+    group = ExpertParallelGroup(transport="alltoall")
+    made, (x, idx, prob, _) = layer(group), (own(t, dist.get_rank(), 2) for t in tokens(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        auto = made(x, idx, prob)
+    quantized = layer(group, recipe="fp8_block").bfloat16()(x.bfloat16(), idx, prob)
+    plain = made.bfloat16()(x.bfloat16(), idx, prob)
+    return [auto, plain, quantized]
+
+
+@pytest.mark.dist
+def test_autocast_and_recipes() -> None:
+    for auto, plain, quantized in run_distributed(in_other_numbers, 2):
+        assert auto.dtype == torch.bfloat16 and torch.equal(auto, plain)
+        assert 1e-3 < error(quantized, plain) < 0.15
+
+
+_ALONE = """
+import sys, torch, torch.distributed as dist
+from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = ExpertParallelGroup(dtype=torch.float32)
+layer = ExpertParallelMoE(group, experts=4, hidden=16, ffn=8, top_k=2)
+prob, idx = torch.rand(5, 4).topk(2)
+layer(torch.randn(5, 16), idx, prob).sum().backward()
+assert not group.overflowed() and layer.w1.grad.any()
+group.release()
+dist.destroy_process_group()
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
+
+def test_needs_torch_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True)
+    assert "phalanx" in done.stdout, done.stderr
+    assert not {"megatron", "hydra", "omegaconf", "wandb", "cutlass"} & {*done.stdout.split()}
+
+
+def refusals() -> list[str]:
+    def message(**options: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            ExpertParallelGroup(**options)
+        return str(error.value)
+
+    group, found = ExpertParallelGroup(), [message(transport="nvshmem"), message(transport="symm")]
+    found.append(message(capacity_factor=0.5))
+    for sizes in ((7, D, WIDTH, K), (E, D, WIDTH, 9)):
+        with pytest.raises(ValueError) as error:
+            ExpertParallelMoE(group, *sizes)
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.dist
+def test_arguments_are_checked() -> None:
+    (unknown, symm, factor, experts, top_k), _ = run_distributed(refusals, 2)
+    assert unknown.startswith("unknown transport=nvshmem: set it to auto, local, symm")
+    assert symm.startswith("transport=symm cannot run: needs CUDA") and "parallel." not in symm
+    assert factor == "capacity_factor=0.5: set it to 1 or more"
+    assert "experts a multiple of the group's 2 ranks" in experts and "top_k=9" in top_k

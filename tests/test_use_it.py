@@ -1,0 +1,42 @@
+"""The examples of docs/use_it.md and docs/adapters.md as they are written, section by section."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.pages import TEXTS, blocks
+
+SECTIONS = {
+    title: code
+    for page in ("docs/use_it.md", "docs/adapters.md")
+    for title, *text in (part.split("\n") for part in TEXTS[page].split("\n## ")[1:])
+    if (code := "\n".join(blocks("python", "\n".join(text))))
+}
+ALONE = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+"""Environment of a job of one rank."""
+
+
+def test_there_are_examples() -> None:
+    assert {
+        "Experts as a function",
+        "Experts as a module",
+        "Expert parallelism",
+        "transformers",
+    } <= {*SECTIONS}
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_examples_run(title: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SECTIONS[title]],
+        env=os.environ | ALONE,
+        capture_output=True,
+        text=True,
+    )
+    missing = re.search(r"ModuleNotFoundError: No module named '(?!phalanx)(\w+)", done.stderr)
+    if missing:
+        pytest.skip(f"needs {missing[1]}")
+    assert done.returncode == 0, done.stderr
