@@ -28,12 +28,12 @@ from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
-from phalanx.moe.estimate.delayed_wgrad import refusal, waits
-from phalanx.moe.estimate.fp8_gain import fp8_gain
+from phalanx.moe.estimate.gains.delayed_wgrad import refusal, waits
+from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
+from phalanx.moe.estimate.gains.microbatch_overlap import overlap_effect
 from phalanx.moe.estimate.memory import StageMemory, exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
-from phalanx.moe.estimate.overlap import overlap_effect
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time

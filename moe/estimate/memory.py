@@ -7,7 +7,7 @@ from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend
 from phalanx.moe.estimate.activations import Activations, LayerMemory
-from phalanx.moe.estimate.delayed_wgrad import (
+from phalanx.moe.estimate.gains.delayed_wgrad import (
     head_operands,
     held_passes,
     layer_operands,

@@ -11,8 +11,8 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
+from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights
-from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.parallel.dispatcher.replication.choice import with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts

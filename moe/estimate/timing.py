@@ -34,7 +34,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
-from phalanx.moe.estimate.delayed_wgrad import experts_wait, waits
+from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.pipeline import step_seconds
@@ -271,7 +271,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
 _FP8_PASSES = 5.5
 """Bytes read and written to quantise and transpose the rows of an expert, per channel of x, gate
 and up, forward and backward. Fitted, with `expert_fp8_tflops` for the products, to steps of four
-models in bf16 and FP8 (tests/moe/estimate/test_fp8_gain.py); of the kernels alone it is 5 %
+models in bf16 and FP8 (tests/moe/estimate/gains/test_fp8_gain.py); of the kernels alone it is 5 %
 optimistic for experts of 2048 x 768 (docs/measured/kernels/fp8.json)."""
 
 

@@ -19,10 +19,10 @@ from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
 from phalanx.configs.tables.machines import machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
-from phalanx.moe.estimate.delayed_wgrad import refusal
 from phalanx.moe.estimate.free_memory import free_gpu_memory
+from phalanx.moe.estimate.gains.delayed_wgrad import refusal
+from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import needed
-from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage

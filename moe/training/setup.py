@@ -19,7 +19,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
-from phalanx.moe.estimate.fp8_gain import fp8_gain
+from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions

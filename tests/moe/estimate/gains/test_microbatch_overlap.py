@@ -11,8 +11,8 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.estimate.dry_run import dry_run
+from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import needed, stage_memory
-from phalanx.moe.estimate.overlap import microbatch_overlap
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 

@@ -1,0 +1,1 @@
+"""Gains and costs of single options of a run."""
