@@ -23,7 +23,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.functional.experts import in_product_dtype, local
-from phalanx.kernels.functional.layouts import layout_named
+from phalanx.kernels.functional.layouts import in_kernel_layout
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
@@ -153,7 +153,7 @@ class ExpertParallelGroup:
         x_TD = x.reshape(-1, x.shape[-1])
         weights = MLPWeights(local(w1), local(w2), local(b1), local(b2))
         x_TD, weights = in_product_dtype(x_TD, weights)
-        weights = layout_named(chosen["layout"]).weights(weights)
+        weights = in_kernel_layout(weights, chosen["layout"])
         with torch.autocast(x.device.type, enabled=False):
             return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
 

@@ -20,7 +20,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.providers import rows_for
-from phalanx.kernels.functional.layouts import HALVES, layout_named
+from phalanx.kernels.functional.layouts import in_kernel_layout
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     choose,
@@ -120,7 +120,7 @@ def grouped_experts_sorted(
         rows: [S, D] fp32 or bf16, sorted by expert. Rows behind the sum of the counts are padding:
             their content has no effect, and their outputs and gradients are 0.
         counts: [E] rows of each expert: integers of any dtype on rows' device, which the host does
-            not read; or on the host.
+            not read; or on the host, which a CUDA graph cannot capture.
         row_prob: [S] fp32 or bf16, weights of the rows, used in fp32; None: 1.
         w1, w2, b1, b2, options: as for `grouped_experts`.
 
@@ -140,7 +140,8 @@ def grouped_experts_sorted(
     rows_SD, weights, chosen = _operands(rows, (w1, w2, b1, b2), options)
     offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
     spec, _, halves = _choose(rows_SD, weights, chosen, None)
-    plan = ExpertPlan(None, None if row_prob is None else row_prob.float(), offsets, None)
+    prob_S = None if row_prob is None else row_prob.float().contiguous()
+    plan = ExpertPlan(None, prob_S, offsets, None)
     check(rows_SD, weights, plan, halves)
     return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
 
@@ -155,8 +156,7 @@ def _operands(
     if w1.ndim != 3 or w2.ndim != 3:
         raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
     x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
-    stored = layout_named(chosen["layout"])
-    return x, weights if stored == HALVES else stored.weights(weights), chosen
+    return x, in_kernel_layout(weights, chosen["layout"]), chosen
 
 
 def _choose(

@@ -44,16 +44,6 @@ class WeightLayout:
         x = x.mT if self.transposed and x.ndim == 3 else x
         return x.contiguous()
 
-    def weights(self, stored: MLPWeights) -> MLPWeights:
-        """`to_kernels` of all weights and biases."""
-        w1, w2, b1, b2 = stored
-        return MLPWeights(
-            self.to_kernels(w1, fc1=True),
-            self.to_kernels(w2, fc1=False),
-            None if b1 is None else self.to_kernels(b1, fc1=True),
-            b2,
-        )
-
 
 _FC1 = (True, False, True, False)
 """Which of w1, w2, b1 and b2 are of the first layer."""
@@ -79,6 +69,26 @@ def layout_named(name: str) -> WeightLayout:
     if name not in LAYOUTS:
         raise ValueError(f"layout={name!r} is unknown: use one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
+
+
+def in_kernel_layout(weights: MLPWeights, layout: str) -> MLPWeights:
+    """Weights in the layout of the kernels; those that are in it already are not copied.
+
+    Raises:
+        ValueError: an unknown layout, or one of gated weights for others.
+    """
+    stored = layout_named(layout)
+    w1, w2, b1, b2 = weights
+    converted = MLPWeights(
+        stored.to_kernels(w1, fc1=True),
+        stored.to_kernels(w2, fc1=False),
+        None if b1 is None else stored.to_kernels(b1, fc1=True),
+        None if b2 is None else stored.to_kernels(b2, fc1=False),
+    )
+    channels, ffn = converted.w1.shape[1], converted.w2.shape[2]
+    if stored.interleaved and channels != 2 * ffn:
+        raise ValueError(f"layout={layout}: w1 has {channels} channels, not 2 x {ffn}")
+    return converted
 
 
 @torch.no_grad()

@@ -95,6 +95,13 @@ def test_conversions_are_inverse(name: str, gated: bool) -> None:
         x = torch.randn(shape)
         there = layout.from_kernels(x, fc1=fc1)
         assert torch.equal(layout.to_kernels(there, fc1=fc1), x) and there.is_contiguous()
+        assert name != "halves" or layout.to_kernels(x, fc1=fc1) is x
+
+
+def test_only_gated_weights_are_interleaved(given: tuple[Tensor, Tensor, Tensor]) -> None:
+    w1, w2 = torch.randn(E, WIDTH, D), torch.randn(E, D, WIDTH)
+    with pytest.raises(ValueError, match="layout=interleaved: w1 has 24 channels, not 2 x 24"):
+        grouped_experts(*given, w1, w2, activation="squared_relu", layout="interleaved")
 
 
 def test_sharded_parameters_are_refused(gloo_of_one: None) -> None:

@@ -1,6 +1,8 @@
 """Compiled kernels as libraries: linked, found and loaded without the compiler."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,24 @@ def test_loads_without_the_compiler(tmp_path: Path) -> None:
 def test_a_link_that_fails_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no host function"):
         libraries.link(b"", launch.PREFIX, tmp_path / "kernel.so")
+
+
+_OTHER = """
+import importlib.metadata, sys
+import cutlass, cutlass.cute
+from pathlib import Path
+known = importlib.metadata.version
+importlib.metadata.version = lambda name: "4.4.2" if "cutlass" in name else known(name)
+from phalanx.kernels.sm90.jit import libraries, stand_ins
+libraries.FOLDER = Path(sys.argv[1])
+stand_ins.import_kernels()
+from phalanx.kernels.sm90.experts import fc1_act
+assert sys.modules["cutlass"] is cutlass and fc1_act.cute is not cutlass.cute
+"""
+
+
+def test_another_version_of_the_compiler_is_left_to_others(tmp_path: Path) -> None:
+    (tmp_path / "Kernel.so").touch()
+    command = [sys.executable, "-c", _OTHER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
