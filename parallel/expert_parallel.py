@@ -208,7 +208,7 @@ class ExpertParallelGroup:
     def _dispatcher(self, key: _Key) -> Dispatcher:
         if key not in self._dispatchers:
             quantizes = key.recipe is not None
-            sms = sms_of(self._comm_sms, self.transport, key.backend, quantizes)  # type: ignore[arg-type]
+            sms = sms_of(self._comm_sms, self.transport, key.backend, quantizes)
             self._dispatchers[key] = make_dispatcher(
                 self.transport,
                 group=self.group if self.size > 1 else None,
