@@ -1,0 +1,23 @@
+"""The experts in the models of transformers: `experts_implementation="phalanx"`.
+
+    import phalanx.adapters.transformers
+    model = AutoModelForCausalLM.from_pretrained(NAME, experts_implementation="phalanx")
+
+The import registers the implementation for every class of experts that transformers dispatches.
+Models that are loaded, or made by `from_config`, are prepared at once: experts whose activation is
+not known are refused by the name of their class, and weights in another layout are converted
+(`prepare`). Parameters keep their names; state dicts and saved models have the layout of
+transformers.
+"""
+
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from phalanx.adapters.transformers.experts import NAME, forward, prepare
+from phalanx.adapters.transformers.loading import prepared
+
+__all__ = ["NAME", "prepare"]
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+for _build in ("from_pretrained", "_from_config"):
+    setattr(PreTrainedModel, _build, prepared(getattr(PreTrainedModel, _build)))

@@ -1,0 +1,97 @@
+"""The activation of a class of experts, found by comparing values and never by names.
+
+A class may bring its own gate, as code. Here it is evaluated on a grid that reaches beyond every
+constant of the module, and so are the activations of the kernels with these constants, through the
+public function. Only one that agrees is taken.
+
+Legend: G points of the grid, which are both tokens and channels.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.kernels.api import ACTIVATIONS, Activation, grouped_experts
+
+_POINTS = (-20.0, -6.0, -3.0, -1.7, -1.0, -0.4, 0.0, 0.3, 1.0, 2.0, 3.5, 8.0, 25.0)
+_LIMITS = ("limit", "swiglu_limit")
+_ALPHAS = ("alpha", "swiglu_alpha")
+"""Attributes in which classes of transformers keep the constants of their gates."""
+
+
+def activation_of(experts: Any) -> Activation:
+    """The activation that a module of experts computes between its two layers.
+
+    Raises:
+        ValueError: none of the kernels' activations is that.
+    """
+    limits, alphas = _constants(experts, _LIMITS), _constants(experts, _ALPHAS)
+    grid = torch.tensor(
+        sorted({*_POINTS, *(s * v for v in limits for s in (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0))}),
+        dtype=torch.float64,
+        device="cpu",
+    )
+    if _is_stateless(experts):
+        h_GH = _channels(grid, gated=experts.has_gate)
+        want_GG = _of_module(experts, h_GH)
+        for candidate in _candidates(limits, alphas, gated=experts.has_gate):
+            if torch.allclose(_of_kernels(candidate, h_GH), want_GG, rtol=1e-5, atol=1e-5):
+                return candidate
+    raise ValueError(
+        f"{type(experts).__name__}: phalanx does not know the activation of these experts: use "
+        "experts_implementation='grouped_mm'"
+    )
+
+
+def _constants(experts: Any, names: tuple[str, ...]) -> list[float]:
+    values = (getattr(experts, name, None) for name in names)
+    return sorted({float(v) for v in values if isinstance(v, int | float)})
+
+
+def _is_stateless(experts: Any) -> bool:
+    """True if the activation has no parameters, which would have to be trained."""
+    function = getattr(experts, "act_fn", None)
+    return not (isinstance(function, nn.Module) and any(True for _ in function.parameters()))
+
+
+def _channels(grid: Tensor, *, gated: bool) -> Tensor:
+    """[G, 2G] every gate beside every linear half, or [G, G] every value."""
+    G = len(grid)
+    gate_GG = grid.expand(G, G)
+    return torch.cat((gate_GG, gate_GG.T), -1) if gated else gate_GG
+
+
+@torch.no_grad()
+def _of_module(experts: Any, h_GH: Tensor) -> Tensor:
+    """[G, G] activated values, from channels in the module's own order."""
+    if not experts.has_gate:
+        values: Tensor = experts.act_fn(h_GH)
+    elif experts.is_concatenated:
+        values = experts._apply_gate(h_GH)
+    else:
+        values = experts._apply_gate(h_GH.unflatten(-1, (2, -1)).mT.flatten(-2))
+    return values
+
+
+@torch.no_grad()
+def _of_kernels(activation: Activation, h_GH: Tensor) -> Tensor:
+    """[G, G] activated values: one expert whose two layers are identities."""
+    G, H = h_GH.shape
+    w1 = torch.eye(H, dtype=h_GH.dtype, device=h_GH.device)
+    first = h_GH.new_zeros(G, 1, dtype=torch.int32)
+    prob = h_GH.new_ones(G, 1, dtype=torch.float32)
+    out = grouped_experts(
+        h_GH, first, prob, w1[None], w1[None, :, :G], activation=activation, backend="reference"
+    )
+    return out[:, :G]
+
+
+def _candidates(limits: list[float], alphas: list[float], *, gated: bool) -> Iterator[Activation]:
+    kinds = [kind for kind, facts in ACTIVATIONS.items() if facts.gated == gated]
+    for kind, limit, alpha, offset in itertools.product(
+        kinds, [0.0, *limits], alphas or [Activation.alpha], (0.0, 1.0) if gated else (0.0,)
+    ):
+        yield Activation(kind, alpha=alpha, limit=limit, offset=offset)
