@@ -1,0 +1,152 @@
+"""The experts in the models of torchtitan, by its overrides.
+
+    torchtitan ... --override.imports phalanx.adapters.torchtitan.experts
+
+`experts` replaces the experts, which take rows that torchtitan's dispatcher has sorted, on any
+mesh. `routed_experts` in its place also replaces the sorting of a rank that has all experts, which
+then takes no copy of the rows.
+
+Parameters are cast to bf16 in each call, as torchtitan does. The halves w1 and w3 are one parameter
+w13, and checkpoints have them apart, under torchtitan's keys.
+
+Legend: E local experts, D model, F hidden, R rows sorted by expert, T tokens, K experts per token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.parallel_dims import SpmdLayout
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+from phalanx.kernels.api import grouped_experts, grouped_experts_sorted
+
+_W13, _W1, _W2, _W3 = "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD"
+
+
+class Experts(GroupedExperts):
+    """SwiGLU experts of torchtitan over the kernels.
+
+    Parameters: w13_E2FD [E, 2, F, D], gate and up, and w2_EDF [E, D, F].
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """Sizes of torchtitan's experts, and the kernels."""
+
+        backend: str = "auto"
+        """`backend` of `kernels.api.grouped_experts`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        E, F, D = self.w1_EFD.shape
+        del self.w1_EFD, self.w3_EFD
+        self.w13_E2FD = nn.Parameter(torch.empty(E, 2, F, D))
+        self.backend = config.backend
+        self.register_state_dict_post_hook(_split)
+        self.register_load_state_dict_pre_hook(_merge)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w1 [E, 2F, D] and w2 [E, D, F] in bf16, the parts of this rank."""
+        w13_E2FD, w2_EDF = (
+            w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_E2FD, self.w2_EDF)
+        )
+        return w13_E2FD.bfloat16().flatten(1, 2), w2_EDF.bfloat16()
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """[R, D] outputs of the experts of sorted rows, in the dtype of x."""
+        out_RD = grouped_experts_sorted(
+            x_RD.bfloat16(), num_tokens_per_expert_E, None, *self.weights(), backend=self.backend
+        )
+        return out_RD.type_as(x_RD)
+
+
+class Routed(RoutedExperts):
+    """Experts that read their tokens where they lie, and are summed in the same kernels."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """Experts and dispatcher, as torchtitan's."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """Sum of each token's experts by their scores, [B, L, D] in the dtype of x."""
+        K, experts = topk_scores_BLK.shape[-1], self.inner_experts
+        out_TD = grouped_experts(
+            x_BLD.bfloat16().flatten(0, 1),
+            topk_expert_ids_BLK.reshape(-1, K),
+            topk_scores_BLK.reshape(-1, K),
+            *experts.weights(),
+            backend=experts.backend,
+        )
+        return out_TD.type_as(x_BLD).view(x_BLD.shape)
+
+
+@override(target=GroupedExperts.Config, exact=True, description="Experts of phalanx, fused.")
+def experts(cfg: GroupedExperts.Config, *, backend: str = "auto") -> GroupedExperts.Config:
+    """The config of the kernels' experts in place of torchtitan's.
+
+    Subclasses of torchtitan's experts, such as GPT-OSS's, stay.
+    """
+    made = derive(cfg, Experts.Config, backend=backend, param_init=_inits(cfg.param_init))
+    if cfg.sharding_config is not None:
+        layouts = dict(cfg.sharding_config.state_shardings)
+        del layouts[_W3]
+        layouts[_W13] = _with_halves(layouts.pop(_W1))
+        made.sharding_config = replace(cfg.sharding_config, state_shardings=layouts)
+    return made
+
+
+@override(target=RoutedExperts.Config, exact=True, description="Routing to experts of phalanx.")
+def routed_experts(cfg: RoutedExperts.Config, *, backend: str = "auto") -> RoutedExperts.Config:
+    """The config of `Routed` where a rank has all experts, else of `experts` alone."""
+    if type(cfg.inner_experts) is not GroupedExperts.Config:
+        return cfg
+    inner = experts(cfg.inner_experts, backend=backend)
+    if type(cfg.token_dispatcher) is not LocalTokenDispatcher.Config:
+        return replace(cfg, inner_experts=inner)
+    return derive(cfg, Routed.Config, inner_experts=inner)
+
+
+def _inits(inits: dict[str, Callable[[Tensor], Any]] | None) -> dict[str, Any] | None:
+    """Initializers with one for both halves, each of which has its own."""
+    if inits is None or _W1 not in inits or _W3 not in inits:
+        return inits
+    gate, up = inits[_W1], inits[_W3]
+
+    def halves(w13_E2FD: Tensor) -> None:
+        gate(w13_E2FD[:, 0])
+        up(w13_E2FD[:, 1])
+
+    return {k: v for k, v in inits.items() if k not in (_W1, _W3)} | {_W13: halves}
+
+
+def _with_halves(layout: SpmdLayout) -> SpmdLayout:
+    """The layout of w13 as that of w1, whose axes after the experts' follow that of the halves."""
+    axes = {
+        axis: spmd.Shard(kind.dim + 1) if isinstance(kind, spmd.Shard) and kind.dim else kind
+        for axis, kind in layout.axis_types.items()
+    }
+    return replace(layout, axis_types=axes)
+
+
+def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    w13_E2FD = state.pop(prefix + _W13)
+    state[prefix + _W1], state[prefix + _W3] = (w13_E2FD[:, i].contiguous() for i in (0, 1))
+
+
+def _merge(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    halves = [state.pop(prefix + key, None) for key in (_W1, _W3)]
+    if None not in halves:
+        state[prefix + _W13] = torch.stack(halves, 1)
