@@ -1,0 +1,1 @@
+"""Speed of the adapters inside the models of their frameworks."""

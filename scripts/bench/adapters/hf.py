@@ -1,0 +1,116 @@
+"""Models of transformers with its implementations of experts and with ours.
+
+Standard layouts share one model, whose implementation is switched; GPT-OSS's weights are converted
+for ours, in a second model.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations import sonicmoe
+
+import phalanx.adapters.transformers  # noqa: F401  (registers the implementation)
+from phalanx.scripts.bench.adapters.compared import OURS, Comparison
+from phalanx.scripts.bench.timing import Bench
+
+_SIDES = ("grouped_mm", "sonicmoe", "eager")
+_TINY = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+_QWEN3 = dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+_GPT_OSS = dict(hidden_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+
+
+def qwen3(bench: Bench, *, tiny: bool) -> Comparison:
+    """The decoder layers."""
+    return _qwen3(bench, tiny=tiny, with_loss=False)
+
+
+def qwen3_loss(bench: Bench, *, tiny: bool) -> Comparison:
+    """The whole model and its loss; its logits and their gradients take too much for graphs."""
+    return _qwen3(bench, tiny=tiny, with_loss=True)
+
+
+def _qwen3(bench: Bench, *, tiny: bool, with_loss: bool) -> Comparison:
+    config = Qwen3MoeConfig(
+        **(_TINY if tiny else _QWEN3),
+        vocab_size=512 if tiny else 151936,
+        num_hidden_layers=4,
+        num_experts=16 if tiny else 128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=64 if tiny else 768,
+        norm_topk_prob=True,
+    )
+    model = _made(bench, Qwen3MoeForCausalLM, config, "eager", tiny=tiny)
+    ids = _ids(bench, config, tiny=tiny)
+    modes = ("eager",) if with_loss else ("eager", "graph")
+    name = "qwen3_loss" if with_loss else "qwen3"
+    compared = Comparison(bench, name, ids.numel(), modes)
+    for side in (OURS, *_SIDES):
+        _add(compared, model, side, ids, with_loss=with_loss)
+    return compared
+
+
+def gpt_oss(bench: Bench, *, tiny: bool) -> Comparison:
+    """The decoder layers; sonicmoe's experts have another activation."""
+    config = GptOssConfig(
+        **(_TINY if tiny else _GPT_OSS),
+        vocab_size=512 if tiny else 201088,
+        num_hidden_layers=4,
+        num_local_experts=8 if tiny else 32,
+        num_experts_per_tok=4,
+        intermediate_size=64 if tiny else 2880,
+    )
+    theirs = _made(bench, GptOssForCausalLM, config, "eager", tiny=tiny)
+    ours = _made(bench, GptOssForCausalLM, config, OURS, tiny=tiny)
+    ours.load_state_dict(theirs.state_dict())
+    ids = _ids(bench, config, tiny=tiny)
+    compared = Comparison(bench, "gpt_oss", ids.numel())
+    _add(compared, ours, OURS, ids)
+    for side in _SIDES:
+        _add(compared, theirs, side, ids)
+    return compared
+
+
+def _made(bench: Bench, kind: Any, config: Any, side: str, *, tiny: bool) -> Any:
+    """A model on the bench's device, made there."""
+    torch.manual_seed(0)
+    with torch.device(bench.clock.device):
+        return kind._from_config(
+            config,
+            dtype=torch.float32 if tiny else torch.bfloat16,
+            experts_implementation=side,
+        ).train()
+
+
+def _ids(bench: Bench, config: Any, *, tiny: bool) -> torch.Tensor:
+    shape = (2, 32) if tiny else (2, 4096)
+    return torch.randint(0, config.vocab_size, shape, device=bench.clock.device)
+
+
+def _add(
+    compared: Comparison, model: Any, side: str, ids: torch.Tensor, *, with_loss: bool = False
+) -> None:
+    body = model.model
+    parameters = list((model if with_loss else body).parameters())
+
+    def forward() -> torch.Tensor:
+        model.config._experts_implementation_internal = side
+        out: torch.Tensor = (
+            model(ids, labels=ids).loss if with_loss else body(ids, use_cache=False)[0]
+        )
+        return out
+
+    if side == "sonicmoe":
+        _use_installed_sonic()
+    compared.add(side, forward, parameters)
+
+
+def _use_installed_sonic() -> None:
+    """Give transformers, which loads this kernel from a hub, the installed package."""
+    try:
+        sonic = importlib.import_module("sonicmoe.functional")
+        enums = importlib.import_module("sonicmoe.enums")
+    except ImportError:
+        return  # transformers says what is missing
+    sonicmoe._SONICMOE = sonicmoe.SonicMoE(enums.ActivationType, sonic.moe_general_routing_inputs)
