@@ -15,12 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 pytest.importorskip("transformers")
 
 import phalanx.adapters.transformers  # noqa: F401  (registers)
-from tests.adapters.hf_models import MODELS, model, tokens
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    """Equal in fp32, but for the order of sums."""
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6 * (1 + want.abs().max().item()))
+from tests.adapters.hf_models import MODELS, close, model, tokens
 
 
 def gradients(made: Any) -> dict[str, Tensor]:
@@ -135,7 +130,7 @@ def process_group(tmp_path: Path) -> Any:
 
 _COMPILED = """
 import torch
-import phalanx.adapters.transformers  # noqa: F401  (registers)
+import phalanx.adapters.transformers
 from tests.adapters.hf_models import model, tokens
 for name, dynamic in (("qwen3_moe", None), ("gpt_oss", None), ("gpt_oss", True)):
     made = model(name, "phalanx")

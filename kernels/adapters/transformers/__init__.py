@@ -7,17 +7,20 @@ The import registers the implementation for every class of experts that transfor
 Models that are loaded, or made by `from_config`, are prepared at once: experts whose activation is
 not known are refused by the name of their class, and weights in another layout are converted
 (`prepare`). Parameters keep their names; state dicts and saved models have the layout of
-transformers.
+transformers. `expert_parallel` shares experts between ranks.
 """
 
 from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP, groups, release
 from phalanx.adapters.transformers.experts import NAME, forward, prepare
 from phalanx.adapters.transformers.loading import prepared
 
-__all__ = ["NAME", "prepare"]
+__all__ = ["EP_NAME", "NAME", "groups", "prepare", "release"]
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+EPImplementationInterface.register(EP_NAME, SymmEP)
 for _build in ("from_pretrained", "_from_config"):
     setattr(PreTrainedModel, _build, prepared(getattr(PreTrainedModel, _build)))

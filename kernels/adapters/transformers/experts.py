@@ -3,8 +3,6 @@
 Legend: T tokens, K experts per token, D hidden.
 """
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.adapters.transformers.gates import activation_of
-from phalanx.kernels.api import Activation, grouped_experts, keep_converted
+from phalanx.kernels.api import Activation, ExpertOptions, grouped_experts, keep_converted
 
 NAME = "phalanx"
 """Value of `experts_implementation`."""
@@ -35,15 +33,26 @@ def forward(
     Raises:
         ValueError: the experts are of a kind that the kernels do not compute.
     """
-    text, layout = _facts(experts)
-    weights: list[Any] = [name and getattr(experts, name) for name in _names(experts)]
-    x = hidden_states
+    weights, x = weights_of(experts), hidden_states
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(weights[0].dtype)
-    out = grouped_experts(
-        x, top_k_index, top_k_weights, *weights, activation=_decoded(text), layout=layout
-    )
+    out = grouped_experts(x, top_k_index, top_k_weights, *weights, **options_of(experts))
     return out.to(hidden_states.dtype)
+
+
+def weights_of(experts: Any) -> list[Any]:
+    """w1, w2, b1 and b2 of a module, in its present layout."""
+    return [name and getattr(experts, name) for name in _names(experts)]
+
+
+def options_of(experts: Any) -> ExpertOptions:
+    """Activation and present layout of a module.
+
+    Raises:
+        ValueError: the experts are of a kind that the kernels do not compute.
+    """
+    activation, layout = _facts(experts)
+    return {"activation": activation, "layout": layout}
 
 
 def prepare(model: nn.Module) -> None:
@@ -63,39 +72,29 @@ def prepare(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         if hasattr(module, "is_transposed") and module.config._experts_implementation == NAME:
-            text, layout = _facts(module)
+            activation, layout = _facts(module)
             if layout != "halves" and not isinstance(module.down_proj, DTensor):
                 keep_converted(module, layout, _names(module))
                 module._apply_gate = _refuse  # other implementations call it
-                module._phalanx = text, "halves"
+                module._phalanx = activation, "halves"
 
 
-def _facts(experts: Any) -> tuple[str, str]:
-    """The activation, as `_encoded`, and the present layout of the weights."""
-    facts: tuple[str, str] | None = experts.__dict__.get("_phalanx")
+def _facts(experts: Any) -> tuple[Activation, str]:
+    """The activation and the present layout of the weights."""
+    facts: tuple[Activation, str] | None = experts.__dict__.get("_phalanx")
     return _recognised(experts) if facts is None else facts
 
 
 @torch.compiler.disable
-def _recognised(experts: Any) -> tuple[str, str]:
+def _recognised(experts: Any) -> tuple[Activation, str]:
     if experts.has_post_expert_norm:
         raise ValueError(
             f"{type(experts).__name__}: phalanx does not compute a norm behind each expert: use "
             "experts_implementation='grouped_mm'"
         )
-    facts = _encoded(activation_of(experts)), _layout(experts)
+    facts = activation_of(experts), _layout(experts)
     experts._phalanx = facts
     return facts
-
-
-def _encoded(activation: Activation) -> str:
-    """A text, which torch.compile takes as a constant; numbers may become inputs of its graphs."""
-    return json.dumps(asdict(activation))
-
-
-@torch.compiler.assume_constant_result
-def _decoded(text: str) -> Activation:
-    return Activation(**json.loads(text))
 
 
 def _layout(experts: Any) -> str:

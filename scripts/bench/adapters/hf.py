@@ -42,7 +42,7 @@ def _qwen3(bench: Bench, *, tiny: bool, with_loss: bool) -> Comparison:
         norm_topk_prob=True,
     )
     model = _made(bench, Qwen3MoeForCausalLM, config, "eager", tiny=tiny)
-    ids = _ids(bench, config, tiny=tiny)
+    ids = _ids(bench, config, 32 if tiny else 4096)
     modes = ("eager",) if with_loss else ("eager", "graph")
     name = "qwen3_loss" if with_loss else "qwen3"
     compared = Comparison(bench, name, ids.numel(), modes)
@@ -64,7 +64,8 @@ def gpt_oss(bench: Bench, *, tiny: bool) -> Comparison:
     theirs = _made(bench, GptOssForCausalLM, config, "eager", tiny=tiny)
     ours = _made(bench, GptOssForCausalLM, config, OURS, tiny=tiny)
     ours.load_state_dict(theirs.state_dict())
-    ids = _ids(bench, config, tiny=tiny)
+    # Its attention holds all scores.
+    ids = _ids(bench, config, 32 if tiny else 1024)
     compared = Comparison(bench, "gpt_oss", ids.numel())
     _add(compared, ours, OURS, ids)
     for side in _SIDES:
@@ -83,8 +84,9 @@ def _made(bench: Bench, kind: Any, config: Any, side: str, *, tiny: bool) -> Any
         ).train()
 
 
-def _ids(bench: Bench, config: Any, *, tiny: bool) -> torch.Tensor:
-    shape = (2, 32) if tiny else (2, 4096)
+def _ids(bench: Bench, config: Any, sequence: int) -> torch.Tensor:
+    """[., sequence] ids, 8,192 of them, or 64 in short sequences."""
+    shape = ((8192 if sequence > 64 else 64) // sequence, sequence)
     return torch.randint(0, config.vocab_size, shape, device=bench.clock.device)
 
 

@@ -1,0 +1,110 @@
+"""Expert parallelism of transformers over the exchange of this project.
+
+    from_pretrained(..., distributed_config=DistributedConfig(
+        ep_size=8, fsdp_size=8, ep_implementation="phalanx_symm"))
+
+Ranks of a group exchange tokens within kernels over NVLink, on gloo by all-to-all. Nothing is read
+on the host, and room is reserved for every row that could arrive. Every rank of the group has as
+many tokens as any other in every call. With less room,
+
+    EPImplementationInterface.register("small", partial(SymmEP, capacity_factor=1.5))
+
+registers an implementation whose `groups` tell when tokens were dropped (`overflowed`), so that the
+training loop reruns the step after `grow`.
+
+Legend: T tokens of a rank, K experts per token, D hidden.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import EPImplementation
+
+from phalanx.adapters.transformers.experts import options_of, weights_of
+from phalanx.parallel.expert_parallel import ExpertParallelGroup
+
+EP_NAME = "phalanx_symm"
+"""Value of `ep_implementation`."""
+
+_groups: dict[Any, ExpertParallelGroup] = {}
+
+
+def groups() -> list[ExpertParallelGroup]:
+    """State that the layers of this process share: one for each process group with experts."""
+    return list(_groups.values())
+
+
+def release() -> None:
+    """Free the memory that ranks share, before process groups are destroyed; collective."""
+    for group in groups():
+        group.release()
+    _groups.clear()
+
+
+class SymmEP(EPImplementation):
+    """One layer's experts over the ranks of the expert-parallel mesh.
+
+    Args:
+        experts: the module, whose parameters are sharded over the mesh.
+        ep_mesh: ranks that share the experts.
+        tp_mesh: ranks that have the same tokens; each exchanges a part of them.
+        capacity_factor: as for `ExpertParallelGroup`; that of the first layer counts.
+
+    Raises:
+        ValueError: experts of a kind that the kernels do not compute, or ranks between which the
+            exchange cannot run.
+    """
+
+    def __init__(
+        self,
+        experts: Any,
+        ep_mesh: DeviceMesh,
+        tp_mesh: DeviceMesh,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        options_of(experts)  # refuses experts before anything is loaded
+        self._experts = experts
+        ranks = ep_mesh.get_group()
+        if ranks not in _groups:
+            _groups[ranks] = ExpertParallelGroup(
+                ranks,
+                transport="symm" if "nccl" in dist.get_backend(ranks) else "alltoall",
+                capacity_factor=capacity_factor,
+                dtype=experts.down_proj.dtype,
+            )
+        self._group = _groups[ranks]
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, D] weighted sum of each token's experts, of all ranks; collective over the mesh.
+
+        Args:
+            hidden_states: [T, D].
+            top_k_index: [T, K] ids of experts of all ranks.
+            top_k_weights: [T, K].
+
+        Raises:
+            ValueError: T is no multiple of the ranks that have the same tokens.
+        """
+        mesh, tokens = self.tp_mesh, hidden_states.shape[0]
+        if tokens % mesh.size():
+            raise ValueError(
+                f"{tokens} tokens cannot be shared by tp_size={mesh.size()}: pad sequences to a "
+                "multiple"
+            )
+        parts = [hidden_states, top_k_index, top_k_weights]
+        if mesh.size() > 1:
+            parts = [
+                DTensor.from_local(part, mesh, [Replicate()], run_check=False)
+                .redistribute(mesh, [Shard(0)])
+                .to_local()
+                for part in parts
+            ]
+        experts = self._experts
+        out = self._group.experts(*parts, *weights_of(experts), **options_of(experts))
+        if mesh.size() > 1:
+            out = DTensor.from_local(out, mesh, [Shard(0)], run_check=False).full_tensor()
+        return out
