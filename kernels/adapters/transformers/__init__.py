@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP, groups, release
+from phalanx.adapters.expert_groups import groups, release
+from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
 from phalanx.adapters.transformers.experts import NAME, forward, prepare
 from phalanx.adapters.transformers.loading import prepared
 

@@ -9,39 +9,24 @@ many tokens as any other in every call. With less room,
 
     EPImplementationInterface.register("small", partial(SymmEP, capacity_factor=1.5))
 
-registers an implementation whose `groups` tell when tokens were dropped (`overflowed`), so that the
-training loop reruns the step after `grow`.
+registers an implementation of which `phalanx.adapters.transformers.groups()` tell when tokens were
+dropped (`overflowed`), so that the training loop reruns the step after `grow`.
 
 Legend: T tokens of a rank, K experts per token, D hidden.
 """
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
+from phalanx.adapters.expert_groups import group_of
 from phalanx.adapters.transformers.experts import options_of, weights_of
-from phalanx.parallel.expert_parallel import ExpertParallelGroup
 
 EP_NAME = "phalanx_symm"
 """Value of `ep_implementation`."""
-
-_groups: dict[Any, ExpertParallelGroup] = {}
-
-
-def groups() -> list[ExpertParallelGroup]:
-    """State that the layers of this process share: one for each process group with experts."""
-    return list(_groups.values())
-
-
-def release() -> None:
-    """Free the memory that ranks share, before process groups are destroyed; collective."""
-    for group in groups():
-        group.release()
-    _groups.clear()
 
 
 class SymmEP(EPImplementation):
@@ -68,15 +53,7 @@ class SymmEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         options_of(experts)  # refuses experts before anything is loaded
         self._experts = experts
-        ranks = ep_mesh.get_group()
-        if ranks not in _groups:
-            _groups[ranks] = ExpertParallelGroup(
-                ranks,
-                transport="symm" if "nccl" in dist.get_backend(ranks) else "alltoall",
-                capacity_factor=capacity_factor,
-                dtype=experts.down_proj.dtype,
-            )
-        self._group = _groups[ranks]
+        self._group = group_of(ep_mesh.get_group(), experts.down_proj.dtype, capacity_factor)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, D] weighted sum of each token's experts, of all ranks; collective over the mesh.

@@ -16,9 +16,15 @@ from phalanx.scripts.bench.adapters.compared import OURS, Comparison
 from phalanx.scripts.bench.timing import Bench
 
 _SIDES = ("grouped_mm", "sonicmoe", "eager")
-_TINY = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-_QWEN3 = dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
-_GPT_OSS = dict(hidden_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+_TINY: dict[str, Any] = dict(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+_QWEN3: dict[str, Any] = dict(
+    hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128
+)
+_GPT_OSS: dict[str, Any] = dict(
+    hidden_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64
+)
 
 
 def qwen3(bench: Bench, *, tiny: bool) -> Comparison:

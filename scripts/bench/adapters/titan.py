@@ -1,5 +1,6 @@
 """Routed experts of torchtitan on a rank that has all of them, with its experts and with ours."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def layer(bench: Bench, sizes: Sizes) -> Comparison:
         module.load_state_dict(dict(state))
         compared.add(
             side,
-            lambda module=module: module(x, scores, idx, counts),
+            partial(module, x, scores, idx, counts),
             [x, scores, *module.parameters()],
         )
     return compared

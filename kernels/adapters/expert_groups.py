@@ -1,0 +1,45 @@
+"""Exchanges of tokens that layers of a process share, one for each process group with experts."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.expert_parallel import ExpertParallelGroup
+
+_groups: dict[Any, ExpertParallelGroup] = {}
+
+
+def group_of(
+    ranks: dist.ProcessGroup, dtype: torch.dtype, capacity_factor: float | None = None
+) -> ExpertParallelGroup:
+    """The exchange between these ranks: `symm`, or with gloo `alltoall`; created by the first call.
+
+    That is collective over all ranks of the job.
+
+    Args:
+        ranks: process group.
+        dtype: dtype of tokens.
+        capacity_factor: as for `ExpertParallelGroup`; that of the first call counts.
+
+    Raises:
+        ValueError: on all ranks: the exchange cannot run between them.
+    """
+    if ranks not in _groups:
+        transport = "symm" if "nccl" in dist.get_backend(ranks) else "alltoall"
+        _groups[ranks] = ExpertParallelGroup(
+            ranks, transport=transport, capacity_factor=capacity_factor, dtype=dtype
+        )
+    return _groups[ranks]
+
+
+def groups() -> list[ExpertParallelGroup]:
+    """All exchanges of this process: to ask for overflows, and to begin the capture of a graph."""
+    return list(_groups.values())
+
+
+def release() -> None:
+    """Free the memory that ranks share, before process groups are destroyed; collective."""
+    for group in groups():
+        group.release()
+    _groups.clear()

@@ -1,0 +1,185 @@
+"""Experts of one rank in Megatron-Core's MoE layer, in place of its grouped or sequential MLP.
+
+Legend: L local experts, D hidden, F expert width, S rows sorted by expert.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import activations
+from megatron.core.activations import squared_relu
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from phalanx.adapters.megatron.checkpoint import sharded, without_extra_states
+from phalanx.kernels.api import Activation, ExpertOptions, grouped_experts_sorted
+
+_KINDS = {
+    (True, F.silu): "swiglu",
+    (True, F.gelu): "geglu",
+    (True, quick_gelu): "quick_geglu",
+    (True, activations.quick_gelu): "quick_geglu",  # Megatron-Core has two
+    (False, squared_relu): "squared_relu",
+}
+"""Activations by `gated_linear_unit` and `activation_func`."""
+_REFUSED = {
+    "moe_latent_size": "experts in a latent space",
+    "moe_apply_probs_on_input": "probabilities that scale the input",
+    "moe_mlp_glu_interleave_size": "interleaved gates",
+    "fp8": "FP8 of Transformer Engine",
+    "fp4": "FP4 of Transformer Engine",
+    "delay_wgrad_compute": "delayed weight gradients",
+    "overlap_moe_expert_parallel_comm": "delayed weight gradients",
+    "overlap_dispatch_backward_with_experts_wgrad": "delayed weight gradients",
+}
+"""Fields of Megatron-Core's config that the experts do not implement."""
+
+
+def activation_of(config: TransformerConfig) -> Activation:
+    """The activation of a model's experts.
+
+    Raises:
+        ValueError: one that the kernels do not compute.
+    """
+    gated = config.gated_linear_unit
+    kind = _KINDS.get((gated, config.activation_func))
+    if kind is None:
+        name = getattr(config.activation_func, "__name__", config.activation_func)
+        raise ValueError(
+            f"activation_func={name} with gated_linear_unit={gated}: phalanx computes silu, gelu "
+            "and quick_gelu with a gate, and squared_relu without"
+        )
+    limit = config.activation_func_clamp_value or 0.0
+    offset = config.glu_linear_offset
+    return Activation(kind, limit=limit, offset=offset) if gated else Activation(kind)
+
+
+def check(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    """Refuse what the experts do not implement.
+
+    Raises:
+        ValueError: with the name of the option.
+    """
+    for name, what in _REFUSED.items():
+        if getattr(config, name, None):
+            raise ValueError(f"{name}: phalanx's experts do not support {what}: leave it out")
+    if pg_collection.expt_tp.size() > 1:
+        raise ValueError(
+            "expert_tensor_parallel_size: phalanx's experts are whole on each rank: set it to 1"
+        )
+
+
+class Experts(MegatronModule):
+    """The L experts of a rank, with the constructor and the call of Megatron-Core's experts.
+
+    Parameters in `config.params_dtype`: w1 [L, 2F, D] as [gate; up], or [L, F, D] without a gate;
+    w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D]. Checkpoints have the
+    keys and shapes of TEGroupedMLP and SequentialMLP.
+
+    Args:
+        num_local_experts: L.
+        config: Megatron-Core's config of the model.
+        pg_collection: process groups with `ep`, `expt_tp` and `expt_dp`.
+        name: name of the module, which is not used.
+
+    Raises:
+        ValueError: an option of the config that the experts do not implement, by its name.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        check(config, pg_collection)
+        self.options = ExpertOptions(
+            activation=activation_of(config), accumulate=config.gradient_accumulation_fusion
+        )
+        self.groups = pg_collection
+        L, D, width = num_local_experts, config.hidden_size, config.moe_ffn_hidden_size
+        wide = 2 * width if config.gated_linear_unit else width
+        self.w1, self.w2 = self._parameter(L, wide, D), self._parameter(L, D, width)
+        biased = config.add_bias_linear
+        self.b1 = self._parameter(L, wide) if biased else None
+        self.b2 = self._parameter(L, D) if biased else None
+        if config.perform_initialization:
+            self._initialize()
+        self.register_load_state_dict_pre_hook(without_extra_states)
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        on_cpu = self.config.use_cpu_initialization
+        device = "cpu" if on_cpu else torch.cuda.current_device()
+        parameter: Any = nn.Parameter(
+            torch.empty(shape, dtype=self.config.params_dtype, device=device)
+        )
+        parameter.allreduce = False  # gradients are reduced over expert-data parallelism
+        return parameter
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                bias.zero_()
+        tracker, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+        with tracker.fork(name) if self.w1.is_cuda else nullcontext():
+            for e in range(len(self.w1)):
+                self.config.init_method(self.w1[e])
+                self.config.output_layer_init_method(self.w2[e])
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """w1, w2, b1 and b2."""
+        return self.w1, self.w2, self.b1, self.b2
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Outputs of the experts of sorted rows by their probabilities [S, D], and no bias.
+
+        Args:
+            permuted_local_hidden_states: [S, D].
+            tokens_per_expert: [L] rows of each expert, on the device or on the host.
+            permuted_probs: [S].
+        """
+        rows_SD = permuted_local_hidden_states
+        out_SD = grouped_experts_sorted(
+            rows_SD,
+            torch.as_tensor(tokens_per_expert),
+            permuted_probs.reshape(-1),
+            *self.weights,
+            **self.options,
+        )
+        return out_SD, None
+
+    def backward_dw(self) -> None:
+        """Nothing: weight gradients are computed in the backward pass."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The parameters under the keys of TEGroupedMLP, split over experts.
+
+        Raises:
+            ValueError: the metadata asks for one tensor per expert.
+        """
+        if (metadata or {}).get("singleton_local_shards"):
+            raise ValueError(
+                "stacked experts have no singleton_local_shards: leave it out of metadata"
+            )
+        return sharded(dict(self.named_parameters()), self.groups, prefix, sharded_offsets)
