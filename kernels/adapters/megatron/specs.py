@@ -77,7 +77,7 @@ def _uses_te(config: TransformerConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
-def _with_experts(layer_spec: ModuleSpec, layer: type[MoELayer]) -> ModuleSpec:
+def _with_experts(layer_spec: ModuleSpec, layer: Any) -> ModuleSpec:
     parts: Any = layer_spec.submodules
     mlp = parts.mlp
     if getattr(mlp, "func", None) is not MoELayer:
