@@ -9,10 +9,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import transformers
+
 import phalanx.adapters.transformers
 from tests.adapters.hf_classes import EXPERTS, HIDDEN, decorated, experts
 
 CLASSES = decorated()
+KNOWN = "5.23.0"
 REFUSED = {
     "DiffusionGemmaTextExperts": "activation",  # GELU by tanh
     "Gemma4TextExperts": "activation",
@@ -45,7 +48,12 @@ def test_values_and_gradients_of_every_class(name: str) -> None:
         return
     theirs = copy.deepcopy(ours)
     theirs.config._experts_implementation = "eager"
-    phalanx.adapters.transformers.prepare(ours)
+    try:
+        phalanx.adapters.transformers.prepare(ours)
+    except ValueError as refusal:
+        if transformers.__version__ == KNOWN:
+            raise
+        pytest.skip(f"a class of a later release: {refusal}")
     for tokens, k in ((33, 2), (7, 1), (1, 3)):
         got, want = (run(module, *routing(tokens, k)) for module in (ours, theirs))
         close(got[0], want[0])
