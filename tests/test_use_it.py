@@ -1,4 +1,4 @@
-"""The examples of docs/use_it.md as they are written, section by section."""
+"""The examples of docs/use_it.md and docs/adapters.md as they are written, section by section."""
 
 import os
 import re
@@ -11,7 +11,8 @@ from tests.support.pages import TEXTS, blocks
 
 SECTIONS = {
     title: code
-    for title, *text in (part.split("\n") for part in TEXTS["docs/use_it.md"].split("\n## ")[1:])
+    for page in ("docs/use_it.md", "docs/adapters.md")
+    for title, *text in (part.split("\n") for part in TEXTS[page].split("\n## ")[1:])
     if (code := "\n".join(blocks("python", "\n".join(text))))
 }
 ALONE = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -19,7 +20,7 @@ ALONE = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", 
 
 
 def test_there_are_examples() -> None:
-    assert {"Experts as a function", "Experts as a module", "Expert parallelism"} <= {*SECTIONS}
+    assert {"Experts as a function", "Experts as a module", "Expert parallelism", "transformers"} <= {*SECTIONS}
 
 
 @pytest.mark.parametrize("title", SECTIONS)
