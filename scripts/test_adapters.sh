@@ -21,3 +21,4 @@ check() {
 check newest transformers accelerate -- tests/adapters/test_transformers_*.py
 check accelerate accelerate -- tests/adapters/test_transformers_expert_parallel.py
 check torchtitan torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard -- tests/adapters/test_torchtitan.py
+check veomni veomni==0.1.12 transformers==5.9.0 tokenizers==0.22.2 huggingface_hub==1.33.0 -- tests/adapters/test_veomni.py

@@ -20,7 +20,12 @@ ALONE = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", 
 
 
 def test_there_are_examples() -> None:
-    assert {"Experts as a function", "Experts as a module", "Expert parallelism", "transformers"} <= {*SECTIONS}
+    assert {
+        "Experts as a function",
+        "Experts as a module",
+        "Expert parallelism",
+        "transformers",
+    } <= {*SECTIONS}
 
 
 @pytest.mark.parametrize("title", SECTIONS)
