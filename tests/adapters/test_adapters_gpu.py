@@ -1,0 +1,112 @@
+"""The fused kernels inside models of other frameworks, in bf16, eagerly and in CUDA graphs."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import phalanx.adapters.transformers  # noqa: F401  (registers)
+
+pytestmark = pytest.mark.gpu
+_SIZES: dict[str, Any] = dict(
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    num_experts_per_tok=2,
+)
+MODELS = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**_SIZES, moe_intermediate_size=128, num_experts=8),
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **_SIZES,
+            intermediate_size=256,
+            num_local_experts=8,
+            layer_types=["full_attention"] * 2,
+        ),
+    ),
+}
+
+
+def model(name: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    model_class, config = MODELS[name]
+    with torch.device("cuda"):
+        return model_class._from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, experts_implementation=implementation
+        )
+
+
+def gradients(made: Any, ids: Tensor) -> list[Tensor]:
+    """Logits and the gradients of all parameters but those of the experts, in any layout."""
+    out = made(ids, labels=ids)
+    others = [p for name, p in made.named_parameters() if "experts" not in name]
+    return [out.logits, *torch.autograd.grad(out.loss, others)]
+
+
+def test_models_agree() -> None:
+    ours, theirs = model("qwen3_moe", "phalanx"), model("qwen3_moe", "eager")
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(0, 512, (2, 256), device="cuda")
+    for got, want in zip(gradients(ours, ids), gradients(theirs, ids), strict=True):
+        assert (got - want).norm() <= 0.03 * want.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_are_as_exact_as_theirs(name: str) -> None:
+    """Experts alone: a rounding of hidden states may change a router's choice."""
+    ours, theirs = model(name, "phalanx"), model(name, "eager")
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if "experts" in key:
+                parameter.normal_(0, 0.1)
+    ours.load_state_dict(theirs.state_dict())
+    exact = copy.deepcopy(theirs).float()
+    x = torch.randn(300, 256, device="cuda").bfloat16()
+    idx = torch.rand(300, 8, device="cuda").topk(2).indices
+    prob = torch.rand(300, 2, device="cuda").bfloat16()
+    want = exact.model.layers[0].mlp.experts(x.float(), idx, prob.float())
+    errors = [
+        (made.model.layers[0].mlp.experts(x, idx, prob).float() - want).norm() / want.norm()
+        for made in (ours, theirs)
+    ]
+    assert errors[0] <= 1.2 * errors[1] + 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_step_has_the_bits_of_an_eager_one(name: str) -> None:
+    made = model(name, "phalanx")
+    ids = torch.randint(0, 512, (2, 256), device="cuda")
+    parameters = list(made.parameters())
+
+    def step() -> tuple[Tensor, ...]:
+        hidden = made.model(ids, use_cache=False)[0]
+        return torch.autograd.grad(hidden.float().square().mean(), parameters, allow_unused=True)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    experts = 0
+    for (key, _), a, b in zip(made.named_parameters(), got, want, strict=True):
+        if "experts" in key:
+            assert torch.equal(a, b), key
+            experts += 1
+    assert experts >= 4
