@@ -2,7 +2,7 @@
 
     import phalanx.adapters.veomni
 
-and `fused_phalanx` as `model.ops_implementation.moe_implementation`.
+and `fused_phalanx` as VeOmni's `moe_implementation`.
 
 With expert parallelism tokens are exchanged within kernels, and every rank of a group has as many
 of them as any other.

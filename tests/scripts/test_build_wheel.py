@@ -21,6 +21,8 @@ def test_what_is_packed(tmp_path: Path) -> None:
         facts = message_from_string(packed.read(record).decode())
     assert "phalanx/kernels/compiled/Kernel-0.so" in names
     assert {"phalanx/kernels/api.py", "phalanx/kernels/sm90/jit/runtime_calls.c"} <= names
+    assert "phalanx/adapters/transformers/experts.py" in names
+    assert not any(name.startswith("phalanx/kernels/adapters/") for name in names)
     always = [need for need in facts.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert always == ["torch>=2.11"]
     assert {"compile", "train", "dev"} <= {*facts.get_all("Provides-Extra", [])}
