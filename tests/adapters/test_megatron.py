@@ -23,8 +23,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "geglu, top-1": dict(moe={"activation": "geglu", "top_k": 1}),
     "squared_relu": dict(moe={"activation": "squared_relu"}),
 }
-FIELDS = {"w1": "linear_fc1.weight", "w2": "linear_fc2.weight"}
-FIELDS |= {"b1": "linear_fc1.bias", "b2": "linear_fc2.bias"}
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -74,7 +72,7 @@ def pair(name: str, layer: str, **changes: Any) -> tuple[Any, Any]:
 
 def stacked(stock: Any, key: str, *, grad: bool = False) -> Tensor:
     """A parameter of all local experts, or its gradient."""
-    found = [e.get_parameter(FIELDS[key]) for e in stock.experts.local_experts]
+    found = [e.get_parameter(key) for e in stock.experts.local_experts]
     return torch.stack([p.grad if grad else p.detach() for p in found])
 
 
@@ -126,12 +124,38 @@ def gradients_in_buffers() -> None:
             torch.testing.assert_close(p.main_grad - 1, want, rtol=1e-4, atol=1e-4)
         else:
             torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-4)
-    assert ours.experts.w1.grad_added_to_main_grad and ours.experts.w2.grad_added_to_main_grad
+    for layer in (ours.experts.linear_fc1, ours.experts.linear_fc2):
+        assert layer.weight.grad_added_to_main_grad
 
 
 @pytest.mark.dist
 def test_gradients_are_added_to_megatrons_buffers() -> None:
     run_distributed(gradients_in_buffers, 1)
+
+
+def decay() -> dict[str, float]:
+    install()
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    ours, _ = pair("gpt_oss", "experts")
+    overrides = get_standard_config_overrides(OptimizerConfig())
+    return {
+        name: min(
+            [o.get("wd_mult", 1.0) for key, o in overrides.items() if key.matches(p, name)],
+            default=1.0,
+        )
+        for name, p in ours.named_parameters(prefix="mlp")
+        if "experts" in name
+    }
+
+
+@pytest.mark.dist
+def test_biases_do_not_decay() -> None:
+    (factors,) = run_distributed(decay, 1)
+    assert {name.rpartition(".")[2]: factor for name, factor in factors.items()} == {
+        "weight": 1.0,
+        "bias": 0.0,
+    }
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-_LAYERS = {"1": "linear_fc1", "2": "linear_fc2"}
-_KINDS = {"w": "weight", "b": "bias"}
+_LAYERS = ("linear_fc1", "linear_fc2")
 _EXTRA = "_extra_state"
 
 
@@ -22,21 +21,21 @@ def sharded(
     prefix: str,
     offsets: tuple[tuple[int, int, int], ...],
 ) -> ShardedStateDict:
-    """Parameters w1, w2, b1 and b2 [L, ...] as shards of [E, ...], and the states of E experts.
+    """Parameters [L, ...] as shards of [E, ...], and the states of E experts.
 
     Args:
-        parameters: by their names.
+        parameters: by their names, which are those of the checkpoint.
         groups: with `ep` and `expt_dp`.
         prefix: of the module.
         offsets: of the shards in axes before that of the experts.
     """
-    axis, local = len(offsets), len(parameters["w1"])
+    axis, local = len(offsets), len(parameters["linear_fc1.weight"])
     rank, size = groups.ep.rank(), groups.ep.size()
     replica = (0, 0, groups.expt_dp.rank())
     state: ShardedStateDict = {}
     for name, parameter in parameters.items():
         state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
-            f"{prefix}experts.{_LAYERS[name[1]]}.{_KINDS[name[0]]}",
+            f"{prefix}experts.{name}",
             parameter,  # itself: the optimizer's state is matched to parameters by identity
             *offsets,
             (axis, rank, size),
@@ -45,7 +44,7 @@ def sharded(
         )
     experts = [*(size for _, _, size in offsets), local * size]
     before = [offset for _, offset, _ in offsets]
-    for layer in _LAYERS.values():
+    for layer in _LAYERS:
         for e in range(local):
             state[f"{prefix}{layer}.{_EXTRA}{e}"] = ShardedObject(
                 f"{prefix}experts.{layer}.{_EXTRA}",

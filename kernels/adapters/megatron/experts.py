@@ -76,12 +76,36 @@ def check(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> N
         )
 
 
+class StackedLinear(nn.Module):
+    """Parameters of one linear layer of all local experts: weight [L, O, I], bias [L, O] or None.
+
+    A module of its own, because Megatron-Core exempts parameters from weight decay that are vectors
+    or whose names end with `.bias`.
+
+    Args:
+        config: Megatron-Core's config of the model.
+        experts, width, depth: L, O and I.
+    """
+
+    def __init__(self, config: TransformerConfig, experts: int, width: int, depth: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        where: dict[str, Any] = dict(dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(torch.empty(experts, width, depth, **where))
+        biased = config.add_bias_linear
+        self.bias = nn.Parameter(torch.zeros(experts, width, **where)) if biased else None
+        for parameter in self.parameters():
+            # Gradients are reduced over expert-data parallelism.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
 class Experts(MegatronModule):
     """The L experts of a rank, with the constructor and the call of Megatron-Core's experts.
 
-    Parameters in `config.params_dtype`: w1 [L, 2F, D] as [gate; up], or [L, F, D] without a gate;
-    w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D]. Checkpoints have the
-    keys and shapes of TEGroupedMLP and SequentialMLP.
+    Parameters in `config.params_dtype`: linear_fc1.weight [L, 2F, D] as [gate; up], or [L, F, D]
+    without a gate; linear_fc2.weight [L, D, F]; with `config.add_bias_linear` linear_fc1.bias
+    [L, 2F or F] and linear_fc2.bias [L, D]. Checkpoints have the keys and shapes of TEGroupedMLP
+    and SequentialMLP.
 
     Args:
         num_local_experts: L.
@@ -108,38 +132,26 @@ class Experts(MegatronModule):
         self.groups = pg_collection
         L, D, width = num_local_experts, config.hidden_size, config.moe_ffn_hidden_size
         wide = 2 * width if config.gated_linear_unit else width
-        self.w1, self.w2 = self._parameter(L, wide, D), self._parameter(L, D, width)
-        biased = config.add_bias_linear
-        self.b1 = self._parameter(L, wide) if biased else None
-        self.b2 = self._parameter(L, D) if biased else None
+        self.linear_fc1 = StackedLinear(config, L, wide, D)
+        self.linear_fc2 = StackedLinear(config, L, D, width)
         if config.perform_initialization:
             self._initialize()
         self.register_load_state_dict_pre_hook(without_extra_states)
 
-    def _parameter(self, *shape: int) -> nn.Parameter:
-        on_cpu = self.config.use_cpu_initialization
-        device = "cpu" if on_cpu else torch.cuda.current_device()
-        parameter: Any = nn.Parameter(
-            torch.empty(shape, dtype=self.config.params_dtype, device=device)
-        )
-        parameter.allreduce = False  # gradients are reduced over expert-data parallelism
-        return parameter
-
     @torch.no_grad()
     def _initialize(self) -> None:
-        for bias in (self.b1, self.b2):
-            if bias is not None:
-                bias.zero_()
+        fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
         tracker, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
-        with tracker.fork(name) if self.w1.is_cuda else nullcontext():
-            for e in range(len(self.w1)):
-                self.config.init_method(self.w1[e])
-                self.config.output_layer_init_method(self.w2[e])
+        with tracker.fork(name) if fc1.is_cuda else nullcontext():
+            for e in range(len(fc1)):
+                self.config.init_method(fc1[e])
+                self.config.output_layer_init_method(fc2[e])
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """w1, w2, b1 and b2."""
-        return self.w1, self.w2, self.b1, self.b2
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        return fc1.weight, fc2.weight, fc1.bias, fc2.bias
 
     def forward(
         self,
