@@ -30,9 +30,11 @@ def fp8_gain(cfg: Config, world: int, machine: Machine) -> Choice | None:
         world: ranks.
         machine: rates, and values of `auto`.
     """
+    if not is_fp8(cfg):
+        return None
     fp8 = _resolved(cfg, world, machine)
     in_bf16 = _resolved(changed(cfg, _BF16), world, machine)
-    if not is_fp8(cfg) or fp8 is None or in_bf16 is None or not multiplies_fp8(fp8):
+    if fp8 is None or in_bf16 is None or not multiplies_fp8(fp8):
         return None
     seconds, bf16_seconds = (step_time(c, world, machine).total for c in (fp8, in_bf16))
     others = {"precision=bf16": bf16_seconds}
