@@ -23,7 +23,7 @@ def facts(
     clocks = state(device)
     if after:
         return {"after": clocks, **versions()}
-    driver = _smi(device, ("driver_version",))
+    driver = smi(device, ("driver_version",))
     known = {
         "device": name or torch.cuda.get_device_name(device),
         "torch": torch.__version__,
@@ -52,10 +52,11 @@ def versions() -> dict[str, str]:
 
 def state(device: torch.device) -> dict[str, str]:
     """Clocks (MHz), power (W) and temperature from nvidia-smi; empty if it does not answer."""
-    return dict(zip(_QUERY, _smi(device, _QUERY), strict=False))
+    return dict(zip(_QUERY, smi(device, _QUERY), strict=False))
 
 
-def _smi(device: torch.device, fields: tuple[str, ...]) -> list[str]:
+def smi(device: torch.device, fields: tuple[str, ...]) -> list[str]:
+    """Answers of nvidia-smi about this GPU; empty if it does not answer."""
     if device.type != "cuda":
         return []
     identity = str(torch.cuda.get_device_properties(device).uuid)
