@@ -18,7 +18,7 @@ ENOUGH = 0.75
 GPUs, and collectives of other libraries and shapes differ by this much."""
 ENOUGH_TFLOPS = 0.85
 """Part of an expected speed that matrix products have to reach."""
-SLOW = {"gpu": 0.92, "cpu": 0.33}
+SLOW = {"gpu": 0.92, "cpu": 0.2}
 """Part of the median speed below which a rank is slow. Processes that share cores differ more than
 GPUs, whose clocks differ by a few percent."""
 MOST_SKEW = 0.5

@@ -26,7 +26,7 @@ _SLOWED_BY = {
 """Bits of nvmlClocksEventReasons that are faults. That the software holds a GPU to its power limit
 (0x4) is usual under load."""
 _WARM = 800  # products that the driver is asked beside: more than a second on an H100
-_CALLS, _ROUNDS = 10, 5
+_CALLS, _ROUNDS = 10, 8
 
 
 def describe(device: torch.device, load: Callable[[], object]) -> Gpu:

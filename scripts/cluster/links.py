@@ -27,10 +27,10 @@ def members(nodes: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def align(device: torch.device) -> None:
-    """Wait for all ranks."""
+def align(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for all ranks of a group, or of the job, and for what they have given their devices."""
     one = torch.ones(1, device=device)
-    dist.all_reduce(one)
+    dist.all_reduce(one, group=group)
     one.item()
 
 
@@ -52,20 +52,18 @@ def inside(device: torch.device, group: dist.ProcessGroup) -> float:
 
 
 def symmetric_memory(device: torch.device, group: dist.ProcessGroup) -> str:
-    """`yes` if a rank can write the memory of its neighbour, or else the reason."""
-    import torch.distributed._symmetric_memory as symmetric
+    """`yes` if the left neighbour of a rank can write its memory, or else the reason."""
+    from phalanx.parallel.dispatcher.exchange import PeerMemory
 
-    index, count, words = group.rank(), group.size(), 1024
-    memory = symmetric.empty(words, dtype=torch.int32, device=device)
-    handle = symmetric.rendezvous(memory, group)
-    memory.fill_(-1)
-    handle.barrier(channel=0)
-    peer = (index + 1) % count
-    handle.get_buffer(peer, (words,), torch.int32).fill_(index)
-    handle.barrier(channel=0)
-    torch.cuda.synchronize()
-    right = bool((memory == (index - 1) % count).all())
-    return "yes" if right else f"a write of local rank {(index - 1) % count} did not arrive"
+    index, count, size = group.rank(), group.size(), 4096
+    peers = PeerMemory(group, size, lambda memory: memory.fill_(count))
+    align(device, group)
+    right = peers.handle.get_buffer((index + 1) % count, (size,), torch.uint8)
+    right.fill_(index)
+    align(device, group)
+    left = (index - 1) % count
+    arrived = bool((peers.memory == left).all())
+    return "yes" if arrived else f"what local rank {left} wrote did not arrive"
 
 
 def pairings(nodes: int) -> list[list[tuple[int, int]]]:

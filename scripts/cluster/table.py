@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from phalanx.configs.knobs import pluralize
 from phalanx.scripts.cluster.findings import Expected, rate
 from phalanx.scripts.cluster.results import Cluster, Rank
 
@@ -80,8 +81,9 @@ def _job(cluster: Cluster, expected: Expected) -> list[str]:
         best = max(rail.gbs for rail in cluster.rails)
         one_host = len({rank.host for rank in cluster.ranks}) == 1
         where = "pretended nodes of one host" if one_host else "nodes"
+        pairs = pluralize(len(cluster.rails), "pair")
         lines.append(
-            f"rails of {len(cluster.rails)} pairs of {where}: {rate(worst.gbs)} to {rate(best)} "
+            f"rails of {pairs} of {where}: {rate(worst.gbs)} to {rate(best)} "
             f"GB/s{_wanted(expected.network_gbs)}; lowest {worst.nodes[0]} with {worst.nodes[1]}"
         )
     if cluster.skews:
@@ -95,7 +97,7 @@ def _job(cluster: Cluster, expected: Expected) -> list[str]:
 
 def _result(cluster: Cluster, found: list[str]) -> list[str]:
     if not found:
-        return [f"fine: {len(cluster.ranks)} ranks, nothing below expectation"]
+        return [f"fine: {pluralize(len(cluster.ranks), 'rank')}, nothing below expectation"]
     return [f"below expectation ({len(found)}):", *(f"  {line}" for line in found)]
 
 

@@ -101,6 +101,19 @@ def test_ranks_know_their_place(job: Job) -> None:
     assert job.seen("scontrol") == []
 
 
+@pytest.mark.parametrize(("code", "trained"), [(0, 4), (1, 0), (2, 0)])
+def test_a_job_may_check_the_cluster_first(
+    job: Job, monkeypatch: pytest.MonkeyPatch, code: int, trained: int
+) -> None:
+    python = job.folder / "bin/python"
+    check = '[ "$1" = scripts/check_cluster.py ] && { echo "$RANK" >>"$SEEN/checked"; exit %d; }'
+    python.write_text(PYTHON.replace("[", f"{check % code}\n[", 1))
+    monkeypatch.setenv("PHALANX_CHECK", "1")
+    assert job.start(0).returncode == code
+    assert job.seen("checked") == ["0", "1", "2", "3"]
+    assert len(job.seen("ranks")) == trained and job.seen("scontrol") == []
+
+
 def test_a_stopped_job_queues_again_with_the_same_command(job: Job) -> None:
     """The run itself knows that it has started (parallel.run_start)."""
     finished = job.start(85, "run.resume=never", saves="00000005")

@@ -26,6 +26,7 @@ from phalanx.moe.report.units import count
 from phalanx.scripts import (
     bench_dispatch,
     bench_kernels,
+    check_cluster,
     checkpoint,
     compare_throughput,
     convert_hf,
@@ -58,6 +59,7 @@ LINKS = [(page, link) for page in TEXTS for link in pages.links(page)]
 PARSERS = {
     "bench_dispatch": bench_dispatch.arguments,
     "bench_kernels": bench_kernels.arguments,
+    "check_cluster": check_cluster.arguments,
     "checkpoint": checkpoint.parser().parse_args,
     "compare_throughput": compare_throughput.parser().parse_intermixed_args,
     "convert_hf": convert_hf.parser().parse_args,
