@@ -23,7 +23,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank found. Rates are in units of 1e9 bytes a second, None where nothing was sent."""
+    """Findings of a rank. Rates are in units of 1e9 bytes a second, None where nothing was sent."""
 
     rank: int
     host: str

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.configs.records import own
-from phalanx.scripts import model_cards
+from phalanx.scripts.release import model_cards
 from tests.moe.hf.models import MODELS
 
 
 def test_cards_are_up_to_date() -> None:
-    assert model_cards.main(["--check"]) == 0, "run python scripts/model_cards.py"
+    assert model_cards.main(["--check"]) == 0, "run python scripts/release/model_cards.py"
 
 
 def test_each_model_with_records_has_a_card_with_all_of_them(
@@ -21,7 +21,7 @@ def test_each_model_with_records_has_a_card_with_all_of_them(
     docs.mkdir()
     monkeypatch.setattr(model_cards, "CARDS", docs / "cards")
     monkeypatch.setattr(model_cards, "ROOT", tmp_path)
-    (tmp_path / "configs").symlink_to(Path(model_cards.__file__).parents[1] / "configs")
+    (tmp_path / "configs").symlink_to(Path(model_cards.__file__).parents[2] / "configs")
     assert model_cards.main(["--check"]) == 1 and not (docs / "cards").exists()
     assert model_cards.main([]) == 0
     for name, record in own().items():

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write docs/cards: a page for each model that was trained here, from its records.
 
-    python scripts/model_cards.py [--check]
+    python scripts/release/model_cards.py [--check]
 
 A card describes the model, its measurements (docs/measured/training/own_*.yaml), the losses of its
 runs: every docs/measured/**/losses_MODEL*.png, drawn by scripts/plot_losses.py from the .json next
@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
@@ -26,7 +26,7 @@ from phalanx.configs.records import OwnRecord, own
 from phalanx.moe.hf.families import family_of
 from phalanx.moe.report.units import model_size, work
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"
 PARITY = MEASURED / "parity_transformers.json"
 SEQUENCE = 4096
@@ -72,8 +72,8 @@ def card(model: str, records: dict[str, OwnRecord]) -> str:
 def index(models: Sequence[str]) -> str:
     """The page that lists all cards."""
     links = "\n".join(f"- [{model}]({model}.md)" for model in models)
-    about = "One page for each model that was trained here, written by `scripts/model_cards.py`"
-    return f"# Model cards\n\n{about} from [records](../measured/training).\n\n{links}\n"
+    about = "One page for each model that was trained here, from [records](../measured/training)"
+    return f"# Model cards\n\n{about} by `scripts/release/model_cards.py`.\n\n{links}\n"
 
 
 def _wrapped(part: str) -> str:
