@@ -26,7 +26,8 @@ _SLOWED_BY = {
 """Bits of nvmlClocksEventReasons that are faults. That the software holds a GPU to its power limit
 (0x4) is usual under load."""
 _WARM = 800  # products that the driver is asked beside: more than a second on an H100
-_CALLS, _ROUNDS = 10, 8
+_REPEATS = {"cuda": (10, 8), "cpu": (1, 40)}
+"""Products of a round, and rounds: a single one on a CPU, which another process may interrupt."""
 
 
 def describe(device: torch.device, load: Callable[[], object]) -> Gpu:
@@ -73,12 +74,14 @@ def tflops(device: torch.device, call: Callable[[], object], flops: float, delay
         delay: seconds that a round waits, to rehearse a slow rank.
     """
 
+    products, rounds = _REPEATS[device.type]
+
     def calls() -> None:
         time.sleep(delay)
-        for _ in range(_CALLS):
+        for _ in range(products):
             call()
 
-    return _CALLS * flops / shortest(device, calls, _ROUNDS) / 1e12
+    return products * flops / shortest(device, calls, rounds) / 1e12
 
 
 def shortest(device: torch.device, call: Callable[[], object], rounds: int) -> float:
