@@ -73,7 +73,6 @@ def tflops(device: torch.device, call: Callable[[], object], flops: float, delay
     Args:
         delay: seconds that a round waits, to rehearse a slow rank.
     """
-
     products, rounds = _REPEATS[device.type]
 
     def calls() -> None:
