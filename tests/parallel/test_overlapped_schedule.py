@@ -29,7 +29,6 @@ CASES = {
     "deepseek": ["model=tiny_deepseek", "precision=fp32"],
     "recomputed": ["model=tiny_deepseek", "precision=bf16", "run.recompute=[moe,norm]"],
     "full": ["model=tiny", "precision=bf16", "run.recompute=full", *BALANCE],
-    "fp8": ["model=tiny", "precision=fp8_block", "precision.dispatch=fp8"],
     "muon": ["model=tiny", "precision=bf16", "optim=muon", "parallel.overlap=false"],
 }
 
