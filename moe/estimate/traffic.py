@@ -5,11 +5,8 @@ Exact expectation over uniformly random routing: a token's groups are drawn firs
 Rows have the precision of the run; with `precision.dispatch=fp8` dispatched rows are FP8.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
-from typing import NamedTuple
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
@@ -18,6 +15,7 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
+from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
@@ -95,7 +93,7 @@ def reach(cfg: Config, world: int) -> GroupTopology:
         nodes=nodes(cfg, world),
         tokens=d.micro_batch * d.sequence_length // p.context // p.tensor,
         wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
-        other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts),
+        other_nodes=sum(hit * (1 - held / e.experts) for hit, held in hosts),
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
         rows_back=e.top_k if replica_slots(cfg, world) else 1,
@@ -139,56 +137,6 @@ def _node_sizes(cfg: Config, world: int) -> list[int]:
     return [sum(by_rank[i : i + most]) for i in range(0, len(by_rank), most)]
 
 
-class _Draw(NamedTuple):
-    """Parameters of the random choice of a token's experts."""
-
-    experts: int
-    top_k: int
-    groups: int
-    group_topk: int
-
-
 def _reached(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
-    draw = _Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk)
-    return _probabilities(draw, tuple(sizes))
-
-
-@functools.cache
-def _probabilities(draw: _Draw, sizes: tuple[int, ...]) -> list[float]:
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    known: dict[tuple[int, ...], float] = {}
-    probabilities = []
-    for first, size in zip(firsts, sizes, strict=True):
-        parts = _parts(draw, first, size)
-        if parts not in known:
-            known[parts] = 1 - _missed(draw, parts)
-        probabilities.append(known[parts])
-    return probabilities
-
-
-def _parts(draw: _Draw, first: int, size: int) -> tuple[int, ...]:
-    """Experts of `first` to `first + size` in each group that has any of them, sorted."""
-    width = draw.experts // draw.groups
-    end, groups = first + size, range(first // width, -(-(first + size) // width))
-    return tuple(sorted(min(end, (g + 1) * width) - max(first, g * width) for g in groups))
-
-
-def _missed(draw: _Draw, parts: Sequence[int]) -> float:
-    """Probability that a token has none of an owner's experts, `parts[i]` in its i-th group."""
-    width = draw.experts // draw.groups
-    ways = {(0, 0): 1}
-    """Ways to choose among the owner's groups, by (groups chosen, experts of the owner in them)."""
-    for part in parts:
-        more: dict[tuple[int, int], int] = {}
-        for (chosen, held), n in ways.items():
-            for key in ((chosen, held), (chosen + 1, held + part)):
-                more[key] = more.get(key, 0) + n
-        ways = more
-    pool, others = draw.group_topk * width, draw.groups - len(parts)
-    missed = sum(
-        n * comb(others, draw.group_topk - chosen) * comb(pool - held, draw.top_k)
-        for (chosen, held), n in ways.items()
-        if chosen <= draw.group_topk
-    )
-    return missed / (comb(draw.groups, draw.group_topk) * comb(pool, draw.top_k))
+    return reached(Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk), sizes)

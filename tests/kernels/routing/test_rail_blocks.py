@@ -57,7 +57,9 @@ def looped(
 
 
 def same(a: RailBlocks, b: RailBlocks) -> bool:
-    return all(torch.equal(x.cpu(), y.cpu()) and x.dtype == y.dtype for x, y in zip(a, b, strict=1))
+    return all(
+        torch.equal(x.cpu(), y.cpu()) and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("T", "K", "M", "experts", "C"), CASES)
@@ -82,7 +84,7 @@ def test_rows_of_tokens_are_copied(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("addends", [0, 1, 2])
 def test_sums_are_those_of_blocks_with_zeros(addends: int) -> None:
-    """The rows 2, 3 of three nodes are summed in fp32 in their order, and NaN elsewhere ignored."""
+    """A token of three nodes, one of a single node and one of none; other rows are not read."""
     rows, more = torch.full((6, 4), float("nan")), list(torch.randn(addends, 3, 4).bfloat16())
     rows[1:4] = torch.randn(3, 4)
     rows = rows.bfloat16()

@@ -37,18 +37,18 @@ def test_a_factor_below_balance_names_the_override(factor: float) -> None:
 def test_the_worst_layer_of_a_step_counts() -> None:
     budget = Budget(1.0, CPU)
     for needed in (10, 129, 128):
-        budget.observe(torch.tensor(needed, dtype=torch.int32), 128)
+        budget.experts.observe(torch.tensor(needed, dtype=torch.int32), 128)
     assert overflowed(budget)
-    assert budget.peak == 129 / 128
+    assert budget.experts.peak == 129 / 128
     assert not overflowed(budget), "a read starts the next record"
 
 
 def test_exactly_full_is_not_overflow_and_one_row_more_is() -> None:
     rows = 2**24  # a ratio in fp32 could not tell the two apart
     budget = Budget(1.0, CPU)
-    budget.observe(torch.tensor(rows, dtype=torch.int32), rows)
+    budget.experts.observe(torch.tensor(rows, dtype=torch.int32), rows)
     assert not overflowed(budget)
-    budget.observe(torch.tensor(rows + 1, dtype=torch.int32), rows)
+    budget.experts.observe(torch.tensor(rows + 1, dtype=torch.int32), rows)
     assert overflowed(budget)
 
 
@@ -64,7 +64,7 @@ def test_a_grown_budget_fits_the_rerun(
     worst = ranks * tokens * min(top_k, local)
     rows = budget.rows(tokens, top_k, ranks, local)
     needed = rows + max(1, math.floor(share * (worst - rows)))
-    budget.observe(torch.tensor(needed), rows)
+    budget.experts.observe(torch.tensor(needed), rows)
     assert overflowed(budget)
     budget.grow()
     assert budget.reruns == 1
@@ -73,7 +73,7 @@ def test_a_grown_budget_fits_the_rerun(
 
 def test_grow_without_overflow_is_an_error() -> None:
     budget = Budget(1.5, CPU)
-    budget.observe(torch.tensor(64), 128)
+    budget.experts.observe(torch.tensor(64), 128)
     assert not overflowed(budget)
     with pytest.raises(RuntimeError, match="fitted"):
         budget.grow()
@@ -82,7 +82,7 @@ def test_grow_without_overflow_is_an_error() -> None:
 
 def test_reset_forgets() -> None:
     budget = Budget(1.0, CPU)
-    budget.observe(torch.tensor(500), 128)
+    budget.experts.observe(torch.tensor(500), 128)
     budget.reset()
     assert not overflowed(budget)
 
@@ -90,7 +90,7 @@ def test_reset_forgets() -> None:
 def overflow_on_one_rank(rank: int) -> tuple[bool, int]:
     budget = Budget(1.0, CPU)
     rows = budget.rows(256, 2, dist.get_world_size(), 2)
-    budget.observe(torch.tensor(rows + 300 if dist.get_rank() == rank else 1), rows)
+    budget.experts.observe(torch.tensor(rows + 300 if dist.get_rank() == rank else 1), rows)
     found = overflowed(budget, dist.group.WORLD)
     if found:
         budget.grow()
