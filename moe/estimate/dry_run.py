@@ -37,7 +37,7 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import costs, overlap_sms, row_bytes, traffic
+from phalanx.moe.estimate.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, model_size, storage, work
 from phalanx.parallel.dispatcher.costs import Links
@@ -244,7 +244,8 @@ def _with_reserve(size: int, machine: Machine) -> int:
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
     s, t = sizes(cfg, world), traffic(cfg, world)
-    yield f"received  {s.received} tokens, {storage(s.received * row_bytes(cfg))}"
+    rows = received(cfg, world)
+    yield f"received  {rows} tokens, {storage(rows * row_bytes(cfg))}"
     factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
     load = (
         "balanced"

@@ -1,19 +1,22 @@
 """Expert traffic between ranks: rows and bytes per token, by kind of link.
 
-Exact expectation over uniformly random routing: a token's groups are drawn first if
-`router.group_topk` limits them (arXiv 2412.19437, section 2.1.2), then its experts among theirs.
-Rows have the precision of the run; with `precision.dispatch=fp8` dispatched rows are FP8.
+Exact expectation over uniformly random routing (`parallel.dispatcher.rail.reached`). Rows
+have the precision of the run; with `precision.dispatch=fp8` dispatched rows are FP8.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize import packed
+from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.transport import class_of
@@ -87,17 +90,28 @@ def reach(cfg: Config, world: int) -> GroupTopology:
     """The expert-parallel group, and the ranks and nodes that an average token is sent to."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
     by_node = _node_sizes(cfg, world)
-    hosts = zip(_reached(e, by_node), by_node, strict=True)
+    on_nodes = _reached(e, by_node)
+    hosts = zip(on_nodes, by_node, strict=True)
+    tokens = d.micro_batch * d.sequence_length // p.context // p.tensor
+    budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
     return GroupTopology(
         ranks=expert_parallel_size(cfg, world),
         nodes=nodes(cfg, world),
-        tokens=d.micro_batch * d.sequence_length // p.context // p.tensor,
+        tokens=tokens,
         wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
         other_nodes=sum(hit * (1 - held / e.experts) for hit, held in hosts),
+        block=budget.block_rows(tokens, max(on_nodes)),
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
         rows_back=e.top_k if replica_slots(cfg, world) else 1,
     )
+
+
+def received(cfg: Config, world: int) -> int:
+    """Number of rows that a rank receives, most of them without data where pushes bring them."""
+    group = reach(cfg, world)
+    over_nodes = TRANSPORTS[cfg.parallel.dispatch].over_nodes
+    return group.received_blocks if over_nodes else group.received
 
 
 def row_bytes(cfg: Config) -> int:

@@ -151,15 +151,16 @@ class Hier(Dispatcher):
 
     @classmethod
     def costs(cls, reach: GroupTopology) -> TransportCosts:
-        """Costs of rows over the rail to each other node, and of the transport inside."""
-        size, rail = reach.node_ranks, reach.nodes * reach.tokens
-        wanted = reach.wanted_ranks if reach.pushes else reach.ranks
-        rows = Links(wanted * (size - 1) / size, reach.nodes - 1)
+        """Costs of the blocks to each other node, full or not, and of the transport inside."""
+        size, rail, received = reach.node_ranks, reach.nodes * reach.block, reach.received_blocks
+        share = reach.block / reach.tokens
+        wanted = reach.wanted_ranks if reach.pushes else reach.ranks * share
+        rows = Links(wanted * (size - 1) / size, (reach.nodes - 1) * share)
         sent = 2 * rail
         """Rows sent to other nodes and received from them."""
         if not reach.pushes:
             back = Links(reach.rows_back * rows.near, rows.far)
-            return TransportCosts(rows, back, saved=reach.received, backward=reach.received + sent)
+            return TransportCosts(rows, back, saved=received, backward=received + sent)
         single = reach.rows_back * rail * (reach.rows_back > 1)
         """Rows that come back unreduced, with a buffer as in `symm`."""
         return TransportCosts(
@@ -167,9 +168,9 @@ class Hier(Dispatcher):
             back=rows,
             # Rows that came over the network are saved.
             resent=NOTHING if reach.keep else Links(rows.near, 0),
-            saved=rail + (reach.received if reach.keep else 0),
+            saved=rail + (received if reach.keep else 0),
             backward=sent,
-            buffers=SLOTS * reach.received + single,
+            buffers=SLOTS * received + single,
             exposed=EXPOSED,
         )
 
