@@ -268,7 +268,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         )
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
-        f"{t.nodes:.2f} nodes on average"
+        f"{t.nodes:.2f} nodes on average, at most {pluralize(t.most_nodes, 'node')}"
     )
     for name, rows in (("dispatch", t.dispatch), ("combine", t.combine)):
         yield (

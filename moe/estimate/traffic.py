@@ -18,7 +18,7 @@ from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
-from phalanx.parallel.dispatcher.rail.reached import Draw, reached
+from phalanx.parallel.dispatcher.rail.reached import Draw, most_owners, reached
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
@@ -31,6 +31,8 @@ class Traffic:
     """Ranks that hold one of the token's experts, its own rank included."""
     nodes: float
     """Nodes of `run.machine` that hold one of them."""
+    most_nodes: int
+    """Bound on these nodes, if the router chooses experts from some groups only."""
     dispatch: Links
     """Rows sent to the experts."""
     combine: Links
@@ -126,9 +128,10 @@ def _traffic(
     """Traffic of rows (dispatch, combine) sent in both passes, and `resent` in the backward one."""
     to, fro = row_bytes(cfg), cfg.model.hidden * width(cfg)
     ranks = sum(_reached(cfg.model.moe, _rank_sizes(cfg, world)))
-    hosts = sum(_reached(cfg.model.moe, _node_sizes(cfg, world)))
+    by_node = _node_sizes(cfg, world)
+    hosts, most = sum(_reached(cfg.model.moe, by_node)), most_owners(_draw(cfg.model.moe), by_node)
     forward, more = (to * there + fro * back for there, back in (once, resent))
-    return Traffic(ranks, hosts, *once, forward, forward + more)
+    return Traffic(ranks, hosts, most, *once, forward, forward + more)
 
 
 def _megatron_costs(cfg: Config, world: int) -> TransportCosts:
@@ -153,4 +156,8 @@ def _node_sizes(cfg: Config, world: int) -> list[int]:
 
 def _reached(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
-    return reached(Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk), sizes)
+    return reached(_draw(e), sizes)
+
+
+def _draw(e: MoEConfig) -> Draw:
+    return Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk)

@@ -39,7 +39,7 @@ from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
 from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 from phalanx.parallel.dispatcher.rail.collective import CollectiveRail
-from phalanx.parallel.dispatcher.rail.reached import Draw, share_of_node
+from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import collect_over, send_over
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
@@ -98,7 +98,7 @@ class Hier(Dispatcher):
     ) -> None:
         self._nodes, self._plan, self._recipe = nodes, plan, recipe
         self._rail, self._budget = CollectiveRail(nodes.rail), budget
-        self._share = share_of_node(draw, nodes.count)
+        self._share = max(reached(draw, [draw.experts // nodes.count] * nodes.count))
         self._node_experts = nodes.size * local
         """Number of experts of a node."""
         first_slot = nodes.index * nodes.size * local_slots

@@ -6,6 +6,7 @@ are in one order, so that a group that is as large as a node is the experts of a
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from math import comb
 from typing import NamedTuple
@@ -25,21 +26,15 @@ def reached(draw: Draw, sizes: Sequence[int]) -> list[float]:
     return _probabilities(draw, tuple(sizes))
 
 
-def share_of_node(draw: Draw, nodes: int) -> float:
-    """Part of the tokens that have an expert on a node, of nodes with as many experts each.
-
-    It is that of the node that most tokens go to, as groups may not be whole nodes.
-    """
-    return max(reached(draw, [draw.experts // nodes] * nodes))
-
-
-def most_nodes(draw: Draw, nodes: int) -> int:
-    """Largest number of nodes that the experts of one token can be on."""
-    experts, group = draw.experts // nodes, draw.experts // draw.groups
-    by_group = sorted(
-        ((g + 1) * group - 1) // experts - g * group // experts + 1 for g in range(draw.groups)
+def most_owners(draw: Draw, sizes: Sequence[int]) -> int:
+    """Bound on the number of owners of one token's experts, from the router's limit on groups."""
+    firsts = list(itertools.accumulate(sizes, initial=0))
+    size = draw.experts // draw.groups
+    owners_of_groups = sorted(
+        sum(first < (g + 1) * size and end > g * size for first, end in itertools.pairwise(firsts))
+        for g in range(draw.groups)
     )
-    return min(nodes, draw.top_k, sum(by_group[-draw.group_topk :]))
+    return min(len(sizes), draw.top_k, sum(owners_of_groups[-draw.group_topk :]))
 
 
 @functools.cache
