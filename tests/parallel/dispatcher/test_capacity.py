@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.capacity import Budget, Growth, block_factor
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.support.distributed import run_distributed
 
@@ -103,3 +103,44 @@ def test_overflow_of_one_rank_is_seen_and_sized_by_all(rank: int) -> None:
     results = run_distributed(overflow_on_one_rank, 2, rank)
     assert results[0] == results[1]
     assert results[0][0] and results[0][1] >= 512 + 300
+
+
+@pytest.mark.parametrize(
+    ("factor", "tokens", "share", "rows"),
+    [
+        (1.0, 64, 0.5, 32),
+        (1.5, 64, 0.5, 40),  # half of the excess of expert rows
+        (1.5, 10, 0.5, 7),  # 6.25 rounded up
+        (1.5, 64, 0.9, 64),  # a token has one row at most
+        (8.0, 0, 0.5, 0),
+    ],
+)
+def test_rows_of_blocks(factor: float, tokens: int, share: float, rows: int) -> None:
+    assert Budget(factor, CPU).block_rows(tokens, share) == rows
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_blocks_and_experts_grow_each_by_its_need(experts: bool) -> None:
+    budget = Budget(1.0, CPU)
+    C, S = budget.block_rows(64, 0.5), budget.rows(64, 2, 8, 1)
+    budget.blocks.observe(torch.tensor(48), C)
+    budget.experts.observe(torch.tensor(S + S * experts), S)
+    assert overflowed(budget)
+    grown = budget.grow()
+    assert [growth.between_nodes for growth in grown] == [False] * experts + [True]
+    assert grown[-1] == Growth(pytest.approx(1.5), pytest.approx(1.65), True)
+    assert budget.reruns == 1 and budget.block_rows(64, 0.5) == 53
+    assert budget.capacity_factor == (2.2 if experts else 1.0)
+    budget.blocks.observe(torch.tensor(53), 53)
+    assert not overflowed(budget)
+
+
+def test_the_event_of_a_rerun_names_what_avoids_it() -> None:
+    assert Growth(1.5, 1.65, True).event("step 3") == (
+        "blocks between nodes needed 1.50 x the balanced rows: step 3 was run again with 1.65 x "
+        "(parallel.capacity_factor=2.30 avoids it)"
+    )
+    assert Growth(1.5, 1.65, False).event("step 3") == (
+        "experts needed 1.50 x the balanced rows: step 3 was run again with capacity_factor 1.65"
+    )
+    assert block_factor(2.3) == pytest.approx(1.65)
