@@ -244,8 +244,8 @@ def _with_reserve(size: int, machine: Machine) -> int:
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
     s, t = sizes(cfg, world), traffic(cfg, world)
-    rows = received(cfg, world)
-    yield f"received  {rows} tokens, {storage(rows * row_bytes(cfg))}"
+    tokens = received(cfg, world)
+    yield f"received  {tokens} tokens, {storage(tokens * row_bytes(cfg))}"
     factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
     load = (
         "balanced"
