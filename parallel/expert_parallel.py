@@ -188,14 +188,15 @@ class ExpertParallelGroup:
 
         The host waits for the device.
         """
-        return self.budget.exceeded(self.budget.record(self.group).item())
+        return self.budget.exceeded(self.budget.record(self.group).tolist())
 
     def grow(self) -> None:
         """After an overflow, enlarge the budget so that the same step fits, with some room.
 
         Captured graphs have to be captured again.
         """
-        self.budget.grow()
+        if any(growth.between_nodes for growth in self.budget.grow()):
+            self.connections.release()  # their buffers have the size of a node's blocks
 
     def begin(self) -> None:
         """Order the buffers of exchanges: the first thing that a CUDA graph captures."""

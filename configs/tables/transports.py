@@ -62,7 +62,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
     ),
     "hier": TransportFacts(
         "phalanx.parallel.dispatcher.hierarchical:Hier",
-        "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
+        "sends it once to each node with one of its experts, and inside by `symm` or `alltoall`",
         takes_sms=True,
         over_nodes=True,
         # Without fp8, though the class carries it: that has run on CPU ranks alone.

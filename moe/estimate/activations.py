@@ -21,7 +21,7 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.moe import experts, stock_moe
-from phalanx.moe.estimate.traffic import costs, nodes, overlap_sms
+from phalanx.moe.estimate.traffic import costs, nodes, overlap_sms, received
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.model import dense_mlp, gated_delta_net, grouped_attention
 from phalanx.moe.model.attention import latent_saved_tensors
@@ -225,14 +225,14 @@ class Activations:
             parts["moe"] += router.saved_bytes(cfg, self.sizes)
             return parts
         parts, sent = experts.saved_tensors(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)
-        received = sent.saved * width(cfg) * hidden
+        tokens = sent.saved * width(cfg) * hidden
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
             # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
             # experts quantize once more the tokens that they send a second time.
             resent = bool(overlap_sms(cfg, self._world))
-            tokens = sent.saved if resent else max(sent.saved, self._received())
-            received = tokens * fp8_row(hidden)
-        parts["moe"] += router.saved_bytes(cfg, self.sizes) + received
+            rows = sent.saved if resent else max(sent.saved, self._received())
+            tokens = rows * fp8_row(hidden)
+        parts["moe"] += router.saved_bytes(cfg, self.sizes) + tokens
         parts["moe"] += self.replica_memory().saved
         return parts
 
@@ -243,7 +243,7 @@ class Activations:
         """
         one_rank = TRANSPORTS[self._cfg.parallel.dispatch].one_rank
         alone = expert_parallel_size(self._cfg, self._world) == 1
-        return 0 if one_rank and not alone else self.sizes.received
+        return 0 if one_rank and not alone else received(self._cfg, self._world)
 
     def replica_slot_bytes(self) -> int:
         """Bytes of the replicas' weights and of their fp32 gradients."""

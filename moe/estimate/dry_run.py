@@ -37,7 +37,7 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import costs, overlap_sms, row_bytes, traffic
+from phalanx.moe.estimate.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, model_size, storage, work
 from phalanx.parallel.dispatcher.costs import Links
@@ -244,7 +244,8 @@ def _with_reserve(size: int, machine: Machine) -> int:
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
     s, t = sizes(cfg, world), traffic(cfg, world)
-    yield f"received  {s.received} tokens, {storage(s.received * row_bytes(cfg))}"
+    tokens = received(cfg, world)
+    yield f"received  {tokens} tokens, {storage(tokens * row_bytes(cfg))}"
     factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
     load = (
         "balanced"
@@ -267,7 +268,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         )
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
-        f"{t.nodes:.2f} nodes on average"
+        f"{t.nodes:.2f} nodes on average, at most {pluralize(t.most_nodes, 'node')}"
     )
     for name, rows in (("dispatch", t.dispatch), ("combine", t.combine)):
         yield (

@@ -71,9 +71,12 @@ def buffer_bytes(cfg: Config, world: int) -> int:
     Args:
         cfg, world: as for `row_memory`.
     """
-    local, most = copy.deepcopy(cfg), sizes(cfg, world).worst_rows
+    most = sizes(cfg, world).worst_rows
+    sent = copy.deepcopy(cfg)
+    sent.parallel.delay_wgrad = "off"  # operands that wait depend on the transport
+    local = copy.deepcopy(sent)
     local.parallel.dispatch, local.parallel.expert_replication = "local", 0
-    stages = zip(stage_memory(cfg, world, most), stage_memory(local, world, most), strict=True)
+    stages = zip(stage_memory(sent, world, most), stage_memory(local, world, most), strict=True)
     return exchange_bytes(cfg, world) + max(a.peak - b.peak for a, b in stages)
 
 

@@ -1,23 +1,24 @@
 """Expert traffic between ranks: rows and bytes per token, by kind of link.
 
-Exact expectation over uniformly random routing: a token's groups are drawn first if
-`router.group_topk` limits them (arXiv 2412.19437, section 2.1.2), then its experts among theirs.
-Rows have the precision of the run; with `precision.dispatch=fp8` dispatched rows are FP8.
+Exact expectation over uniformly random routing (`parallel.dispatcher.rail.reached`). Rows
+have the precision of the run; with `precision.dispatch=fp8` dispatched rows are FP8.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
-from typing import NamedTuple
+
+import torch
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize import packed
+from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
+from phalanx.parallel.dispatcher.rail.reached import Draw, most_owners, reached
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
@@ -30,6 +31,8 @@ class Traffic:
     """Ranks that hold one of the token's experts, its own rank included."""
     nodes: float
     """Nodes of `run.machine` that hold one of them."""
+    most_nodes: int
+    """Bound on these nodes, if the router chooses experts from some groups only."""
     dispatch: Links
     """Rows sent to the experts."""
     combine: Links
@@ -89,17 +92,28 @@ def reach(cfg: Config, world: int) -> GroupTopology:
     """The expert-parallel group, and the ranks and nodes that an average token is sent to."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
     by_node = _node_sizes(cfg, world)
-    hosts = zip(_reached(e, by_node), by_node, strict=True)
+    on_nodes = _reached(e, by_node)
+    hosts = zip(on_nodes, by_node, strict=True)
+    tokens = d.micro_batch * d.sequence_length // p.context // p.tensor
+    budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
     return GroupTopology(
         ranks=expert_parallel_size(cfg, world),
         nodes=nodes(cfg, world),
-        tokens=d.micro_batch * d.sequence_length // p.context // p.tensor,
+        tokens=tokens,
         wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
-        other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts),
+        other_nodes=sum(hit * (1 - held / e.experts) for hit, held in hosts),
+        block=budget.block_rows(tokens, max(on_nodes)),
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
         rows_back=e.top_k if replica_slots(cfg, world) else 1,
     )
+
+
+def received(cfg: Config, world: int) -> int:
+    """Number of rows that a rank receives, most of them without data where pushes bring them."""
+    group = reach(cfg, world)
+    over_nodes = TRANSPORTS[cfg.parallel.dispatch].over_nodes
+    return group.received_blocks if over_nodes else group.received
 
 
 def row_bytes(cfg: Config) -> int:
@@ -114,9 +128,10 @@ def _traffic(
     """Traffic of rows (dispatch, combine) sent in both passes, and `resent` in the backward one."""
     to, fro = row_bytes(cfg), cfg.model.hidden * width(cfg)
     ranks = sum(_reached(cfg.model.moe, _rank_sizes(cfg, world)))
-    hosts = sum(_reached(cfg.model.moe, _node_sizes(cfg, world)))
+    by_node = _node_sizes(cfg, world)
+    hosts, most = sum(_reached(cfg.model.moe, by_node)), most_owners(_draw(cfg.model.moe), by_node)
     forward, more = (to * there + fro * back for there, back in (once, resent))
-    return Traffic(ranks, hosts, *once, forward, forward + more)
+    return Traffic(ranks, hosts, most, *once, forward, forward + more)
 
 
 def _megatron_costs(cfg: Config, world: int) -> TransportCosts:
@@ -139,56 +154,10 @@ def _node_sizes(cfg: Config, world: int) -> list[int]:
     return [sum(by_rank[i : i + most]) for i in range(0, len(by_rank), most)]
 
 
-class _Draw(NamedTuple):
-    """Parameters of the random choice of a token's experts."""
-
-    experts: int
-    top_k: int
-    groups: int
-    group_topk: int
-
-
 def _reached(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
-    draw = _Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk)
-    return _probabilities(draw, tuple(sizes))
+    return reached(_draw(e), sizes)
 
 
-@functools.cache
-def _probabilities(draw: _Draw, sizes: tuple[int, ...]) -> list[float]:
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    known: dict[tuple[int, ...], float] = {}
-    probabilities = []
-    for first, size in zip(firsts, sizes, strict=True):
-        parts = _parts(draw, first, size)
-        if parts not in known:
-            known[parts] = 1 - _missed(draw, parts)
-        probabilities.append(known[parts])
-    return probabilities
-
-
-def _parts(draw: _Draw, first: int, size: int) -> tuple[int, ...]:
-    """Experts of `first` to `first + size` in each group that has any of them, sorted."""
-    width = draw.experts // draw.groups
-    end, groups = first + size, range(first // width, -(-(first + size) // width))
-    return tuple(sorted(min(end, (g + 1) * width) - max(first, g * width) for g in groups))
-
-
-def _missed(draw: _Draw, parts: Sequence[int]) -> float:
-    """Probability that a token has none of an owner's experts, `parts[i]` in its i-th group."""
-    width = draw.experts // draw.groups
-    ways = {(0, 0): 1}
-    """Ways to choose among the owner's groups, by (groups chosen, experts of the owner in them)."""
-    for part in parts:
-        more: dict[tuple[int, int], int] = {}
-        for (chosen, held), n in ways.items():
-            for key in ((chosen, held), (chosen + 1, held + part)):
-                more[key] = more.get(key, 0) + n
-        ways = more
-    pool, others = draw.group_topk * width, draw.groups - len(parts)
-    missed = sum(
-        n * comb(others, draw.group_topk - chosen) * comb(pool - held, draw.top_k)
-        for (chosen, held), n in ways.items()
-        if chosen <= draw.group_topk
-    )
-    return missed / (comb(draw.groups, draw.group_topk) * comb(pool, draw.top_k))
+def _draw(e: MoEConfig) -> Draw:
+    return Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk)

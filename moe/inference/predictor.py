@@ -152,7 +152,7 @@ class Predictor:
             result: Tensor = self._model(
                 tokens_BS, position_BS, None, labels=labels_BS, **self._as_is, **more
             )
-            if not self._budget.exceeded(float(self._budget.record())):
+            if not self._budget.exceeded(self._budget.record().tolist()):
                 return result
             self._budget.grow()
 

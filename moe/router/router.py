@@ -73,13 +73,13 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
 
 def slots(options: RouterConfig, *, experts: int, top_k: int) -> TokenChoices:
     """Slots in a row of the router's expert ids."""
+    grouped = dict(groups=options.groups, group_topk=options.group_topk)
     if options.rounding == "none":
-        return TokenChoices(top_k, top_k)
+        return TokenChoices(top_k, top_k, **grouped)
     reachable = options.group_topk * (experts // options.groups)
     width = token_rounding.candidates(options.rounding, top_k, reachable)
-    return TokenChoices(
-        top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile)
-    )
+    surplus = token_rounding.surplus(options.rounding, options.rounding_tile)
+    return TokenChoices(top_k, width, surplus, **grouped)
 
 
 def forced_choice(

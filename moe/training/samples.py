@@ -24,7 +24,8 @@ from phalanx.moe.data.packing import pieces
 from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
 from phalanx.moe.training.labels import Batch
-from phalanx.moe.training.step import Rerun, Step
+from phalanx.moe.training.step import Step
+from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.fault.activity import heartbeat
 
 LENGTH = 64
@@ -81,9 +82,9 @@ class Samples:
             available = int(lengths[longest]) - 1  # without the end of the document
         self._prompt = self._row_S[: max(1, min(PROMPT, S // 2, available))].tolist()
         self._codec = codec_of_run(cfg)
-        self._reruns: list[Rerun] = []
+        self._reruns: list[Growth] = []
 
-    def __call__(self) -> tuple[Sample | None, list[Rerun]]:
+    def __call__(self) -> tuple[Sample | None, list[Growth]]:
         """A sample, or None if logits are NaN or infinite, and the repeated forward passes.
 
         Collective. The model is in training mode before and after the call.
@@ -115,11 +116,9 @@ class Samples:
         index = positions.index(len(ids) - 1) if len(ids) - 1 in positions else None
         while True:
             best = self._best(inputs, index)
-            peak = float(job.budget.record(dist.group.WORLD))
-            if not job.budget.exceeded(peak):
+            if not job.budget.exceeded(job.budget.record(dist.group.WORLD).tolist()):
                 return best
-            self._reruns.append(Rerun(job.budget.grow(), job.budget.capacity_factor))
-            self._step.drop_graph()
+            self._reruns += self._step.enlarge()
 
     def _best(self, inputs: Batch, index: int | None) -> int:
         """Best token at an index of this rank's part; None if another rank has the position."""

@@ -23,21 +23,13 @@ from phalanx.moe.router import balance
 from phalanx.moe.training.labels import Batch, Labels, count_labels, make_labels
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph, UpdateGraphs
+from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
 
 _SUMS = 6
 """Number of sums over ranks before the time of each rank and the load of the experts."""
-
-
-class Rerun(NamedTuple):
-    """A repetition of a step whose experts needed more rows than they had."""
-
-    needed: float
-    """Rows that the experts needed, over the rows of balanced routing."""
-    capacity_factor: float
-    """Capacity factor of the rerun and of later steps."""
 
 
 class Totals(NamedTuple):
@@ -53,7 +45,8 @@ class Totals(NamedTuple):
     """Gradient norm before clipping; 0 without gradients."""
     stopping: bool
     """A rank was asked to stop."""
-    reruns: tuple[Rerun, ...]
+    reruns: tuple[Growth, ...]
+    """Enlarged capacities, for each of which the step was rerun."""
     late: torch.Tensor
     """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
     load: torch.Tensor
@@ -130,7 +123,7 @@ class Step:
             tops.begin(measure_logits)
         late = waited + self._launch_time
         self._late_R[self.job.runtime.rank].fill_(late)  # `=` would wait for a copy
-        reruns: list[Rerun] = []
+        reruns: list[Growth] = []
         while True:
             started = time.perf_counter()
             try:
@@ -145,18 +138,17 @@ class Step:
             if totals.is_cuda:
                 self._launch_time = time.perf_counter() - started
             read = _read(totals)  # the one host read of the step
-            peak, loss, ranks, mtp_loss, labels, stopping, squares = read[: 1 + _SUMS].tolist()
-            if not budget.exceeded(peak):
+            *peaks, loss, ranks, mtp_loss, labels, stopping, squares = read[: 2 + _SUMS].tolist()
+            if not budget.exceeded(peaks):
                 count, norm = round(labels / ranks), math.sqrt(squares)
                 losses = (loss / ranks if count else math.nan, mtp_loss / ranks)
                 layers = tops.layers if tops is not None and not forward_only else 0
-                rest = read[1 + _SUMS :]
+                rest = read[2 + _SUMS :]
                 late_R, load, logits = rest.split([world, len(rest) - world - layers, layers])
                 return Totals(
                     *losses, count, norm, stopping > 0, tuple(reruns), late_R, load, logits
                 )
-            reruns.append(Rerun(budget.grow(), budget.capacity_factor))
-            self.drop_graph()
+            reruns += self.enlarge()
             balance.restore(engine.modules, before)
 
     def update(self, norm: float) -> None:
@@ -184,6 +176,15 @@ class Step:
     def close(self) -> None:
         """Release the graphs after the last step, before process groups are destroyed."""
         self.drop_graph()
+
+    def enlarge(self) -> list[Growth]:
+        """Enlarge the budget after an overflow, and drop the graphs and buffers of other sizes."""
+        grown = self.job.budget.grow()
+        self.drop_graph()
+        if any(growth.between_nodes for growth in grown):
+            # Blocks are what the transport inside a node sends, whose buffers have their size.
+            self.job.runtime.connections.release()
+        return grown
 
     def drop_graph(self) -> None:
         """Drop the graphs, as after a change of buffer sizes; the next step is captured."""
@@ -345,7 +346,7 @@ class Step:
     ) -> torch.Tensor:
         """Totals of all ranks, fp64 on the device.
 
-        They are the largest used share of the budget of expert rows; then sums: loss, number of
+        They are the largest used shares of the two parts of the budget; then sums: loss, number of
         ranks that have one, loss of multi-token prediction, labels of the global batch once for
         each of these ranks, ranks asked to stop, squared gradient norm; the time of each rank; and
         after a backward pass the load of the experts, and the largest attention logit of each layer
@@ -361,7 +362,7 @@ class Step:
                 totals[2] = ahead_K.sum() / nonempty / len(reports)
             totals[3] = labels.number_K[0]
         totals[4] = self._stop
-        summed, largest, logits = [totals, self._late_R], [self.job.budget.record()[None]], []
+        summed, largest, logits = [totals, self._late_R], [self.job.budget.record()], []
         tops = None if grad_squares is None else self.job.max_logits
         if grad_squares is not None:
             totals[5] = grad_squares
@@ -370,8 +371,8 @@ class Step:
             largest.append(tops.flat())
         most = max_over_world(torch.cat(largest))
         if tops is not None:
-            logits = [tops.put(most[1:])]
-        return torch.cat((most[:1], sum_over_world(torch.cat(summed)), *logits))
+            logits = [tops.put(most[2:])]
+        return torch.cat((most[:2], sum_over_world(torch.cat(summed)), *logits))
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:

@@ -40,10 +40,11 @@ from phalanx.moe.training.preflight import all_steps_done, checkpoint_root, pref
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
-from phalanx.moe.training.step import Rerun, Step
+from phalanx.moe.training.step import Step
 from phalanx.moe.training.validation import SourceLosses, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
+from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import set_activity
 from phalanx.parallel.fault.agreement import Failed, agree, gather
@@ -358,12 +359,9 @@ class Trainer:
             places=job.places,
         )
 
-    def _report_reruns(self, reruns: Iterable[Rerun], subject: str) -> None:
-        for needed, factor in reruns:
-            self.metrics.event(
-                f"experts needed {needed:.2f} x the balanced rows: "
-                f"{subject} was run again with capacity_factor {factor:.2f}"
-            )
+    def _report_reruns(self, reruns: Iterable[Growth], subject: str) -> None:
+        for growth in reruns:
+            self.metrics.event(growth.event(subject))
 
     def _tokens(self) -> int:
         """Number of tokens that the data cursor has passed."""

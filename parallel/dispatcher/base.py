@@ -2,7 +2,7 @@
 
 The two ends of an MoE layer around the experts. Every transport delivers rows at fixed positions:
 token t of rank r of the expert-parallel group is received row r * T + t on every rank (`hier` has
-another order), so no host ever needs a count and all shapes are static. T must be the same on all
+other rows), so no host ever needs a count and all shapes are static. T must be the same on all
 ranks of the group. Expert rows are the same on all transports, bit for bit. Both directions are
 differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
 on shapes alone. `deepep`, an external package, promises less.
@@ -26,6 +26,7 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.local import Local
 from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
+from phalanx.parallel.dispatcher.rail.reached import Draw
 from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 
@@ -40,6 +41,9 @@ class TokenChoices:
     """Number of ids in the row: `top_k`, or more if some are -1."""
     surplus: int = 0
     """Number of rows by which a rank's choices of one expert may exceed top-k routing."""
+    groups: int = 1
+    """Number of groups of experts, which the router limits a token to `group_topk` of."""
+    group_topk: int = 1
 
     def max_rows(self, tokens: int, ranks: int, local: int) -> int:
         """Most expert rows that `local` experts can need for the tokens of all ranks."""
@@ -69,8 +73,11 @@ class BudgetPlanner:
         if debug.on():
             debug.check_expert_ids(topk_idx_TK, self._ranks * self._local)
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
-        tokens, slots = topk_idx_NK.shape[0] // self._ranks, self._slots
+    def __call__(
+        self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, tokens: int | None = None
+    ) -> ExpertPlan:
+        slots = self._slots
+        tokens = len(topk_idx_NK) // self._ranks if tokens is None else tokens
         most = slots.max_rows(tokens, self._ranks, self._local)
         pairs = self._budget.rows(tokens, slots.top_k, self._ranks, self._local, most=most)
         rows = rows_for(pairs, self._local, self._backend)
@@ -87,7 +94,7 @@ class BudgetPlanner:
             assert plan.needed is not None
             # The budget counts rows without the padding that the backend adds.
             needed = plan.needed if rows == pairs else plan.needed - (rows - pairs)
-            self._budget.observe(needed, pairs)
+            self._budget.experts.observe(needed, pairs)
         return plan
 
     def by_rank(self, rows: Tensor) -> Tensor:
@@ -117,7 +124,7 @@ def make_dispatcher(
         group: the expert-parallel group; None is one rank.
         experts: number of experts of all ranks.
         slots: shape of a token's expert ids.
-        budget: budget of expert rows, shared by all layers.
+        budget: budget of rows, shared by all layers.
         backend: backend of the experts and of `kernels.routing.plan`, which makes the plans.
         symm: options of `symm`, also inside the nodes of `hier`.
         recipe: FP8 recipe of the experts.
@@ -153,6 +160,8 @@ def make_dispatcher(
         backend,
         symm,
         connections=connections,
+        budget=budget,
+        draw=Draw(experts, slots.top_k, slots.groups, slots.group_topk),
     )
     if recipe is not None:
         recipe_on_wire = recipe if fp8_rows else None

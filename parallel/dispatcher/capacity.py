@@ -1,12 +1,15 @@
-"""Budget of expert rows: static buffers that are large enough, or a step that is rerun.
+"""Budget of rows: static buffers that are large enough, or a step that is rerun.
 
-Every dispatcher asks `rows` for the size of its buffers and reports the need with `observe`; the
-maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`
+There are two capacities: of a rank's expert rows, and of the blocks of rows that `hier` sends
+between nodes. A dispatcher asks for the size of its buffers and reports the need with `observe`;
+the maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`
 with its other numbers. If that has `exceeded` the budget, it drops the gradients, calls `grow` and
 reruns the step: no token is ever dropped.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +20,100 @@ ROW_MULTIPLE = 128
 """Divisor of the number of expert rows: they fill whole tiles."""
 
 
-class Budget:
-    """Number of rows of the experts of a rank, shared by all layers.
+def block_factor(capacity_factor: float) -> float:
+    """Rows of a block between nodes over the balanced load, for a capacity factor of expert rows.
 
-    `capacity_factor` is the current size over the balanced load, `peak` the largest ratio of needed
-    to allocated rows of the last read, `reruns` the number of steps that were rerun.
+    It has half of the excess: nodes hold many experts, so that their loads differ less than those
+    of ranks.
+    """
+    return 1 + (capacity_factor - 1) / 2
+
+
+def _factor_of_blocks(factor: float) -> float:
+    """Capacity factor with that `block_factor`."""
+    return 1 + 2 * (factor - 1)
+
+
+class Growth(NamedTuple):
+    """An enlarged capacity, after a step that needed more rows than it had."""
+
+    needed: float
+    """Rows that were needed, over the balanced load."""
+    factor: float
+    """Rows of the rerun and of later steps, over the balanced load."""
+    between_nodes: bool
+    """False for expert rows, True for blocks of rows between nodes."""
+
+    def event(self, subject: str) -> str:
+        """Line that reports the rerun of `subject`."""
+        if not self.between_nodes:
+            need, rerun = "experts", f"capacity_factor {self.factor:.2f}"
+        else:
+            need, rerun = "blocks between nodes", f"{self.factor:.2f} x"
+            rerun += f" (parallel.capacity_factor={_factor_of_blocks(self.factor):.2f} avoids it)"
+        return (
+            f"{need} needed {self.needed:.2f} x the balanced rows: "
+            f"{subject} was run again with {rerun}"
+        )
+
+
+class Capacity:
+    """Number of rows of static buffers, in proportion to the balanced load.
+
+    `factor` is the current size over the balanced load, `peak` the largest ratio of needed to
+    allocated rows of the last read.
+    """
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self.factor, self.peak = factor, 0.0
+        self._granted = 0.0  # largest number of rows over the balanced load, after rounding up
+        self._device = device
+        self._most: dict[int, Tensor] = {}
+        """int64 scalar per allocated number of rows: the largest number that was needed."""
+
+    def rows(self, balanced: float, *, most: int, multiple: int = 1) -> int:
+        """Rows of a buffer for that balanced load: a multiple, and at most the worst case."""
+        rows = min(most, math.ceil(self.factor * balanced / multiple) * multiple)
+        self._granted = max(self._granted, rows / balanced)
+        return rows
+
+    def observe(self, needed: Tensor, rows: int) -> None:
+        """Note on the device that a buffer of `rows` rows needed `needed` (integer scalar).
+
+        In one kernel, as the experts wait for it.
+        """
+        if rows not in self._most:
+            self._most[rows] = torch.zeros((), dtype=torch.int64, device=self._device)
+        torch.maximum(self._most[rows], needed, out=self._most[rows])
+
+    def record(self) -> Tensor:
+        """Largest ratio of needed to allocated rows since the last read: fp64 on the device."""
+        peak = torch.zeros((), dtype=torch.float64, device=self._device)
+        for rows, most in self._most.items():
+            peak = torch.maximum(peak, most.double() / rows)
+        return peak
+
+    def grow(self) -> float:
+        """Enlarge it so that the overflowed step fits with headroom.
+
+        Returns:
+            Rows that were needed over the balanced load.
+        """
+        # A pipeline stage without experts has granted nothing, and grows all the same.
+        needed = (self._granted or self.factor) * self.peak
+        self.factor = max(self.factor, needed * _HEADROOM)
+        return needed
+
+    def reset(self) -> None:
+        """Clear the observations since the last read, as after a step that is discarded."""
+        for most in self._most.values():
+            most.zero_()
+
+
+class Budget:
+    """Number of rows of a rank's experts, and of its blocks to other nodes, shared by all layers.
+
+    `reruns` is the number of steps that were rerun.
     """
 
     def __init__(self, capacity_factor: float, device: torch.device) -> None:
@@ -35,13 +127,14 @@ class Budget:
                 f"capacity factor {capacity_factor} is below the balanced load: "
                 "set parallel.capacity_factor to 1 or more"
             )
-        self.capacity_factor = float(capacity_factor)
-        self.peak = 0.0
+        self.experts = Capacity(float(capacity_factor), device)
+        self.blocks = Capacity(block_factor(capacity_factor), device)
         self.reruns = 0
-        self._granted = 0.0  # largest S / (T * K): the factor after rounding up to whole tiles
-        self._device = device
-        self._most: dict[int, Tensor] = {}
-        """int64 scalar per allocated number of rows: the largest number that was needed."""
+
+    @property
+    def capacity_factor(self) -> float:
+        """Current number of expert rows over the balanced load."""
+        return self.experts.factor
 
     def rows(
         self, tokens: int, top_k: int, ranks: int, local_experts: int, *, most: int | None = None
@@ -51,58 +144,46 @@ class Budget:
         The worst case is `most` rows, by default those of every received token at min(K, L) of this
         rank's experts; with one rank that is T * K, and a local layer allocates just its need.
         """
-        balanced = tokens * top_k
-        tiles = math.ceil(self.capacity_factor * balanced / ROW_MULTIPLE)
         if most is None:
             most = ranks * tokens * min(top_k, local_experts)
-        rows = min(most, tiles * ROW_MULTIPLE)
-        self._granted = max(self._granted, rows / balanced)
-        return rows
+        return self.experts.rows(tokens * top_k, most=most, multiple=ROW_MULTIPLE)
 
-    def observe(self, needed: Tensor, rows: int) -> None:
-        """Note on the device that a layer with `rows` rows needed `needed` (integer scalar).
+    def block_rows(self, tokens: int, share: float) -> int:
+        """Rows C of the block of T tokens for a node, at most T.
 
-        In one kernel, as the experts wait for it.
+        Args:
+            tokens: T.
+            share: part of the tokens that have an expert on a node, on average.
         """
-        if rows not in self._most:
-            self._most[rows] = torch.zeros((), dtype=torch.int64, device=self._device)
-        torch.maximum(self._most[rows], needed, out=self._most[rows])
+        return self.blocks.rows(share * tokens, most=tokens) if tokens else 0
 
     def record(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Largest ratio of needed to allocated rows on any rank of `group` since the last read.
+        """Largest ratios of needed to allocated rows on any rank of `group` since the last read.
 
-        Returns an fp64 scalar on the device.
+        Returns fp64 [2] on the device, of expert rows and of blocks between nodes.
         """
-        peak = torch.zeros((), dtype=torch.float64, device=self._device)
-        for rows, most in self._most.items():
-            peak = torch.maximum(peak, most.double() / rows)
+        peaks = torch.stack((self.experts.record(), self.blocks.record()))
         if group is not None:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        return peak
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+        return peaks
 
-    def exceeded(self, peak: float) -> bool:
-        """True if the value of `record` means an overflow; starts the next record."""
-        self.peak = peak
+    def exceeded(self, peaks: Sequence[float]) -> bool:
+        """True if the values of `record` mean an overflow; starts the next record."""
+        self.experts.peak, self.blocks.peak = peaks
         self.reset()
-        return peak > 1
+        return max(peaks) > 1
 
-    def grow(self) -> float:
-        """Enlarge the budget so that the overflowed step fits with headroom; count its rerun.
-
-        Returns:
-            Rows that were needed over the balanced load.
-        """
-        if self.peak <= 1:
+    def grow(self) -> list[Growth]:
+        """Enlarge what the step overflowed so that it fits with headroom; count its rerun."""
+        small = [capacity for capacity in (self.experts, self.blocks) if capacity.peak > 1]
+        if not small:
             raise RuntimeError(
-                f"grow() after a step that fitted (peak {self.peak:.3f} of the budget)"
+                f"grow() after a step that fitted (peak {self.experts.peak:.3f} of the budget)"
             )
-        # A pipeline stage without experts has granted nothing, and grows all the same.
-        needed = (self._granted or self.capacity_factor) * self.peak
-        self.capacity_factor = max(self.capacity_factor, needed * _HEADROOM)
         self.reruns += 1
-        return needed
+        return [Growth(c.grow(), c.factor, c is self.blocks) for c in small]
 
     def reset(self) -> None:
         """Clear the observations since the last read, as after a step that is discarded."""
-        for most in self._most.values():
-            most.zero_()
+        self.experts.reset()
+        self.blocks.reset()

@@ -44,6 +44,8 @@ class GroupTopology:
     """Number of ranks that hold one of the token's experts, its own rank included."""
     other_nodes: float
     """Number of nodes, without the token's own, that hold one of its experts."""
+    block: int
+    """Number of rows in a block of a rank's tokens for one node, which is static."""
     pushes: bool
     """True if ranks of a node can write to each other's memory."""
     keep: bool
@@ -61,6 +63,11 @@ class GroupTopology:
     def received(self) -> int:
         """Number of rows in a receive buffer: one for every token of the group."""
         return self.ranks * self.tokens
+
+    @property
+    def received_blocks(self) -> int:
+        """Number of rows that a rank of `hier` receives: the blocks of all ranks for its node."""
+        return self.ranks * self.block
 
     @property
     def once_a_rank(self) -> Links:

@@ -1,22 +1,24 @@
 """Transport `hier`: expert-parallel groups over several nodes, each token once to each node.
 
-Ranks with the same local rank exchange over a rail, by collectives of gloo or NCCL: an all-gather
-of tokens, whatever their routing, so that no count is needed. Each rank then holds the tokens of
-its rail like its own, and sends them to the ranks of its node by the transport inside: `symm` where
-that can run, which sends a token only to the ranks that hold one of its experts, or else
-`alltoall`. Between nodes a row crosses M - 1 times in each direction, where `alltoall` moves
-R - R / M of them.
+Ranks with the same local rank exchange over a rail (`parallel.dispatcher.rail`). A token is sent
+once to each node that holds one of its experts, with its routing, in blocks of C rows for each node
+(`kernels.routing.rail_blocks`). Each rank then holds the rows of its blocks like tokens of its own,
+and sends them to the ranks of its node by the transport inside: `symm` where that can run, which
+sends a row only to the ranks that hold one of its experts, or else `alltoall`. C is at most T; the
+budget has its own capacity for it (`parallel.dispatcher.capacity`). If groups of experts are whole
+nodes, the router's `group_topk` is a bound on the nodes of a token.
 
 On the way back a token's expert rows are added by the experts of each rank, these sums over the
 ranks of a node in their order, and those over the nodes in their order: each time in fp32, rounded
 once to the tokens' dtype. Gradients of tokens take the same path.
 
-The transport inside receives rows in the order of (local rank, node, token), not of ranks. The plan
-is computed from routing in the order of ranks, so that expert rows are those of every other
-transport, and then names rows by their positions.
+The transport inside receives rows in the order of (local rank, node, row of the block), not of
+ranks. The plan is computed from routing in the order of ranks, in which rows of a block are in the
+order of their tokens, so that expert rows are those of every other transport; it then names rows by
+their positions. Rows of blocks without a token have no experts, and are never read.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, M nodes, G ranks of each, R = M * G,
-A = M * T tokens of a rail, N = R * T received rows.
+C rows of a block, B = M * C rows of a rail, N = R * C received rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +30,17 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.routing.rail_blocks import RailBlocks, plan_blocks
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
-from phalanx.parallel.dispatcher.alltoall import AllToAll, collect, spread
+from phalanx.parallel.dispatcher.alltoall import AllToAll
+from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
+from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
+from phalanx.parallel.dispatcher.rail.collective import CollectiveRail
+from phalanx.parallel.dispatcher.rail.reached import Draw, reached
+from phalanx.parallel.dispatcher.rail.rows import collect_over, send_over
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport import build
@@ -49,12 +57,16 @@ Inside = Symm | AllToAll
 
 
 class _Route(NamedTuple):
-    """`Received.route` of this transport."""
+    """State of a call of this transport: what was sent, then `Received.route`."""
 
     inside: Any
-    """`Received.route` of the transport inside a node."""
+    """State of the transport inside a node: what its `receive_tokens` needs, or its `combine`."""
+    blocks: RailBlocks
+    """Blocks of the rank's tokens."""
     over_rail: RailRows | None
     """Rows of the rail in FP8; None: they travel as they are."""
+    tokens: int
+    """T."""
 
 
 class Hier(Dispatcher):
@@ -63,6 +75,8 @@ class Hier(Dispatcher):
     Args:
         nodes: nodes of the expert-parallel group.
         plan: planner of the received routing.
+        budget: budget of the rows of blocks.
+        draw: choice of a token's experts.
         local: number of experts of a rank.
         local_slots: number of expert slots of a rank.
         inside: function that builds the transport inside a node from its planner, the same on all
@@ -74,6 +88,8 @@ class Hier(Dispatcher):
         self,
         nodes: Nodes,
         plan: Planner,
+        budget: Budget,
+        draw: Draw,
         *,
         local: int,
         local_slots: int,
@@ -81,17 +97,20 @@ class Hier(Dispatcher):
         recipe: Fp8Block | None = None,
     ) -> None:
         self._nodes, self._plan, self._recipe = nodes, plan, recipe
+        self._rail, self._budget = CollectiveRail(nodes.rail), budget
+        self._share = max(reached(draw, [draw.experts // nodes.count] * nodes.count))
         self._node_experts = nodes.size * local
         """Number of experts of a node."""
-        self._first_expert = nodes.index * self._node_experts
         first_slot = nodes.index * nodes.size * local_slots
-        self._inside = inside(_NodePlanner(plan, nodes, first_slot))
+        self._node_plan = _NodePlanner(plan, nodes, first_slot)
+        self._inside = inside(self._node_plan)
 
     @classmethod
     def build(cls, context: DispatchContext) -> "Hier":
         transport, nodes = context.transport.inside, context.transport.nodes
         assert transport is not None and nodes is not None
         c, experts = context, nodes.size * context.local
+        assert c.budget is not None and c.draw is not None
 
         def inside(plan: Planner) -> Inside:
             in_node = c._replace(
@@ -101,8 +120,16 @@ class Hier(Dispatcher):
             assert isinstance(dispatcher, Symm | AllToAll)
             return dispatcher
 
-        slots = c.local_slots
-        return cls(nodes, c.plan, local=c.local, local_slots=slots, inside=inside, recipe=c.recipe)
+        return cls(
+            nodes,
+            c.plan,
+            c.budget,
+            c.draw,
+            local=c.local,
+            local_slots=c.local_slots,
+            inside=inside,
+            recipe=c.recipe,
+        )
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -124,15 +151,16 @@ class Hier(Dispatcher):
 
     @classmethod
     def costs(cls, reach: GroupTopology) -> TransportCosts:
-        """Costs of rows over the rail to each other node, and of the transport inside."""
-        size, rail = reach.node_ranks, reach.nodes * reach.tokens
-        wanted = reach.wanted_ranks if reach.pushes else reach.ranks
-        rows = Links(wanted * (size - 1) / size, reach.nodes - 1)
+        """Costs of the blocks to each other node, full or not, and of the transport inside."""
+        size, rail, received = reach.node_ranks, reach.nodes * reach.block, reach.received_blocks
+        share = reach.block / reach.tokens
+        wanted = reach.wanted_ranks if reach.pushes else reach.ranks * share
+        rows = Links(wanted * (size - 1) / size, (reach.nodes - 1) * share)
         sent = 2 * rail
         """Rows sent to other nodes and received from them."""
         if not reach.pushes:
             back = Links(reach.rows_back * rows.near, rows.far)
-            return TransportCosts(rows, back, saved=reach.received, backward=reach.received + sent)
+            return TransportCosts(rows, back, saved=received, backward=received + sent)
         single = reach.rows_back * rail * (reach.rows_back > 1)
         """Rows that come back unreduced, with a buffer as in `symm`."""
         return TransportCosts(
@@ -140,9 +168,9 @@ class Hier(Dispatcher):
             back=rows,
             # Rows that came over the network are saved.
             resent=NOTHING if reach.keep else Links(rows.near, 0),
-            saved=rail + (reach.received if reach.keep else 0),
+            saved=rail + (received if reach.keep else 0),
             backward=sent,
-            buffers=SLOTS * reach.received + single,
+            buffers=SLOTS * received + single,
             exposed=EXPOSED,
         )
 
@@ -152,17 +180,16 @@ class Hier(Dispatcher):
         if self._recipe is not None:
             over_rail = RailRows(self._recipe)
             forwarded = ForwardedRows(self._recipe, over_rail)
-        tokens = x_TD, topk_idx_TK, topk_prob_TK
-        x_AD, idx_AK, prob_AK = spread(*tokens, self._nodes.rail, over_rail)
-        idx_AK = idx_AK - self._first_expert
-        in_node = (idx_AK >= 0) & (idx_AK < self._node_experts)
-        idx_AK = torch.where(in_node, idx_AK, -1)
-        return self._inside.send_tokens(x_AD, idx_AK, prob_AK, forwarded), over_rail
+        blocks = self._blocks(topk_idx_TK, topk_prob_TK)
+        rows_BD, idx_BK, prob_BK = send_over(self._rail, x_TD, topk_prob_TK, blocks, over_rail)
+        self._node_plan.tokens = len(x_TD)
+        sent = self._inside.send_tokens(rows_BD, idx_BK, prob_BK, forwarded)
+        return _Route(sent, blocks, over_rail, len(x_TD))
 
-    def receive_tokens(self, sent: Any) -> Received:
-        sent_inside, over_rail = sent
-        received = self._inside.receive_tokens(sent_inside)
-        return received._replace(route=_Route(received.route, over_rail))
+    def receive_tokens(self, sent: _Route) -> Received:
+        self._node_plan.tokens = sent.tokens
+        received = self._inside.receive_tokens(sent.inside)
+        return received._replace(route=sent._replace(inside=received.route))
 
     def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Tensor:
         return self._inside.combine(out_ND, received._replace(route=received.route.inside))
@@ -170,7 +197,18 @@ class Hier(Dispatcher):
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return collect(sent, self._nodes.rail, addends, received.route.over_rail)
+        route: _Route = received.route
+        return collect_over(self._rail, sent, route.blocks, addends, route.over_rail)
+
+    def _blocks(self, idx_TK: Tensor, prob_TK: Tensor) -> RailBlocks:
+        """Blocks of the rank's tokens, within the budget."""
+        tokens, nodes = len(idx_TK), self._nodes.count
+        rows = self._budget.block_rows(tokens, self._share)
+        blocks = plan_blocks(idx_TK, prob_TK, nodes=nodes, experts=self._node_experts, rows=rows)
+        # A recomputation needs as many rows.
+        if rows < tokens and not in_backward():
+            self._budget.blocks.observe(blocks.needed, rows)
+        return blocks
 
 
 def _nodes(ranks: Sequence[Rank]) -> list[str]:
@@ -180,10 +218,13 @@ def _nodes(ranks: Sequence[Rank]) -> list[str]:
 class _NodePlanner:
     """Planner of the rows of a node, by a planner of the whole group.
 
-    Its rows are in the order of (local rank, node, token), with the experts of a node numbered from
-    0; the group's planner takes the order of ranks and the ids of the group. Ids are expert slots,
-    and `first` is the first of the node.
+    Its rows are in the order of (local rank, node, row of the block), with the experts of a node
+    numbered from 0; the group's planner takes the order of ranks and the ids of the group. Ids are
+    expert slots, and `first` is the first of the node.
     """
+
+    tokens: int
+    """Number of tokens of a rank in the call in progress, which blocks need not hold all of."""
 
     def __init__(self, plan: Planner, nodes: Nodes, first: int) -> None:
         self._plan, self._first = plan, first
@@ -192,11 +233,13 @@ class _NodePlanner:
     def check(self, x_AD: Tensor, topk_idx_AK: Tensor, topk_prob_AK: Tensor) -> None:
         self._plan.check(x_AD, topk_idx_AK, topk_prob_AK)
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
+    def __call__(
+        self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, tokens: int | None = None
+    ) -> ExpertPlan:
         # The id -1 becomes an expert of the previous node, or stays negative: no row of this node.
         idx_NK = _swapped(topk_idx_NK, self._by_local_rank) + self._first
-        plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_local_rank))
-        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        prob_NK = _swapped(topk_prob_NK, self._by_local_rank)
+        plan = self._plan(idx_NK, prob_NK, self.tokens)
         rows = torch.arange(len(idx_NK), dtype=torch.int32, device=idx_NK.device)
         position_N = _swapped(rows, self._by_local_rank)
         assert plan.row_index_S is not None and plan.inverse_NK is not None  # without replicas

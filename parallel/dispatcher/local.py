@@ -42,8 +42,8 @@ class Local(Dispatcher):
         return x_TD, topk_idx_TK, topk_prob_TK
 
     def receive_tokens(self, sent: tuple[Tensor, Tensor, Tensor]) -> Received:
-        x_TD, *routing = sent
-        return Received(x_TD, self._plan(*routing), stays=True)
+        x_TD, topk_idx_TK, topk_prob_TK = sent
+        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), stays=True)
 
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()

@@ -21,7 +21,8 @@ class Received(NamedTuple):
     """Input of the experts of a rank."""
 
     rows_ND: Tensor
-    """Received tokens, rank-major. Rows that `plan` does not name are undefined, never read."""
+    """Received tokens, rank-major (`hier` has other rows). Rows that `plan` does not name are
+    undefined, never read."""
     plan: ExpertPlan
     """Rows that each local expert reads."""
     overlap: Overlap | None = None
@@ -48,8 +49,16 @@ class Planner(Protocol):
         """Raise ValueError for tokens and routing that do not fit the plan."""
         ...
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
-        """Plan of the received rows from their routing."""
+    def __call__(
+        self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, tokens: int | None = None
+    ) -> ExpertPlan:
+        """Plan of the received rows from their routing.
+
+        Args:
+            topk_idx_NK: int32 expert ids, or slots.
+            topk_prob_NK: fp32.
+            tokens: number of tokens of a rank; None: all of them are received, T = N / R.
+        """
         ...
 
     def by_rank(self, rows: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.connections import Connections
+from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.passes.pass_groups import PassGroups
+from phalanx.parallel.dispatcher.rail.reached import Draw
 from phalanx.parallel.dispatcher.received import Planner, Received
 
 if TYPE_CHECKING:
@@ -88,6 +90,10 @@ class DispatchContext(NamedTuple):
     """Memory that this process shares with other ranks, for transports that need some."""
     quantizes: bool = False
     """True if the experts quantise received rows, for which all of them must have arrived."""
+    budget: Budget | None = None
+    """Budget of rows, for transports that size blocks between nodes."""
+    draw: Draw | None = None
+    """Choice of a token's experts, from which the balanced load of these blocks follows."""
 
     @property
     def waits(self) -> bool:

@@ -92,7 +92,7 @@ def check(recipe: str | None, sms: int) -> None:
 
 def overflow() -> None:
     ours, theirs = Model("symm", None, 0), Model("alltoall", None, 0)
-    ours.group.budget.capacity_factor = 1.0
+    ours.group.budget.experts.factor = 1.0
     for model in (ours, theirs):
         model.idx.fill_(0)
     ours()

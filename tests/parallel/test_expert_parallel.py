@@ -101,7 +101,7 @@ def test_groups_are_independent() -> None:
 def rerun_with_more() -> list[Any]:
     group = ExpertParallelGroup(capacity_factor=1.0, dtype=torch.float32)
     layers = [layer(group), layer(group)]
-    group.budget.capacity_factor = 0.01  # one tile; tests have few tokens
+    group.budget.experts.factor = 0.01  # one tile; tests have few tokens
     seen = [group.overflowed()]
     dropped = [run(made, "one expert")[0] for made in layers]
     seen.append(group.overflowed())

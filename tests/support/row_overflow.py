@@ -46,7 +46,7 @@ def overflow_always(rank: int = 0) -> Iterator[None]:
 
 def _take_rows(budget: Any) -> None:
     """Leave a tenth of the balanced load."""
-    budget.capacity_factor, budget._granted = 0.1, 0.0
+    budget.experts.factor, budget.experts._granted = 0.1, 0.0
 
 
 def _shrink(trainer: Any) -> None:

@@ -7,4 +7,4 @@ from phalanx.parallel.dispatcher.capacity import Budget
 
 def overflowed(budget: Budget, group: dist.ProcessGroup | None = None) -> bool:
     """True if a layer on a rank of `group` needed more rows than allocated since the last call."""
-    return budget.exceeded(float(budget.record(group)))
+    return budget.exceeded(budget.record(group).tolist())

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.capacity import Budget, Growth, block_factor
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.support.distributed import run_distributed
 
@@ -37,18 +37,18 @@ def test_a_factor_below_balance_names_the_override(factor: float) -> None:
 def test_the_worst_layer_of_a_step_counts() -> None:
     budget = Budget(1.0, CPU)
     for needed in (10, 129, 128):
-        budget.observe(torch.tensor(needed, dtype=torch.int32), 128)
+        budget.experts.observe(torch.tensor(needed, dtype=torch.int32), 128)
     assert overflowed(budget)
-    assert budget.peak == 129 / 128
+    assert budget.experts.peak == 129 / 128
     assert not overflowed(budget), "a read starts the next record"
 
 
 def test_exactly_full_is_not_overflow_and_one_row_more_is() -> None:
     rows = 2**24  # a ratio in fp32 could not tell the two apart
     budget = Budget(1.0, CPU)
-    budget.observe(torch.tensor(rows, dtype=torch.int32), rows)
+    budget.experts.observe(torch.tensor(rows, dtype=torch.int32), rows)
     assert not overflowed(budget)
-    budget.observe(torch.tensor(rows + 1, dtype=torch.int32), rows)
+    budget.experts.observe(torch.tensor(rows + 1, dtype=torch.int32), rows)
     assert overflowed(budget)
 
 
@@ -64,7 +64,7 @@ def test_a_grown_budget_fits_the_rerun(
     worst = ranks * tokens * min(top_k, local)
     rows = budget.rows(tokens, top_k, ranks, local)
     needed = rows + max(1, math.floor(share * (worst - rows)))
-    budget.observe(torch.tensor(needed), rows)
+    budget.experts.observe(torch.tensor(needed), rows)
     assert overflowed(budget)
     budget.grow()
     assert budget.reruns == 1
@@ -73,7 +73,7 @@ def test_a_grown_budget_fits_the_rerun(
 
 def test_grow_without_overflow_is_an_error() -> None:
     budget = Budget(1.5, CPU)
-    budget.observe(torch.tensor(64), 128)
+    budget.experts.observe(torch.tensor(64), 128)
     assert not overflowed(budget)
     with pytest.raises(RuntimeError, match="fitted"):
         budget.grow()
@@ -82,7 +82,7 @@ def test_grow_without_overflow_is_an_error() -> None:
 
 def test_reset_forgets() -> None:
     budget = Budget(1.0, CPU)
-    budget.observe(torch.tensor(500), 128)
+    budget.experts.observe(torch.tensor(500), 128)
     budget.reset()
     assert not overflowed(budget)
 
@@ -90,7 +90,7 @@ def test_reset_forgets() -> None:
 def overflow_on_one_rank(rank: int) -> tuple[bool, int]:
     budget = Budget(1.0, CPU)
     rows = budget.rows(256, 2, dist.get_world_size(), 2)
-    budget.observe(torch.tensor(rows + 300 if dist.get_rank() == rank else 1), rows)
+    budget.experts.observe(torch.tensor(rows + 300 if dist.get_rank() == rank else 1), rows)
     found = overflowed(budget, dist.group.WORLD)
     if found:
         budget.grow()
@@ -103,3 +103,44 @@ def test_overflow_of_one_rank_is_seen_and_sized_by_all(rank: int) -> None:
     results = run_distributed(overflow_on_one_rank, 2, rank)
     assert results[0] == results[1]
     assert results[0][0] and results[0][1] >= 512 + 300
+
+
+@pytest.mark.parametrize(
+    ("factor", "tokens", "share", "rows"),
+    [
+        (1.0, 64, 0.5, 32),
+        (1.5, 64, 0.5, 40),  # half of the excess of expert rows
+        (1.5, 10, 0.5, 7),  # 6.25 rounded up
+        (1.5, 64, 0.9, 64),  # a token has one row at most
+        (8.0, 0, 0.5, 0),
+    ],
+)
+def test_rows_of_blocks(factor: float, tokens: int, share: float, rows: int) -> None:
+    assert Budget(factor, CPU).block_rows(tokens, share) == rows
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_blocks_and_experts_grow_each_by_its_need(experts: bool) -> None:
+    budget = Budget(1.0, CPU)
+    C, S = budget.block_rows(64, 0.5), budget.rows(64, 2, 8, 1)
+    budget.blocks.observe(torch.tensor(48), C)
+    budget.experts.observe(torch.tensor(S + S * experts), S)
+    assert overflowed(budget)
+    grown = budget.grow()
+    assert [growth.between_nodes for growth in grown] == [False] * experts + [True]
+    assert grown[-1] == Growth(pytest.approx(1.5), pytest.approx(1.65), True)
+    assert budget.reruns == 1 and budget.block_rows(64, 0.5) == 53
+    assert budget.capacity_factor == (2.2 if experts else 1.0)
+    budget.blocks.observe(torch.tensor(53), 53)
+    assert not overflowed(budget)
+
+
+def test_the_event_of_a_rerun_names_what_avoids_it() -> None:
+    assert Growth(1.5, 1.65, True).event("step 3") == (
+        "blocks between nodes needed 1.50 x the balanced rows: step 3 was run again with 1.65 x "
+        "(parallel.capacity_factor=2.30 avoids it)"
+    )
+    assert Growth(1.5, 1.65, False).event("step 3") == (
+        "experts needed 1.50 x the balanced rows: step 3 was run again with capacity_factor 1.65"
+    )
+    assert block_factor(2.3) == pytest.approx(1.65)

@@ -145,10 +145,9 @@ def both(name: str, recipe: Fp8Block, size: int = 2) -> tuple[list[Tensor], list
         with counted() as rows:
             results.append(layer(dispatcher_of(transport, recipe, fp8_rows), given, recipe))
         sent.append(rows)
-    # Tokens, and in the backward pass gradients; over nodes first those of this rank, and inside
-    # its node those of its rail.
-    legs = [1] if name == "alltoall" else [1, dist.get_world_size() // size]
-    assert sent == [[T * n * b for n in 2 * legs] for b in (row_bytes(D), 2 * D)]
+    # Tokens, and in the backward pass gradients; inside a node blocks of T rows for each node.
+    blocks = 1 if name == "alltoall" else dist.get_world_size() // size
+    assert sent == [2 * [T * blocks * b] for b in (row_bytes(D), 2 * D)]
     return results[0], results[1]
 
 

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.quantize.packed import row_bytes
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices
-from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.capacity import Budget, Capacity, Growth
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.parallel.dispatcher.test_base import (
@@ -31,7 +33,6 @@ from tests.parallel.dispatcher.test_base import (
     assert_near,
     dense,
     dispatcher_of,
-    experts,
     make_case,
     run_layer,
 )
@@ -86,8 +87,8 @@ def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
 @NODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_on_integers(dtype: torch.dtype, ranks: int, size: int) -> None:
-    """Over two nodes of two and of four, and over four nodes."""
-    cases = [make_case(kind, dtype, integer=True) for kind in ("even", "unequal")]
+    """Over two nodes of two and of four, and over four nodes; some that no token goes to."""
+    cases = [make_case(kind, dtype, integer=True) for kind in ROUTINGS]
     for case, result in zip(cases, layers(cases, ranks, size), strict=True):
         assert_exact(result, case)
 
@@ -117,27 +118,41 @@ def plans(case: Case, size: int) -> list[Planned]:
     return found
 
 
+def on_node(idx_TK: Tensor, node: int, nodes: int) -> Tensor:
+    """Which of these ids are experts of a node."""
+    return (idx_TK >= 0) & (idx_TK // (EXPERTS // nodes) == node)
+
+
+def arrivals(case: Case, node: int, rows: int, ranks: int, size: int) -> Tensor:
+    """Token of each received row on a node, int32; -1 for an empty row."""
+    T, C = TOKENS // ranks, rows // ranks
+    token_N = torch.full((size, ranks // size, C), -1, dtype=torch.int32)
+    for rank in range(ranks):
+        wanted_T = on_node(case.idx_TK[rank * T : (rank + 1) * T], node, ranks // size).any(1)
+        tokens = rank * T + wanted_T.nonzero().flatten()
+        token_N[rank % size, rank // size, : len(tokens)] = tokens
+    return token_N.flatten()
+
+
 @NODES
 def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int, size: int) -> None:
-    """Rows lie in the order of (place, node, token), and -1 is no expert, on any node."""
+    """Rows lie in the order of (place, node, token of its block), and -1 is no expert."""
     case = make_case("even", torch.bfloat16)
     empty = torch.full((TOKENS, 1), -1, dtype=torch.int32)
     case = case._replace(
         idx_TK=torch.cat((case.idx_TK[:, :1], empty, case.idx_TK[:, 1:]), 1),
         prob_TK=torch.rand(TOKENS, 4, generator=torch.Generator().manual_seed(3)),
     )
-    by_rank = torch.arange(TOKENS).view(ranks // size, size, -1)  # [node, place, token]
-    by_place = by_rank.transpose(0, 1).flatten()
-    lies = torch.empty_like(by_place)
-    lies[by_place] = torch.arange(TOKENS)
-    for flat, hier in run_distributed(plans, ranks, case, size):
+    for rank, (flat, hier) in enumerate(run_distributed(plans, ranks, case, size)):
+        token_N = arrivals(case, rank // size, len(hier.inverse_NK), ranks, size)
         used = int(flat.offsets[-1])
         assert used
         for name in ("row_prob_S", "offsets", "needed"):
             assert torch.equal(getattr(hier, name), getattr(flat, name)), name
         assert torch.equal(hier.rows_SD[:used], flat.rows_SD[:used])
-        assert torch.equal(hier.row_index_S.long(), lies[flat.row_index_S.long()])
-        assert torch.equal(hier.inverse_NK, flat.inverse_NK[by_place])
+        assert torch.equal(token_N[hier.row_index_S.long()][:used], flat.row_index_S[:used])
+        inverse_NK = torch.where(token_N[:, None] < 0, -1, flat.inverse_NK[token_N.long()])
+        assert torch.equal(hier.inverse_NK, inverse_NK)
 
 
 def rank_sums(values: Tensor) -> Tensor:
@@ -173,6 +188,42 @@ def overflow_and_rerun(case: Case) -> tuple[list[bool], Result]:
     return [*found, overflowed(budget, group)], result
 
 
+class Blocks(NamedTuple):
+    """Blocks of a rank that were too small at first."""
+
+    overflowed: list[bool]
+    grown: list[Growth]
+    again: Result
+    """Results of the rerun."""
+    roomy: Result
+    """Results with blocks that have room."""
+
+
+def small_blocks(case: Case) -> Blocks:
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    budget, roomy = Budget(8.0, CPU), Budget(8.0, CPU)
+    budget.blocks = Capacity(1.0, CPU)
+    dispatcher = made("hier", budget=budget)
+    run_layer(dispatcher, case, rank, ranks)
+    overflow, grown = [overflowed(budget, group)], budget.grow()
+    again = run_layer(dispatcher, case, rank, ranks)
+    overflow.append(overflowed(budget, group))
+    return Blocks(overflow, grown, again, run_layer(made("hier", budget=roomy), case, rank, ranks))
+
+
+def test_blocks_that_were_too_small_fit_when_run_again() -> None:
+    """All tokens go to the first two of four nodes, where experts have room; the other two, which
+    none wants, receive empty blocks. On average a node has experts of 9/14 of the tokens."""
+    case = make_case("all to one rank", torch.bfloat16, tokens=512)
+    for blocks in run_distributed(small_blocks, 8, case):
+        assert blocks.overflowed == [True, False]
+        (grown,) = blocks.grown
+        assert grown.between_nodes
+        assert grown[:2] == pytest.approx((14 / 9, 1.1 * 14 / 9))
+        assert all(map(torch.equal, blocks.again, blocks.roomy))
+        assert all(t.count_nonzero() for t in blocks.again[:3])
+
+
 def test_an_overflowed_step_fits_when_run_again() -> None:
     case = make_case("all to one rank", torch.float32, tokens=512)
     overflowed, results = zip(*run_distributed(overflow_and_rerun, RANKS, case), strict=True)
@@ -197,47 +248,60 @@ def sent_inside(case: Case) -> tuple[Tensor, Tensor]:
     return calls[0]
 
 
-def test_inside_a_node_there_are_its_experts_alone() -> None:
-    """Counted from 0, as pushes go to the rank that an expert's number gives."""
+def test_inside_a_node_there_are_its_tokens_and_experts_alone() -> None:
+    """Experts are counted from 0, as pushes go to the rank that an expert's number gives."""
     case = make_case("unequal", torch.bfloat16)
     for rank, (x, idx) in enumerate(run_distributed(sent_inside, RANKS, case)):
         node, place = divmod(rank, SIZE)
-        rail = torch.cat([torch.arange(6) + 6 * r for r in (place, place + SIZE)])
-        assert torch.equal(x, case.x_TD[rail])
-        here = case.idx_TK[rail] // (EXPERTS // 2) == node
-        assert torch.equal(idx, torch.where(here, case.idx_TK[rail] % (EXPERTS // 2), -1))
+        token_B = arrivals(case, node, 6 * RANKS, RANKS, SIZE).view(SIZE, -1)[place].long()
+        used = token_B >= 0
+        assert torch.equal(x[used], case.x_TD[token_B[used]])
+        ids = case.idx_TK[token_B]
+        here = used[:, None] & on_node(ids, node, 2)
+        assert torch.equal(idx, torch.where(here, ids % (EXPERTS // 2), -1))
 
 
-def sent(case: Case) -> list[int]:
-    """Bytes that this rank's rail all-gathers and all-to-alls take, forward."""
-    sizes: list[int] = []
-    rail = [dist.get_rank() % SIZE, dist.get_rank() % SIZE + SIZE]
+def sent(case: Case, factor: float, fp8: bool) -> list[tuple[int, bool]]:
+    """Bytes of this rank's collectives over its rail in both passes; False: not an all-to-all."""
+    sizes: list[tuple[int, bool]] = []
+    rank, nodes = dist.get_rank(), dist.get_world_size() // SIZE
+    rail = [rank % SIZE + SIZE * n for n in range(nodes)]
     gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
 
     def count(function: Any) -> Any:
         def called(out: Tensor, x: Tensor, group: Any) -> None:
             if dist.get_process_group_ranks(group) == rail:
-                sizes.append(x.nbytes)
+                sizes.append((x.nbytes, function is exchange))
             function(out, x, group=group)
 
         return called
 
-    own = slice(dist.get_rank() * 6, dist.get_rank() * 6 + 6)
-    dispatcher = made("hier")
+    T = len(case.x_TD) // dist.get_world_size()
+    own = slice(rank * T, rank * T + T)
+    recipe: dict[str, Any] = dict(recipe=Fp8Block(), fp8_rows=True) if fp8 else {}
+    with pretended(SIZE):
+        given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(factor, CPU))
+        dispatcher = dispatcher_of("hier", dist.group.WORLD, **given, **recipe)
     dist.all_gather_into_tensor, dist.all_to_all_single = count(gather), count(exchange)
     try:
-        received = dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
-        dispatcher.combine(experts(received, case.w_EDD[:2]), received)
+        x_TD = case.x_TD[own].clone().requires_grad_()
+        received = dispatcher.dispatch(x_TD, case.idx_TK[own], case.prob_TK[own])
+        dispatcher.combine(received.rows_ND.clone(), received).backward(case.dout_TD[own])
     finally:
         dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
     return sizes
 
 
-def test_a_token_crosses_the_network_once_to_each_node() -> None:
-    """Routing and T rows to the other node, and back a block of T sums for each of two nodes."""
-    case = make_case("even", torch.bfloat16)
-    routing, rows = 6 * 3 * 8, 6 * HIDDEN * 2
-    assert run_distributed(sent, RANKS, case) == [[routing, rows, 2 * rows]] * RANKS
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_token_crosses_the_network_once_to_each_node_with_its_experts(fp8: bool) -> None:
+    """One block of C rows for each of four nodes: in FP8 to experts, and in bf16 back. Three of
+    eight experts are on a node of two with a probability of 9/14."""
+    case = make_case("even", torch.bfloat16, tokens=8 * 70)
+    rows = 45
+    there = row_bytes(HIDDEN) if fp8 else 2 * HIDDEN
+    sizes = [3 * 8, there, 2 * HIDDEN, there, 2 * HIDDEN]
+    want = [(4 * rows * size, True) for size in sizes]
+    assert run_distributed(sent, 8, case, 1.0, fp8) == [want] * 8
 
 
 def taken(size: int) -> tuple[str, str]:

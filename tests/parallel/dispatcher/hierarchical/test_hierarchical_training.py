@@ -1,7 +1,11 @@
 """A model over two pretended nodes of two gloo ranks trains as over one node."""
 
+from unittest import mock
+
 import pytest
 
+from phalanx.parallel.dispatcher import capacity
+from phalanx.parallel.dispatcher.capacity import Budget, Growth
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.training import _loaded, _train
@@ -36,3 +40,39 @@ def test_rows_that_travel_in_fp8_change_no_loss(recompute: str) -> None:
         for rows in ("bf16", "fp8")
     )
     assert len(fp8) == 3 and fp8 == bf16
+
+
+def small_blocks(overrides: list[str]) -> tuple[list[tuple[float, float]], list[Growth]]:
+    """Losses and gradient norms of steps that begin with blocks for the balanced load."""
+    grown: list[Growth] = []
+    grow = Budget.grow
+
+    def noted(budget: Budget) -> list[Growth]:
+        grown.extend(found := grow(budget))
+        return found
+
+    with (
+        pretended(SIZE),
+        mock.patch.object(capacity, "block_factor", return_value=1.0),
+        mock.patch.object(Budget, "grow", noted),
+    ):
+        records = _train(_loaded(*overrides)).records
+    return [(r["loss"], r["grad_norm"]) for r in records if "grad_norm" in r], grown
+
+
+def roomy_blocks(overrides: list[str]) -> list[tuple[float, float]]:
+    with pretended(SIZE):
+        records = _train(_loaded(*overrides)).records
+    return [(r["loss"], r["grad_norm"]) for r in records if "grad_norm" in r]
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("moe", marks=pytest.mark.slow)])
+def test_steps_whose_blocks_are_too_small_are_rerun(recompute: str) -> None:
+    """Results are those of blocks with room, bit for bit."""
+    given = [*SMALL.split(), "parallel.dispatch=hier", "parallel.capacity_factor=8"]
+    roomy = run_distributed(roomy_blocks, RANKS, given)[0]
+    given += [f"run.recompute={recompute}"]
+    small, grown = run_distributed(small_blocks, RANKS, given)[0]
+    assert small == roomy and len(small) == 3
+    assert grown and all(growth.between_nodes for growth in grown)
+    assert grown[0].event("step 1").startswith("blocks between nodes needed 1.")

@@ -1,0 +1,1 @@
+"""Exchanges between the ranks with the same local rank on different nodes."""

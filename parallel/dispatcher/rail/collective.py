@@ -1,0 +1,43 @@
+"""The rail between nodes: an exchange of blocks of equal size, and its engine of collectives.
+
+A rail connects the ranks with the same local rank on the M nodes of a group. Blocks are static, so
+that no host needs a count, and a CUDA graph can capture the exchange.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.dispatcher.passes.paced import paced, swapped
+
+
+class Rail(Protocol):
+    """Exchange of blocks between the ranks of a rail."""
+
+    def swap(self, blocks: Tensor) -> Tensor:
+        """Send block m of M to node m: [M * C, ...] -> [M * C, ...], with block m from node m.
+
+        Collective over the rail. The current stream waits for it.
+        """
+        ...
+
+
+class CollectiveRail:
+    """A rail of one even all-to-all of gloo or NCCL.
+
+    Args:
+        group: the ranks of the rail, in the order of nodes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def swap(self, blocks: Tensor) -> Tensor:
+        """`Rail.swap`."""
+        blocks = blocks.contiguous()
+        received = torch.empty_like(blocks)
+        with paced(self._group, blocks, swapped):
+            dist.all_to_all_single(received, blocks, group=self._group)
+        return received
