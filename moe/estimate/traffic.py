@@ -95,7 +95,7 @@ def reach(cfg: Config, world: int) -> GroupTopology:
         nodes=nodes(cfg, world),
         tokens=d.micro_batch * d.sequence_length // p.context // p.tensor,
         wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
-        other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts),
+        other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts if held),
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
         rows_back=e.top_k if replica_slots(cfg, world) else 1,
@@ -150,6 +150,8 @@ class _Draw(NamedTuple):
 
 def _reached(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
+    if not any(sizes):  # a dense model
+        return [0.0] * len(sizes)
     draw = _Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk)
     return _probabilities(draw, tuple(sizes))
 
