@@ -284,14 +284,15 @@ def test_groups_are_those_of_megatron(name: str) -> None:
 
 def test_parts_of_the_work_add_up() -> None:
     from phalanx.configs.arithmetic.accounting import flops_per_token
+    from phalanx.configs.arithmetic.layers import mlp_layers
     from phalanx.moe.estimate.timing import _flops
 
     for name in options("model"):
         cfg = load([f"model={name}", "data.sequence_length=4096"])
-        f, m, e = _flops(cfg), cfg.model, cfg.model.moe
-        layers = m.layers + m.mtp_layers
-        sum_ = layers * (f.projections + f.core) + e.dense_layers * f.mlp + f.head
-        sum_ += (layers - e.dense_layers) * (f.routed + f.shared) + m.mtp_layers * f.mtp_projection
+        f, m = _flops(cfg), cfg.model
+        dense, sparse = mlp_layers(m)
+        sum_ = (dense + sparse) * (f.projections + f.core) + dense * f.mlp + f.head
+        sum_ += sparse * (f.routed + f.shared) + m.mtp_layers * f.mtp_projection
         assert sum_ == pytest.approx(flops_per_token(m, 4096)) and min(f.projections, f.core) > 0
 
 
