@@ -26,7 +26,7 @@ class Package:
     domains: dict[str, list[str]] = field(default_factory=dict)
     """Patterns of file names by the domain of their texts."""
     unit: str = "folder"
-    """What is held out as a whole: a `folder`, or for books in one folder a `file`."""
+    """Unit of the held-out part: a `folder`, or for books in one folder a `file`."""
     file: str = ""
     """Pattern of the name of the only file that is read, of the package of the tokenizer."""
 

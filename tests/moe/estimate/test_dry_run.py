@@ -67,8 +67,9 @@ def test_what_a_stage_holds_is_reported_in_full(optim: str) -> None:
 def test_every_experiment_fits_its_machines(name: str) -> None:
     text, code = page(f"experiment={name}", world=WORLDS.get(name, 8))
     assert code == 0, text
-    for heading in ("Process groups", "Memory of a rank", "Experts of one layer", "Expected step"):
+    for heading in ("Process groups", "Memory of a rank", "Expected step"):
         assert heading in text
+    assert ("Experts of one layer" in text) == (name != "proof_dense")
     rate = re.search(r"([\d,]+) tokens/s/GPU", text)
     assert rate and int(rate[1].replace(",", "")) > 50
 
@@ -332,7 +333,7 @@ def test_nothing_measured_beats_the_bound(name: str) -> None:
     assert record.tokens_per_second_per_gpu < tokens
 
 
-@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("name", [n for n in options("experiment") if n != "proof_dense"])
 def test_no_expected_step_is_shorter_than_the_bound(name: str) -> None:
     world, cfg = WORLDS.get(name, 8), load([f"experiment={name}"])
     for cfg.parallel.dispatch in ("auto", "alltoall", "deepep"):
