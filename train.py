@@ -137,7 +137,7 @@ def _room(cfg: "Config") -> list[Exception]:
     from phalanx.configs.validate import ConfigError
 
     m = cfg.model
-    matrices = 3 * m.layers * m.moe.experts * m.moe.ffn + m.vocab_size
+    matrices = 3 * m.layers * (m.moe.experts * m.moe.ffn or m.dense_ffn) + m.vocab_size
     if matrices * m.hidden < _LARGE:
         return []
     from phalanx.moe.estimate.free_memory import launch_refusal

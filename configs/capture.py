@@ -4,7 +4,8 @@
 to, with kernels, transport and device resolved by then.
 """
 
-from phalanx.configs.formats import in_bf16
+from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.formats import in_bf16, quantizes
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
@@ -23,7 +24,8 @@ def not_capturable(cfg: Config) -> str | None:
     transport = TRANSPORTS.get(p.dispatch)
     if r.device == "cpu":
         return "needs CUDA"
-    if expert_backend(k.backend).host_counts:
+    counts = has_experts(cfg.model) or quantizes(cfg)  # else Megatron-Core's own MLPs
+    if expert_backend(k.backend).host_counts and counts:
         return f"{k.backend} experts count their rows on the host"
     if not attention_backend(k.attention).graph:
         return f"kernels.attention={k.attention} is for checks of eager steps"

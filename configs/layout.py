@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
+from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.arithmetic.stages import balanced
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import changed, get, pluralize, repair
@@ -35,9 +36,14 @@ def data_parallel_size(cfg: Config, world: int) -> int:
 
 
 def expert_parallel_size(cfg: Config, world: int) -> int:
-    """`parallel.expert`; 0 is the largest size up to 8 that divides experts and stage ranks."""
+    """`parallel.expert`; 0 is the largest size up to 8 that divides experts and stage ranks.
+
+    It is 1 for a dense model.
+    """
     if cfg.parallel.expert:
         return cfg.parallel.expert
+    if not has_experts(cfg.model):
+        return 1
     return largest_divisor(math.gcd(cfg.model.moe.experts, stage_ranks(cfg, world)), 8)
 
 
@@ -175,7 +181,7 @@ def _tensor(cfg: Config, world: int) -> Iterator[str]:
     """Everything that tensor parallelism cuts."""
     size, m, a = cfg.parallel.tensor, cfg.model, cfg.model.attention
     cut = {"model.vocab_size": m.vocab_size, "model.attention.heads": a.heads, "world_size": world}
-    if m.moe.dense_layers:
+    if mlp_layers(m)[0]:
         cut["model.dense_ffn"] = m.dense_ffn
     if m.moe.shared_ffn:
         cut["model.moe.shared_ffn"] = m.moe.shared_ffn
@@ -362,6 +368,8 @@ def not_overlappable(cfg: Config) -> str | None:
         cfg: an `auto` of kernels or transport that is not resolved yet refuses nothing.
     """
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
+    if not has_experts(cfg.model):
+        return "a dense model exchanges no tokens"
     if expert_backend(cfg.kernels.backend).stock_layer:
         return f"kernels.backend={cfg.kernels.backend} has its own exchanges"
     if transport is not None and transport.one_rank:

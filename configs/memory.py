@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activation_memory import CONTAINS
@@ -13,6 +14,7 @@ _AGAINST: dict[str, tuple[str, ...]] = {
     "expert_h": ("expert_h", "moe", "full"),
 }
 """Parts that are recomputed and would be moved as well."""
+_NO_EXPERTS = "needs experts, and model.moe.experts is 0"
 
 
 def memory_problems(cfg: Config) -> Iterator[str]:
@@ -32,7 +34,9 @@ def memory_problems(cfg: Config) -> Iterator[str]:
     for name in list(r.offload):
         again = [n for n in _AGAINST[name] if n in r.recompute]
         reason = f"would be moved and computed again (run.recompute={again[0]})" if again else ""
-        if name == "expert_h" and expert_backend(cfg.kernels.backend).stock_layer:
+        if name == "expert_h" and not has_experts(cfg.model):
+            reason = _NO_EXPERTS
+        elif name == "expert_h" and expert_backend(cfg.kernels.backend).stock_layer:
             reason = "is not of Megatron-Core's experts (kernels.backend=megatron)"
         if name == "attention" and cfg.parallel.context > 1:
             reason = "is gathered from other ranks with parallel.context above 1"
@@ -46,7 +50,9 @@ def _impossible(cfg: Config) -> dict[str, str]:
     found = {}
     if cfg.model.attention.kind != "mla":
         found["mla_up"] = "is of model.attention.kind=mla"
-    if expert_backend(cfg.kernels.backend).stock_layer:
+    if not has_experts(cfg.model):
+        found |= dict.fromkeys(("expert_h", "moe", "moe_act"), _NO_EXPERTS)
+    elif expert_backend(cfg.kernels.backend).stock_layer:
         found["expert_h"] = "is not of Megatron-Core's experts (kernels.backend=megatron)"
     else:
         found["moe_act"] = "is of kernels.backend=megatron; these experts always do it"

@@ -185,8 +185,8 @@ class RouterConfig:
 class MoEConfig:
     """Experts of every MoE layer."""
 
-    experts: int = knob(8, at_least=1, largest_published=2_048)  # Switch-C
-    """Number of routed experts of a layer."""
+    experts: int = knob(8, largest_published=2_048)  # Switch-C
+    """Number of routed experts of a layer; 0 makes a dense model (docs/models.md)."""
     top_k: int = knob(2, at_least=1)
     """Number of routed experts that a token uses."""
     ffn: int = knob(512, at_least=1, largest_published=81_920)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.addresses import flaw, is_address
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.bounds import bound_problems
-from phalanx.configs.formats import in_bf16, precision_problems
+from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
 from phalanx.configs.inject import inject_problems
 from phalanx.configs.knobs import get, overrides, pluralize, repair
 from phalanx.configs.layout import (
@@ -46,6 +47,33 @@ __all__ = [
 
 _TAKEN_CODES = (1, 2, 43, 44, 45, 130)  # train.py lists them
 
+_OF_EXPERTS = {
+    "model.moe.shared_ffn": 0,
+    "model.moe.shared_gate": False,
+    "model.moe.router.bias_rate": 0,
+    "model.moe.router.aux_loss": 0,
+    "model.moe.router.seq_aux_loss": 0,
+    "model.moe.router.global_aux_loss": 0,
+    "model.moe.router.z_loss": 0,
+    "model.moe.router.rounding": "none",
+    "model.moe.router.force_balance": False,
+    "model.moe.router.replay": "",
+    "precision.dispatch": "bf16",
+    "precision.hidden": "bf16",
+    "precision.weights": "auto",
+    "parallel.expert": 0,
+    "parallel.expert_replication": 0,
+    "parallel.overlap_microbatches": "auto",
+    "run.record_routing": "",
+}
+"""Knobs that are of experts alone, with the value that a dense model has."""
+_NO_EFFECT = {
+    "parallel.expert": (1,),
+    "parallel.expert_replication": ("auto",),
+    "parallel.overlap_microbatches": ("off",),
+}
+"""Further values that a dense model may have."""
+
 _BETA_OF_BF16 = 0.99
 _OF_ALL = "a folder for all of a run is run.dir"
 
@@ -68,6 +96,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         bound_problems,
         _attention,
         _linear_attention,
+        _dense,
         _router,
         _experts,
         _data,
@@ -164,8 +193,27 @@ def _linear_attention(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "model.bias", f"is not possible with linear attention ({at})", False)
 
 
+def _dense(cfg: Config) -> Iterator[str]:
+    """Knobs that would have an effect on experts, of a model that has none."""
+    if has_experts(cfg.model):
+        return
+    for path, off in _OF_EXPERTS.items():
+        value = get(cfg, path)
+        if value not in (off, *_NO_EFFECT.get(path, ())):
+            yield repair(cfg, path, "needs experts, and model.moe.experts is 0", off)
+    backend = cfg.kernels.backend
+    if is_fp8(cfg) and expert_backend(backend).stock_layer:
+        reason = f"is of experts alone with kernels.backend={backend}, and the model has none"
+        yield repair(cfg, "precision.recipe", reason, "bf16")
+    elif quantizes(cfg) and cfg.precision.dense != "fp8":
+        reason = f"leaves nothing in {cfg.precision.recipe}: model.moe.experts is 0"
+        yield repair(cfg, "precision.dense", reason, "fp8")
+
+
 def _router(cfg: Config) -> Iterator[str]:
     m, r, at = cfg.model.moe, cfg.model.moe.router, "model.moe.router"
+    if not has_experts(cfg.model):
+        return
     if m.top_k > m.experts:
         yield repair(cfg, "model.moe.top_k", f"is more than experts={m.experts}", m.experts)
     if m.experts % r.groups:

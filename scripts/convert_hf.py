@@ -213,7 +213,7 @@ def configured(determined_knobs: dict[str, Any], option: str | None) -> tuple[Co
 
 def _chooses_by_bias(determined_knobs: dict[str, Any]) -> bool:
     """True if the family selects experts with a bias: all that score by sigmoids do."""
-    return bool(determined_knobs["moe.router.score"] == "sigmoid")
+    return bool(determined_knobs.get("moe.router.score") == "sigmoid")
 
 
 @functools.cache

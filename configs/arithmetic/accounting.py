@@ -10,6 +10,7 @@ router, norms or recompute.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from phalanx.configs.arithmetic.layers import is_dense, mlp_layers
 from phalanx.configs.linear_attention import (
     HEAD_DIM,
     TAPS,
@@ -64,7 +65,7 @@ def active_parameters(model: ModelConfig, *, mtp: bool = False) -> Parameters:
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token of a sequence of `sequence_length` tokens."""
     m, h, a = model, model.hidden, model.attention
-    dense, sparse = _layers(m, mtp=True)
+    dense, sparse = mlp_layers(m)
     state = linear_layers(m)
     linear = (dense + sparse - state) * _attention_weights(m)
     linear += state * (_linear_weights(m) + delta_rule_products(m))
@@ -94,7 +95,7 @@ def layer_flops(model: ModelConfig, layer: int, sequence_length: int) -> float:
     else:
         seen = _keys_seen(a, layer, sequence_length)
         products = _attention_weights(m) + a.heads * _query_value_dim(a) * seen
-    if layer < m.moe.dense_layers:
+    if is_dense(m, layer):
         products += mlp_weights(m, m.dense_ffn)
     else:
         products += mlp_weights(m, m.moe.ffn) * m.moe.top_k + mlp_weights(m, m.moe.shared_ffn)
@@ -146,7 +147,7 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 
 def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     h, e, mtp_layers = m.hidden, m.moe, m.mtp_layers if mtp else 0
-    dense, sparse = _layers(m, mtp=mtp)
+    dense, sparse = mlp_layers(m, mtp=mtp)
     state = linear_layers(m)
     full = dense + sparse - state
     up, bias = ACTIVATIONS[e.activation].halves, int(m.bias)
@@ -166,11 +167,6 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
         mtp_projection=mtp_layers * 2 * h * h,
         head=0 if m.tie_embeddings else m.vocab_size * h,
     )
-
-
-def _layers(m: ModelConfig, *, mtp: bool) -> tuple[int, int]:
-    """(dense, MoE) layers; prediction layers are MoE layers."""
-    return m.moe.dense_layers, m.layers - m.moe.dense_layers + (m.mtp_layers if mtp else 0)
 
 
 def attention_parameters(m: ModelConfig, *, linear: bool) -> int:

@@ -10,6 +10,7 @@ from phalanx.configs.arithmetic.accounting import (
     flops_per_token,
     fp8_peak,
 )
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import described, is_emulated, is_fp8
 from phalanx.configs.knobs import changed, get, pluralize
 from phalanx.configs.layout import (
@@ -67,7 +68,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
             "Activations to recompute or offload, cheapest per byte first",
             _options(known, world, machine),
         ),
-        ("Experts of one layer", _experts(known, world)),
+        *([("Experts of one layer", _experts(known, world))] if has_experts(cfg.model) else []),
         ("Expected step", _time(known, world, machine)),
     ]
     if not fits:
@@ -90,9 +91,12 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
     convention = f"Megatron convention{flops_note(cfg)}"
     yield f"work      {work(flops)} per token at sequence {d.sequence_length} ({convention})"
     yield f"ranks     {world} x {machine.name}, {described(cfg)}"
-    yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
+    routed = has_experts(m)
+    mlps = f"{'experts' if routed else 'MLPs'} {k.backend}"
+    yield f"kernels   {mlps}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
-        yield f"weights   {_copies(cfg, world)}"
+        if routed:
+            yield f"weights   {_copies(cfg, world)}"
         if (gain := fp8_gain(asked, world, machine)) is not None:
             yield f"speed     {gain.backend} {gain.reason}"
     elif is_emulated(cfg):
@@ -100,7 +104,8 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
         yield f"emulated  {emulation}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"
     sms = overlap_sms(cfg, world)
-    yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
+    if routed:
+        yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
     if cfg.parallel.overlap_microbatches == "on":
         yield f"          the next micro-batch {overlap_effect(cfg, world, machine)}"
     if cfg.parallel.pipeline > 1:
@@ -228,9 +233,9 @@ def _verdict(cfg: Config, world: int, available: int) -> str:
     """Does the run fit, and up to how many expert rows?"""
     factor = largest_factor(cfg, world, available)
     if factor is None:
-        return "does not fit, not even with balanced experts"
+        return f"does not fit{', not even with balanced experts' * has_experts(cfg.model)}"
     if factor == math.inf:
-        return "fits with any routing"
+        return f"fits{' with any routing' * has_experts(cfg.model)}"
     if expert_backend(cfg.kernels.backend).stock_layer:
         return f"fits, up to {factor:g} x the balanced rows"
     fits = needed(cfg, world) <= available
@@ -308,7 +313,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
         f"step {t.total:.3f} s: {rate} ({_utilisation(cfg, tokens / t.total * flops, machine)}): "
-        f"balanced experts{exchanged}, no other delays"
+        f"{f'balanced experts{exchanged}, ' if has_experts(cfg.model) else ''}no other delays"
     )
     yield (
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "

@@ -19,6 +19,7 @@ from phalanx.configs.arithmetic.accounting import (
     flops_per_token,
     projections,
 )
+from phalanx.configs.arithmetic.layers import mlp_layers
 from phalanx.configs.formats import in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -190,12 +191,13 @@ def _flops(cfg: Config) -> _Flops:
     """`configs.arithmetic.accounting.flops_per_token` by part."""
     m, e = cfg.model, cfg.model.moe
     linear, total = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
-    layers = m.layers + m.mtp_layers
+    dense, sparse = mlp_layers(m)
+    layers = dense + sparse
     matrix = 6.0 * m.hidden * (ACTIVATIONS[e.activation].halves + 1)
     mlp, routed, shared = matrix * m.dense_ffn, matrix * e.ffn * e.top_k, matrix * e.shared_ffn
     head, mtp_projection = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
-    rest = head + m.mtp_layers * mtp_projection + e.dense_layers * mlp
-    rest += (layers - e.dense_layers) * (routed + shared)
+    rest = head + m.mtp_layers * mtp_projection + dense * mlp
+    rest += sparse * (routed + shared)
     state = 6.0 * linear_layers(m) * delta_rule_products(m)
     projections, core = (linear - state - rest) / layers, (total - linear + state) / layers
     return _Flops(projections, core, mlp, routed, shared, head, mtp_projection)

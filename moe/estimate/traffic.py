@@ -101,8 +101,8 @@ def reach(cfg: Config, world: int) -> GroupTopology:
         nodes=nodes(cfg, world),
         tokens=tokens,
         wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
-        other_nodes=sum(hit * (1 - held / e.experts) for hit, held in hosts),
-        block=budget.block_rows(tokens, max(on_nodes)),
+        other_nodes=sum(hit * (1 - held / e.experts) for hit, held in hosts if held),
+        block=budget.block_rows(tokens, max(on_nodes)) if any(by_node) else 0,
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
         rows_back=e.top_k if replica_slots(cfg, world) else 1,
@@ -156,6 +156,8 @@ def _node_sizes(cfg: Config, world: int) -> list[int]:
 
 def _reached(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
+    if not any(sizes):  # a dense model
+        return [0.0] * len(sizes)
     return reached(_draw(e), sizes)
 
 

@@ -16,6 +16,7 @@ from phalanx.configs.arithmetic.accounting import (
     parameters,
     projections,
 )
+from phalanx.configs.arithmetic.layers import is_dense, mlp_layers
 from phalanx.configs.formats import in_bf16, multiplies_fp8, quantized_layer, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -101,14 +102,14 @@ def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
     decoder = range(first, first + letters.count("t"))
     prediction = [cfg.model.layers] * letters.count("m")
     return [
-        LayerKind(i < cfg.model.moe.dense_layers, quantized_layer(cfg, i), is_linear(cfg.model, i))
+        LayerKind(is_dense(cfg.model, i), quantized_layer(cfg, i), is_linear(cfg.model, i))
         for i in (*decoder, *prediction)
     ]
 
 
 def dense_layers(cfg: Config, letters: str, first: int) -> int:
-    """Number of a chunk's decoder layers, from number `first`, with a dense MLP."""
-    return max(0, min(letters.count("t"), cfg.model.moe.dense_layers - first))
+    """Number of a chunk's layers, decoder layers from number `first`, with a dense MLP."""
+    return sum(kind.dense for kind in layer_kinds(cfg, letters, first))
 
 
 def linear_in(cfg: Config, letters: str, first: int) -> int:
@@ -124,8 +125,7 @@ def _chunk(cfg: Config, world: int, letters: str, first: int) -> tuple[int, int]
     mtp = letters.count("m")
     without_experts = dense_layers(cfg, letters, first)
     sparse = letters.count("t") - without_experts + mtp
-    all_dense = m.moe.dense_layers
-    all_sparse = m.layers - all_dense + m.mtp_layers
+    all_dense, all_sparse = mlp_layers(m)
     layers = without_experts + sparse
 
     unsharded = bias * h  # the output bias of attention, and of a dense MLP

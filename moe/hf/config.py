@@ -16,7 +16,7 @@ from phalanx.moe.hf.rope import Heads, from_rope, rotated_share, to_rope
 from phalanx.moe.hf.writing import WRITERS, refused
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_HEADS_FILL_HIDDEN = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")
+_HEADS_FILL_HIDDEN = ("glm4_moe", "llama", "mixtral", "olmoe", "qwen3_moe")
 """Families whose heads have hidden_size / num_attention_heads channels by default."""
 
 

@@ -7,6 +7,7 @@ export, so that no difference between two architectures is ignored.
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.linear_attention import HEAD_DIM, TAPS, linear_layers
 from phalanx.configs.schema import ModelConfig
 
@@ -99,10 +100,11 @@ _COMMON = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
     "num_attention_heads": "attention.heads",
-    "num_experts_per_tok": "moe.top_k",
 }
+_TOP_K = {"num_experts_per_tok": "moe.top_k"}
 _LATENT = {
     **_COMMON,
+    **_TOP_K,
     "intermediate_size": "dense_ffn",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_nope_head_dim": "attention.qk_nope_dim",
@@ -113,11 +115,15 @@ _LATENT = {
     "first_k_dense_replace": "moe.dense_layers",
     "routed_scaling_factor": "moe.router.scale",
 }
-_GROUPED = {
-    **_COMMON,
-    "num_key_value_heads": "attention.kv_heads",
-    "head_dim": "attention.head_dim",
+_HEADS = {"num_key_value_heads": "attention.kv_heads", "head_dim": "attention.head_dim"}
+_GROUPED = {**_COMMON, **_TOP_K, **_HEADS}
+_DENSE = {**_COMMON, **_HEADS, "intermediate_size": "dense_ffn"}
+_NO_EXPERTS = {
+    **{"mtp_layers": 0, "bias": False, "moe.experts": 0, "moe.shared_ffn": 0},
+    **{f"moe.router.{name}": 0.0 for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")},
+    **{"moe.router.z_loss": 0.0, "moe.router.bias_rate": 0.0},
 }
+"""Knobs of dense families."""
 _ALL = {"attention_dropout": 0.0, "hidden_act": "silu"}
 _MIXTRAL_NAMES = Names(
     block="block_sparse_moe",
@@ -386,6 +392,37 @@ FAMILIES = {
         names=Names(shared="shared_expert", prediction="mtp."),
         partial_rotary=0.25,
     ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_PLAIN,
+            **_PLAIN_HEADS,
+            **_NO_EXPERTS,
+            "attention.qk_norm": True,
+            "attention.sinks": False,
+            "attention.window": 0,
+        },
+        fields=_DENSE,
+        demanded={**_ALL, "attention_bias": False, "use_sliding_window": False},
+        # Windows are read only with use_sliding_window.
+        harmless=frozenset({"max_window_layers", "sliding_window"}),
+    ),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_PLAIN,
+            **_PLAIN_HEADS,
+            **_NO_EXPERTS,
+            "attention.qk_norm": False,
+            "attention.sinks": False,
+            "attention.window": 0,
+        },
+        fields=_DENSE,
+        demanded={**_ALL, "attention_bias": False, "mlp_bias": False},
+        harmless=frozenset({"pretraining_tp"}),
+    ),
 }
 """Family by `model_type`."""
 
@@ -396,6 +433,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 def family_of(m: ModelConfig) -> str:
     """The only possible family of a model; its other fixed knobs are not checked."""
     a, sigmoid = m.attention, m.moe.router.score == "sigmoid"
+    if not has_experts(m):
+        return "qwen3" if a.qk_norm else "llama"
     if linear_layers(m) or a.output_gate:
         return "qwen3_next"
     if a.kind == "mla":

@@ -38,6 +38,18 @@ def _qwen3_moe(config: Fields, knobs: Knobs) -> Knobs:
     return {"moe.dense_layers": len(dense), **_aux_loss(config)}
 
 
+def _qwen3(config: Fields, knobs: Knobs) -> Knobs:
+    if config.get("layer_types") is not None:
+        config.demand({"layer_types": [FULL] * knobs["layers"]})
+    _check_heads(knobs)
+    return {}
+
+
+def _llama(config: Fields, knobs: Knobs) -> Knobs:
+    _check_heads(knobs)
+    return {}
+
+
 def _gpt_oss(config: Fields, knobs: Knobs) -> Knobs:
     if knobs["moe.activation_limit"] <= 0:
         limit = knobs["moe.activation_limit"]
@@ -107,9 +119,11 @@ READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "llama": _llama,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
+    "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
@@ -219,6 +233,8 @@ def check_one_expert(knobs: Knobs) -> None:
 
     A router would not learn from it.
     """
+    if "moe.top_k" not in knobs:  # a dense model
+        return
     over_top_k = knobs.get("moe.router.softmax_over") == "topk"
     if knobs["moe.top_k"] == 1 and (over_top_k or knobs["moe.router.normalize"]):
         why = "softmax over one expert" if over_top_k else "norm_topk_prob=true"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from phalanx.configs.arithmetic.layers import is_dense
 from phalanx.configs.linear_attention import HEAD_DIM, TAPS, is_linear, qkv_dim
 from phalanx.configs.schema import ModelConfig
 from phalanx.moe.hf.families import FAMILIES, Names, family_of
@@ -99,7 +100,7 @@ def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRe
         yield from attention(m, f"{key}self_attention.", f"{name}self_attn.")
     norm = f"{name}post_attention_layernorm.weight"
     yield from _rows(f"{key}pre_mlp_layernorm.weight", (m.hidden,), norm)
-    if layer < m.moe.dense_layers:
+    if is_dense(m, layer):
         yield from _mlp(f"{key}mlp.", f"{name}mlp.", m.hidden, m.dense_ffn)
         return
     names = FAMILIES[family_of(m)].names

@@ -32,6 +32,10 @@ def _qwen3_moe(m: ModelConfig, context: int) -> Json:
     return {"mlp_only_layers": list(range(m.moe.dense_layers)), **_aux_loss(m)}
 
 
+def _nothing(m: ModelConfig, context: int) -> Json:
+    return {}
+
+
 def _gpt_oss(m: ModelConfig, context: int) -> Json:
     a = m.attention
     if not m.moe.activation_limit:
@@ -92,9 +96,11 @@ WRITERS: dict[str, Callable[[ModelConfig, int], Json]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "llama": _nothing,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
+    "qwen3": _nothing,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }

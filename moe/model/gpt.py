@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from phalanx.configs.arithmetic.layers import is_dense
 from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import (
     AttentionConfig,
@@ -281,10 +282,10 @@ def _layer(
         modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
         names = tuple(module for name, module in modules.items() if name in recomputed)
         moe = replace(moe, recompute=names)
-    if number >= m.moe.dense_layers:
-        sub.mlp = partial(StockMoE if stock else MoE, options=moe)
-    else:
+    if is_dense(m, number):
         sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
+    else:
+        sub.mlp = partial(StockMoE if stock else MoE, options=moe)
     # Megatron-Core renames norms in checkpoints to match fused layers; ours are not fused.
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())

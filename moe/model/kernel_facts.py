@@ -3,6 +3,7 @@
 from typing import Any
 
 from phalanx.configs.arithmetic.accounting import qk_norms
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
@@ -16,6 +17,7 @@ def facts(
 ) -> Facts:
     """Facts of `cfg` on `world` ranks; `machine` has more facts of a machine that is not this."""
     a, e = cfg.model.attention, cfg.model.moe
+    routed = has_experts(cfg.model)  # else the kernels run one MLP, of all tokens
     return Facts(
         device=device,
         capability=capability,
@@ -24,9 +26,9 @@ def facts(
         recipe=cfg.precision.recipe,
         wgrad=cfg.precision.wgrad,
         hidden=cfg.model.hidden,
-        ffn=e.ffn,
-        experts=e.experts // expert_parallel_size(cfg, world),
-        slots=slots(e.router, experts=e.experts, top_k=e.top_k).width,
+        ffn=e.ffn if routed else cfg.model.dense_ffn,
+        experts=e.experts // expert_parallel_size(cfg, world) if routed else 1,
+        slots=slots(e.router, experts=e.experts, top_k=e.top_k).width if routed else 1,
         activation=e.activation,
         activation_alpha=e.activation_alpha,
         activation_limit=e.activation_limit,

@@ -13,6 +13,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.linear_attention import HEAD_DIM, TAPS
@@ -80,7 +81,6 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         **_parallel(cfg, layout),
         **_execution(cfg, layout, on_cpu=on_cpu),
         **_fp8(cfg),
-        **router_kwargs(m),
         **rotary,
     )
 
@@ -136,6 +136,8 @@ def _linear_attention(a: LinearAttentionConfig) -> dict[str, Any]:
 
 def _experts(m: ModelConfig) -> dict[str, Any]:
     e = m.moe
+    if not has_experts(m):
+        return {}
     return dict(
         num_moe_experts=e.experts,
         moe_ffn_hidden_size=e.ffn,
@@ -143,6 +145,7 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
         moe_shared_expert_gate=e.shared_gate,
         moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
         moe_token_dispatcher_type="alltoall",
+        **router_kwargs(m),
     )
 
 

@@ -194,7 +194,8 @@ class Collector:
     def __init__(
         self, chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection
     ) -> None:
-        self._experts, self._replica_ranks = config.num_moe_experts, pg.tp_cp.size()
+        self._experts = config.num_moe_experts or 0  # a dense model has no router
+        self._replica_ranks = pg.tp_cp.size()
         self._ep, self._ranks = pg.ep, pg.ep.size()
         layers = config.num_layers + (config.mtp_num_layers or 0)
         self._by_layer: list[list[Statistics]] = [[] for _ in range(layers)]

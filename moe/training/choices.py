@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.configs import capture
 from phalanx.configs.arithmetic.accounting import mlp_weights
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_facts, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
@@ -155,13 +156,13 @@ def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
 
 
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
-    """Choice of the memory of FP8 expert weights, on all ranks; none without FP8. Collective.
+    """Choice of the memory of FP8 expert weights, on all ranks; none without any. Collective.
 
     Args:
         cfg: result of `with_choices`, with the transport and the graph that were chosen.
         runtime: this rank, before the model is built.
     """
-    if not is_fp8(cfg):
+    if not is_fp8(cfg) or not has_experts(cfg.model):
         return []
     wanted = cfg.precision.weights
     chosen, reason = _fp8_weights_of_rank(cfg, runtime)

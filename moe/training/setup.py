@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
@@ -194,8 +195,10 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
-    overlap = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
-    overlap += overlap_line
+    overlap = overlap_line
+    if has_experts(cfg.model):
+        lines = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
+        overlap = [*lines, *overlap_line]
     replicating = replication_choices(p.expert_replication, transport)
     gain = fp8_gain(resolved, runtime.world, MACHINES[cfg.run.machine])
     fp8 = [*weights, *([gain] if gain is not None else [])]

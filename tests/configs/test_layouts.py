@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.layout import ranks_of_experiment
 from phalanx.configs.load import from_argv, load, options
 from phalanx.configs.schema import Config
@@ -63,8 +64,17 @@ EXPERIMENTS = {
 }
 
 
+def test_experiments_of_the_proof_differ_in_their_mlps_alone() -> None:
+    dense, moe = (load([f"experiment=proof_{name}"]) for name in ("dense", "moe"))
+    length = dense.data.sequence_length
+    assert flops_per_token(dense.model, length) == flops_per_token(moe.model, length)
+    assert (dense.data, dense.optim, dense.parallel) == (moe.data, moe.optim, moe.parallel)
+    dense.model.moe, dense.model.name = moe.model.moe, moe.model.name
+    assert dense.model == moe.model
+
+
 def test_every_experiment_has_a_size() -> None:
-    assert sorted(EXPERIMENTS) == options("experiment")
+    assert sorted([*EXPERIMENTS, "proof_dense", "proof_moe"]) == sorted(options("experiment"))
     assert {name: ranks_of_experiment(name) for name in EXPERIMENTS} == EXPERIMENTS
     assert ranks_of_experiment("of_my_own") == ranks_of_experiment("") == 0
 

@@ -147,7 +147,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "model.attention.heads": (3, 4, 8),
     "model.attention.kv_heads": (1, 2, 3),
     "model.attention.window": (0, 32),
-    "model.moe.experts": (4, 6, 8),
+    "model.moe.experts": (0, 4, 6, 8),
     "model.moe.top_k": (1, 2, 7),
     "model.moe.shared_ffn": (0, 0, 100),
     "model.moe.dense_layers": (0, 1, 5),

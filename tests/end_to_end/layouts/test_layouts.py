@@ -94,8 +94,12 @@ QWEN3_NEXT = [
     "model.linear_attention.key_heads=2",
     "model.linear_attention.value_heads=4",
 ]
+DENSE = [*["model=tiny_dense", *TRAINING, *SMALL], "model.attention.head_dim=8"]
 MODELS = {
     "tiny": TINY,
+    "dense": DENSE,
+    "dense_4": [*DENSE, "model.layers=4"],
+    "dense_mtp": [*DENSE, "model.mtp_layers=1"],
     "glm": GLM,
     "glm_one_group": [*GLM, "model.attention.kv_heads=1"],
     "olmoe": [*TINY, "model.attention.qk_norm=true", "model.attention.qk_norm_over=projection"],
@@ -143,10 +147,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4_mtp": (4, PP4),
 }
 CASES = {
-    "dp2": ["deepseek"],
+    "dp2": ["deepseek", "dense"],
     "ep2": ["tiny"],
-    "pp2": ["balanced", "deepseek_tied"],
-    "tp2": ["gpt_oss", "glm", "glm_one_group", "qwen3_next", "qwen3_next_one_group"],
+    "pp2": ["balanced", "deepseek_tied", "dense"],
+    "tp2": ["dense_mtp", "gpt_oss", "glm", "glm_one_group", "qwen3_next", "qwen3_next_one_group"],
     "tp2_ep2": ["balanced"],
     "cp2": ["gpt_oss", "olmoe", "qwen3_next"],
     "cp2_ep2": ["deepseek"],
@@ -164,7 +168,9 @@ CASES_TOO = {
     "dp2": ["qwen3_next"],
     "ep2": ["gpt_oss", "deepseek", "qwen3_next"],
     "pp2": ["qwen3_next"],
-    "pp2_vp2": ["gpt_oss_4", "deepseek_4"],
+    "pp2_vp2": ["gpt_oss_4", "deepseek_4", "dense_4"],
+    "cp2": ["dense"],
+    "pp4_mtp": ["dense_mtp"],
     "tp2_ep2": ["gpt_oss", "deepseek"],
     "cp2_ep2": ["balanced"],
     "pp2_cp2": ["qwen3_next"],
@@ -221,7 +227,7 @@ def test_layout_agrees_with_one_process(layout: str, name: str, alone: Alone) ->
 
 def test_training_changes_what_is_compared(alone: Alone) -> None:
     """Losses move, gradients are clipped, and every weight is trained."""
-    for name in ("tiny", "gpt_oss", "deepseek"):
+    for name in ("tiny", "gpt_oss", "deepseek", "dense"):
         run = alone(name)
         assert max(run.series("loss")) / min(run.series("loss")) - 1 > 1000 * LOSS
         assert min(run.series("grad_norm")) > 1  # the limit: every step depends on the norm
@@ -255,12 +261,14 @@ BACKENDS = [
         ("torch", "one", "tiny"),
         ("torch", "ep2", "gpt_oss"),
         ("torch", "ep2", "deepseek"),
+        ("torch", "one", "dense"),
     ],
     *[
         ("megatron", "one", "gpt_oss"),
         ("megatron", "ep2", "tiny"),
         ("megatron", "tp2_ep2", "deepseek"),
         ("megatron", "ep2", "qwen3_next"),
+        ("megatron", "tp2", "dense"),
     ],
 ]
 BACKENDS_TOO = [

@@ -268,7 +268,7 @@ def test_the_model_that_is_built_has_the_parameters_that_are_counted() -> None:
     names = [f"model={name}" for name in options("model")]
     names += ["model=tiny model.attention.qk_norm=true", "model=tiny model.tie_embeddings=true"]
     names += ["model=tiny_gpt_oss model.moe.activation=squared_relu model.moe.activation_limit=0"]
-    names += ["model=tiny_gpt_oss model.moe.dense_layers=1"]
+    names += ["model=tiny_gpt_oss model.moe.dense_layers=1", "model=tiny_dense model.mtp_layers=1"]
     (built,) = run_distributed(count_built, 1, names)
     counted = {name: parameters(load(name.split()).model).total for name in names}
     assert built == counted

@@ -75,9 +75,11 @@ if importlib.util.find_spec("emerging_optimizers"):
         "model=tiny_gpt_oss optim.kind=muon",
         "model=tiny_deepseek optim.kind=muon optim.moments=bf16",
         "model=tiny_qwen3_next optim.kind=muon",
+        "model=tiny_dense optim.kind=muon",
     ]
 ONE = [
     "model=tiny",
+    "model=tiny_dense model.mtp_layers=1",
     "model=tiny_gpt_oss",
     "model=tiny_deepseek",
     "model=tiny_qwen3_next",
@@ -91,6 +93,8 @@ ONE = [
 ]
 TWO = [
     "model=tiny_deepseek",
+    "model=tiny_dense parallel.pipeline=2 model.mtp_layers=1",
+    "model=tiny_dense parallel.tensor=2",
     "model=tiny_qwen3_next",
     "model=tiny parallel.expert=1",
     "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.tensor=2",

@@ -112,6 +112,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> configuration class and its arguments: every part of the published models."""
 MODELS |= {
+    "qwen3": (
+        "Qwen3Config",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            head_dim=24,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+    ),
+    "llama": (
+        "LlamaConfig",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        ),
+    ),
     "kimi_k2": (
         "DeepseekV3Config",
         dict(
@@ -327,7 +353,7 @@ def imported(folder: Path, out: Path, precision: str = "fp32") -> Config:
     cfg.run.dir = str(out.parent / "runs")
     cfg.data.source, cfg.data.sequence_length = "synthetic", 24
     cfg.data.micro_batch, cfg.data.global_batch = 2, 4
-    cfg.parallel.capacity_factor = float(cfg.model.moe.experts)  # any routing fits
+    cfg.parallel.capacity_factor = max(1.0, cfg.model.moe.experts)  # any routing fits
     return cfg
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.configs.arithmetic.layers import is_dense
 from phalanx.configs.schema import AttentionConfig, ModelConfig, MoEConfig
 from tests.kernels.linear_attention import recurrent
 
@@ -124,7 +125,7 @@ class PlainModel:
         """[B, S, D] after the final norm."""
         x = self.embed(ids_BS)
         for i in range(self.m.layers):
-            x = self.layer(x, f"decoder.layers.{i}", i + 1, dense=i < self.m.moe.dense_layers)
+            x = self.layer(x, f"decoder.layers.{i}", i + 1, dense=is_dense(self.m, i))
         return self.norm(x, "decoder.final_layernorm")
 
     def head(self, x_BSD: Tensor) -> Tensor:
@@ -152,7 +153,8 @@ class PlainModel:
         known = self.norm(x[:, :-1], f"{p}.hnorm")
         following = self.norm(self.embed(ids_BS[:, 1:]), f"{p}.enorm")
         x = torch.cat([following, known], -1) @ self.state[f"{p}.eh_proj.weight"].T
-        x = self.layer(x, f"{p}.mtp_model_layer", 0, dense=False)  # 0: one with full attention
+        dense = is_dense(self.m, self.m.layers)
+        x = self.layer(x, f"{p}.mtp_model_layer", 0, dense=dense)  # 0: one with full attention
         x = self.norm(x, f"{p}.final_layernorm")
         return main, F.cross_entropy(self.head(x).flatten(0, 1), labels_BS[:, 1:].flatten())
 

@@ -293,6 +293,10 @@ FEATURES: dict[str, tuple[list[str], list[tuple[str, Any]]]] = {
         [("norm_eps", 0.5)],
     ),
     "tiny_qwen3_next": (TINY_QWEN3_NEXT, [("moe.shared_gate", False)]),
+    "tiny_dense": (
+        ["model=tiny_dense", "model.mtp_layers=1"],
+        [("attention.qk_norm", False), ("norm_eps", 0.5)],
+    ),
     "tiny_gpt_oss": (TINY_GPT_OSS, [("attention.window", 31), ("attention.sinks", False)]),
     "tiny_deepseek": (TINY_DEEPSEEK, [("moe.shared_ffn", 0), ("moe.router.scale", 1.0)]),
 }

@@ -1,0 +1,26 @@
+"""Which layers of a model have a dense MLP, and which have experts."""
+
+from phalanx.configs.schema import ModelConfig
+
+
+def has_experts(m: ModelConfig) -> bool:
+    """Return whether a model has routed experts; one without is a dense model."""
+    return m.moe.experts > 0
+
+
+def is_dense(m: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has a dense MLP instead of experts.
+
+    Args:
+        m: the model.
+        layer: from 0; layers of multi-token prediction come after the last decoder layer, and have
+            what the last decoder layer would have: experts, unless the model has none.
+    """
+    return not has_experts(m) or layer < m.moe.dense_layers
+
+
+def mlp_layers(m: ModelConfig, *, mtp: bool = True) -> tuple[int, int]:
+    """(dense, MoE) layers of a model; `mtp=False` leaves out those of multi-token prediction."""
+    layers = m.layers + (m.mtp_layers if mtp else 0)
+    dense = m.moe.dense_layers if has_experts(m) else layers
+    return dense, layers - dense

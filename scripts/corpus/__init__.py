@@ -1,0 +1,1 @@
+"""Corpora of text that is inside packages of PyPI and Debian (`make_corpus`)."""
