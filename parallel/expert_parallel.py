@@ -22,8 +22,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.functional.experts import in_product_dtype, local
-from phalanx.kernels.functional.layouts import in_kernel_layout
+from phalanx.kernels.functional.experts import operands
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
@@ -149,11 +148,7 @@ class ExpertParallelGroup:
             ValueError: shapes or dtypes that do not fit, an unknown value of an option, or kernels
                 that cannot run here.
         """
-        chosen = with_defaults(options)
-        x_TD = x.reshape(-1, x.shape[-1])
-        weights = MLPWeights(local(w1), local(w2), local(b1), local(b2))
-        x_TD, weights = in_product_dtype(x_TD, weights)
-        weights = in_kernel_layout(weights, chosen["layout"])
+        x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
         with torch.autocast(x.device.type, enabled=False):
             return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
 

@@ -81,7 +81,7 @@ def grouped_experts(
         )
     if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
         raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
-    x_TD, weights, chosen = _operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
+    x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
     K, E = topk_idx.shape[-1], weights.w1.shape[0]
     spec, backend, halves = _choose(x_TD, weights, chosen, K)
     plan = make_plan(
@@ -137,7 +137,7 @@ def grouped_experts_sorted(
         raise ValueError(
             f"expected rows [S, D] and row_prob [S], not {list(rows.shape)} and {prob}"
         )
-    rows_SD, weights, chosen = _operands(rows, (w1, w2, b1, b2), options)
+    rows_SD, weights, chosen = operands(rows, (w1, w2, b1, b2), options)
     offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
     spec, _, halves = _choose(rows_SD, weights, chosen, None)
     prob_S = None if row_prob is None else row_prob.float().contiguous()
@@ -146,7 +146,7 @@ def grouped_experts_sorted(
     return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
 
 
-def _operands(
+def operands(
     x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
 ) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
     """Input and weights in the dtype of the products and the layout of the kernels; all options."""

@@ -19,9 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from phalanx.moe.report.loggers import read
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -67,6 +70,31 @@ def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str
             lambda i: _run_part(parts[i], folder / f"pair{i}", deadline), range(len(parts))
         )
         return {name: outcome for part in done for name, outcome in part.items()}
+
+
+def run_on_hopper(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str, Outcome]:
+    """`run_all`; skips the test on a machine without two Hopper GPUs."""
+    if torch.cuda.device_count() < RANKS or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs two Hopper GPUs")
+    return run_all(cases, folder, timeout)
+
+
+def steps_of(
+    outcomes: Mapping[str, Outcome], folder: Path, name: str, count: int
+) -> list[dict[str, Any]]:
+    """Metrics of the steps of a run, which ended well after so many."""
+    outcome = outcomes[name]
+    assert outcome.code == 0, f"{name}: exit code {outcome.code}\n{outcome.text}"
+    steps = read(folder / name / "metrics.jsonl")
+    assert len(steps) == count
+    return steps
+
+
+def losses_of(
+    outcomes: Mapping[str, Outcome], folder: Path, name: str, count: int
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a run, as `steps_of`."""
+    return [(s["loss"], s["grad_norm"]) for s in steps_of(outcomes, folder, name, count)]
 
 
 def _run_part(cases: Mapping[str, Case], folder: Path, deadline: float) -> dict[str, Outcome]:

@@ -7,13 +7,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from phalanx.moe.report.loggers import read
-from tests.support.gpu_runs import RANKS, Case, Outcome, names, run_all
+from tests.support.gpu_runs import RANKS, Case, Outcome, names, run_on_hopper, steps_of
 
 STAGES = ["parallel.pipeline=2"]
 INTERLEAVED = [*STAGES, "parallel.virtual_pipeline=2"]
@@ -80,9 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    if torch.cuda.device_count() < RANKS or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs two Hopper GPUs")
-    return run_all(CASES, folder, SECONDS)
+    return run_on_hopper(CASES, folder, SECONDS)
 
 
 @pytest.mark.gpu
@@ -91,10 +87,7 @@ def test_bits_are_the_same(name: str, outcomes: dict[str, Outcome], folder: Path
     """Eager and captured, as in steps that compute them in the backward pass."""
     found = {}
     for way in WAYS:
-        outcome = outcomes[names((name, way))]
-        assert outcome.code == 0, f"{name}, {way}: exit code {outcome.code}\n{outcome.text}"
-        steps = read(folder / names((name, way)) / "metrics.jsonl")
-        assert len(steps) == STEPS
+        steps = steps_of(outcomes, folder, names((name, way)), STEPS)
         values = ("loss", "grad_norm", "valid_loss", "mtp_loss")
         found[way] = [[step.get(value) for value in values] for step in steps]
     assert found["eager"] == found["never"]

@@ -10,13 +10,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from phalanx.moe.report.loggers import read
-from tests.support.gpu_runs import RANKS, Case, Outcome, names, run_all
+from tests.support.gpu_runs import RANKS, Case, Outcome, losses_of, names, run_on_hopper
 
 MODELS = ["tiny", "tiny_deepseek", "tiny_gpt_oss", "tiny_qwen3_next"]
 RECIPES = ["bf16", "fp8_block"]
@@ -73,17 +71,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    if torch.cuda.device_count() < RANKS or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs two Hopper GPUs")
-    return run_all(CASES, folder, SECONDS)
+    return run_on_hopper(CASES, folder, SECONDS)
 
 
 def _losses(outcomes: dict[str, Outcome], folder: Path, name: str) -> list[tuple[float, float]]:
-    outcome = outcomes[name]
-    assert outcome.code == 0, f"{name}: exit code {outcome.code}\n{outcome.text}"
-    steps = read(folder / name / "metrics.jsonl")
-    assert len(steps) == STEPS
-    return [(step["loss"], step["grad_norm"]) for step in steps]
+    return losses_of(outcomes, folder, name, STEPS)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """Choices that all ranks of a job make alike: whether steps are captured, which experts wait."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,26 +133,36 @@ def test_the_page_has_what_auto_came_to_and_the_folder_what_was_given(tmp_path: 
 FP8 = ["precision=fp8_block"]
 
 
-def _weights(overrides: list[str], experts: str, free: list[int]) -> str:
-    """`backend; reason` of the start page on a GPU with so many bytes free, of each rank."""
+def _lines(
+    choose: Callable[[Config, Runtime], list[Choice]],
+    transport: str,
+    overrides: list[str],
+    experts: str,
+    device: str,
+    free: list[int],
+) -> str:
+    """`backend; reason` of the start page with so many bytes of a GPU free, of each rank."""
     kernels = [replace(KERNELS[0], backend=experts), *KERNELS[1:]]
-    here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device("cuda"))
-    cfg = with_choices(load(overrides), here, kernels, "symm")
+    here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device(device))
+    cfg = with_choices(load(overrides), here, kernels, transport)
     cfg.run.graph = "off"
     room = FreeMemory("GPU 0", free[dist.get_rank()])
     with mock.patch.object(choices, "free_gpu_memory", return_value=room):
-        return "".join(f"{c.backend}; {c.reason}" for c in choose_fp8_weights(cfg, here))
+        return "".join(f"{c.backend}; {c.reason}" for c in choose(cfg, here))
+
+
+_weights = partial(_lines, choose_fp8_weights, "symm")
 
 
 @pytest.mark.dist
 def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     def told(*more: str, experts: str = "fused", free: tuple[int, ...] = (2**40, 2**40)) -> str:
-        (line,) = set(run_distributed(_weights, 2, [*FP8, *more], experts, list(free)))
+        (line,) = set(run_distributed(_weights, 2, [*FP8, *more], experts, "cuda", list(free)))
         return line
 
     assert re.fullmatch(r"resident; auto; with .* of 1\.0 TiB would be needed", told())
     assert told(free=(0, 0)).startswith("scratch; auto; with resident weights ")
-    short = run_distributed(_weights, 2, FP8, "fused", [2**40, 0])
+    short = run_distributed(_weights, 2, FP8, "fused", "cuda", [2**40, 0])
     assert [line.split(";")[0] for line in short] == ["scratch", "scratch"]
     assert [line.endswith("needed, and another rank has less free memory") for line in short] == [
         True,
@@ -162,7 +174,7 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     assert told(experts="torch") == f"none; auto; {emulated}"
     forced = told("precision.weights=scratch", experts="torch")
     assert forced == f"none; {emulated}; precision.weights=scratch is not in effect"
-    assert run_distributed(_weights, 1, [], "fused", [0]) == [""]
+    assert run_distributed(_weights, 1, [], "fused", "cuda", [0]) == [""]
 
 
 def _overlap(overrides: list[str], transports: tuple[str, str]) -> str:
@@ -195,15 +207,7 @@ def test_all_ranks_overlap_micro_batches_or_none(
     assert all(line.startswith(start.format(knob=knob)) for line in lines_), lines_
 
 
-def _delayed(overrides: list[str], experts: str, device: str, free: list[int]) -> str:
-    """`backend; reason` of the start page for weight gradients, of each rank."""
-    kernels = [replace(KERNELS[0], backend=experts), *KERNELS[1:]]
-    here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device(device))
-    cfg = with_choices(load(overrides), here, kernels, "local")
-    cfg.run.graph = "off"
-    room = FreeMemory("GPU 0", free[dist.get_rank()])
-    with mock.patch.object(choices, "free_gpu_memory", return_value=room):
-        return "".join(f"{c.backend}; {c.reason}" for c in choose_delayed_wgrad(cfg, here))
+_delayed = partial(_lines, choose_delayed_wgrad, "local")
 
 
 @pytest.mark.dist
