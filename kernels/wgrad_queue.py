@@ -1,9 +1,10 @@
-"""Weight gradients that wait until a pipeline stage has sent the gradient of its input.
+"""Weight gradients that wait until a backward pass has sent what others need first.
 
-A stage computes the gradient of its input, sends it, and computes the gradients of its weights
-while it would wait for the next transfer (zero-bubble pipelines, arXiv 2401.10241). Backward passes
-submit the work here; whoever runs the schedule opens a queue and says when work runs. Without an
-open queue work runs at once.
+A pipeline stage computes the gradient of its input, sends it, and computes the gradients of its
+weights while it would wait for the next transfer (zero-bubble pipelines, arXiv 2401.10241). Without
+stages a layer sends the gradients of tokens to the ranks of these, and computes the gradients of
+its weights beside that exchange. Backward passes submit the work here; whoever runs the schedule
+opens a queue. Without an open queue work runs at once.
 
 Work runs in the order in which it was submitted. All writes of a gradient buffer, and all that
 follows them, such as the reduction of the buffer, go through the queue, so that results are the
@@ -23,13 +24,16 @@ class WgradQueue:
     """Work of the backward passes of a step.
 
     Args:
-        held: number of backward passes whose work may wait beyond a transfer. As many as there are
-            stages before this one make the bubble smallest, and balance memory: an earlier stage
-            saves that many more micro-batches.
+        held: number of backward passes whose work may wait beyond a pipeline's transfer. As many as
+            there are stages before this one make the bubble smallest, and balance memory: an
+            earlier stage saves that many more micro-batches. None: work waits for the next exchange
+            of the backward pass.
     """
 
-    def __init__(self, held: int) -> None:
-        self._held = held
+    def __init__(self, held: int | None) -> None:
+        self.for_exchanges = held is None
+        """Work waits for the next exchange of the backward pass, not for a pipeline's transfer."""
+        self._held = held or 0
         self._passes: deque[list[Work]] = deque()
         self._current: list[Work] = []
 
@@ -82,8 +86,19 @@ def run_all() -> None:
         _open.run_all()
 
 
+def waits_for_exchange() -> bool:
+    """True if work of the open queue waits for the next exchange of the backward pass."""
+    return _open is not None and _open.for_exchanges
+
+
+def run_beside_exchange() -> None:
+    """Run the work that waits for an exchange; one has started, and has not been waited for."""
+    if waits_for_exchange():
+        run_all()
+
+
 @contextmanager
-def opened(held: int) -> Iterator[WgradQueue]:
+def opened(held: int | None) -> Iterator[WgradQueue]:
     """Open a queue; work that is left at the end, as after an error, is dropped.
 
     Args:

@@ -6,7 +6,7 @@ the model but its chunks, and nothing of the loss but the function that returns 
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -64,7 +64,9 @@ class Engine:
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
             (`parallel.overlapped_schedule`); one chunk.
         held: number of backward passes whose weight gradients may wait for the pipeline's transfers
-            (`kernels.wgrad_queue`); None computes all of them in the backward pass.
+            (`kernels.wgrad_queue`); None: none waits for one.
+        hides_exchanges: weight gradients wait for the next exchange of the backward pass instead;
+            not with `held`.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class Engine:
         graph: bool = False,
         overlap_microbatches: bool = False,
         held: int | None = None,
+        hides_exchanges: bool = False,
     ) -> None:
         self.config = config
-        self._held = held
+        self._held, self._hides_exchanges = held, hides_exchanges
         self.modules = list(chunks)
         setup: adam.Setup = resolve_name(OPTIMIZERS[optim.kind].implementation)(optim, config)
         for chunk in self.modules:
@@ -217,8 +220,9 @@ class Engine:
         """
         fp8_copies.forget(p for module in self.modules for p in module.parameters())
         if self._overlapped is not None and not forward_only:
-            return self._overlapped(forward_step, batches[0], microbatches)
-        with nullcontext() if forward_only or self._held is None else _delayed(self._held):
+            with self._waiting_wgrads():
+                return self._overlapped(forward_step, batches[0], microbatches)
+        with nullcontext() if forward_only else self._waiting_wgrads():
             return self._forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],
@@ -228,6 +232,12 @@ class Engine:
                 micro_batch_size=micro_batch,
                 forward_only=forward_only,
             )
+
+    def _waiting_wgrads(self) -> AbstractContextManager[object]:
+        """Context of passes whose weight gradients wait, or do not."""
+        if self._hides_exchanges:
+            return wgrad_queue.opened(None)
+        return nullcontext() if self._held is None else _delayed(self._held)
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor) -> None:

@@ -56,6 +56,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
+from phalanx.kernels import wgrad_queue
+
 Event = torch.cuda.Event | None
 """Event after work of a stream; None on a CPU."""
 
@@ -121,6 +123,7 @@ class OverlappedSchedule:
                 forward_end = self._event()
                 self._wait(backward_end)
                 schedules.backward_step(None, output, None, config)
+                wgrad_queue.run_all()  # what no exchange has followed
                 del output  # with its graph, whose nodes belong to this stream
                 backward_end = self._event()
         self._wait(forward_end, backward_end)

@@ -31,6 +31,8 @@ class TransportFacts:
     overlaps_microbatches: bool = False
     """`parallel.overlap_microbatches` is allowed: exchanges of two passes may be in flight, and no
     kernel that fills the GPU waits for other ranks."""
+    collective: bool = False
+    """Exchanges are collectives of NCCL or gloo, which weight gradients hide in backward passes."""
     fp8: bool = False
     """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales."""
 
@@ -65,6 +67,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "sends it once to each node with one of its experts, and inside by `symm` or `alltoall`",
         takes_sms=True,
         over_nodes=True,
+        collective=True,
         # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),
     "alltoall": TransportFacts(
@@ -72,6 +75,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "dense collectives of gloo or NCCL, which run everywhere",
         replicated="phalanx.parallel.dispatcher.replication.alltoall:ReplicatedAllToAll",
         overlaps_microbatches=True,
+        collective=True,
         fp8=True,
     ),
     "deepep": TransportFacts(

@@ -17,7 +17,8 @@ def muon_momentum(  # type: ignore[no-untyped-def]
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * tl.load(clip_coef)
     mean = keep * tl.load(buffer + at, mask=mask, other=0.0).to(tl.float32) + other * g
     tl.store(buffer + at, mean.to(buffer.dtype.element_ty), mask=mask)
-    tl.store(out + at, keep * mean + other * g if NESTEROV else mean, mask=mask)
+    found = keep * mean + other * g if NESTEROV else mean
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -41,19 +42,6 @@ def muon_move(  # type: ignore[no-untyped-def]
         tl.store(param + at, p, mask=mask)
 
 
-@triton.jit
-def muon_polynomial(  # type: ignore[no-untyped-def]
-    square, gram, n, rows, a, b, c, BLOCK: tl.constexpr
-):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    found = b * tl.load(gram + at, mask=mask, other=0.0).to(tl.float32)
-    found += c * tl.load(square + at, mask=mask, other=0.0).to(tl.float32)
-    place = at % (rows * rows)
-    found += tl.where(place // rows == place % rows, a, 0.0)
-    tl.store(square + at, found.to(square.dtype.element_ty), mask=mask)
-
-
 def launch_momentum(
     grad: Tensor, buffer: Tensor, out: Tensor, keep: float, nesterov: bool, clip_coef: Tensor
 ) -> None:
@@ -64,14 +52,6 @@ def launch_momentum(
             NESTEROV=nesterov,
             BLOCK=_BLOCK,
             num_warps=8,
-        )
-
-
-def launch_polynomial(square: Tensor, gram: Tensor, a: float, b: float, c: float) -> None:
-    """`kernels.elementwise.muon.polynomial_`."""
-    if n := square.numel():
-        muon_polynomial[(triton.cdiv(n, _BLOCK),)](
-            *(square, gram, n, square.shape[-1], a, b, c), BLOCK=_BLOCK, num_warps=8
         )
 
 

@@ -21,7 +21,7 @@ from phalanx.configs.tables.machines import machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.free_memory import free_gpu_memory
-from phalanx.moe.estimate.gains.delayed_wgrad import refusal
+from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges, refusal
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.model.dense_mlp import DenseMLP
@@ -225,23 +225,25 @@ def choose_delayed_wgrad(cfg: Config, runtime: Runtime) -> list[Choice]:
         cfg: result of `with_choices`, with the transport, graph and FP8 weights that were chosen.
         runtime: this rank, before the model is built.
     """
+    if beside_exchanges(cfg):
+        return [Choice("wgrad", "overlap", "exchanges of the backward pass")]
     if cfg.parallel.pipeline == 1:
         return []
     wanted, reason = cfg.parallel.delay_wgrad, refusal(cfg)
     if reason:
-        return [Choice("weight grads", "off", f"parallel.delay_wgrad={wanted}; {reason}")]
+        return [Choice("wgrad", "off", f"parallel.delay_wgrad={wanted}; {reason}")]
     if wanted != "auto":
-        return [Choice("weight grads", wanted, f"parallel.delay_wgrad={wanted}")]
+        return [Choice("wgrad", wanted, f"parallel.delay_wgrad={wanted}")]
     if runtime.device.type == "cpu":
-        return [Choice("weight grads", "on", "auto; while a stage would wait for transfers")]
+        return [Choice("wgrad", "on", "auto; while a stage would wait for transfers")]
     delayed = replace(cfg, parallel=replace(cfg.parallel, delay_wgrad="on"))
     need, free = needed(delayed, runtime.world), free_gpu_memory(runtime.device).free
     fits = gather(need <= free)
     operands = f"with their operands {storage(need)} of {storage(free)} would be needed"
     if all(fits):
-        return [Choice("weight grads", "on", f"auto; while a stage would wait; {operands}")]
+        return [Choice("wgrad", "on", f"auto; while a stage would wait; {operands}")]
     least = "" if need > free else ", and another rank has less free memory"
-    return [Choice("weight grads", "off", f"auto; {operands}{least}")]
+    return [Choice("wgrad", "off", f"auto; {operands}{least}")]
 
 
 def choose_copy_costs(cfg: Config, runtime: Runtime) -> CopyCosts:

@@ -20,6 +20,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
+from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.experts import activation_of
@@ -104,7 +105,9 @@ class BuiltModel:
     overlaps: bool
     """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
     held: int | None
-    """Backward passes whose weight gradients may wait for transfers; None: none waits at all."""
+    """Backward passes whose weight gradients may wait for transfers; None: none waits for one."""
+    hides_exchanges: bool
+    """Weight gradients wait for the next exchange of the backward pass."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -128,6 +131,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         graph=built.captured,
         overlap_microbatches=built.overlaps,
         held=built.held,
+        hides_exchanges=built.hides_exchanges,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
@@ -228,7 +232,10 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if any(choice.backend == "on" for choice in delayed):
         resolved.parallel.delay_wgrad = "on"
         held = stage_memory(resolved, runtime.world)[groups.pg.pp.rank()].held
-    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps, held)
+    hides = beside_exchanges(resolved)
+    return BuiltModel(
+        config, groups, choices, captured, budget, chunks, places, overlaps, held, hides
+    )
 
 
 def _moe_options(

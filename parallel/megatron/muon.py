@@ -5,7 +5,8 @@ Matrices that tensor parallel ranks share and the scale of an update are left to
 emerging-optimizers, whose optimizers, and Megatron-Core's over them, take parameters of two axes,
 one at a time. Stacks of whole matrices are made orthogonal here: its function takes and returns
 fp32, and adds a X to each product, in passes that cost as much as half of the products. Here the
-multiple of X is in the matrix that multiplies it, which errs as little.
+multiple of X is in the matrix that multiplies it, which errs as little, and symmetric matrices are
+computed by half (`kernels.newton_schulz`).
 The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
 
 Nothing of an update is decided by the host but the numbers of `StepNumbers`, so that it is captured
@@ -25,7 +26,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.param_layout import FullParamLayout
 from torch import Tensor
 
-from phalanx.kernels.elementwise.muon import momentum, move_, polynomial_
+from phalanx.kernels.elementwise.muon import momentum, move_
+from phalanx.kernels.newton_schulz.symmetric import gram, polynomial
 from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 from phalanx.parallel.megatron.matrices import (
     Matrices,
@@ -112,6 +114,8 @@ class Muon(AdamW):
             keep=self.recipe.momentum,
             nesterov=self.recipe.nesterov,
             clip_coef=numbers.clip_coef,
+            # The library normalizes the matrices that it takes before it rounds them.
+            dtype=self.recipe.dtype if matrices.split is None else torch.float32,
         )
         return _Move(part.weight, part.remainder, matrices, pieces(update, matrices))
 
@@ -155,7 +159,7 @@ def orthogonal(stack_BMN: Tensor, steps: int, dtype: torch.dtype, scale: float) 
     """Matrices by Newton-Schulz iterations near their orthogonal factors, times `scale`.
 
     Args:
-        stack_BMN: fp32; matrices of zeros stay zero.
+        stack_BMN: fp32 or of `dtype`, contiguous; matrices of zeros stay zero.
         steps: number of iterations, at least 1.
         dtype: bf16 or fp32, of the products' operands and of the result; sums are fp32.
         scale: applied in the last product, before its result is rounded.
@@ -163,13 +167,17 @@ def orthogonal(stack_BMN: Tensor, steps: int, dtype: torch.dtype, scale: float) 
     Returns:
         [B, M, N] of `dtype`, contiguous.
     """
-    norm_B11 = torch.linalg.vector_norm(stack_BMN, dim=(1, 2), keepdim=True).clamp_min_(1e-7)
-    x_BMN = torch.empty_like(stack_BMN, dtype=dtype)
-    torch.div(stack_BMN, norm_B11, out=x_BMN)  # rounds in the same pass
+    x_BMN, scale_B = stack_BMN.to(dtype), None
     tall = x_BMN.shape[1] > x_BMN.shape[2]
-    for factor in [1.0] * (steps - 1) + [scale]:
-        gram = x_BMN.mT @ x_BMN if tall else x_BMN @ x_BMN.mT
-        by = polynomial_(gram @ gram, gram, _ABC)
+    for step, factor in enumerate([1.0] * (steps - 1) + [scale]):
+        gram_BSS = gram(x_BMN)
+        if step == 0:
+            # The first iteration divides by the norm, whose square is the trace. As in the library,
+            # norms below 1e-7 count as that.
+            square_B = gram_BSS.diagonal(dim1=1, dim2=2).float().sum(1)
+            scale_B = square_B.clamp_min_(1e-14).reciprocal_()
+        by = polynomial(gram_BSS, _ABC, scale_B)
+        scale_B = None
         left, right = (x_BMN, by) if tall else (by, x_BMN)
         x_BMN = torch.baddbmm(x_BMN, left, right, beta=0, alpha=factor)  # beta=0: a bmm, scaled
     return x_BMN

@@ -57,11 +57,17 @@ def gradients(made: Any, ids: Tensor) -> list[Tensor]:
 
 
 def test_models_agree() -> None:
+    """As exact as theirs over all: a rounding of hidden states may change a router's choice."""
     ours, theirs = model("qwen3_moe", "phalanx"), model("qwen3_moe", "eager")
     ours.load_state_dict(theirs.state_dict())
     ids = torch.randint(0, 512, (2, 256), device="cuda")
-    for got, want in zip(gradients(ours, ids), gradients(theirs, ids), strict=True):
-        assert (got - want).norm() <= 0.03 * want.norm()
+    exact = gradients(copy.deepcopy(theirs).float(), ids)
+
+    def error(made: Any) -> float:
+        pairs = zip(gradients(made, ids), exact, strict=True)
+        return sum(((got - want).norm() / want.norm()).item() ** 2 for got, want in pairs)
+
+    assert error(ours) <= 1.2 * error(theirs)
 
 
 @pytest.mark.parametrize("name", MODELS)

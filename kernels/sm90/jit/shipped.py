@@ -210,8 +210,8 @@ def _shipped() -> Iterator[tuple[type, Any]]:
 
 
 def _for_functions() -> Iterator[tuple[type, Any]]:
-    """Kernels of `kernels.functional` alone: without a backward pass, without probabilities, on
-    rows in the order of experts, and exchanges of fewer ranks."""
+    """Kernels of `kernels.functional` alone: for any width of experts, without a backward pass,
+    without probabilities, on rows in the order of experts, and exchanges of fewer ranks."""
     from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
     from phalanx.kernels.sm90.exchange.push import (
         PushConfig,
@@ -229,19 +229,20 @@ def _for_functions() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
     from phalanx.kernels.sm90.gemm.tiles import configured, table
 
-    # Gathered rows have probabilities; which others are in SHIPPED does not matter here.
+    # Gathered rows have probabilities; which others are in SHIPPED does not matter here. Widths of
+    # experts that a wider tile does not divide have a narrower one.
     kinds = ((True, False, True), *((False, *rest) for rest in product(EITHER, EITHER)))
     acts = ((SWIGLU, False), (GPT_OSS, True), *((act, False) for act in OTHERS))
     for (act, bias), (gather, keep_h, prob) in product(acts, kinds):
-        for tile in table()["fc1_act"] if act == SWIGLU else ("pp192",):
+        for tile in table()["fc1_act"]:
             loop = configured(tile, gather=gather, transposed=False)
             yield Fc1Kernel, GemmConfig(Act(act, bias, keep_h, prob), loop)
         loop = Fp8Mainloop(256, gather=gather)
         yield Fc1Kernel, GemmConfig(Fp8Act(act, bias, keep_h, prob), loop)
     for (act, _), prob in product(acts, EITHER):
-        tiles = table()["fc2_dgrad_dact"] if act == SWIGLU else ("pp192",)
-        for tile in ("pp128",) if act.kind == "geglu" else tiles:
-            loop = configured(tile, gather=False, transposed=True)
+        tiles = ("pp128",) if act.kind == "geglu" else table()["fc2_dgrad_dact"]
+        for tile, gather in product(tiles, (False, True) if prob else (False,)):
+            loop = configured(tile, gather=gather, transposed=True)
             yield DgradKernel, GemmConfig(ActGrad(act, prob), loop)
         yield DgradKernel, GemmConfig(Fp8ActGrad(act, prob), Fp8Mainloop(256))
     yield from ((CombineKernel, CombineConfig(slots)) for slots in range(1, 17))

@@ -1,4 +1,4 @@
-"""Weight gradients that wait for a pipeline's transfers: where they can, and bytes of operands.
+"""Weight gradients that wait for transfers: where they can, and bytes of their operands.
 
 Legend: T tokens of a rank before sequence parallelism splits them, N received tokens, S expert
 rows, D hidden, F expert width, H = 2F if gated.
@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from itertools import chain
 
 from phalanx.configs.arithmetic.accounting import linear_projections, projections
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import width
 from phalanx.configs.layout import replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.saved_tensors import TokenCounts, saves_fp8_inputs
@@ -33,8 +35,24 @@ def refusal(cfg: Config) -> str:
     return ""
 
 
+def beside_exchanges(cfg: Config) -> bool:
+    """True if weight gradients wait for the next exchange of the backward pass, and hide it.
+
+    Their operands are those of one layer at most, which is about what the exchange needs later.
+
+    Args:
+        cfg: valid, with resolved kernels and transport.
+    """
+    p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
+    if p.pipeline > 1 or p.delay_wgrad == "off" or transport is None:
+        return False
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    fused = cfg.kernels.gradient_accumulation_fusion
+    return transport.collective and has_experts(cfg.model) and fused and not stock
+
+
 def waits(cfg: Config) -> bool:
-    """True if weight gradients wait.
+    """True if weight gradients wait for a pipeline's transfers.
 
     Args:
         cfg: valid, with resolved kernels and `parallel.delay_wgrad`.

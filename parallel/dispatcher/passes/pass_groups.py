@@ -1,4 +1,10 @@
-"""Process groups for exchanges of a forward pass beside a backward pass of another micro-batch.
+"""Exchanges by collectives beside computation: weight gradients, or a pass of another micro-batch.
+
+The gradients of a layer's weights wait for the next exchange of the backward pass, start after it,
+and hide it (`kernels.wgrad_queue`). Of a kernel that fills the GPU the CTAs that find no SM beside
+the exchange start after it, when CTAs that have claimed tiles meanwhile have left none to them.
+
+Process groups for exchanges of a forward pass beside a backward pass of another micro-batch:
 
 Collectives of one communicator run in the order in which they are issued. With one communicator the
 exchanges of a forward pass would wait for those of the whole backward pass beside it
@@ -6,9 +12,9 @@ exchanges of a forward pass would wait for those of the whole backward pass besi
 belongs to the backward pass.
 
 Their collectives run on streams of high priority, so that they get SMs before the GEMMs of the
-other pass, and take few of them. Kernels of the experts leave as many free (`EXCHANGE_SMS`): of a
-kernel that fills the GPU the CTAs that find no SM beside an exchange would start after it, and the
-pass would wait for the exchange of the other one.
+other pass, and take few of them, any that are free: clusters of CTAs, which NCCL takes otherwise,
+would wait for neighbouring SMs. Kernels of the experts leave as many free (`EXCHANGE_SMS`), so that
+no pass waits for the exchange of the other one.
 
 Tensors of a collective belong to the stream that calls it: that stream waits for the collective
 before it does anything else, so their memory needs no record of the other stream.
@@ -23,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels import wgrad_queue
 from phalanx.parallel.dispatcher.nodes import time_limit
 from phalanx.parallel.fault.agreement import gather
 
@@ -63,29 +70,33 @@ def pass_groups(group: dist.ProcessGroup) -> PassGroups:
 def _new(ranks: tuple[int, ...]) -> Any:
     options = None
     if dist.get_backend() == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = EXCHANGE_SMS
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas, options.config.cga_cluster_size = EXCHANGE_SMS, 1
     return dist.new_group(list(ranks), timeout=time_limit(), pg_options=options)
 
 
 @contextmanager
 def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
-    """The group for a collective of `x` in the present pass, and that pass's stream for exchanges.
+    """The group for a collective of `x` in the present pass, on a stream for exchanges.
 
-    The stream that was current waits for the collective.
+    The stream that was current computes the weight gradients that wait for an exchange, and then
+    waits for the collective. Without them and with one group, the collective is on that stream.
     """
-    if not isinstance(ranks, PassGroups):
-        yield ranks
-        return
-    backward = in_backward()
-    group = ranks.backward if backward else ranks.forward
-    if not x.is_cuda:
+    backward, group = in_backward(), ranks
+    hides = backward and wgrad_queue.waits_for_exchange()
+    if isinstance(ranks, PassGroups):
+        group = ranks.backward if backward else ranks.forward
+    if not x.is_cuda or (group is ranks and not hides):
         yield group
+        if hides:  # on a CPU, in the order of a GPU
+            wgrad_queue.run_beside_exchange()
         return
     caller, stream = torch.cuda.current_stream(x.device), _stream(x.device, backward)
     stream.wait_stream(caller)
     with torch.cuda.stream(stream):
         yield group
+    if hides:
+        wgrad_queue.run_beside_exchange()
     caller.wait_stream(stream)
 
 

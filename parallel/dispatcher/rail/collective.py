@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.dispatcher.passes.paced import paced, swapped
+from phalanx.parallel.dispatcher.passes.pass_groups import group_of_pass
 
 
 class Rail(Protocol):
@@ -38,6 +39,6 @@ class CollectiveRail:
         """`Rail.swap`."""
         blocks = blocks.contiguous()
         received = torch.empty_like(blocks)
-        with paced(self._group, blocks, swapped):
-            dist.all_to_all_single(received, blocks, group=self._group)
+        with group_of_pass(self._group, blocks) as group, paced(group, blocks, swapped):
+            dist.all_to_all_single(received, blocks, group=group)
         return received

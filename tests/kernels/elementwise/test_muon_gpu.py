@@ -7,7 +7,6 @@ from tests.kernels.elementwise.test_muon import (
     DTYPES,
     assert_momentum,
     assert_moved,
-    assert_polynomial,
 )
 
 pytestmark = pytest.mark.gpu
@@ -25,9 +24,3 @@ def test_momentum(grad: torch.dtype, buffer: torch.dtype, nesterov: bool) -> Non
 @pytest.mark.parametrize("n", [1, 4095, 4096, 1_000_003])
 def test_move(n: int, dtype: torch.dtype) -> None:
     assert_moved(n, "cuda", dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 63, 512])
-def test_polynomial(rows: int, dtype: torch.dtype) -> None:
-    assert_polynomial(5, rows, dtype, "cuda")

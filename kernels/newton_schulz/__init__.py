@@ -1,0 +1,1 @@
+"""Products of Newton-Schulz iterations, whose results are symmetric."""
