@@ -7,7 +7,8 @@ The import registers the implementation for every class of experts that transfor
 Models that are loaded, or made by `from_config`, are prepared at once: experts whose activation is
 not known are refused by the name of their class, and weights in another layout are converted
 (`prepare`). Parameters keep their names; state dicts and saved models have the layout of
-transformers. `expert_parallel` shares experts between ranks.
+transformers. `expert_parallel` shares experts between ranks. `fuse_norms(model)` has RMSNorms
+computed by torch's fused kernel, which takes more of a training step than one would think.
 """
 
 from transformers import PreTrainedModel
@@ -18,8 +19,9 @@ from phalanx.adapters.expert_groups import groups, release
 from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
 from phalanx.adapters.transformers.experts import NAME, forward, prepare
 from phalanx.adapters.transformers.loading import prepared
+from phalanx.adapters.transformers.norms import fuse_norms
 
-__all__ = ["EP_NAME", "NAME", "groups", "prepare", "release"]
+__all__ = ["EP_NAME", "NAME", "fuse_norms", "groups", "prepare", "release"]
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 EPImplementationInterface.register(EP_NAME, SymmEP)

@@ -231,7 +231,7 @@ def _for_functions() -> Iterator[tuple[type, Any]]:
 
     # Gathered rows have probabilities; which others are in SHIPPED does not matter here. Widths of
     # experts that a wider tile does not divide have a narrower one.
-    kinds = ((True, False, True), *((False, *rest) for rest in product(EITHER, EITHER)))
+    kinds = (*((True, keep_h, True) for keep_h in EITHER), *product((False,), EITHER, EITHER))
     acts = ((SWIGLU, False), (GPT_OSS, True), *((act, False) for act in OTHERS))
     for (act, bias), (gather, keep_h, prob) in product(acts, kinds):
         for tile in table()["fc1_act"]:

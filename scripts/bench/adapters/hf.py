@@ -12,10 +12,13 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 from transformers.integrations import sonicmoe
 
 import phalanx.adapters.transformers  # noqa: F401  (registers the implementation)
+from phalanx.adapters.transformers import fuse_norms
 from phalanx.scripts.bench.adapters.compared import OURS, Comparison
 from phalanx.scripts.bench.timing import Bench
 
 _SIDES = ("grouped_mm", "sonicmoe", "eager")
+_FUSED = ", fused norms"
+"""End of the name of a side whose norms are torch's fused ones."""
 _TINY: dict[str, Any] = dict(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )
@@ -52,7 +55,7 @@ def _qwen3(bench: Bench, *, tiny: bool, with_loss: bool) -> Comparison:
     modes = ("eager",) if with_loss else ("eager", "graph")
     name = "qwen3_loss" if with_loss else "qwen3"
     compared = Comparison(bench, name, ids.numel(), modes)
-    for side in (OURS, *_SIDES):
+    for side in (OURS, OURS + _FUSED, *_SIDES, _SIDES[0] + _FUSED):
         _add(compared, model, side, ids, with_loss=with_loss)
     return compared
 
@@ -73,8 +76,9 @@ def gpt_oss(bench: Bench, *, tiny: bool) -> Comparison:
     # Its attention holds all scores, and each side's graph has memory of its own.
     ids = _ids(bench, config, 32 if tiny else 512)
     compared = Comparison(bench, "gpt_oss", ids.numel())
-    _add(compared, ours, OURS, ids)
-    for side in _SIDES:
+    for side in (OURS, OURS + _FUSED):
+        _add(compared, ours, side, ids)
+    for side in (*_SIDES, _SIDES[0] + _FUSED):
         _add(compared, theirs, side, ids)
     return compared
 
@@ -102,11 +106,20 @@ def _add(
     body = model.model
     parameters = list((model if with_loss else body).parameters())
 
+    if side.endswith(_FUSED):
+        fuse_norms(model)
+    norms = [module for module in model.modules() if "forward" in module.__dict__]
+    fused = [(norm, norm.__dict__.pop("forward")) for norm in norms]
+
     def forward() -> torch.Tensor:
-        model.config._experts_implementation_internal = side
+        model.config._experts_implementation_internal = side.removesuffix(_FUSED)
+        for norm, function in fused:
+            norm.forward = function
         out: torch.Tensor = (
             model(ids, labels=ids).loss if with_loss else body(ids, use_cache=False)[0]
         )
+        for norm, _ in fused:
+            del norm.forward
         return out
 
     if side == "sonicmoe":
