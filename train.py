@@ -39,6 +39,9 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
         The exit code.
     """
     quiet()
+    # CUDA reads it when it starts. Streams share as many queues, in which a kernel waits for all
+    # before it: with CUDA's 8, micro-batches that overlap ran one after the other in parts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     from phalanx.configs.load import from_argv
     from phalanx.configs.redact import redacted
 

@@ -73,9 +73,6 @@ def start(
         weight_grad.install()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
-        # Read when CUDA starts. Streams share as many queues, and a kernel waits for those before
-        # it in its own: with CUDA's 8, passes that overlap ran one after the other in parts.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
