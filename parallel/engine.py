@@ -236,7 +236,7 @@ class Engine:
     def _waiting_wgrads(self) -> AbstractContextManager[object]:
         """Context of passes whose weight gradients wait, or do not."""
         if self._hides_exchanges:
-            return wgrad_queue.opened(None)
+            return wgrad_queue.opened(wgrad_queue.Waiting(exchanges=True))
         return nullcontext() if self._held is None else _delayed(self._held)
 
     @torch.no_grad()
@@ -334,7 +334,10 @@ class Engine:
 @contextmanager
 def _delayed(held: int) -> Iterator[None]:
     """Inside, weight gradients wait for the pipeline's transfers."""
-    with wgrad_queue.opened(held) as queue, patches.during_transfers(queue.run_older):
+    with (
+        wgrad_queue.opened(wgrad_queue.Waiting(held)) as queue,
+        patches.during_transfers(queue.run_older),
+    ):
         yield
 
 
