@@ -63,6 +63,10 @@ class Waiting(NamedTuple):
     """Work that can be paired waits for a partner."""
 
 
+AT_ONCE = Waiting()
+"""Work waits for nothing."""
+
+
 class WgradQueue:
     """Work of the backward passes of a step."""
 
