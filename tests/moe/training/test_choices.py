@@ -259,6 +259,11 @@ def test_weight_gradients_of_two_micro_batches_where_experts_have_few_rows() -> 
     assert told(experts="torch").startswith("on; auto; ")
     assert told(pairs, free=0) == told(pairs, experts="torch") == setting
     assert told(pairs, "parallel.pipeline=1", "parallel.expert=1") == setting
+    exchanging = [pairs, "parallel.pipeline=1", "parallel.expert=2"]
+    assert told(*exchanging, transport="alltoall") == setting
+    once = told(*exchanging, "data.micro_batch=4", "data.global_batch=8", transport="alltoall")
+    beside = "overlap; exchanges of the backward pass"
+    assert once == f"{beside}; {pairs}; a step has one micro-batch"
     for more, transport, why in (
         (["parallel.expert=1", "data.global_batch=8"], "local", "a step has one micro-batch"),
         ([], "symm", "parallel.dispatch=symm reuses its buffers of expert rows"),

@@ -112,15 +112,20 @@ def _pairs_counted(rank: int, alone: int = 0) -> Iterator[None]:
     assert counts[0] and counts[1] == alone * counts[0], counts
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
-@pytest.mark.parametrize("world", [1, 2])
-def test_pairs_without_stages(world: int, microbatches: int) -> None:
-    """Two micro-batches together, and the last one of an odd number alone; also data parallel."""
-    batch = {"kernels.backend": "torch", "data.global_batch": world * microbatches}
-    single = {1: None, 2: 0, 3: 1, 4: 0}[microbatches]
-    counted = None if single is None else partial(_pairs_counted, alone=single)
-    plain = trained(world, ["model=tiny", *SMALL], batch | {"parallel.delay_wgrad": "off"})
-    knobs = batch | {"parallel.delay_wgrad": "pairs"}
+@pytest.mark.parametrize(
+    ("world", "expert", "microbatches", "alone"),
+    [(1, 1, 4, 0), (1, 1, 3, 1), (2, 1, 2, 0), (2, 1, 3, 1), (2, 2, 4, 0), (2, 2, 3, 1)],
+)
+def test_pairs_without_stages(world: int, expert: int, microbatches: int, alone: int) -> None:
+    """Two micro-batches together, and the last one of an odd number alone, beside exchanges too."""
+    knobs = {
+        "kernels.backend": "torch",
+        "parallel.expert": expert,
+        "data.global_batch": world * microbatches,
+    }
+    plain = trained(world, ["model=tiny", *SMALL], knobs | {"parallel.delay_wgrad": "off"})
+    knobs |= {"parallel.delay_wgrad": "pairs"}
+    counted = partial(_pairs_counted, alone=alone)
     pairs = trained(world, ["model=tiny", *SMALL], knobs, counted)
     assert plain.series("grad_norm") == pairs.series("grad_norm") and plain.left == pairs.left
 
