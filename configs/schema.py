@@ -419,12 +419,15 @@ class ParallelConfig:
     """Shard the optimizer state over the data-parallel ranks."""
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
-    delay_wgrad: str = knob("auto", choices=("auto", "on", "off"))
-    """Weight gradients while a pipeline stage would wait for others: `on`, `off`, or `auto`.
+    delay_wgrad: str = knob("auto", choices=("auto", "on", "off", "pairs"))
+    """Weight gradients while a pipeline stage would wait: `on`, `off`, `pairs` or `auto`.
 
     A stage then sends the gradient of its input before it computes those of its weights, and keeps
-    their operands until then (docs/design.md). `auto` does so with pipeline stages if that fits
-    into memory. Results are the same bit for bit.
+    their operands until then (docs/design.md); results are the same bit for bit. `pairs` also
+    computes those of the experts for two micro-batches in one pass over their fp32 sums, which pays
+    if experts have few rows, and without stages too. A sum is then rounded once for both, so that
+    results differ in the last bits. `auto` takes with pipeline stages what pays and fits into
+    memory.
     """
     grad_dtype: str = knob("fp32", choices=("fp32", "bf16"))
     """Dtype in which gradients are accumulated and reduced: `fp32` or `bf16`."""

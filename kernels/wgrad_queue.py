@@ -1,4 +1,4 @@
-"""Weight gradients that wait until a backward pass has sent what others need first.
+"""Weight gradients that wait until a backward pass has sent what others need, or for another pass.
 
 A pipeline stage computes the gradient of its input, sends it, and computes the gradients of its
 weights while it would wait for the next transfer (zero-bubble pipelines, arXiv 2401.10241). Without
@@ -9,75 +9,163 @@ opens a queue. Without an open queue work runs at once.
 Work runs in the order in which it was submitted. All writes of a gradient buffer, and all that
 follows them, such as the reduction of the buffer, go through the queue, so that results are the
 same bit for bit.
+
+A queue may also pair work: the gradients of two backward passes that go to the same parameters are
+then computed together, when the second one's turn has come, and their sums are rounded once for
+both (`PairedWork`). What is left without a partner runs alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 type Work = Callable[[], object]
 
 
+class PairedWork(Protocol):
+    """Work that can run together with that of another backward pass."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Parameters whose gradients it computes; at least one."""
+        ...
+
+    def __call__(self) -> object:
+        """Run it alone."""
+        ...
+
+    def together(self, later: Any) -> object:
+        """Run it and work of a later backward pass for the same parameters."""
+        ...
+
+
+class _Entry(NamedTuple):
+    work: Work
+    follows: Sequence[Tensor] = ()
+    paired: PairedWork | None = None
+    """The work, if it may wait for a partner."""
+
+
+class Waiting(NamedTuple):
+    """What work of a queue waits for."""
+
+    held: int | None = None
+    """Number of backward passes whose work may wait beyond a pipeline's transfer. As many as there
+    are stages before this one make the bubble smallest, and balance memory: an earlier stage saves
+    that many more micro-batches. None: work waits for no transfer."""
+    exchanges: bool = False
+    """Work waits for the next exchange of the backward pass; not with `held`."""
+    pairs: bool = False
+    """Work that can be paired waits for a partner."""
+
+
+AT_ONCE = Waiting()
+"""Work waits for nothing."""
+
+
 class WgradQueue:
-    """Work of the backward passes of a step.
+    """Work of the backward passes of a step."""
 
-    Args:
-        held: number of backward passes whose work may wait beyond a pipeline's transfer. As many as
-            there are stages before this one make the bubble smallest, and balance memory: an
-            earlier stage saves that many more micro-batches. None: work waits for the next exchange
-            of the backward pass.
-    """
+    def __init__(self, waiting: Waiting) -> None:
+        self.waiting = waiting
+        self._passes: deque[list[_Entry]] = deque()
+        self._current: list[_Entry] = []
+        self._alone: dict[int, PairedWork] = {}
+        """Work without a partner yet, by the identity of each of its parameters."""
 
-    def __init__(self, held: int | None) -> None:
-        self.for_exchanges = held is None
-        """Work waits for the next exchange of the backward pass, not for a pipeline's transfer."""
-        self._held = held or 0
-        self._passes: deque[list[Work]] = deque()
-        self._current: list[Work] = []
+    @property
+    def delays(self) -> bool:
+        """True if work of any kind waits."""
+        return self.waiting.held is not None or self.waiting.exchanges
 
-    def append(self, work: Work) -> None:
+    def append(self, entry: _Entry) -> None:
         """Add work of the current backward pass."""
-        self._current.append(work)
+        if self.delays:
+            self._current.append(entry)
+        else:
+            self._run(entry)
 
     def run_older(self) -> None:
         """End the current backward pass, and run the work of all but the last `held` passes."""
         if self._current:
             self._passes.append(self._current)
             self._current = []
-        while len(self._passes) > self._held:
-            _run(self._passes.popleft())
+        while len(self._passes) > (self.waiting.held or 0):
+            self._run_pass(self._passes.popleft())
 
     def run_all(self) -> None:
         """Run all work."""
         while self._passes:
-            _run(self._passes.popleft())
-        _run(self._current)
+            self._run_pass(self._passes.popleft())
+        self._run_pass(self._current)
+        while self._alone:
+            self._run_alone(next(iter(self._alone)))
 
+    def _run_pass(self, pass_: list[_Entry]) -> None:
+        pass_.reverse()
+        while pass_:
+            self._run(pass_.pop())  # its operands are freed before the next work allocates
 
-@torch.no_grad()
-def _run(pass_: list[Work]) -> None:
-    pass_.reverse()
-    while pass_:
-        pass_.pop()()  # its operands are freed before the next work allocates
+    @torch.no_grad()
+    def _run(self, entry: _Entry) -> None:
+        if self.waiting.pairs and entry.paired is not None:
+            self._pair(entry.paired)
+            return
+        for parameter in entry.follows:
+            self._run_alone(id(parameter))
+        entry.work()
+
+    def _pair(self, work: PairedWork) -> None:
+        if (earlier := self._take(id(work.parameters[0]))) is not None:
+            earlier.together(work)
+        else:
+            self._alone |= {id(parameter): work for parameter in work.parameters}
+
+    @torch.no_grad()
+    def _run_alone(self, parameter: int) -> None:
+        if (work := self._take(parameter)) is not None:
+            work()
+
+    def _take(self, parameter: int) -> PairedWork | None:
+        work = self._alone.get(parameter)
+        if work is not None:
+            for of_work in work.parameters:
+                del self._alone[id(of_work)]
+        return work
 
 
 _open: WgradQueue | None = None
 """One for the process: backward passes run on a thread of autograd's."""
 
 
-def is_open() -> bool:
-    """True if work may wait: operands in buffers that others take must be copied."""
-    return _open is not None
+def delays() -> bool:
+    """True if work of any kind may wait: operands in buffers that others take must be copied."""
+    return _open is not None and _open.delays
 
 
-def submit(work: Work) -> None:
-    """Run `work`, or leave it to the open queue."""
+def submit(work: Work, follows: Iterable[Tensor] = ()) -> None:
+    """Run `work`, or leave it to the open queue.
+
+    Args:
+        work: not to be paired.
+        follows: parameters whose gradients, as far as they were submitted, are computed before.
+    """
     if _open is None:
         work()
     else:
-        _open.append(work)
+        _open.append(_Entry(work, tuple(follows)))
+
+
+def submit_paired(work: PairedWork) -> None:
+    """Run `work`, or leave it to the open queue, which may run it with that of another pass."""
+    if _open is None:
+        work()
+    else:
+        _open.append(_Entry(work, paired=work))
 
 
 def run_all() -> None:
@@ -88,25 +176,21 @@ def run_all() -> None:
 
 def waits_for_exchange() -> bool:
     """True if work of the open queue waits for the next exchange of the backward pass."""
-    return _open is not None and _open.for_exchanges
+    return _open is not None and _open.waiting.exchanges
 
 
 def run_beside_exchange() -> None:
     """Run the work that waits for an exchange; one has started, and has not been waited for."""
-    if waits_for_exchange():
-        run_all()
+    if _open is not None and _open.waiting.exchanges:
+        _open.run_older()
 
 
 @contextmanager
-def opened(held: int | None) -> Iterator[WgradQueue]:
-    """Open a queue; work that is left at the end, as after an error, is dropped.
-
-    Args:
-        held: see `WgradQueue`.
-    """
+def opened(waiting: Waiting) -> Iterator[WgradQueue]:
+    """Open a queue; work that is left at the end, as after an error, is dropped."""
     global _open
     assert _open is None
-    _open = WgradQueue(held)
+    _open = WgradQueue(waiting)
     try:
         yield _open
     finally:

@@ -6,7 +6,7 @@ the model but its chunks, and nothing of the loss but the function that returns 
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -63,10 +63,7 @@ class Engine:
             gathered before, not meanwhile, since the host decides when.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
             (`parallel.overlapped_schedule`); one chunk.
-        held: number of backward passes whose weight gradients may wait for the pipeline's transfers
-            (`kernels.wgrad_queue`); None: none waits for one.
-        hides_exchanges: weight gradients wait for the next exchange of the backward pass instead;
-            not with `held`.
+        wgrads: what weight gradients wait for.
     """
 
     def __init__(
@@ -80,11 +77,10 @@ class Engine:
         device: torch.device,
         graph: bool = False,
         overlap_microbatches: bool = False,
-        held: int | None = None,
-        hides_exchanges: bool = False,
+        wgrads: wgrad_queue.Waiting = wgrad_queue.AT_ONCE,
     ) -> None:
         self.config = config
-        self._held, self._hides_exchanges = held, hides_exchanges
+        self._wgrads = wgrads
         self.modules = list(chunks)
         setup: adam.Setup = resolve_name(OPTIMIZERS[optim.kind].implementation)(optim, config)
         for chunk in self.modules:
@@ -220,9 +216,9 @@ class Engine:
         """
         fp8_copies.forget(p for module in self.modules for p in module.parameters())
         if self._overlapped is not None and not forward_only:
-            with self._waiting_wgrads():
+            with _queued(self._wgrads):
                 return self._overlapped(forward_step, batches[0], microbatches)
-        with nullcontext() if forward_only else self._waiting_wgrads():
+        with nullcontext() if forward_only else _queued(self._wgrads):
             return self._forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],
@@ -232,12 +228,6 @@ class Engine:
                 micro_batch_size=micro_batch,
                 forward_only=forward_only,
             )
-
-    def _waiting_wgrads(self) -> AbstractContextManager[object]:
-        """Context of passes whose weight gradients wait, or do not."""
-        if self._hides_exchanges:
-            return wgrad_queue.opened(None)
-        return nullcontext() if self._held is None else _delayed(self._held)
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -332,10 +322,12 @@ class Engine:
 
 
 @contextmanager
-def _delayed(held: int) -> Iterator[None]:
-    """Inside, weight gradients wait for the pipeline's transfers."""
-    with wgrad_queue.opened(held) as queue, patches.during_transfers(queue.run_older):
-        yield
+def _queued(wgrads: wgrad_queue.Waiting) -> Iterator[None]:
+    """Inside, weight gradients wait as `wgrads` tells."""
+    with wgrad_queue.opened(wgrads) as queue:
+        transfers = patches.during_transfers(queue.run_older)
+        with nullcontext() if wgrads.held is None else transfers:
+            yield
 
 
 def _finalize(*given: Any, **named: Any) -> None:
@@ -346,7 +338,7 @@ def _finalize(*given: Any, **named: Any) -> None:
 
 def _reduce(chunk: DistributedDataParallel, _: Any) -> None:
     """Start to reduce the gradients of a chunk, after those that wait."""
-    wgrad_queue.submit(chunk.start_grad_sync)
+    wgrad_queue.submit(chunk.start_grad_sync, follows=chunk.parameters())
 
 
 def max_over_world(values: torch.Tensor) -> torch.Tensor:

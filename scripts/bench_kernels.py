@@ -14,6 +14,7 @@ Suites (default: all, without peers):
   fp8        expert MLP in FP8 against bf16, down to experts for which FP8 does not pay
                                                  peer: te, in its blockwise recipe
   fp8_gemms  the grouped GEMMs in FP8 against those in bf16
+  wgrad_pairs  weight gradients of two micro-batches in one pass over fp32 sums against two passes
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
 the other side's time over ours. TFLOP/s count 6 * rows * D * F forward and twice that backward, for
@@ -49,6 +50,7 @@ RUNS = {
     "host": ("kernels.host", "suite"),
     "fp8": ("kernels.fp8", "suite"),
     "fp8_gemms": ("kernels.fp8_gemms", "suite"),
+    "wgrad_pairs": ("kernels.wgrad_pairs", "suite"),
 }
 """Module and function of each suite; imported when it runs."""
 

@@ -48,6 +48,8 @@ class ExpertBackend(Implementation):
     """Its router is one kernel, where the options of the router allow it."""
     fuses_gather: bool = False
     """Its GEMMs gather rows and accumulate weight gradients in place: no copies of either."""
+    pairs_wgrad: bool = False
+    """Its weight gradients of two micro-batches are one pass over the sums."""
     adds_in_combine: bool = False
     """The sum of a token's expert rows takes shared experts and residual, before it is rounded."""
     orders_experts: bool = False
@@ -130,6 +132,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         waits_for_rows=True,
         fuses_router=True,
         fuses_gather=True,
+        pairs_wgrad=True,
         adds_in_combine=True,
         orders_experts=True,
         dense_multiple=64,

@@ -14,7 +14,6 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -223,8 +222,8 @@ class ExpertMLP(torch.autograd.Function):
         out_grad = dout.contiguous() if args.fp8_inputs is None else args.fp8_inputs.gradient
         dx, dprob, work = data_gradients(out_grad, saved, needs[:5])
         del saved, x, h, tensors, out_grad  # `work` has what it reads
-        compute = partial(weight_gradients, work, weights, args.experts)
-        grads = _written(ctx.accumulated, needs[1:5], compute, args.stays)
+        pending = _Pending(work, weights, args.experts, ctx.accumulated)
+        grads = _written(pending, needs[1:5], args.stays)
         results = zip([dx, *grads, dprob], needs, strict=False)
         return *(g if need else None for g, need in results), None, None, *addends
 
@@ -367,33 +366,55 @@ def weight_gradients(
     return [_cast(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
 
 
-def _written(
-    parameters: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    compute: Callable[[Sequence[Buffer | None]], list[Tensor | None]],
-    stays: bool,
-) -> list[Tensor | None]:
-    """The backward pass's results for w1, w2, b1 and b2, from `weight_gradients`.
+@dataclass(frozen=True)
+class _Pending:
+    """Weight gradients of a backward pass: a `wgrad_queue.PairedWork` if all go to buffers."""
 
-    Args:
-        parameters: those with a buffer; None for others.
-        needs: which gradients are wanted.
-        compute: computes them from the buffers.
-        stays: the operands stay, so that they may be computed later.
-    """
+    work: WeightGrads
+    weights: MLPWeights
+    experts: Experts
+    accumulated: Sequence[Tensor | None]
+    """Parameters with a buffer, of w1, w2, b1 and b2; None for others."""
 
-    def work() -> list[Tensor | None]:
-        grads = compute([p if p is None else main_grad.buffer(p) for p in parameters])
-        for p in parameters:
-            if p is not None:
-                main_grad.added(p)
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters with a buffer."""
+        return [p for p in self.accumulated if p is not None]
+
+    def __call__(self) -> list[Tensor | None]:
+        """Gradients of w1, w2, b1 and b2."""
+        grads = weight_gradients(self.work, self.weights, self.experts, self._buffers())
+        self._added()
         return grads
 
-    if stays and not any(need and p is None for need, p in zip(needs, parameters, strict=True)):
+    def together(self, later: "_Pending") -> None:
+        """Write the sums of both to the buffers."""
+        self.work.write_with(later.work, self._buffers())
+        self._added()
+
+    def _buffers(self) -> list[Buffer | None]:
+        return [p if p is None else main_grad.buffer(p) for p in self.accumulated]
+
+    def _added(self) -> None:
+        for parameter in self.parameters:
+            main_grad.added(parameter)
+
+
+def _written(pending: _Pending, needs: Sequence[bool], stays: bool) -> list[Tensor | None]:
+    """The backward pass's results for w1, w2, b1 and b2.
+
+    Args:
+        pending: computes them.
+        needs: which gradients are wanted.
+        stays: the operands stay, so that they may be computed later.
+    """
+    parameters = pending.accumulated
+    wanted = [p for need, p in zip(needs, parameters, strict=True) if need]
+    if stays and wanted and not any(p is None for p in wanted):
         grads: list[Tensor | None] = [None] * len(parameters)
-        wgrad_queue.submit(work)
+        wgrad_queue.submit_paired(pending)
     else:
-        grads = work()
+        grads = pending()
     return [
         grad if p is None else main_grad.arrival(p)
         for grad, p in zip(grads, parameters, strict=True)

@@ -133,6 +133,13 @@ class Backend(Protocol):
         """
         ...
 
+    def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
+        """`wgrad` of two micro-batches: the sum over the rows of both, into the buffer of `first`.
+
+        A backend may sum all rows before it rounds, or call `wgrad` twice.
+        """
+        ...
+
     def bias_grad(self, call: BiasGradCall) -> Tensor:
         """db_LO = sum over the rows of each expert of d, or of d * prob.
 
@@ -150,7 +157,10 @@ class Backend(Protocol):
 
 
 class SequentialMixin:
-    """`rows_and_columns` without overlap, for a backend whose results are new tensors."""
+    """`rows_and_columns` without overlap, for a backend whose results are new tensors.
+
+    `wgrad_pair` takes one micro-batch after the other.
+    """
 
     writes_into_out: ClassVar[bool] = False
 
@@ -163,6 +173,10 @@ class SequentialMixin:
     ) -> tuple[Tensor | None, list[Operand]]:
         y_SO = None if call is None else (rows or self.rows)(call)
         return y_SO, [self.columns(x, plan) for x in operands]
+
+    def wgrad_pair(self: Backend, first: WgradCall, second: WgradCall) -> Tensor:
+        dw_LOI = self.wgrad(first)
+        return self.wgrad(second._replace(into=Buffer(dw_LOI, add=True)))
 
 
 class UnquantizedMixin(SequentialMixin):
@@ -194,6 +208,9 @@ class DelegatingMixin:
 
     def wgrad(self, call: WgradCall) -> Tensor:
         return self._inner.wgrad(call)
+
+    def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
+        return self._inner.wgrad_pair(first, second)
 
     def bias_grad(self, call: BiasGradCall) -> Tensor:
         return self._inner.bias_grad(call)

@@ -66,6 +66,19 @@ class Operand(NamedTuple):
     """A gradient, for which a recipe may have another format or another rounding."""
 
 
+class ExpertRows(NamedTuple):
+    """Operands of a weight gradient, and the rows of each expert."""
+
+    d: Operand
+    """Gradient of O channels."""
+    v: Operand
+    """Input of I channels."""
+    offsets: Tensor
+    """int32 [L + 1]: expert e has rows offsets[e] to offsets[e + 1]."""
+    index_S: Tensor | None = None
+    """int32, of the operand with `gather`; not both have it."""
+
+
 type HiddenRows = tuple[Rows, Rows, Tensor | None]
 """Gradient of h, activations and partial sums of the gradient of prob."""
 
@@ -134,6 +147,12 @@ class WgradCall(NamedTuple):
     plan: ExpertPlan
     into: Buffer | None = None
     """Destination [L, O, I], fp32 or as d. None: a new tensor in the dtype of d."""
+
+    @property
+    def rows(self) -> ExpertRows:
+        """Operands and rows, as kernels take them."""
+        plan, gathers = self.plan, self.d.gather or self.v.gather
+        return ExpertRows(self.d, self.v, plan.offsets, plan.row_index_S if gathers else None)
 
 
 class BiasGradCall(NamedTuple):

@@ -7,7 +7,7 @@ are NaN, so that tests detect a consumer that reads them.
 
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -144,15 +144,25 @@ class Reference(UnquantizedMixin):
         return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
     def wgrad(self, call: WgradCall) -> Tensor:
-        d, v, plan, into = call.d, call.v, call.plan, call.into
+        return self._sums(call)
+
+    def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
+        return self._sums(first, second)
+
+    def _sums(self, *calls: WgradCall) -> Tensor:
+        """Weight gradients of the rows of all calls, into the buffer of the first one."""
+        d, v, plan, into = calls[0]
         if into is None:
             shape = (plan.offsets.shape[0] - 1, d.matrix.shape[1], v.matrix.shape[1])
             into = Buffer(d.matrix.new_empty(shape), add=False)
-        out = into.out
-        for e, span in enumerate(_spans(plan.offsets)):
-            dw_OI = _at_least_fp32(_expert_rows(d, plan, span)).T @ _at_least_fp32(
-                _expert_rows(v, plan, span)
-            )
+        out, spans = into.out, [_spans(call.plan.offsets) for call in calls]
+        for e, of_calls in enumerate(zip(*spans, strict=True)):
+            dw_OI: Any = 0
+            for call, span in zip(calls, of_calls, strict=True):
+                d_SO, v_SI = (
+                    _at_least_fp32(_expert_rows(x, call.plan, span)) for x in (call.d, call.v)
+                )
+                dw_OI = dw_OI + d_SO.T @ v_SI
             out[e] = (out[e] + dw_OI if into.add else dw_OI).to(out.dtype)
         return out
 

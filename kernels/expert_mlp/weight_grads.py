@@ -59,39 +59,89 @@ class WeightGrads:
             buffers: destinations; None: new tensors.
             last: no other part follows.
         """
-        need_w, _, need_b, _ = self.needs
-        dw = db = None
-        if self.tokens is not None:
-            x = Operand(self.tokens(), gather=plan.row_index_S is not None)
-            self.w1_operands, self.tokens = [*self.w1_operands, x], None
-        if need_w:
-            self.w1_operands = self._columns(self.w1_operands)
-            dh, x = self.w1_operands
-            dw = self.ops.wgrad(WgradCall(dh, x, plan, buffers[0]))
-            del dh, x
-        if need_b and self.db1_LH is not None:
-            db = put(plan.select(self.db1_LH), buffers[1])
-        elif need_b and self.b1_operand is not None:
-            db = self.ops.bias_grad(BiasGradCall(self.b1_operand, plan, False, buffers[1]))
+        dw = None
+        if (call := self._w1_call(plan, buffers[0])) is not None:
+            dw = self.ops.wgrad(call)
+            del call
+        db = self._b1_grad(plan, buffers[1])
         if last:
-            self.w1_operands, self.b1_operand = [], None
+            self._free_fc1()
         return dw, db
 
     def fc2_grads(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
         """Gradients of w2 and b2, as `fc1_grads`."""
-        _, need_w, _, need_b = self.needs
-        dw = db = None
-        if need_w:
-            self.w2_operands = self._columns(self.w2_operands)
-            dy, a = self.w2_operands
-            dw = self.ops.wgrad(WgradCall(dy, a, plan, buffers[0]))
-            del dy, a
-        if need_b and self.b2_operand is not None:
-            scaled = plan.row_prob_S is not None
-            db = self.ops.bias_grad(BiasGradCall(self.b2_operand, plan, scaled, buffers[1]))
+        dw = None
+        if (call := self._w2_call(plan, buffers[0])) is not None:
+            dw = self.ops.wgrad(call)
+            del call
+        db = self._b2_grad(plan, buffers[1])
         if last:
-            self.w2_operands, self.b2_operand = [], None
+            self._free_fc2()
         return dw, db
+
+    def write_with(self, later: "WeightGrads", buffers: Sequence[Buffer | None]) -> None:
+        """Write the sums of these gradients and those of another micro-batch.
+
+        Those of weights are computed in one pass (`Backend.wgrad_pair`).
+
+        Args:
+            later: the other micro-batch's, of the same experts.
+            buffers: destinations of all that are wanted.
+        """
+        w1, w2, b1, b2 = buffers
+        others = [None if b is None else b._replace(add=True) for b in (b1, b2)]
+        first, second = self._w2_call(self.plan, w2), later._w2_call(later.plan, None)
+        if first is not None and second is not None:
+            self.ops.wgrad_pair(first, second)
+        del first, second
+        self._b2_grad(self.plan, b2)
+        later._b2_grad(later.plan, others[1])
+        self._free_fc2()
+        later._free_fc2()
+        first, second = self._w1_call(self.plan, w1), later._w1_call(later.plan, None)
+        if first is not None and second is not None:
+            self.ops.wgrad_pair(first, second)
+        del first, second
+        self._b1_grad(self.plan, b1)
+        later._b1_grad(later.plan, others[0])
+        self._free_fc1()
+        later._free_fc1()
+
+    def _w1_call(self, plan: ExpertPlan, buffer: Buffer | None) -> WgradCall | None:
+        """Call for the gradient of w1; None if it is not wanted."""
+        if self.tokens is not None:
+            x = Operand(self.tokens(), gather=plan.row_index_S is not None)
+            self.w1_operands, self.tokens = [*self.w1_operands, x], None
+        if not self.needs[0]:
+            return None
+        self.w1_operands = dh, x = self._columns(self.w1_operands)
+        return WgradCall(dh, x, plan, buffer)
+
+    def _w2_call(self, plan: ExpertPlan, buffer: Buffer | None) -> WgradCall | None:
+        """Call for the gradient of w2; None if it is not wanted."""
+        if not self.needs[1]:
+            return None
+        self.w2_operands = dy, a = self._columns(self.w2_operands)
+        return WgradCall(dy, a, plan, buffer)
+
+    def _b1_grad(self, plan: ExpertPlan, buffer: Buffer | None) -> Tensor | None:
+        if self.needs[2] and self.db1_LH is not None:
+            return put(plan.select(self.db1_LH), buffer)
+        if self.needs[2] and self.b1_operand is not None:
+            return self.ops.bias_grad(BiasGradCall(self.b1_operand, plan, False, buffer))
+        return None
+
+    def _b2_grad(self, plan: ExpertPlan, buffer: Buffer | None) -> Tensor | None:
+        if not self.needs[3] or self.b2_operand is None:
+            return None
+        scaled = plan.row_prob_S is not None
+        return self.ops.bias_grad(BiasGradCall(self.b2_operand, plan, scaled, buffer))
+
+    def _free_fc1(self) -> None:
+        self.w1_operands, self.b1_operand = [], None
+
+    def _free_fc2(self) -> None:
+        self.w2_operands, self.b2_operand = [], None
 
     def _columns(self, operands: list[Operand]) -> list[Operand]:
         return [self.ops.columns(x, self.plan) for x in operands]

@@ -187,7 +187,7 @@ def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
     even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
     yield [{"data.micro_batch": size} for size in halvings(d.micro_batch)]
     yield [{"parallel.distributed_optimizer": True}]
-    if p.delay_wgrad == "on":
+    if p.delay_wgrad != "off":
         yield [{"parallel.delay_wgrad": "off"}]
     yield [{"parallel.grad_dtype": "bf16"}]
     yield [{"optim.moments": "bf16"}]

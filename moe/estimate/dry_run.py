@@ -29,9 +29,10 @@ from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
-from phalanx.moe.estimate.gains.delayed_wgrad import refusal, waits
+from phalanx.moe.estimate.gains.delayed_wgrad import PAIRS, refusal, waits
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
 from phalanx.moe.estimate.gains.microbatch_overlap import overlap_effect
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs_refusal, sums_to_products
 from phalanx.moe.estimate.memory import StageMemory, exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
@@ -110,6 +111,8 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
         yield f"          the next micro-batch {overlap_effect(cfg, world, machine)}"
     if cfg.parallel.pipeline > 1:
         yield f"stages    {_stages(cfg, world, machine, asked.parallel.delay_wgrad)}"
+    if PAIRS in (asked.parallel.delay_wgrad, cfg.parallel.delay_wgrad):
+        yield f"pairs     {_pairs(cfg, world, machine)}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
         f"{pluralize(micro_batches(cfg, world), 'micro-batch')} x "
@@ -149,6 +152,17 @@ def _stages(cfg: Config, world: int, machine: Machine, wanted: str) -> str:
     if not reason:
         reason = "operands would not fit" if wanted == "auto" else f"parallel.delay_wgrad={wanted}"
     return f"weight gradients in the backward pass, bubble {off:.3f} s: {reason}"
+
+
+def _pairs(cfg: Config, world: int, machine: Machine) -> str:
+    """Number of micro-batches whose weight gradients experts compute in a pass, and why."""
+    if reason := pairs_refusal(cfg, world):
+        return f"weight gradients of one micro-batch at a time: {reason}"
+    ratio = sums_to_products(cfg, world, machine)
+    return (
+        "experts compute weight gradients of two micro-batches in one pass; for one, memory would "
+        f"need {ratio:.2f} x the time of products"
+    )
 
 
 def _groups(cfg: Config, world: int) -> Iterator[str]:

@@ -6,14 +6,17 @@ from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend
+from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, LayerMemory
 from phalanx.moe.estimate.gains.delayed_wgrad import (
+    AUTO,
+    expert_operands,
     head_operands,
     held_passes,
     layer_operands,
-    refusal,
     waits,
 )
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs, possible
 from phalanx.moe.estimate.pipeline import in_flight_bytes
 from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import (
@@ -74,6 +77,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
     head, per_layer_kind = act.head(), act.per_layer_kind()
     stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
     waiting: list[list[int]] = [[] for _ in range(cfg.parallel.pipeline)]
+    alone = [0] * cfg.parallel.pipeline
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
         kinds, decoder = layer_kinds(cfg, letters, first), letters.count("t")
@@ -86,6 +90,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
         operands = [layer_operands(cfg, world, act.sizes, kind) for kind in kinds]
         operands += [head_operands(cfg, act.sizes)] * letters.count("L")
         waiting[i % cfg.parallel.pipeline].append(sum(operands))
+        alone[i % cfg.parallel.pipeline] += sum(expert_operands(cfg, act.sizes, k) for k in kinds)
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
     copies = fp8_copy_bytes(cfg, world)
     memory = [
@@ -100,15 +105,22 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
         )
         for i, chunks in enumerate(stages)
     ]
+    if pairs(cfg, world):
+        memory = [replace(m, waiting=size) for m, size in zip(memory, alone, strict=True)]
     return _delayed(memory, [max(chunks) for chunks in waiting]) if waits(cfg) else memory
 
 
 def _delayed(memory: list[StageMemory], operands: list[int]) -> list[StageMemory]:
-    """Memory with weight gradients that wait, from the bytes of their operands in one pass."""
+    """Memory with weight gradients that wait for transfers.
+
+    Args:
+        memory: without them.
+        operands: bytes of their operands in one pass, of each stage.
+    """
     most, delayed = max(m.peak for m in memory), []
     for m, size in zip(memory, operands, strict=True):
         held = held_passes(m.stage, most - m.peak, size)
-        delayed.append(replace(m, held=held, waiting=(held + 1) * size))
+        delayed.append(replace(m, held=held, waiting=m.waiting + (held + 1) * size))
     return delayed
 
 
@@ -180,14 +192,19 @@ def fp8_weights(cfg: Config, world: int, available: int) -> str:
     return "resident" if needed(resident, world) <= available else "scratch"
 
 
-def delay_wgrad(cfg: Config, world: int, available: int) -> str:
-    """Value of `parallel.delay_wgrad` on ranks that may need `available` bytes.
+def delay_wgrad(cfg: Config, world: int, machine: Machine) -> str:
+    """Value of `parallel.delay_wgrad` on a machine.
 
-    `auto` is `on` where weight gradients can wait, and their operands fit.
+    `auto` is the best value that is possible and whose operands fit.
     """
-    if refusal(cfg):
-        return "off"
-    if cfg.parallel.delay_wgrad != "auto":
-        return cfg.parallel.delay_wgrad
-    delayed = replace(cfg, parallel=replace(cfg.parallel, delay_wgrad="on"))
-    return "on" if needed(delayed, world) <= available else "off"
+    values, _ = possible(cfg, world, machine)
+    if cfg.parallel.delay_wgrad != AUTO:
+        return values[0]
+    *better, least = values
+    fit = (v for v in better if needed(with_delayed(cfg, v), world) <= machine.room)
+    return next(fit, least)
+
+
+def with_delayed(cfg: Config, value: str) -> Config:
+    """A copy with this `parallel.delay_wgrad`."""
+    return replace(cfg, parallel=replace(cfg.parallel, delay_wgrad=value))

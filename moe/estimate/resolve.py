@@ -36,7 +36,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if multiplies_fp8(cfg):
         cfg.precision.weights = fp8_weights(cfg, world, machine.room)
     cfg.parallel.overlap_microbatches = microbatch_overlap(cfg, world, machine, machine.room).value
-    cfg.parallel.delay_wgrad = delay_wgrad(cfg, world, machine.room)
+    cfg.parallel.delay_wgrad = delay_wgrad(cfg, world, machine)
     return cfg
 
 

@@ -17,13 +17,14 @@ from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
-from phalanx.configs.tables.machines import machine_of
+from phalanx.configs.tables.machines import MACHINES, machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.free_memory import free_gpu_memory
-from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges, refusal
+from phalanx.moe.estimate.gains.delayed_wgrad import ON, PAIRS, beside_exchanges
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
-from phalanx.moe.estimate.memory import needed
+from phalanx.moe.estimate.gains.wgrad_pairs import possible
+from phalanx.moe.estimate.memory import needed, with_delayed
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
@@ -218,32 +219,41 @@ def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
     return overlaps, [Choice("micro-batches", "overlap" if overlaps else "in turn", reason)]
 
 
+_DELAYED = {
+    ON: "while a stage would wait for transfers",
+    PAIRS: "while a stage would wait for transfers, those of experts for two micro-batches at once",
+}
+"""When weight gradients are computed, by the value of `parallel.delay_wgrad`."""
+
+
 def choose_delayed_wgrad(cfg: Config, runtime: Runtime) -> list[Choice]:
-    """Choice of when stages compute weight gradients, on all ranks; none without. Collective.
+    """Choice of when weight gradients are computed, on all ranks; none if at once. Collective.
 
     Args:
-        cfg: result of `with_choices`, with the transport, graph and FP8 weights that were chosen.
+        cfg: result of `with_choices`, with the transport, graph, FP8 weights and overlap of
+            micro-batches that were chosen.
         runtime: this rank, before the model is built.
     """
-    if beside_exchanges(cfg):
-        return [Choice("wgrad", "overlap", "exchanges of the backward pass")]
-    if cfg.parallel.pipeline == 1:
+    wanted, setting = cfg.parallel.delay_wgrad, f"parallel.delay_wgrad={cfg.parallel.delay_wgrad}"
+    (*better, least), reason = possible(cfg, runtime.world, MACHINES[cfg.run.machine])
+    if beside_exchanges(cfg) and least != PAIRS:
+        why = f"; {setting}; {reason}" if wanted == PAIRS else ""
+        return [Choice("wgrad", "overlap", f"exchanges of the backward pass{why}")]
+    if cfg.parallel.pipeline == 1 and wanted != PAIRS:
         return []
-    wanted, reason = cfg.parallel.delay_wgrad, refusal(cfg)
-    if reason:
-        return [Choice("wgrad", "off", f"parallel.delay_wgrad={wanted}; {reason}")]
-    if wanted != "auto":
-        return [Choice("wgrad", wanted, f"parallel.delay_wgrad={wanted}")]
+    if not better:
+        return [Choice("wgrad", least, f"{setting}; {reason}" if reason else setting)]
     if runtime.device.type == "cpu":
-        return [Choice("wgrad", "on", "auto; while a stage would wait for transfers")]
-    delayed = replace(cfg, parallel=replace(cfg.parallel, delay_wgrad="on"))
-    need, free = needed(delayed, runtime.world), free_gpu_memory(runtime.device).free
-    fits = gather(need <= free)
-    operands = f"with their operands {storage(need)} of {storage(free)} would be needed"
-    if all(fits):
-        return [Choice("wgrad", "on", f"auto; while a stage would wait; {operands}")]
-    least = "" if need > free else ", and another rank has less free memory"
-    return [Choice("wgrad", "off", f"auto; {operands}{least}")]
+        return [Choice("wgrad", ON, f"auto; {_DELAYED[ON]}")]
+    free, told = free_gpu_memory(runtime.device).free, ""
+    for value in better:
+        need = needed(with_delayed(cfg, value), runtime.world)
+        fits = gather(need <= free)
+        told = f"with their operands {storage(need)} of {storage(free)} would be needed"
+        if all(fits):
+            return [Choice("wgrad", value, f"auto; {_DELAYED[value]}; {told}")]
+    told += "" if need > free else ", and another rank has less free memory"
+    return [Choice("wgrad", least, f"auto; {told}")]
 
 
 def choose_copy_costs(cfg: Config, runtime: Runtime) -> CopyCosts:

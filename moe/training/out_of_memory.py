@@ -63,7 +63,7 @@ def advice(cfg: Config, world: int) -> str:
 def _remedies(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
     """Changes of knobs that save memory, for each remedy the smallest change first."""
     d, p, r = cfg.data, cfg.parallel, cfg.run
-    if p.pipeline > 1 and p.delay_wgrad != "off":
+    if p.delay_wgrad == "pairs" or (p.pipeline > 1 and p.delay_wgrad != "off"):
         yield [{"parallel.delay_wgrad": "off"}]
     if d.micro_batch > 1:
         yield [{"data.micro_batch": largest_divisor(d.micro_batch, d.micro_batch - 1)}]

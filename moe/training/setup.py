@@ -20,8 +20,10 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
-from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges
+from phalanx.kernels.wgrad_queue import Waiting
+from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges, waits
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
@@ -104,10 +106,8 @@ class BuiltModel:
     """See `Job.places`."""
     overlaps: bool
     """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
-    held: int | None
-    """Backward passes whose weight gradients may wait for transfers; None: none waits for one."""
-    hides_exchanges: bool
-    """Weight gradients wait for the next exchange of the backward pass."""
+    wgrads: Waiting
+    """What weight gradients wait for."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -130,8 +130,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         device=runtime.device,
         graph=built.captured,
         overlap_microbatches=built.overlaps,
-        held=built.held,
-        hides_exchanges=built.hides_exchanges,
+        wgrads=built.wgrads,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     return Job(
@@ -193,6 +192,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     for choice in weights:
         resolved.precision.weights = choice.backend
     overlaps, overlap_line = choose_overlap(resolved, runtime)
+    resolved.parallel.overlap_microbatches = "on" if overlaps else "off"
     if overlaps:
         transport = replace(transport, pass_groups=pass_groups(groups.pg.ep))
     delayed = choose_delayed_wgrad(resolved, runtime)
@@ -228,14 +228,14 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
-    held = None
-    if any(choice.backend == "on" for choice in delayed):
-        resolved.parallel.delay_wgrad = "on"
-        held = stage_memory(resolved, runtime.world)[groups.pg.pp.rank()].held
     hides = beside_exchanges(resolved)
-    return BuiltModel(
-        config, groups, choices, captured, budget, chunks, places, overlaps, held, hides
-    )
+    if not hides:
+        resolved.parallel.delay_wgrad = delayed[0].backend if delayed else "off"
+    held = None
+    if waits(resolved):
+        held = stage_memory(resolved, runtime.world)[groups.pg.pp.rank()].held
+    wgrads = Waiting(held, hides, pairs(resolved, runtime.world))
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps, wgrads)
 
 
 def _moe_options(

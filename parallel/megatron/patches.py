@@ -160,7 +160,7 @@ def reduce_in_order(chunk: DistributedDataParallel) -> None:
 
 def _arrive(group: Any, register: Callable[..., None], *given: Any) -> None:
     if group.is_last_microbatch:  # otherwise nothing would happen, now; it may be the last later
-        wgrad_queue.submit(partial(register, *given))
+        wgrad_queue.submit(partial(register, *given), follows=given[:1])
 
 
 @contextmanager

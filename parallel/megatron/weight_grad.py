@@ -21,7 +21,7 @@ class Accumulate:
     @staticmethod
     def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
         """main_grad += grad^T @ input in fp32, now or from the queue of weight gradients."""
-        if wgrad_queue.is_open() and _is_shared(input_TI):
+        if wgrad_queue.delays() and _is_shared(input_TI):
             input_TI = input_TI.clone()
         wgrad_queue.submit(partial(accumulate, input_TI, grad_TO, main_grad_OI))
 

@@ -62,6 +62,12 @@ FP8_GEMMS = {
 }
 """Bar and goal of the FP8 MLP's GEMMs, operands quantised beforehand; weight gradients in `square`
 blocks."""
+WGRAD_PAIRS: dict[Shape, tuple[float, float | None]] = {
+    (8192, 2880, 2880, 16): (1.25, 1.5),
+    (8192, 2048, 768, 64): (1.25, 1.5),
+}
+"""Rows of a micro-batch, hidden, expert width, experts: two micro-batches in one pass over fp32
+sums against two passes."""
 MARGINS = (0, 8, 16, 24, 32)
 ZIPF = 0.6
 SKEW_BAR = 0.95
@@ -88,10 +94,11 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "host": ((256, 256, 128, 8, 2),),
     "fp8": (*MLP, *CROSSOVER),
     "fp8_gemms": tuple(MLP),
+    "wgrad_pairs": (*WGRAD_PAIRS, (32768, 2880, 2880, 16)),
 }
 """Shapes of each suite."""
 SIZES = {
-    **dict.fromkeys(("mlp", "margins", "skew", "fp8", "fp8_gemms"), (4,)),
+    **dict.fromkeys(("mlp", "margins", "skew", "fp8", "fp8_gemms", "wgrad_pairs"), (4,)),
     **dict.fromkeys(("layer", "host"), (5,)),
     "gather": (4, 5),
 }

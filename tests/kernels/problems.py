@@ -5,6 +5,7 @@ rows of W1.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels import wgrad_queue
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, one_group
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.sort_pairs import gather_rows
+from phalanx.kernels.wgrad_queue import Waiting
 
 ACTIVATIONS = [
     Activation("swiglu"),
@@ -137,18 +140,19 @@ def forward(
     split: bool = False,
     poison: bool = False,
     order_L: Tensor | None = None,
+    stays: bool = False,
     **spec: Any,
 ) -> Tensor:
     """Output of `run`, computed from the leaves.
 
     With `split`, rows are gathered before the MLP and summed after it. `poison` is a
-    split that puts NaN in dy's padding.
+    split that puts NaN in dy's padding. `stays` as in `grouped_mlp`.
     """
     weights = MLPWeights(*(leaves.get(name) for name in ("w1", "w2", "b1", "b2")))
     how = MLPSpec(p.act, backend, **spec)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order_L)
     if not split and not poison:
-        return grouped_mlp(leaves["x"], weights, plan, how)
+        return grouped_mlp(leaves["x"], weights, plan, how, stays=stays)
     x_SD = _Gather.apply(leaves["x"], plan, backend)
     sorted_rows = plan._replace(row_index_S=None, inverse_NK=None)
     out = grouped_mlp(x_SD, weights, sorted_rows, how)
@@ -265,3 +269,20 @@ def gradients(out: Tensor, dout: Tensor, leaves: dict[str, Tensor]) -> Result:
 def _expert_of_rows(p: Problem) -> list[int]:
     counts = p.offsets.diff().tolist()
     return [e for e, count in enumerate(counts) for _ in range(count)]
+
+
+def two_micro_batches(problems: Sequence[Problem], backend: str, **spec: Any) -> Result:
+    """Sums of weight gradients of problems with the same weights, which a queue may pair.
+
+    They are added to buffers of ones.
+    """
+    weights = [name for name in ("w1", "w2", "b1", "b2") if getattr(problems[0], name) is not None]
+    shared = {name: t for name, t in leaves_of(problems[0]).items() if name in weights}
+    for leaf in shared.values():
+        leaf.main_grad = torch.ones(leaf.shape)  # type: ignore[attr-defined]
+    with wgrad_queue.opened(Waiting(pairs=True)):
+        for p in problems:
+            out = forward(p, leaves_of(p) | shared, backend, accumulate=True, stays=True, **spec)
+            out.backward(p.dout)
+        wgrad_queue.run_all()
+    return {name: leaf.main_grad for name, leaf in shared.items()}  # type: ignore[attr-defined]

@@ -117,16 +117,31 @@ class Fused(UnquantizedMixin):
     def wgrad(self, call: WgradCall) -> Tensor:
         from phalanx.kernels.sm90.experts.wgrad import wgrad
 
-        d, v, plan, into = call.d, call.v, call.plan, call.into
+        (d, v, offsets, index_S), into = call.rows, call.into
         return wgrad(
             d,
             v,
-            plan.offsets,
-            index_S=plan.row_index_S if d.gather or v.gather else None,
+            offsets,
+            index_S=index_S,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
             zeros=into is None or into.zeros,
-            order_L=plan.order_L,
+            order_L=call.plan.order_L,
+            options=self._launch,
+        )
+
+    def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
+        from phalanx.kernels.sm90.experts.wgrad_pair import wgrad_pair
+
+        into = first.into
+        assert into is not None
+        return wgrad_pair(
+            first.rows,
+            second.rows,
+            into.out,
+            accumulate=into.add,
+            zeros=into.zeros,
+            order_L=first.plan.order_L,
             options=self._launch,
         )
 

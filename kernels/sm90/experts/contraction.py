@@ -6,6 +6,7 @@ d and up to 256 of v, in boxes of 64 columns with 128 bytes a row, swizzled. Sta
 whole: the loading warps make rows after the expert's last one zero in both operands.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -242,6 +243,12 @@ class ContractionMma:
         shape = tiled_mma.partition_shape_C((TILE_ROWS, loop.columns))
         self.tile = self.acc = cute.make_rmem_tensor(shape, Float32)
 
+    def of_segment(self, tiled_mma: cute.TiledMma, operands: tuple[Any, ...]) -> "ContractionMma":
+        """The side for another segment, with the same accumulators."""
+        other = copy(self)
+        other.tiled_mma = tiled_mma
+        return other
+
     def begin(self) -> tuple[State, State]:
         """States of the stage to multiply next and of the one to release next."""
         user = pipeline.PipelineUserType.Consumer
@@ -253,18 +260,24 @@ class ContractionMma:
 
     @cute.jit
     def __call__(
-        self, states: tuple[State, State], row: Int32, rows: Int32, down: Int32, across: Int32
+        self,
+        states: tuple[State, State],
+        row: Int32,
+        rows: Int32,
+        down: Int32,
+        across: Int32,
+        add: Any = False,
     ) -> tuple[State, State]:
-        """Multiply the stages of `rows` >= 1 rows into a fresh accumulator."""
+        """Multiply the stages of `rows` >= 1 rows; `add` to the accumulator, or overwrite it."""
         read, free = states  # `free` is a stage behind `read`
         blocks = blocks_of(rows)
         self._wait_for_leader(read, blocks)
         # Orders the epilogue's reads of the accumulator before the wgmma that overwrite it.
         warpgroup.fence()
-        self._block(read, True)
+        self._block(read, add)
         read.advance()
         for _ in cutlass.range(1, blocks, unroll=1):
-            self._block(read, False)
+            self._block(read, True)
             read.advance()
             # One wgmma group stays in flight: the one before it has ended, so its stage is free.
             warpgroup.wait_group(1)
@@ -280,13 +293,14 @@ class ContractionMma:
         return states
 
     @cute.jit
-    def _block(self, state: State, fresh: cutlass.Constexpr) -> None:
+    def _block(self, state: State, add: Any) -> None:
         self.ring.consumer_wait(state)
         if cutlass.const_expr(self.loop.gathered is not None):
             # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
         for k in cutlass.range_constexpr(cute.size(self.d, mode=[2])):
-            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
+            adds = add if cutlass.const_expr(k == 0) else True
+            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, adds)
             at = (None, None, k, state.index)
             cute.gemm(self.tiled_mma, self.acc, self.d[at], self.v[at], self.acc)
         warpgroup.commit_group()

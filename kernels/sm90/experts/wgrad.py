@@ -6,6 +6,8 @@ stream and without reading anything on the host. In bf16 one of the operands may
 both are transposed, which also brings a gathered one into the experts' order.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -74,7 +76,7 @@ def wgrad(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    _check_sizes(d, v, offsets, index_S)
+    check_sizes(d, v, offsets, index_S)
     O, I, L = channels_of(d), channels_of(v), len(offsets) - 1  # noqa: E741
     if accumulate and out_LOI is None:
         raise ValueError("accumulate: needs out_LOI to add to")
@@ -84,12 +86,37 @@ def wgrad(
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out_dtype}")
     config = WgradConfig(
-        _math(d, v, tile),
+        math_of(d, v, tile),
         fp32_out=out_dtype == torch.float32,
         add=accumulate,
         ordered=order_L is not None,
         zeros=zeros or accumulate,
     )
+    rows = arguments(device, d, v, offsets, index_S)
+    require(
+        device,
+        out=(out_LOI, out_dtype, (L, O, I)),
+        order=(order_L, torch.int32, (L,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    if not tokens_of(d) or not tokens_of(v):
+        return out_LOI if accumulate or not zeros else out_LOI.zero_()
+    launch_persistent(
+        *(WgradKernel, config, device, options, counter),
+        **dict(**rows, dw=out_LOI, order=order_L),
+        L=L,
+    )
+    return out_LOI
+
+
+def arguments(
+    device: torch.device, d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None
+) -> dict[str, Any]:
+    """Arguments of the kernel for the rows of a segment, checked.
+
+    Raises:
+        ValueError: shape, dtype, strides, alignment or device.
+    """
     S = tokens_of(v if d.gather else d)
     factors = dict(
         d=factor(device, "d", d, tokens_of(d) if d.gather else S),
@@ -97,23 +124,13 @@ def wgrad(
     )
     require(
         device,
-        offsets=(offsets, torch.int32, (L + 1,)),
-        out=(out_LOI, out_dtype, (L, O, I)),
+        offsets=(offsets, torch.int32, offsets.shape),
         index=(index_S, torch.int32, (S,)),
-        order=(order_L, torch.int32, (L,)),
-        counter=(counter, torch.int32, (1,)),
     )
-    if not all(f.tokens for f in factors.values()):
-        return out_LOI if accumulate or not zeros else out_LOI.zero_()
-    launch_persistent(
-        *(WgradKernel, config, device, options, counter),
-        **dict(**factors, dw=out_LOI, index=index_S, offsets=offsets, order=order_L),
-        L=L,
-    )
-    return out_LOI
+    return dict(**factors, index=index_S, offsets=offsets)
 
 
-def _check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None) -> None:
+def check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None) -> None:
     """Check what can be told of operands without their device.
 
     Raises:
@@ -161,7 +178,7 @@ def _check_columns(d: Operand, v: Operand) -> None:
         raise ValueError("v's scale must be contiguous and start at a multiple of 8 bytes")
 
 
-def _math(d: Operand, v: Operand, tile: int | None) -> WgradMath:
+def math_of(d: Operand, v: Operand, tile: int | None) -> WgradMath:
     """The product for the operands' format, with tiles of so many columns or of the best."""
     columns = tile or choose(channels_of(v))
     if isinstance(d.matrix, QuantizedColumns):

@@ -6,6 +6,10 @@ without rows get zeros, or nothing where the kernel adds or nobody reads them. T
 stay on the device: offsets[e] to offsets[e + 1] are expert e's, and rows from offsets[L] on have no
 influence.
 
+The rows of an expert may lie in two segments, each with operands and offsets of its own, such as
+the rows of two micro-batches (`WgradPairKernel`). A tile is then the sum over the rows of the first
+segment and of the second one, and is stored once.
+
 How stages are loaded and multiplied is a `WgradMath`: `contraction.Contraction` of rows in bf16,
 `fp8.contraction.Fp8Contraction` of columns in FP8.
 
@@ -32,10 +36,12 @@ Pipelines, and the arrivals that complete a phase of their barriers:
 
 In bf16 the second group runs 2 stages behind the first: one stores a tile while the other
 multiplies.
+
+A tile has a record for each segment, which differ in their rows alone.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -108,7 +114,21 @@ class WgradMath(Protocol):
         """Side of the clearing warp, if there is one."""
 
     def multiplier(self, storage: Any, tiled_mma: cute.TiledMma, operands: Any) -> Any:
-        """Side of a multiplying warp group; its `tile` holds the accumulators after a call."""
+        """Side of a multiplying warp group; its `tile` holds the accumulators after a call.
+
+        Its `of_segment` returns the side for another segment, which adds to the same accumulators.
+        """
+
+
+class Segment(NamedTuple):
+    """Rows of the experts, host side."""
+
+    d: Factor
+    v: Factor
+    index: IntPtr
+    """int32 [S]; read only if an operand is gathered."""
+    offsets: IntPtr
+    """int32 [L + 1]."""
 
 
 @dataclass(frozen=True)
@@ -173,21 +193,34 @@ class WgradKernel:
             offsets: int32 [L + 1]. order: int32 [L]; read only with config.ordered.
             counter: int32 [1], 0 before and after. ctas: size of the grid.
         """
+        self.start((Segment(d, v, index, offsets),), dw, order, counter, L, ctas, stream)
+
+    def start(
+        self,
+        segments: tuple[Segment, ...],
+        dw: cute.Pointer,
+        order: cute.Pointer,
+        counter: cute.Pointer,
+        L: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch for the rows of all segments; O and I are those of the first one."""
         config = self.config
         loop = config.contraction
-        O, I = (cute.assume(x.channels, divby=64) for x in (d, v))  # noqa: E741
+        O, I = (cute.assume(x.channels, divby=64) for x in segments[0][:2])  # noqa: E741
         wide_i = cute.assume(Int64(I), divby=64)
         plane = cute.assume(Int64(O) * Int64(I), divby=64)
         layout = cute.make_layout((O, I, L), stride=(wide_i, 1, plane))
-        loads, operands = loop.operands(d, v, index)
+        both = [loop.operands(s.d, s.v, s.index) for s in segments]
         self.kernel(
-            loads,
+            tuple(loads for loads, _ in both),
             config.output.tma(
                 cute.make_tensor(cute.recast_ptr(dw, dtype=config.output.dtype), layout)
             ),
             loop.tiled_mma(),
-            operands,
-            vector(offsets, L + 1),
+            tuple(operands for _, operands in both),
+            tuple(vector(s.offsets, L + 1) for s in segments),
             vector(order, L),
             vector(counter, 1),
             L,
@@ -203,11 +236,11 @@ class WgradKernel:
     @cute.kernel
     def kernel(
         self,
-        loads: tuple[Any, ...],
+        loads: tuple[tuple[Any, ...], ...],
         stores: tuple[Any, Any],
         tiled_mma: cute.TiledMma,
-        operands: tuple[Any, ...],
-        offsets: cute.Tensor,
+        operands: tuple[tuple[Any, ...], ...],
+        offsets: tuple[cute.Tensor, ...],
         order: cute.Tensor,
         counter: cute.Tensor,
         experts: Int32,
@@ -223,9 +256,9 @@ class WgradKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         storage = cutlass.utils.SmemAllocator().allocate(layout)
-        shape = loop.shape(operands)
+        shape = loop.shape(operands[0])
         tiles = ExpertTiles(
-            offsets,
+            offsets[0],
             order,
             config.ordered,
             config.schedule.band,
@@ -234,11 +267,11 @@ class WgradKernel:
             (shape[1] + (loop.columns - 1)) // loop.columns,
         )
         scheduler = Scheduler(
-            config.schedule, storage.schedule, offsets, counter, experts, tiles.column_tiles
+            config.schedule, storage.schedule, offsets[0], counter, experts, tiles.column_tiles
         )
         if warp == 0:
-            for descriptor in (*loads[::2], stores[0]):
-                # Atom and tensor alternate; a gathered operand has neither.
+            # Atom and tensor alternate; a gathered operand has neither.
+            for descriptor in (*(atom for of in loads for atom in of[::2]), stores[0]):
                 cpasync.prefetch_descriptor(descriptor)
             scheduler.init_barriers()
             loop.init_barriers(storage.contraction)
@@ -249,37 +282,50 @@ class WgradKernel:
         if group == 0:
             cute.arch.setmaxregister_decrease(loop.registers[0])
             # Registers of the accumulators come from this group, as in `gemm.gemm`.
-            load = loop.loader(storage.contraction, loads, operands, warp)
+            load = tuple(
+                loop.loader(storage.contraction, *of, warp)
+                for of in zip(loads, operands, strict=True)
+            )
             # The first warp leads the others; alone it needs no test.
             leads = True if cutlass.const_expr(loop.loading_warps == 1) else warp == 0
             if cutlass.const_expr(loop.loading_warps == 4):
-                self._load(load, scheduler, tiles, leads, ctas)
+                self._load(load, scheduler, tiles, offsets[1:], leads, ctas)
             else:
                 if warp == 0:
-                    self._load(load, scheduler, tiles, leads, ctas)
+                    self._load(load, scheduler, tiles, offsets[1:], leads, ctas)
                 if cutlass.const_expr(loop.loading_warps == 2):
                     if warp == 1:
                         self._clear(loop.clear(storage.contraction), scheduler)
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
-            mma = loop.multiplier(storage.contraction, tiled_mma, operands)
+            mma = loop.multiplier(storage.contraction, tiled_mma, operands[0])
+            # An MMA for each segment: what it is set to in a branch is not known outside of it.
+            others = [mma.of_segment(loop.tiled_mma(), of) for of in operands[1:]]
             store = Stores(
                 *(loop.store_for_each_tile, config.output, storage.output),
                 *(loop.output_mma(tiled_mma), stores, shape),
             )
-            self._compute(mma, store, scheduler)
+            self._compute((mma, *others), store, scheduler)
         cute.arch.sync_threads()
 
     @cute.jit
     def _load(
-        self, load: Any, scheduler: Scheduler, tiles: ExpertTiles, leads: Any, ctas: Int32
+        self,
+        loaders: tuple[Any, ...],
+        scheduler: Scheduler,
+        tiles: ExpertTiles,
+        others: tuple[cute.Tensor, ...],
+        leads: Any,
+        ctas: Int32,
     ) -> None:
         """Loading warp: tiles to stages; the first one also finds the tile after the current one.
 
-        The claim is issued when a tile begins and read half-way: by then the atomic has returned,
-        and the stages hold enough work to hide a look-up.
+        The claim is issued when the last segment of a tile begins and read half-way: by then the
+        atomic has returned, and the stages hold enough work to hide a look-up.
+
+        Args:
+            loaders: those of each segment. others: offsets of the segments behind the first one.
         """
-        begin_tile, load_half = load.begin, load.half
         tile, first = Int32(0), Int32(0)
         window_expert, begin, end = Int32(0), Int32(0), Int32(0)
         if leads:
@@ -291,14 +337,24 @@ class WgradKernel:
             scheduler.send(Int32(0), row, stop, position, expert)
             if expert < 0:
                 scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-        number, state = Int32(0), load.state()
+        number, state = Int32(0), loaders[0].state()
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
+            for segment in cutlass.range_constexpr(len(others)):
+                blocks = loaders[segment].begin(row, stop, position)
+                state, blocks = loaders[segment].half(state, blocks, False)
+                if leads:
+                    # The same in all lanes, and as far ahead of its use as a look-up.
+                    next_row, next_stop = others[segment][expert], others[segment][expert + 1]
+                    scheduler.send(number + 1, next_row, next_stop, position, expert)
+                state, blocks = loaders[segment].half(state, blocks, True)
+                number += 1
+                row, stop, position, expert = scheduler.read(number)
             claimed = Int32(0)
             if leads:
                 claimed = scheduler.claim()
-            blocks = begin_tile(row, stop, position)
-            state, blocks = load_half(state, blocks, False)
+            blocks = loaders[-1].begin(row, stop, position)
+            state, blocks = loaders[-1].half(state, blocks, False)
             if leads:
                 tile = scheduler.claimed_tile(claimed)
                 (
@@ -314,7 +370,7 @@ class WgradKernel:
                 scheduler.send(number + 1, next_row, next_stop, next_position, next_expert)
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles.each * tiles.experts)
-            state, blocks = load_half(state, blocks, True)
+            state, blocks = loaders[-1].half(state, blocks, True)
             # The next record is read before the store: its slot is released, and warp 0 can send
             # the one after it while this group stores.
             number += 1
@@ -332,8 +388,13 @@ class WgradKernel:
             row, stop, _, expert = scheduler.read(number)
 
     @cute.jit
-    def _compute(self, mma: Any, stores: Stores, scheduler: Scheduler) -> None:
-        """Multiplying warp group: stages to accumulators to a tile of dw."""
+    def _compute(self, mmas: tuple[Any, ...], stores: Stores, scheduler: Scheduler) -> None:
+        """Multiplying warp group: stages to accumulators to a tile of dw.
+
+        Args:
+            mmas: sides of each segment, with the same accumulators.
+        """
+        mma = mmas[0]
         store, size_of, advance = stores.get, mma.size, mma.advance
         number, carry = Int32(0), mma.begin()
         row, stop, position, expert = scheduler.read(number)
@@ -343,6 +404,14 @@ class WgradKernel:
             if size > 0:
                 carry = mma(carry, row, size, down, across)
             carry = advance(carry, size)
+            for segment in cutlass.range_constexpr(1, len(mmas)):
+                number += 1
+                row, stop, position, expert = scheduler.read(number)
+                more = size_of(row, stop)
+                if more > 0:
+                    carry = mmas[segment](carry, row, more, down, across, size > 0)
+                carry = advance(carry, more)
+                size += more
             number += 1
             row, stop, position, expert = scheduler.read(number)
             if size > 0:
@@ -351,3 +420,33 @@ class WgradKernel:
                 if cutlass.const_expr(self.config.zeros and not self.config.add):
                     store().zeros(down, across, tile_expert)
         store().finish()
+
+
+class WgradPairKernel(WgradKernel):
+    """`WgradKernel` of two segments."""
+
+    @cute.jit
+    def __call__(
+        self,
+        d: Factor,
+        v: Factor,
+        index: IntPtr,
+        offsets: IntPtr,
+        d2: Factor,
+        v2: Factor,
+        index2: IntPtr,
+        offsets2: IntPtr,
+        dw: BytesPtr,
+        order: IntPtr,
+        counter: IntPtr,
+        L: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch, see `WgradKernel`.
+
+        Args:
+            d, v, index, offsets: the first segment. d2, v2, index2, offsets2: the second one.
+        """
+        both = Segment(d, v, index, offsets), Segment(d2, v2, index2, offsets2)
+        self.start(both, dw, order, counter, L, ctas, stream)

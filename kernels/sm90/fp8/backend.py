@@ -100,7 +100,12 @@ class FusedFP8(FP8Operands, Fused):
     def wgrad(self, call: WgradCall) -> Tensor:
         if self._recipe.wgrad == "bf16":
             return self._emulated.wgrad(call)
-        return super().wgrad(call._replace(plan=call.plan.relocated(column_offsets)))
+        return super().wgrad(_of_columns(call))
+
+    def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
+        if self._recipe.wgrad == "bf16":
+            return self._emulated.wgrad_pair(first, second)
+        return super().wgrad_pair(_of_columns(first), _of_columns(second))
 
     def _weights(self, linear: Linear) -> Quantized:
         copies = weight_copies(linear, keep=self._keep)
@@ -111,3 +116,8 @@ class FusedFP8(FP8Operands, Fused):
     def _in_bf16(self, x: Operand) -> Tensor:
         values: Tensor = in_dtype(x, torch.bfloat16)
         return values
+
+
+def _of_columns(call: WgradCall) -> WgradCall:
+    """The call with a plan for the tokens of columns, in whole blocks."""
+    return call._replace(plan=call.plan.relocated(column_offsets))

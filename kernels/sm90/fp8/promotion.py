@@ -97,14 +97,18 @@ class Promotion:
             self.ring.consumer_release(self.ring.consumer_wait_block(first + k))
 
     @cute.jit
-    def multiply(self, first: Int32, blocks: Int32, scales: Scales) -> None:
-        """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
+    def multiply(self, first: Int32, blocks: Int32, scales: Scales, add: Any = False) -> None:
+        """Multiply `blocks` >= 1 stages, from block number `first` on; `add` to the accumulator, or
+        overwrite it.
 
         All but the additions is done while wgmma run: the scales of the block after the next one
         are requested (none past the last), and the next stage is looked for.
         """
         # Not by the first wgmma: it overwrites the temporary accumulator alone.
-        self.acc.fill(0.0)
+        if cutlass.const_expr(add is False):
+            self.acc.fill(0.0)
+        else:
+            self._keep(add)
         ring, last = self.ring, len(self.b) - 1
         rows, columns = scales.rows, scales.columns
         # By division once a tile; `next_position` counts on from there.
@@ -138,6 +142,13 @@ class Promotion:
                 self._add(p, k, a, b, scales)
             stage, phase = next_stage, next_phase
             a, b, next_a, next_b = next_a, next_b, then_a, then_b
+
+    def _keep(self, add: Boolean) -> None:
+        """Clear the accumulators unless `add`."""
+        # The temporary ones too: no registers for their values while scales are looked up.
+        self.temporary.fill(0.0)
+        for i in range(cute.size(self.acc)):
+            self.acc[i] = cutlass.select_(add, self.acc[i], Float32(0.0))
 
     def _load_rows(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
         load = ptx.load_fresh_if if self.fresh else ptx.load_constant_if

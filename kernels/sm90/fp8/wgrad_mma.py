@@ -7,6 +7,7 @@ two of every eight, when it needs them: all warps of the CTA read the same ones,
 has brought to the L1 cache.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,13 @@ class Fp8WgradMma(Promotion):
         # The flat accumulators as those of one wgmma over all columns, which is what `Store` takes.
         self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
 
+    def of_segment(self, tiled_mma: cute.TiledMma, operands: tuple[Any, ...]) -> "Fp8WgradMma":
+        """The side for another segment, with the same accumulators."""
+        other = copy(self)
+        other.tiled_mma = tiled_mma
+        other.of_d, other.of_v, *_ = operands[2]
+        return other
+
     def begin(self) -> Int32:
         """Stages filled before the first tile."""
         return Int32(0)
@@ -53,15 +61,23 @@ class Fp8WgradMma(Promotion):
 
     @cute.jit
     def __call__(
-        self, filled: Int32, row: Int32, blocks: Int32, down: Int32, across: Int32
+        self,
+        filled: Int32,
+        row: Int32,
+        blocks: Int32,
+        down: Int32,
+        across: Int32,
+        add: Any = False,
     ) -> Int32:
         """Multiply `blocks` stages from number `filled` on: those of the tokens from `row` on.
 
-        `down` and `across` are the tile's row and column.
+        `down` and `across` are the tile's row and column; `add` to the accumulator, or overwrite
+        it.
         """
         channel = down * TILE_ROWS + self.group * _ROWS
         if channel < self.rows:
-            self.multiply(filled, blocks, self._scales(row // BLOCK, channel, across))
+            scales = self._scales(row // BLOCK, channel, across)
+            self.multiply(filled, blocks, scales, add)
         else:
             self.skip(filled, blocks)
         return filled

@@ -65,7 +65,11 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
     from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
-    from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
+    from phalanx.kernels.sm90.experts.wgrad_kernel import (
+        WgradConfig,
+        WgradKernel,
+        WgradPairKernel,
+    )
     from phalanx.kernels.sm90.fp8.act import Fp8Act
     from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
     from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
@@ -97,11 +101,15 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             for ordered in EITHER:
                 yield WgradKernel, WgradConfig(math, fp32_out, add, ordered)
         yield WgradKernel, WgradConfig(math, True, False, True, zeros=False)  # for replicas
+        for add in EITHER:
+            yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
     for rows_format, (add, zeros) in product(
         ("e4m3", "e5m2"), ((True, True), (False, True), (False, False))
     ):
         math = Fp8Contraction(128, rows_format, vector=True)
         yield WgradKernel, WgradConfig(math, True, add, True, zeros)
+        if zeros:
+            yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
@@ -110,7 +118,11 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
     from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
     from phalanx.kernels.sm90.experts.dprob import DprobConfig, DprobKernel
-    from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
+    from phalanx.kernels.sm90.experts.wgrad_kernel import (
+        WgradConfig,
+        WgradKernel,
+        WgradPairKernel,
+    )
 
     for columns, add, gathered in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(Contraction(columns, gathered), add, add, ordered=True)
@@ -119,6 +131,8 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
         yield WgradKernel, WgradConfig(math, True, False, ordered=True)
         yield WgradKernel, WgradConfig(math, True, False, ordered=True, zeros=False)
         yield WgradKernel, WgradConfig(math, False, True, ordered=True)
+        for fp32_out, add in product(EITHER, EITHER):  # of two micro-batches
+            yield WgradPairKernel, WgradConfig(math, fp32_out, add, ordered=True)
     for columns, fp32_out, add in product((192, 256), EITHER, EITHER):
         yield WgradKernel, WgradConfig(Contraction(columns), fp32_out, add)
     for add, scaled in product(EITHER, EITHER):

@@ -19,15 +19,23 @@ from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.saved_tensors import TokenCounts, saves_fp8_inputs
 
+AUTO, OFF, ON, PAIRS = "auto", "off", "on", "pairs"
+"""Values of `parallel.delay_wgrad`."""
+
 
 def refusal(cfg: Config) -> str:
-    """Reason why no weight gradient can wait; empty if some can.
+    """Reason why no weight gradient can wait for transfers; empty if some can.
 
     Args:
         cfg: valid, with resolved kernels.
     """
     if cfg.parallel.pipeline == 1:
         return "there is one pipeline stage"
+    return not_accumulated(cfg)
+
+
+def not_accumulated(cfg: Config) -> str:
+    """Reason why backward passes return weight gradients; empty if they add them to buffers."""
     if expert_backend(cfg.kernels.backend).stock_layer:
         return f"kernels={cfg.kernels.backend} computes them in the backward pass"
     if not cfg.kernels.gradient_accumulation_fusion:
@@ -44,11 +52,9 @@ def beside_exchanges(cfg: Config) -> bool:
         cfg: valid, with resolved kernels and transport.
     """
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
-    if p.pipeline > 1 or p.delay_wgrad == "off" or transport is None:
+    if p.pipeline > 1 or p.delay_wgrad == OFF or transport is None:
         return False
-    stock = expert_backend(cfg.kernels.backend).stock_layer
-    fused = cfg.kernels.gradient_accumulation_fusion
-    return transport.collective and has_experts(cfg.model) and fused and not stock
+    return transport.collective and has_experts(cfg.model) and not not_accumulated(cfg)
 
 
 def waits(cfg: Config) -> bool:
@@ -57,7 +63,7 @@ def waits(cfg: Config) -> bool:
     Args:
         cfg: valid, with resolved kernels and `parallel.delay_wgrad`.
     """
-    return cfg.parallel.delay_wgrad == "on" and not refusal(cfg)
+    return cfg.parallel.delay_wgrad in (ON, PAIRS) and not refusal(cfg)
 
 
 def experts_wait(cfg: Config, world: int) -> bool:
@@ -86,11 +92,19 @@ def layer_operands(cfg: Config, world: int, counts: TokenCounts, kind: LayerKind
     attention_element = width(cfg) if kind.linear else element
     total = attention_element * channels(chain.from_iterable(matrices)) + element * channels(mlp)
     total *= counts.tokens
-    if kind.dense or not experts_wait(cfg, world):
-        return total
+    return total + (expert_operands(cfg, counts, kind) if experts_wait(cfg, world) else 0)
+
+
+def expert_operands(cfg: Config, counts: TokenCounts, kind: LayerKind) -> int:
+    """Bytes of the operands of the weight gradients of a layer's routed experts."""
+    if kind.dense:
+        return 0
+    m, e = cfg.model, cfg.model.moe
+    quantized, halves = kind.fp8 and saves_fp8_inputs(cfg), ACTIVATIONS[e.activation].halves
+    element = 1 if quantized else width(cfg)
     gathered = quantized or not expert_backend(cfg.kernels.backend).fuses_gather
     tokens = 2 * m.hidden * (counts.rows if gathered else counts.received)
-    return total + routed_element * (tokens + counts.rows * (halves + 1) * e.ffn)
+    return element * (tokens + counts.rows * (halves + 1) * e.ffn)
 
 
 def head_operands(cfg: Config, counts: TokenCounts) -> int:

@@ -1,5 +1,7 @@
 """The operations of a backend by themselves: what they gather, where they write, what they keep."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -74,3 +76,28 @@ def test_weight_gradients_go_where_they_are_sent(backend):
     ops.wgrad(call._replace(into=Buffer(out, add=True)))
     torch.testing.assert_close(out, 2 * fresh.float(), rtol=2**-7, atol=0)
     assert not out[[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("add", [False, True])
+def test_weight_gradients_of_two_micro_batches(backend, add):
+    """Each has rows, an index and experts without rows of its own."""
+    choices = [[-1, 2], [0, 2]] * 15, [[3, 2], [3, -1], [3, 2]] * 10
+    ops, calls, wanted = provider(backend), [], torch.zeros(4, 32, 24, dtype=torch.float64)
+    for choice in choices:
+        p = make(CLAMPED, torch.bfloat16, choice=choice)
+        S, plan = len(p.index), _plan(p)
+        d, v = torch.randn(len(p.x), 32).bfloat16(), torch.randn(S, 24).bfloat16()
+        calls.append(WgradCall(Operand(d, gather=True), Operand(v), plan))
+        for e, (begin, end) in enumerate(itertools.pairwise(plan.offsets.tolist())):
+            rows = plan.row_index_S[begin:end].long()
+            wanted[e] += d[rows].double().T @ v[begin:end].double()
+    out = torch.full((4, 32, 24), 3.0)
+    first = calls[0]._replace(into=Buffer(out, add))
+    assert ops.wgrad_pair(first, calls[1]) is out
+    wanted += 3 if add else 0
+    assert wanted.norm(dim=(1, 2)).count_nonzero() == (4 if add else 3)
+    # `torch` rounds the gradient of a micro-batch to bf16
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-7, atol=2**-4)
+    if backend == "reference":
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)

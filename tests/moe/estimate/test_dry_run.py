@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.records import Record, configured, launch, own, published
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights, stage_memory
@@ -490,7 +492,7 @@ def test_fp8_is_measured_by_both_peaks() -> None:
 def test_weight_gradients_wait_where_their_operands_fit() -> None:
     base = ["experiment=gpt_oss_20b_8gpu", "run=bench", "model.layers=8", "model.moe.experts=16"]
     base += ["parallel.pipeline=2", "parallel.expert=1", "data.micro_batch=1"]
-    base += ["data.global_batch=64"]
+    base += ["data.global_batch=64", "model.moe.top_k=8"]  # rows for whose products memory waits
     text, _ = page(*base, world=8)
     (bubbles,) = re.findall(r"stages    .* wait for transfers: bubble (\S+) s, not (\S+) s", text)
     assert 0 <= float(bubbles[0]) < float(bubbles[1])
@@ -504,8 +506,8 @@ def test_weight_gradients_wait_where_their_operands_fit() -> None:
     assert held == {"off": [0, 0], "on": [0, 1], "auto": [0, 1]}
     known = resolved(cfg, 8, 8)
     known.parallel.delay_wgrad = "auto"
-    assert delay_wgrad(known, 8, needs["on"]) == "on"
-    assert delay_wgrad(known, 8, needs["on"] - 1) == "off"
+    for room, value in ((needs["on"], "on"), (needs["on"] - 1, "off")):
+        assert delay_wgrad(known, 8, with_room(room)) == value
     for more, reason in {
         "parallel.delay_wgrad=off": "parallel.delay_wgrad=off",
         "kernels.gradient_accumulation_fusion=false": "kernels.gradient_accumulation_fusion=false ",
@@ -514,6 +516,46 @@ def test_weight_gradients_wait_where_their_operands_fit() -> None:
         text, _ = page(*base, more, world=8)
         assert re.search(rf"stages .* in the backward pass, bubble \S+ s: {reason}", text), more
     assert "stages    " not in page("experiment=gpt_oss_20b_8gpu", world=8)[0]
+
+
+def test_weight_gradients_of_two_micro_batches_at_once() -> None:
+    """Taken where an expert has so few rows that the sums take longer than the products."""
+    base = ["experiment=gpt_oss_20b_8gpu", "run=bench", "model.layers=8", "model.moe.experts=16"]
+    base += ["parallel.pipeline=2", "parallel.expert=1", "data.micro_batch=1"]
+    base += ["data.global_batch=64", "data.sequence_length=2048"]
+    text, _ = page(*base, world=8)
+    (ratio,) = re.findall(r"pairs     experts .* one pass; .* need (\S+) x the time", text)
+    # 2,048 tokens of 4 experts in 16, and 8 bytes of a sum beside 2 FLOP a row
+    h200 = MACHINES["h200"]
+    want = 4 / (h200.memory_gbs * 1e9) / (512 / (h200.expert_tflops * 1e12))
+    assert float(ratio) == pytest.approx(want, abs=0.005) and want > 1
+    cfg, memory = load(base), {}
+    for cfg.parallel.delay_wgrad in ("on", "pairs", "auto"):
+        known = resolved(cfg, 8, 8)
+        memory[cfg.parallel.delay_wgrad] = stage_memory(known, 8), needed(known, 8)
+    assert memory["auto"] == memory["pairs"] and memory["on"][1] < memory["pairs"][1]
+    # x and the gradient of out of a token, of 2,880 channels; h, its gradient and a of a row
+    sizes_ = sizes(known, 8)
+    expert = 2 * (2 * 2880 * sizes_.received + 3 * 2880 * sizes_.rows)
+    stages = zip(memory["on"][0], memory["pairs"][0], strict=True)
+    more = [m.waiting - (m.held + 1) * on.waiting // (on.held + 1) for on, m in stages]
+    assert sum(more) == 8 * expert and min(more) > 0
+    known.parallel.delay_wgrad = "auto"
+    for value, less in (("on", "off"), ("pairs", "on")):
+        assert delay_wgrad(known, 8, with_room(memory[value][1])) == value
+        assert delay_wgrad(known, 8, with_room(memory[value][1] - 1)) == less
+    alone, _ = page(*base, "parallel.pipeline=1", "parallel.delay_wgrad=pairs", world=8)
+    assert "pairs     experts compute " in alone and "stages    " not in alone
+    assert "of operands of weight gradients that wait" in alone
+    refused, _ = page(*base, "kernels=megatron", "parallel.delay_wgrad=pairs", world=8)
+    assert "pairs     weight gradients of one micro-batch at a time: kernels=megatron " in refused
+
+
+def with_room(bytes_: int) -> Machine:
+    """A machine on which a rank may need so many bytes."""
+    machine = replace(MACHINES["h200"], memory_gib=bytes_ / 2**30, reserved_gib=0)
+    assert machine.room == bytes_
+    return machine
 
 
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:

@@ -70,7 +70,7 @@ def _order(stage: int, stages: int, micro_batches: int, held: int) -> list[tuple
     """Passes of a stage in their order: forward, backward, weight gradients; -1 holds none."""
     ahead = min(stages - stage - 1, micro_batches)
     order = [("f", m) for m in range(ahead)]
-    with wgrad_queue.opened(max(0, held)) as queue:
+    with wgrad_queue.opened(wgrad_queue.Waiting(max(0, held))) as queue:
 
         def backward(m: int) -> None:
             order.append(("b", m))

@@ -18,6 +18,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.free_memory import FreeMemory
+from phalanx.moe.estimate.memory import needed, with_delayed
 from phalanx.moe.training import choices
 from phalanx.moe.training.choices import (
     agreed_experts,
@@ -218,7 +219,8 @@ def test_weight_gradients_wait_if_their_operands_fit_on_all_ranks() -> None:
         given = ["parallel.pipeline=2", *more]
         return run_distributed(_delayed, 2, given, experts, device, [2**40, free])
 
-    for line in told():
+    many = ["data.micro_batch=8", "model.moe.experts=4", "model.moe.top_k=2"]  # rows of an expert
+    for line in told(*many, "data.sequence_length=1024", "data.global_batch=64"):
         assert re.fullmatch(r"on; auto; .*; with their operands .* of 1\.0 TiB would .*", line)
     first, second = told(free=0)
     assert first.startswith("off; auto; with their operands ")
@@ -232,3 +234,45 @@ def test_weight_gradients_wait_if_their_operands_fit_on_all_ranks() -> None:
         "off; parallel.delay_wgrad=auto; kernels=megatron computes them in the backward pass"
     )
     assert set(told("parallel.pipeline=1")) == {""}
+
+
+@pytest.mark.dist
+def test_weight_gradients_of_two_micro_batches_where_experts_have_few_rows() -> None:
+    def told(
+        *more: str, experts: str = "fused", transport: str = "local", free: int = 2**40
+    ) -> str:
+        choose = partial(_lines, choose_delayed_wgrad, transport)
+        given = ["parallel.pipeline=2", *more]
+        (line,) = set(run_distributed(choose, 2, given, experts, "cuda", [free] * 2))
+        return line
+
+    pairs, setting = "parallel.delay_wgrad=pairs", "pairs; parallel.delay_wgrad=pairs"
+    assert re.fullmatch(r"pairs; auto; .*for two micro-batches at once; with their .*", told())
+    need = {
+        value: needed(with_delayed(_chosen("parallel.pipeline=2"), value), 2)
+        for value in ("pairs", "on")
+    }
+    assert need["on"] < need["pairs"]
+    assert told(free=need["pairs"]).startswith("pairs; auto; ")
+    assert told(free=need["pairs"] - 1).startswith("on; auto; ")
+    assert told(free=need["on"] - 1).startswith("off; auto; ")
+    assert told(experts="torch").startswith("on; auto; ")
+    assert told(pairs, free=0) == told(pairs, experts="torch") == setting
+    assert told(pairs, "parallel.pipeline=1", "parallel.expert=1") == setting
+    exchanging = [pairs, "parallel.pipeline=1", "parallel.expert=2"]
+    assert told(*exchanging, transport="alltoall") == setting
+    once = told(*exchanging, "data.micro_batch=4", "data.global_batch=8", transport="alltoall")
+    beside = "overlap; exchanges of the backward pass"
+    assert once == f"{beside}; {pairs}; a step has one micro-batch"
+    for more, transport, why in (
+        (["parallel.expert=1", "data.global_batch=8"], "local", "a step has one micro-batch"),
+        ([], "symm", "parallel.dispatch=symm reuses its buffers of expert rows"),
+    ):
+        given = [pairs, "parallel.expert=2", "parallel.pipeline=1", "data.micro_batch=4", *more]
+        assert told(*given, transport=transport) == f"off; {pairs}; {why}"
+
+
+def _chosen(*overrides: str) -> Config:
+    cfg = with_choices(load(overrides), Runtime(0, 2, 0, torch.device("cuda")), KERNELS, "local")
+    cfg.run.graph = "off"
+    return cfg

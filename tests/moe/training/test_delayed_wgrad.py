@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -81,12 +82,66 @@ def run(case: str, delay: str, within: Any = None) -> Trained:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bits_are_the_same(case: str) -> None:
-    plain, delayed = run(case, "off"), run(case, "on")
-    assert plain.series("loss") == delayed.series("loss")
-    assert plain.series("grad_norm") == delayed.series("grad_norm")
-    assert plain.left == delayed.left
-    for key, value in plain.after.items():
-        assert torch.equal(delayed.after[key], value), key
+    """In pairs too: `kernels=torch` adds one micro-batch after the other to a sum."""
+    plain = run(case, "off")
+    for delayed in (run(case, "on"), run(case, "pairs", _pairs_counted)):
+        assert plain.series("loss") == delayed.series("loss")
+        assert plain.series("grad_norm") == delayed.series("grad_norm")
+        assert plain.left == delayed.left
+        for key, value in plain.after.items():
+            assert torch.equal(delayed.after[key], value), key
+
+
+@contextlib.contextmanager
+def _pairs_counted(rank: int, alone: int = 0) -> Iterator[None]:
+    """Fail unless all but a number of micro-batches' weight gradients are computed in pairs."""
+    from phalanx.kernels.expert_mlp.autograd import _Pending
+
+    together, call, counts = _Pending.together, _Pending.__call__, [0, 0]
+
+    def counted(self: _Pending, later: _Pending) -> None:
+        counts[0] += 1
+        together(self, later)
+
+    def counted_alone(self: _Pending) -> Any:
+        counts[1] += 1
+        return call(self)
+
+    with mock.patch.multiple(_Pending, together=counted, __call__=counted_alone):
+        yield
+    assert counts[0] and counts[1] == alone * counts[0], counts
+
+
+@pytest.mark.parametrize(
+    ("world", "expert", "microbatches", "alone"),
+    [(1, 1, 4, 0), (1, 1, 3, 1), (2, 1, 2, 0), (2, 1, 3, 1), (2, 2, 4, 0), (2, 2, 3, 1)],
+)
+def test_pairs_without_stages(world: int, expert: int, microbatches: int, alone: int) -> None:
+    """Two micro-batches together, and the last one of an odd number alone, beside exchanges too."""
+    knobs = {
+        "kernels.backend": "torch",
+        "parallel.expert": expert,
+        "data.global_batch": world * microbatches,
+    }
+    plain = trained(world, ["model=tiny", *SMALL], knobs | {"parallel.delay_wgrad": "off"})
+    knobs |= {"parallel.delay_wgrad": "pairs"}
+    counted = partial(_pairs_counted, alone=alone)
+    pairs = trained(world, ["model=tiny", *SMALL], knobs, counted)
+    assert plain.series("grad_norm") == pairs.series("grad_norm") and plain.left == pairs.left
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel.pipeline": 2}])
+def test_pairs_are_summed_before_they_are_rounded(layout: dict[str, Any]) -> None:
+    """`kernels=reference` adds the sum over both micro-batches, close to one after the other."""
+    world = 2 if layout else 1
+    batch = {"kernels.backend": "reference", "data.global_batch": 4}
+    given = ["model=tiny_gpt_oss", *SMALL]
+    plain = trained(world, given, layout | batch | {"parallel.delay_wgrad": "off"})
+    pairs = trained(world, given, layout | batch | {"parallel.delay_wgrad": "pairs"})
+    again = trained(world, given, layout | batch | {"parallel.delay_wgrad": "pairs"})
+    assert pairs.left == again.left != plain.left
+    assert pairs.series("loss") == pytest.approx(plain.series("loss"), rel=1e-4)
+    assert pairs.series("grad_norm") == pytest.approx(plain.series("grad_norm"), rel=1e-4)
 
 
 @contextlib.contextmanager
@@ -119,7 +174,7 @@ def _order_checked(rank: int) -> Iterator[None]:
         yield
     finally:
         main_grad.added, p2p_communication._p2p_ops = added, start
-    assert not wgrad_queue.is_open()
+    assert not wgrad_queue.delays()
     pass_, validated = ("ww" if rank else "wwwwww"), 6 * ">"
     if rank == 0:  # sends micro-batches on, and computes after each backward pass
         assert "".join(events) == ">>" + (">" + pass_) * 4 + pass_ * 2 + validated, events
@@ -156,7 +211,7 @@ def _as_on_a_gpu(cfg: Config) -> tuple[dict[str, str], int]:
         return execution(*given, **named) | {"gradient_accumulation_fusion": True}
 
     def accumulate(x_TI: torch.Tensor, d_TO: torch.Tensor, main_grad_OI: torch.Tensor) -> None:
-        delayed.append(wgrad_queue.is_open())
+        delayed.append(wgrad_queue.delays())
         main_grad_OI.addmm_(d_TO.t().float(), x_TI.float())
 
     with (
@@ -203,11 +258,11 @@ def test_an_error_in_a_step_leaves_nothing() -> None:
     from phalanx.parallel import engine
 
     start, done = p2p_communication._p2p_ops, list[int]()
-    with pytest.raises(ZeroDivisionError), engine._delayed(0):
+    with pytest.raises(ZeroDivisionError), engine._queued(wgrad_queue.Waiting(0)):
         assert p2p_communication._p2p_ops is not start
         wgrad_queue.submit(lambda: done.append(1))
         raise ZeroDivisionError
-    assert p2p_communication._p2p_ops is start and not wgrad_queue.is_open()
+    assert p2p_communication._p2p_ops is start and not wgrad_queue.delays()
     wgrad_queue.run_all()
     assert not done
 

@@ -20,7 +20,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         importlib.import_module(module.name)
     from phalanx.kernels.sm90.jit import arguments
     from phalanx.kernels.sm90.jit import launch as jit
-    from phalanx.scripts.bench.kernels import fp8_gemms, host, layer, operations, tune  # noqa: F401
+    from phalanx.scripts.bench.kernels import (  # noqa: F401
+        fp8_gemms,
+        host,
+        layer,
+        operations,
+        tune,
+        wgrad_pairs,
+    )
 
     seen: list[tuple[str, Any]] = []
 

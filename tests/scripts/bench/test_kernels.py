@@ -59,6 +59,11 @@ SUITES = {
     "host": ((64, 128, 64, 8, 2), "fused", {"ours": 17, "torch": 1}),
     "skew": (SMALL, "fused", None),
     "gather": (SMALL, "fused", {"contiguous": 4, "gathered": 4}),
+    "wgrad_pairs": (
+        SMALL,
+        "fused",
+        {"two passes": 2, "one pass": 2, "fp8, two passes": 2, "fp8, one pass": 2},
+    ),
     "fp8_gemms": (SMALL, "fused", {"bf16": 6, "fp8": 4, "fp8, square": 2, "fp8, vector": 2}),
 }
 """Shape, backend, and number of records of each side."""
@@ -90,6 +95,12 @@ def test_launches_of_suites(launches: Launches) -> None:
     run("fp8_gemms", SMALL)
     maths = [c.math for name, c in launches if name == "WgradKernel"]
     assert {math.vector for math in maths if hasattr(math, "vector")} == {True, False}
+    launches.clear()
+    run("wgrad_pairs", SMALL)
+    pairs = [c for name, c in launches if name == "WgradPairKernel"]
+    assert {getattr(c.math, "gathered", "fp8") for c in pairs} == {0, 1, "fp8"}
+    names = [name for name, _ in launches]
+    assert names.count("WgradKernel") == 2 * len(pairs) and all(c.fp32_out and c.add for c in pairs)
     launches.clear()
     layer.warm(Bench(Cpu(), 1), [(96, 128, 64, 8, 3)])
     names = [name for name, _ in launches]

@@ -44,6 +44,7 @@ from tests.kernels.problems import (
     one_expert,
     random_choice,
     run,
+    two_micro_batches,
 )
 from tests.kernels.replicas import Copied, compare, experts_of, with_replicas
 
@@ -180,6 +181,18 @@ class Kernels:
                 made[offsets.diff() == 0] = torch.nan
             return made
 
+    class wgrad_pair:
+        @staticmethod
+        def wgrad_pair(first, second, out_LOI, *, accumulate, zeros, order_L, options):
+            assert zeros and order_L is None
+            launches.append(("wgrad_pair", options.sm_margin))
+            into = Buffer(out_LOI, accumulate)
+            calls = [
+                WgradCall(d, v, plan_of(offsets, index_S), into)
+                for d, v, offsets, index_S in (first, second)
+            ]
+            return reference.wgrad_pair(*calls)
+
     class bias_grad:
         @staticmethod
         def bias_grad(d, offsets, *, scale_S, index_S, out_LO, dtype, accumulate, behind):
@@ -295,6 +308,25 @@ def test_buffers_take_gradients() -> None:
     for name in ("w1", "w2", "b1", "b2"):
         want = expected[f"d{name}"] + 1
         torch.testing.assert_close(leaves[name].main_grad, want, rtol=1e-5, atol=1e-5)
+
+
+def test_two_micro_batches_have_one_launch_for_each_weight() -> None:
+    """Their sums, of rows and an index of their own, are added to what is in the buffers."""
+    first, second = (
+        make(ACT, torch.float32, choice=random_choice(40, 3, experts)) for experts in ([0, 2], [1])
+    )
+    second = replace(second, **{name: getattr(first, name) for name in ("w1", "w2", "b1", "b2")})
+    ours = two_micro_batches([first, second], "fused", margins=Margins(8, 16, 24))
+    names = [name for name, _ in launches]
+    assert launches.count(("wgrad_pair", 24)) == 2 and "wgrad" not in names
+    of_first, of_second = (run(p, "reference") for p in (first, second))
+    for name, sums in ours.items():
+        want = 1 + of_first[f"d{name}"] + of_second[f"d{name}"]
+        torch.testing.assert_close(sums, want, rtol=1e-5, atol=1e-5)
+    launches.clear()
+    two_micro_batches([first, second, first], "fused")
+    names = [name for name, _ in launches]
+    assert names.count("wgrad_pair") == names.count("wgrad") == 2
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -40,7 +40,15 @@ from phalanx.kernels.quantize.blocks import (
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.fp8 import transpose_overlap
-from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice
+from tests.kernels.problems import (
+    error,
+    forward,
+    gradients,
+    leaves_of,
+    make,
+    random_choice,
+    two_micro_batches,
+)
 from tests.kernels.replicas import compare
 from tests.kernels.sm90.experts.test_backend import Kernels, written
 
@@ -101,11 +109,21 @@ def wgrad(d, v, offsets, *, index_S=None, out_LOI, accumulate, zeros, order_L, o
     return made
 
 
+def wgrad_pair(first, second, out_LOI, *, accumulate, zeros, order_L, options):
+    paired.append(1)
+    into = dict(out_LOI=out_LOI, zeros=zeros, order_L=order_L, options=options)
+    for add, (d, v, offsets, index_S) in ((accumulate, first), (True, second)):
+        wgrad(d, v, offsets, index_S=index_S, accumulate=add, **into)
+    return out_LOI
+
+
+paired: list[int] = []
 STAND_INS = {
     "fc1_act": fc1_act,
     "grouped_gemm": grouped_gemm,
     "fc2_dgrad_dact": fc2_dgrad_dact,
     "wgrad": wgrad,
+    "wgrad_pair": wgrad_pair,
 }
 
 
@@ -168,6 +186,28 @@ def test_equals_the_recipe_of_the_reference(recipe: Fp8Block, bias: bool, act: A
     ours, expected = found
     for k in expected:
         assert error(ours[k], expected[k]) < 3e-3, k
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_two_micro_batches(recipe: Fp8Block) -> None:
+    """Columns of each are padded by themselves."""
+    paired.clear()
+    act = Activation("swiglu")
+    first, second = (
+        make(
+            *(act, torch.bfloat16),
+            **dict(choice=random_choice(200, 2, experts), L=4, D=192, width=160, rows=420),
+        )
+        for experts in ([0, 1, 3], [1, 2])
+    )
+    second = replace(second, w1=first.w1, w2=first.w2)
+    pairs = two_micro_batches([first, second], "fused", recipe=recipe)
+    assert len(paired) == (2 if recipe.wgrad == "fp8" else 0)
+    for p in (first, second):
+        for name, alone in two_micro_batches([p], "fused", recipe=recipe).items():
+            pairs[name] -= alone - 1
+    for name, left in pairs.items():
+        torch.testing.assert_close(left, torch.ones_like(left), rtol=0, atol=1e-3, msg=name)
 
 
 def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

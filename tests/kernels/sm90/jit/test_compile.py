@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.sm90.experts.wgrad_kernel import WgradPairKernel
 from phalanx.kernels.sm90.fp8.act import Fp8Act
 from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
 from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
@@ -153,6 +154,13 @@ def config(request) -> Any:
 
 
 @pytest.fixture
+def segments(request) -> int:
+    """Sets of rows that are multiplied in turn, by instructions of their own."""
+    kernel, _ = KERNELS[request.node.callspec.params["code"]]
+    return 2 if kernel is WgradPairKernel else 1
+
+
+@pytest.fixture
 def launches(code) -> list[dict[str, Any]]:
     return code.launches or pytest.skip("needs a C compiler")
 
@@ -247,13 +255,13 @@ def test_warp_groups_share_the_registers_of_a_thread_block(gemm, launches):
     assert 128 * (min(limits) + multiplying * max(limits)) <= usage["REG"] * launch["block"][0]
 
 
-def test_gemms_multiply_with_wgmma(bf16, config):
+def test_gemms_multiply_with_wgmma(bf16, config, segments):
     wgmma = _count(r"\bHGMMA\b", bf16.sass)
     assert wgmma >= 4
     assert _count(r"\bHGMMA\.64x\d+x16\.F32\.BF16", bf16.sass) == wgmma
     # One wait a stage and one a tile, also of tiles of at most 64 rows: they are not serialised.
     small = isinstance(config, GemmConfig) and config.loop.pingpong
-    assert bf16.sass.count("WARPGROUP.DEPBAR") == (4 if small else 2)
+    assert bf16.sass.count("WARPGROUP.DEPBAR") == segments * (4 if small else 2)
 
 
 def test_gemms_load_by_tma(gemm, config, launches):
@@ -312,14 +320,15 @@ def test_registers_and_stages_of_grouped_gemms(grouped, config, launches):
     assert used < launches[0]["smem"] <= 227 * 1024
 
 
-def test_fp8_is_multiplied_block_by_block_and_promoted(fp8, config):
+def test_fp8_is_multiplied_block_by_block_and_promoted(fp8, config, segments):
     """4 steps of 32 channels into each temporary accumulator, a wait, one FFMA an accumulator."""
     loop = config.mainloop if _math(config) is None else _math(config).mainloop
     rows = loop.rows_format.upper()
-    assert _count(r"\bQGMMA\b", fp8.sass) == 4 * (loop.columns // loop.part)
+    parts = segments * (loop.columns // loop.part)
+    assert _count(r"\bQGMMA\b", fp8.sass) == 4 * parts
     shape = rf"QGMMA\.64x{loop.part}x32\.F32\.{rows}\.E4M3"
-    assert _count(shape, fp8.sass) == 4 * (loop.columns // loop.part)
-    assert fp8.sass.count("WARPGROUP.DEPBAR") == loop.columns // loop.part
+    assert _count(shape, fp8.sass) == 4 * parts
+    assert fp8.sass.count("WARPGROUP.DEPBAR") == parts
     assert _count(r"\bFFMA\b", fp8.sass) >= loop.columns // 2
     assert not re.search(r"\b(FFMA|FMUL)\.FTZ\b", fp8.sass)  # a scale may be subnormal
 
@@ -368,15 +377,16 @@ def test_registers_and_stages_in_fp8(fp8_grouped, config, launches):
     assert used < launches[0]["smem"] <= 227 * 1024
 
 
-def test_weight_gradients_in_fp8(fp8_wgrad, config, launches):
+def test_weight_gradients_in_fp8(fp8_wgrad, config, launches, segments):
     """Boxes of both operands, stored or added in blocks; as many stages as fit."""
     sass, loop, output = fp8_wgrad.sass, config.contraction.mainloop, config.output
     blocks = loop.columns // output.block
     # Products of scales: one for an accumulator, or for a row of 64 or 128 columns.
     wide = 64 if loop.columns == 192 else 128
     products = loop.columns // 2 if config.math.vector else loop.columns // wide
-    assert products <= _count(r"\bFMUL\b", sass) < products + 8
-    assert _count(r"UTMALDG\.3D", sass) == 2 and _count(r"UTMALDG\.4D", sass) == 4
+    assert segments * products <= _count(r"\bFMUL\b", sass) < segments * (products + 8)
+    loads = _count(r"UTMALDG\.3D", sass), _count(r"UTMALDG\.4D", sass)
+    assert loads == (2 * segments, 4 * segments)
     assert _count(r"UTMAREDG\.3D\.ADD", sass) == (blocks if config.add else 0)
     stored = 0 if config.add else (1 + config.zeros) * blocks
     assert _count(r"UTMASTG\.3D", sass) == stored

@@ -18,6 +18,7 @@ MULTIPLY = {
     "Fc1Kernel",
     "DgradKernel",
     "WgradKernel",
+    "WgradPairKernel",
 }
 
 
