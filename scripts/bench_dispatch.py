@@ -19,6 +19,8 @@ Suites (default: all):
             routing; symm alone, or the first of --dispatch
   rows      dispatch of rows in FP8, quantised before, against that in bf16, and layers; as
   replication
+  rail      dispatch and combine between nodes and their parts, by rows and routing, against the
+            times that the cost model expects; on several nodes, or with PHALANX_NODE_GPUS
 
 Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and
 captured in CUDA graphs. Times are medians of interleaved rounds, the L2 cache flushed before each,
@@ -59,6 +61,7 @@ RUNS = {
     "skew": "dispatch.whole",
     "replication": "dispatch.replication",
     "rows": "dispatch.replication",
+    "rail": "dispatch.rail",
 }
 """Module of each suite, which is a function of the same name."""
 

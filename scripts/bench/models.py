@@ -97,6 +97,10 @@ REPLICATION_TARGETS = {
 """Target and goal of balanced time without replication over uneven time with it."""
 ROWS_TARGETS = (1.7, 1.9)
 """Target and goal of a dispatch's time in bf16 over that in FP8."""
+PACK_WIRE = 50e9
+"""Bytes a second of the network that packing is compared with."""
+PACK_TARGETS = (0.05, 0.03)
+"""Target and goal of the time to pack and unpack rows over that of both exchanges."""
 
 Case = tuple[Model, int]
 """A layer and the tokens of a rank."""

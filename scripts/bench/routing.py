@@ -61,10 +61,56 @@ def uneven(
         takes = torch.rand(tokens, generator=generator, device=device) < 0.5
         idx[:, 0] = torch.where(takes & (idx != 1).all(1), 1, idx[:, 0])
         return idx
+    return _zipf(1.0, tokens, experts, top_k, generator)
+
+
+def _zipf(
+    exponent: float, tokens: int, experts: int, top_k: int, generator: torch.Generator
+) -> Tensor:
+    """int32 [T, K], drawn without replacement by weights n ** -exponent."""
+    device = generator.device
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).to(device)
     # The top k of log weight + Gumbel noise are a draw without replacement.
     noise = -torch.log(-torch.log(torch.rand(tokens, experts, generator=generator, device=device)))
-    return (noise - torch.log(order + 1.0)).topk(top_k, dim=1).indices.to(torch.int32)
+    scores = noise - exponent * torch.log(order + 1.0)
+    return scores.topk(top_k, dim=1).indices.to(torch.int32)
+
+
+OVER_NODES = ("random", "Zipf 0.6", "half of the nodes")
+"""Kinds of routing that an exchange between nodes is measured with."""
+
+
+def over_nodes(
+    kind: str,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    *,
+    nodes: int,
+    rank: int,
+    device: torch.device,
+) -> Tensor:
+    """int32 [T, K] of a rank: routing of a kind of OVER_NODES.
+
+    `Zipf 0.6`: as `uneven`, by weights n ** -0.6. `half of the nodes`: drawn uniformly from the
+    experts of half of the nodes, at least one, which are drawn for each token.
+    """
+    generator = torch.Generator(device).manual_seed(rank)
+    if kind == "Zipf 0.6":
+        return _zipf(0.6, tokens, experts, top_k, generator)
+    if kind == "half of the nodes":
+        priority = torch.rand(tokens, nodes, generator=generator, device=device)
+        chosen = priority.topk(half_of(nodes), dim=1).indices
+        allowed = torch.zeros_like(priority).scatter_(1, chosen, 1.0)
+        scores = torch.rand(tokens, experts, generator=generator, device=device)
+        scores += allowed.repeat_interleave(experts // nodes, 1)
+        return scores.topk(top_k, dim=1).indices.to(torch.int32)
+    return routed(kind, tokens, experts, top_k, rank=rank, device=device)
+
+
+def half_of(nodes: int) -> int:
+    """Number of nodes that `half of the nodes` allows a token."""
+    return max(1, nodes // 2)
 
 
 def probabilities(tokens: int, top_k: int, *, rank: int, device: torch.device) -> Tensor:

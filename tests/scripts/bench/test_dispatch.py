@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,55 @@ def test_pairs_against_all_ranks() -> None:
     assert others == [(0, "")] * 3
 
 
+def _over_nodes(node_gpus: int, arguments: list[str]) -> tuple[int, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_NODE_GPUS", str(node_gpus))
+        patch.setenv("PHALANX_WIRE", "1e7,1e-3")
+        return program(["rail", "--tokens", "512", *arguments])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ranks", "node_gpus"), [(2, 1), (4, 2)])
+def test_rail(ranks: int, node_gpus: int, tmp_path: Path) -> None:
+    """Two nodes: blocks for half of the tokens of a limited one have the capacity of a run."""
+    path = tmp_path / "out.json"
+    (code, _), *others = run_distributed(_over_nodes, ranks, node_gpus, ["--json", str(path)])
+    assert code == 0 and others == [(0, "")] * (ranks - 1)
+    _, made = records.read(path)
+    parts = ("dispatch", "combine", "plan", "pack", "exchange", "unpack", "pack and unpack")
+    by = {(r.side, r.pass_name): r for r in made}
+    assert by.keys() == {(kind, part) for kind in routing.OVER_NODES for part in parts}
+    for kind, rows in zip(routing.OVER_NODES, (503, 503, 320), strict=True):
+        # Rows of 64 channels in bf16 to one node, and ids and probabilities of two experts.
+        exchange, routed = (1e3 * (1e-3 + rows * size / 1e7) for size in (2 * 64, 2 * 2 * 4))
+        for part, ms in (
+            ("dispatch", exchange + routed),
+            ("combine", exchange),
+            ("exchange", exchange),
+        ):
+            record = by[kind, part]
+            assert f"expected {ms:.3f} ms" in record.note
+            assert record.ms >= 0.99 * ms and record.ratio == pytest.approx(
+                ms / record.ms, rel=0.01
+            )
+        assert f"{rows * 128 / 1e6:.4g} MB of a GPU cross" in by[kind, "exchange"].note
+        exact, expected = 11 / 14, 0.5
+        wanted = expected if kind == "half of the nodes" else exact
+        found = re.fullmatch(
+            r"(\S+) rows a token \(expected (\S+)\), (\S+) in blocks, .*", by[kind, "dispatch"].note
+        )
+        counted, modelled, in_blocks = map(float, found.groups())
+        assert abs(counted - wanted) < 0.1 and modelled == round(wanted, 2)
+        assert in_blocks == round(rows / 512, 2)
+
+
+@pytest.mark.dist
+def test_a_rail_needs_nodes() -> None:
+    ((code, out), _) = run_distributed(program, 2, ["rail"])
+    assert code == 0
+    assert "all ranks are on one node: PHALANX_NODE_GPUS=1 makes a node of each GPU" in out
+
+
 def _wrong_on_the_last_rank(arguments: list[str]) -> tuple[int, str]:
     real = alltoall.AllToAll.combine
     dispatchers: list[Any] = []
@@ -297,6 +347,19 @@ def test_routing() -> None:
     assert torch.cat(balanced).flatten().bincount().tolist() == [30] * 8
     sums = routing.probabilities(4, 3, rank=1, device=CPU).sum(1)
     assert torch.equal(sums.round(decimals=5), torch.ones(4))
+
+
+def test_routing_over_nodes() -> None:
+    """Weights are n ** -0.6, and half of four nodes are two."""
+    sizes: dict[str, Any] = dict(nodes=4, rank=1, device=CPU)
+    zipf = routing.over_nodes("Zipf 0.6", 4096, 32, 1, **sizes)
+    share_E = torch.bincount(zipf.flatten(), minlength=32).sort(descending=True).values / 4096
+    weights = torch.arange(1.0, 33) ** -0.6
+    assert (share_E - weights / weights.sum()).abs().max() < 0.02
+    half = routing.over_nodes("half of the nodes", 256, 32, 6, **sizes)
+    assert (half.sort(1).values.diff(dim=1) > 0).all()  # distinct experts
+    reached = torch.zeros(256, 4).scatter_(1, half.long() // 8, 1.0)
+    assert (reached.sum(1) <= 2).all() and (reached.sum(0) > 100).all()
 
 
 def test_bytes_of_a_dispatch_are_those_of_distinct_other_ranks() -> None:
