@@ -46,10 +46,10 @@ _PARTS = ("plan", "pack", "exchange", "unpack")
 def rail(bench: Bench, model: Model, tokens: int) -> list[Record]:
     shape = model.shape(tokens)
     names = bench.gather(nodes.names_here(bench.rank)[1])
-    count, problem = len(set(names)), nodes.refuse(names)
-    if count == 1 or (problem and count < len(names)):
+    count, refusal = len(set(names)), nodes.refuse(names)
+    if count == 1 or (refusal and count < len(names)):
         one_host = bench.ranks > 1 and count == 1
-        why = f"{problem}{': PHALANX_NODE_GPUS=1 makes a node of each GPU' * one_host}"
+        why = f"{refusal}{': PHALANX_NODE_GPUS=1 makes a node of each GPU' * one_host}"
         return [Record("rail", shape, "-", "-", bench.mode, note=why)]
     if model.experts % count:
         why = f"{model.experts} experts do not divide over {count} nodes"
