@@ -90,6 +90,7 @@ class Layer:
         symm: SymmOptions,
         spec: MLPSpec,
         bias: bool = False,
+        budget: Budget | None = None,
     ) -> None:
         T, D, F, E, _ = shape
         self.spec, self.connections = spec, way.connections
@@ -117,7 +118,7 @@ class Layer:
             group=dist.group.WORLD,
             experts=E,
             slots=TokenChoices(top_k, top_k),
-            budget=Budget(64.0, torch.device("cuda")),
+            budget=budget or Budget(64.0, torch.device("cuda")),
             backend="fused",
             symm=symm,
             recipe=spec.recipe,

@@ -16,9 +16,10 @@ from torch import Tensor
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
-from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices
+from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget, Capacity, Growth
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
+from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.parallel.dispatcher.test_base import (
     CPU,
@@ -176,6 +177,27 @@ def test_sums_inside_a_node_are_rounded_before_they_are_added_over_nodes() -> No
     want = (inside[0].float() + inside[1].float()).bfloat16().expand(5, 2)
     for out in run_distributed(rank_sums, RANKS, values):
         assert torch.equal(out, want)
+
+
+def nodes_of_one(cases: list[Case]) -> None:
+    """Nodes of one rank have nothing to add before the sum over nodes, as `alltoall`."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    joined = nodes.join({tuple(range(ranks)): [str(r) for r in range(ranks)]})
+    inside = Transport("alltoall", "a test")
+    over_nodes = Transport("hier", "a test", inside=inside, nodes=joined)
+    for case in cases:
+        given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(8.0, CPU))
+        ours, theirs = (
+            run_layer(make_dispatcher(way, group=dist.group.WORLD, **given), case, rank, ranks)
+            for way in (over_nodes, inside)
+        )
+        for name, a, b in zip(Result._fields, ours, theirs, strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nodes_of_one_rank_equal_collectives_bit_for_bit(ranks: int) -> None:
+    run_distributed(nodes_of_one, ranks, [make_case(kind, torch.bfloat16) for kind in ROUTINGS])
 
 
 def overflow_and_rerun(case: Case) -> tuple[list[bool], Result]:
