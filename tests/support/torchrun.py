@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Torchrun:
         folder: empty or new folder for the output.
         options: further options of torchrun.
         limit: seconds after which all are killed.
+        environment: further variables of the launcher.
     """
 
     def __init__(
@@ -53,12 +54,15 @@ class Torchrun:
         folder: Path,
         options: Sequence[str] = (),
         limit: float = 150,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         words = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         words += ["--rdzv-endpoint", "localhost:0", *options, *command]
         self._folder = folder
-        self._process = forkserver().Process(target=_launch, args=(words, folder))
+        self._process = forkserver().Process(
+            target=_launch, args=(words, folder, environment or {})
+        )
         self._guard = threading.Timer(limit, self._kill)
 
     def __enter__(self) -> "Torchrun":
@@ -125,14 +129,14 @@ class _Rank:
         return self._process.exitcode
 
 
-def _launch(words: list[str], folder: Path) -> None:
+def _launch(words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     keep_imports()
     for name in _LAUNCHERS:
         os.environ.pop(name, None)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", **environment}
     os.chdir(ROOT)
     for number, name in ((1, "out.txt"), (2, "err.txt")):
         with open(folder / name, "a") as file:
