@@ -40,7 +40,7 @@ from phalanx.parallel.dispatcher.nodes import Nodes, refuse
 from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 from phalanx.parallel.dispatcher.rail.collective import CollectiveRail
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
-from phalanx.parallel.dispatcher.rail.rows import collect_over, send_over
+from phalanx.parallel.dispatcher.rail.rows import SentBlocks, collect_over, send_over, send_routing
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport import build
@@ -61,7 +61,7 @@ class _Route(NamedTuple):
 
     inside: Any
     """State of the transport inside a node: what its `receive_tokens` needs, or its `combine`."""
-    blocks: RailBlocks
+    blocks: SentBlocks
     """Blocks of the rank's tokens."""
     over_rail: RailRows | None
     """Rows of the rail in FP8; None: they travel as they are."""
@@ -180,7 +180,7 @@ class Hier(Dispatcher):
         if self._recipe is not None:
             over_rail = RailRows(self._recipe)
             forwarded = ForwardedRows(self._recipe, over_rail)
-        blocks = self._blocks(topk_idx_TK, topk_prob_TK)
+        blocks = send_routing(self._rail, self._blocks(topk_idx_TK, topk_prob_TK))
         rows_BD, idx_BK, prob_BK = send_over(self._rail, x_TD, topk_prob_TK, blocks, over_rail)
         self._node_plan.tokens = len(x_TD)
         sent = self._inside.send_tokens(rows_BD, idx_BK, prob_BK, forwarded)

@@ -4,7 +4,7 @@ A rail connects the ranks with the same local rank on the M nodes of a group. Bl
 that no host needs a count, and a CUDA graph can capture the exchange.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,31 @@ from phalanx.parallel.dispatcher.passes.paced import paced, swapped
 from phalanx.parallel.dispatcher.passes.pass_groups import group_of_pass
 
 
+class RowCounts(NamedTuple):
+    """Rows of each block that hold data: the first ones."""
+
+    sent_M: Tensor
+    """int32 [M] on the device, of the blocks to each node; more than C means C."""
+    arriving_M: Tensor
+    """int32 [M] on the device, of the blocks from each node."""
+
+    @property
+    def back(self) -> "RowCounts":
+        """Counts of the same blocks on their way back."""
+        return RowCounts(self.arriving_M, self.sent_M)
+
+
 class Rail(Protocol):
     """Exchange of blocks between the ranks of a rail."""
 
-    def swap(self, blocks: Tensor) -> Tensor:
+    counts: bool
+    """True if `swap` sends less with counts."""
+
+    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
         """Send block m of M to node m: [M * C, ...] -> [M * C, ...], with block m from node m.
 
-        Collective over the rail. The current stream waits for it.
+        Collective over the rail. The current stream waits for it. Rows beyond `counts` may hold
+        anything; None: all rows hold data.
         """
         ...
 
@@ -32,10 +50,12 @@ class CollectiveRail:
         group: the ranks of the rail, in the order of nodes.
     """
 
+    counts = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def swap(self, blocks: Tensor) -> Tensor:
+    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
         """`Rail.swap`."""
         blocks = blocks.contiguous()
         received = torch.empty_like(blocks)

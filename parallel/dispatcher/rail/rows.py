@@ -3,11 +3,12 @@
 Both directions send the same blocks (`kernels.routing.rail_blocks`), so that only the first of four
 exchanges in both passes sends routing.
 
-Legend: T tokens of a rank, D hidden, K expert ids of a token, B rows of the blocks of all nodes.
+Legend: T tokens of a rank, D hidden, K expert ids of a token, M nodes, B rows of the blocks of all
+nodes.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +16,46 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, sum_rows
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.rail.collective import Rail
+from phalanx.parallel.dispatcher.rail.collective import Rail, RowCounts
+
+
+class SentBlocks(NamedTuple):
+    """Blocks of a rank whose routing has been exchanged."""
+
+    row_TM: Tensor
+    """Row of each token in the block of each node, as in `RailBlocks`."""
+    token_B: Tensor
+    """Token of each row, as in `RailBlocks`."""
+    idx_BK: Tensor
+    """int32, ids of this node's experts, of the rows that arrive; -1 for others."""
+    bits_BK: Tensor
+    """int32, bits of their probabilities."""
+    counts: RowCounts | None
+    """Rows that hold data; None if the rail sends all."""
+
+
+def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:
+    """Send routing to the nodes of the experts."""
+    # One small collective instead of two: latency, not bytes, is what the routing costs.
+    routing_B2K = rail.swap(blocks.routing_B2K)
+    idx_BK, bits_BK = routing_B2K[:, 0].contiguous(), routing_B2K[:, 1].contiguous()
+    counts = None
+    if rail.counts:
+        used_B = (idx_BK >= 0).any(1)
+        arriving_M = used_B.view(len(blocks.needed_M), -1).sum(1, dtype=torch.int32)
+        counts = RowCounts(blocks.needed_M, arriving_M)
+    return SentBlocks(blocks.row_TM, blocks.token_B, idx_BK, bits_BK, counts)
 
 
 def send_over(
-    rail: Rail, x_TD: Tensor, prob_TK: Tensor, blocks: RailBlocks, fp8: FP8Rows | None = None
+    rail: Rail, x_TD: Tensor, prob_TK: Tensor, blocks: SentBlocks, fp8: FP8Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Send tokens and routing to the nodes of their experts.
+    """Send tokens to the nodes of their experts.
 
     Args:
         rail: the rail.
         x_TD: tokens.
-        prob_TK: fp32 probabilities.
+        prob_TK: fp32 probabilities, which have been sent; their gradient returns here.
         blocks: blocks of these tokens.
         fp8: format in which the rows travel; None: they travel as they are.
 
@@ -35,14 +64,14 @@ def send_over(
         their ids of this node's experts, int32 [B, K], and probabilities, fp32 [B, K]. Gradients
         of rows and probabilities return to the tokens' ranks and are summed there in fp32.
     """
-    rows_BD, idx_BK, prob_BK = _Send.apply(x_TD, prob_TK, blocks, rail, fp8)
-    return rows_BD, idx_BK, prob_BK
+    rows_BD, prob_BK = _Send.apply(x_TD, prob_TK, blocks, rail, fp8)
+    return rows_BD, blocks.idx_BK, prob_BK
 
 
 def collect_over(
     rail: Rail,
     sums_BD: Tensor,
-    blocks: RailBlocks,
+    blocks: SentBlocks,
     addends: Sequence[Tensor] = (),
     fp8: FP8Rows | None = None,
 ) -> Tensor:
@@ -55,33 +84,28 @@ def collect_over(
 
 
 class _Send(torch.autograd.Function):
-    """Tokens and routing to nodes; backward, sums of their gradients over nodes."""
+    """Tokens to nodes; backward, sums of gradients of tokens and probabilities over nodes."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: Tensor,
         prob_TK: Tensor,
-        blocks: RailBlocks,
+        blocks: SentBlocks,
         rail: Rail,
         fp8: FP8Rows | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.blocks, ctx.rail = blocks, rail
-        # One small collective instead of two: latency, not bytes, is what the routing costs.
-        routing_B2K = rail.swap(blocks.routing_B2K)
-        idx_BK, bits_BK = routing_B2K[:, 0].contiguous(), routing_B2K[:, 1].contiguous()
-        ctx.mark_non_differentiable(idx_BK)
-        return _bring(x_TD, blocks, rail, fp8), idx_BK, bits_BK.view(torch.float32)
+        return _bring(x_TD, blocks, rail, fp8), blocks.bits_BK.view(torch.float32)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_BD: Tensor, _: Tensor, grad_BK: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        row_TM, rail = ctx.blocks.row_TM, ctx.rail
+    def backward(ctx: Any, grad_BD: Tensor, grad_BK: Tensor) -> tuple[Tensor | None, ...]:
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        grad_TD = sum_rows(rail.swap(grad_BD), row_TM) if ctx.needs_input_grad[0] else None
-        grad_TK = sum_rows(rail.swap(grad_BK), row_TM) if ctx.needs_input_grad[1] else None
+        grad_TD, grad_TK = (
+            _sums(grad, ctx.blocks, ctx.rail) if needed else None
+            for grad, needed in zip((grad_BD, grad_BK), ctx.needs_input_grad, strict=False)
+        )
         return grad_TD, grad_TK, None, None, None
 
 
@@ -92,13 +116,13 @@ class _Collect(torch.autograd.Function):
     def forward(
         ctx: Any,
         sums_BD: Tensor,
-        blocks: RailBlocks,
+        blocks: SentBlocks,
         rail: Rail,
         fp8: FP8Rows | None,
         *addends: Tensor,
     ) -> Tensor:
         ctx.blocks, ctx.rail, ctx.fp8, ctx.addends = blocks, rail, fp8, len(addends)
-        return sum_rows(rail.swap(sums_BD), blocks.row_TM, addends)
+        return _sums(sums_BD, blocks, rail, addends)
 
     @staticmethod
     @once_differentiable
@@ -108,13 +132,21 @@ class _Collect(torch.autograd.Function):
         return grad_BD, None, None, None, *[grad_TD] * ctx.addends
 
 
+def _sums(
+    rows_BD: Tensor, blocks: SentBlocks, rail: Rail, addends: Sequence[Tensor] = ()
+) -> Tensor:
+    """Rows return to the ranks of their tokens, where they are added: [T, ...]."""
+    back = blocks.counts and blocks.counts.back
+    return sum_rows(rail.swap(rows_BD, back), blocks.row_TM, addends)
+
+
 def _bring(
-    x_TD: Tensor, blocks: RailBlocks, rail: Rail, fp8: FP8Rows | None, *, gradient: bool = False
+    x_TD: Tensor, blocks: SentBlocks, rail: Rail, fp8: FP8Rows | None, *, gradient: bool = False
 ) -> Tensor:
     """Rows of tokens, or of a gradient, to the nodes of the tokens' experts: [B, D]."""
 
     def move(rows: Tensor) -> Tensor:
-        return rail.swap(pack_rows(rows, blocks.token_B))
+        return rail.swap(pack_rows(rows, blocks.token_B), blocks.counts)
 
     if fp8 is None:
         return move(x_TD)

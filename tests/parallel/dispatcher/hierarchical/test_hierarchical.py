@@ -18,6 +18,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget, Capacity, Growth
+from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, RowCounts
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.budgets import overflowed
@@ -198,6 +199,46 @@ def nodes_of_one(cases: list[Case]) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nodes_of_one_rank_equal_collectives_bit_for_bit(ranks: int) -> None:
     run_distributed(nodes_of_one, ranks, [make_case(kind, torch.bfloat16) for kind in ROUTINGS])
+
+
+class ExactRail(CollectiveRail):
+    """A rail that brings the counted rows alone: others have the largest number of their dtype."""
+
+    counts = True
+
+    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
+        received = super().swap(blocks)
+        if counts is None:
+            return received
+        row_C = torch.arange(len(blocks) // len(counts.arriving_M))
+        used_B = (row_C < counts.arriving_M[:, None]).flatten()
+        # Finite, as the experts of test_base multiply it by the zeros of padding.
+        return received.masked_fill(~used_B[:, None], torch.finfo(received.dtype).max)
+
+
+def counted_rows(case: Case, factor: float) -> list[Result]:
+    """Results of a rail that sends all rows of blocks, and of one that sends what is counted."""
+    results, rank, ranks = [], dist.get_rank(), dist.get_world_size()
+    for rail in (CollectiveRail, ExactRail):
+        budget = Budget(8.0, CPU)
+        budget.blocks = Capacity(factor, CPU)
+        given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=budget)
+        with pretended(SIZE):
+            dispatcher = dispatcher_of("hier", dist.group.WORLD, **given)
+        dispatcher._rail = rail(dispatcher._nodes.rail)  # type: ignore[attr-defined]
+        results.append(run_layer(dispatcher, case, rank, ranks))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+@pytest.mark.parametrize("kind", ["even", "none to the first half"])
+def test_rows_that_are_not_counted_are_never_read(kind: str, factor: float, ranks: int) -> None:
+    """Empty nodes, blocks with room, and blocks that are too small, forward and backward."""
+    case = make_case(kind, torch.bfloat16)
+    for all_rows, counted in run_distributed(counted_rows, ranks, case, factor):
+        for name, a, b in zip(Result._fields, all_rows, counted, strict=True):
+            assert torch.equal(a, b), name
 
 
 def overflow_and_rerun(case: Case) -> tuple[list[bool], Result]:
