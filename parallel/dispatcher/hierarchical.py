@@ -38,7 +38,8 @@ from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, Tra
 from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
 from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
-from phalanx.parallel.dispatcher.rail.collective import CollectiveRail
+from phalanx.parallel.dispatcher.rail.collective import Rail
+from phalanx.parallel.dispatcher.rail.engine import rail_of
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import SentBlocks, collect_over, send_over, send_routing
 from phalanx.parallel.dispatcher.received import Planner, Received
@@ -77,6 +78,7 @@ class Hier(Dispatcher):
         plan: planner of the received routing.
         budget: budget of the rows of blocks.
         draw: choice of a token's experts.
+        rail: the rail of this rank.
         local: number of experts of a rank.
         local_slots: number of expert slots of a rank.
         inside: function that builds the transport inside a node from its planner, the same on all
@@ -90,6 +92,7 @@ class Hier(Dispatcher):
         plan: Planner,
         budget: Budget,
         draw: Draw,
+        rail: Rail,
         *,
         local: int,
         local_slots: int,
@@ -97,7 +100,7 @@ class Hier(Dispatcher):
         recipe: Fp8Block | None = None,
     ) -> None:
         self._nodes, self._plan, self._recipe = nodes, plan, recipe
-        self._rail, self._budget = CollectiveRail(nodes.rail), budget
+        self._rail, self._budget = rail, budget
         self._share = max(reached(draw, [draw.experts // nodes.count] * nodes.count))
         self._node_experts = nodes.size * local
         """Number of experts of a node."""
@@ -125,6 +128,7 @@ class Hier(Dispatcher):
             c.plan,
             c.budget,
             c.draw,
+            rail_of(c.options, nodes.rail, c.connections),
             local=c.local,
             local_slots=c.local_slots,
             inside=inside,

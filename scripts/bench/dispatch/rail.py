@@ -24,8 +24,9 @@ from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.passes.paced import Wire, wire
-from phalanx.parallel.dispatcher.rail.collective import CollectiveRail
+from phalanx.parallel.dispatcher.rail.engine import rail_of
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
+from phalanx.parallel.dispatcher.rail.rows import send_routing
 from phalanx.scripts.bench.dispatch.ends import all_ranks
 from phalanx.scripts.bench.models import (
     DEEPSEEK,
@@ -89,7 +90,8 @@ class _Problem:
 
     def __init__(self, bench: Bench, model: Model, tokens: int, group: Nodes, kind: str) -> None:
         self._bench, self._kind = bench, kind
-        self._rail, self._nodes = CollectiveRail(group.rail), group.count
+        self._rail = rail_of(bench.exchange, group.rail, bench.connections)
+        self._nodes = group.count
         self._experts = model.experts // group.count
         rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
         sizes = tokens, model.experts, model.top_k
@@ -107,7 +109,10 @@ class _Problem:
             expected=sum(share) * (1 - 1 / group.count),
         )
         self._group = group.rail
-        self._rows_BD = self._rail.swap(pack_rows(self._x_TD, self._blocks.token_B))
+        self._sent = send_routing(self._rail, self._blocks)
+        self._counts_back = self._sent.counts and self._sent.counts.back
+        packed_BD = pack_rows(self._x_TD, self._blocks.token_B)
+        self._rows_BD = self._rail.swap(packed_BD, self._sent.counts)
 
     def cases(self) -> list[Case]:
         """Dispatch and combine, and their parts."""
@@ -120,12 +125,11 @@ class _Problem:
         sums_TD = sum_rows(packed_BD, row_TM)  # rows return as they were sent
 
         def dispatch() -> Tensor:
-            blocks = self._plan(self._rows)
-            self._rail.swap(blocks.routing_B2K)
-            return self._rail.swap(pack_rows(self._x_TD, blocks.token_B))
+            sent = send_routing(self._rail, self._plan(self._rows))
+            return self._rail.swap(pack_rows(self._x_TD, sent.token_B), sent.counts)
 
         def combine() -> Tensor:
-            return sum_rows(self._rail.swap(self._rows_BD), row_TM)
+            return sum_rows(self._rail.swap(self._rows_BD, self._counts_back), row_TM)
 
         def arrived(rows_BD: Tensor) -> str:
             return differing([rows_BD[used_B]], [expected_BD], ["rows"])
@@ -136,7 +140,7 @@ class _Problem:
         calls = (
             lambda: self._plan(self._rows),
             lambda: pack_rows(self._x_TD, token_B),
-            lambda: self._rail.swap(packed_BD),
+            lambda: self._rail.swap(packed_BD, self._sent.counts),
             lambda: sum_rows(packed_BD, row_TM),
         )
         parts = [Case(side, *part) for part in zip(_PARTS, calls, strict=True)]
