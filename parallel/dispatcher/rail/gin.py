@@ -21,12 +21,9 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.rail.collective import RowCounts
 
-PACKAGE, NCCL = "0.6.0", (2, 32, 3)
+PACKAGE, NCCL = "0.6.0", "2.32.3"
 """Versions of nccl4py and NCCL, whose device code has to be that of the library."""
-INSTALL = (
-    "pip install 'phalanx[gin]' && "
-    f"pip install --no-deps nvidia-nccl-cu13=={NCCL[0]}.{NCCL[1]}.{NCCL[2]}"
-)
+INSTALL = f"pip install 'phalanx[gin]' && pip install --no-deps nvidia-nccl-cu13=={NCCL}"
 """In two steps: pip would not replace the version of NCCL that torch pins."""
 WAVES = 4
 MAX_NODES = 32
@@ -44,9 +41,17 @@ def refuse() -> Refusal:
         return f"needs nccl4py: {INSTALL}"
     if found != PACKAGE:
         return f"needs nccl4py {PACKAGE}, not {found}: {INSTALL}"
-    if (running := torch.cuda.nccl.version()) != NCCL:
-        return f"needs NCCL {_text(NCCL)}, and torch has loaded {_text(running)}: {INSTALL}"
+    if (loaded := _library()) != NCCL:
+        return f"needs NCCL {NCCL}, and this process has {loaded}: {INSTALL}"
     return None
+
+
+def _library() -> str:
+    """Version of the NCCL that nccl4py calls; torch tells the one that it was built with."""
+    import nccl.core as nccl
+
+    library = nccl.get_version().libnccl
+    return str(library.version) if library else "none"
 
 
 class GinRail:
@@ -206,7 +211,3 @@ def _pointer(dtype: Any, tensor: Tensor, align: int) -> Any:
     from cutlass.cute.runtime import make_ptr
 
     return make_ptr(dtype, tensor.data_ptr(), AddressSpace.gmem, assumed_align=align)
-
-
-def _text(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

@@ -19,7 +19,7 @@ from phalanx.parallel.dispatcher.rail.gin import INSTALL, GinRail, refuse
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has all that is needed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: gin.NCCL)
+    monkeypatch.setattr(gin, "_library", lambda: gin.NCCL)
     monkeypatch.setattr(gin, "version", lambda _: gin.PACKAGE)
 
 
@@ -30,8 +30,8 @@ def test_what_is_missing_is_said_with_the_line_that_installs_it(
         raise gin.PackageNotFoundError(name)
 
     assert refuse() is None
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    assert refuse() == f"needs NCCL 2.32.3, and torch has loaded 2.28.9: {INSTALL}"
+    monkeypatch.setattr(gin, "_library", lambda: "2.28.9")
+    assert refuse() == f"needs NCCL 2.32.3, and this process has 2.28.9: {INSTALL}"
     monkeypatch.setattr(gin, "version", lambda _: "0.5.0")
     assert refuse() == f"needs nccl4py 0.6.0, not 0.5.0: {INSTALL}"
     monkeypatch.setattr(gin, "version", missing)
@@ -93,6 +93,11 @@ def test_rows_of_any_size_and_dtype_are_swapped(
     assert first._connection.counts == [counts] * 4
     with pytest.raises(ValueError, match="serves 32 nodes, not 33: set parallel.rail=collective"):
         GinRail(_Group(33), connections, 5)  # type: ignore[arg-type]
+
+
+def test_the_version_is_that_of_the_library_which_is_loaded() -> None:
+    pytest.importorskip("nccl.core", reason="needs phalanx[gin]")
+    assert gin._library() == gin.NCCL
 
 
 def test_counts_of_the_way_back() -> None:
