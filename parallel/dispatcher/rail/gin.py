@@ -29,6 +29,8 @@ WAVES = 4
 MAX_NODES = 32
 """All CTAs wait at the same time, one for each wave of a node, and so have to fit on a GPU."""
 _WORD = 16
+_FULL = 2**31 - 1
+"""Count of a block whose rows all hold data, as a count above C means C."""
 
 
 def refuse() -> Refusal:
@@ -128,38 +130,30 @@ class _Connection:
         self._kernel = compile_for(self._config, f"sm_{capability[0]}{capability[1]}a")
         self._epoch_MW = torch.zeros(M * WAVES, dtype=torch.int64, device=device)
         self._report = torch.zeros(2, dtype=torch.int32).pin_memory()
-        self._all_M: dict[int, Tensor] = {}
-        """Counts of full blocks by C."""
+        self._full_M = torch.full((M,), _FULL, dtype=torch.int32, device=device)
         self._windows: list[Any] = []
         self._buffers: list[Any] = []
         self._place_bytes = 0
 
     def exchange(self, rows: Tensor, counts: RowCounts | None) -> Tensor:
         """Rows that other nodes sent: uint8 [B, n] -> [B, n]."""
-        M, (B, row_bytes) = self._config.nodes, rows.shape
-        C = B // M
         self._reserve(rows.nbytes)
-        if C not in self._all_M:
-            self._all_M[C] = torch.full((M,), C, dtype=torch.int32, device=rows.device)
-        sent_M, arriving_M = counts or RowCounts(self._all_M[C], self._all_M[C])
         received = torch.empty_like(rows)
-        self._launch((rows, received), (sent_M, arriving_M), (C, row_bytes, self._place_bytes))
+        self._launch(rows, received, counts or RowCounts(self._full_M, self._full_M))
         return received
 
-    def _launch(
-        self, rows: tuple[Tensor, ...], counts: tuple[Tensor, ...], sizes: tuple[int, ...]
-    ) -> None:
+    def _launch(self, rows: Tensor, received: Tensor, counts: RowCounts) -> None:
         import cuda.bindings.driver as cuda
         from cutlass import Int32, Int64, Uint32
 
-        C, row_bytes, place_bytes = sizes
+        B, row_bytes = rows.shape
         self._kernel(
             self._device_comm,
             *self._windows,
-            tuple(_pointer(Uint32, t, _WORD) for t in rows),
-            tuple(_pointer(Int32, t, 4) for t in counts),
+            (_pointer(Uint32, rows, _WORD), _pointer(Uint32, received, _WORD)),
+            (_pointer(Int32, counts.sent_M, 4), _pointer(Int32, counts.arriving_M, 4)),
             (_pointer(Int64, self._epoch_MW, 8), _pointer(Int32, self._report, 4)),
-            (Int32(C), Int32(row_bytes), Int64(place_bytes)),
+            (Int32(B // self._config.nodes), Int32(row_bytes), Int64(self._place_bytes)),
             Int32(self._limit_ms),
             cuda.CUstream(torch.cuda.current_stream().cuda_stream),
         )

@@ -24,7 +24,7 @@ RUN = [
     "data.global_batch=16",
     "parallel.expert=4",
     "parallel.dispatch=hier",
-    "parallel.timeout=5",
+    "parallel.timeout=20",
 ]
 NODES_OF_TWO = {"PHALANX_NODE_GPUS": "2"}
 
