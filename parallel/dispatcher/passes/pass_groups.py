@@ -82,11 +82,13 @@ def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
     The stream that was current computes the weight gradients that wait for an exchange, and then
     waits for the collective. Without them and with one group, the collective is on that stream.
     """
-    backward, group = in_backward(), ranks
+    backward, both = in_backward(), isinstance(ranks, PassGroups)
     hides = backward and wgrad_queue.waits_for_exchange()
     if isinstance(ranks, PassGroups):
         group = ranks.backward if backward else ranks.forward
-    if not x.is_cuda or (group is ranks and not hides):
+    else:
+        group = ranks
+    if not x.is_cuda or not (both or hides):
         yield group
         if hides:  # on a CPU, in the order of a GPU
             wgrad_queue.run_beside_exchange()
