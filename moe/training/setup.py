@@ -107,7 +107,7 @@ class BuiltModel:
     overlaps: bool
     """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
     wgrads: Waiting
-    """What weight gradients wait for."""
+    """Events for which weight gradients wait."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
