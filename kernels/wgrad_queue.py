@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Events that work of a queue waits for."""
+    """Events for which the work of a queue waits."""
 
     held: int | None = None
     """Number of backward passes whose work may wait beyond a pipeline's transfer. As many as there

@@ -63,7 +63,7 @@ class Engine:
             gathered before, not meanwhile, since the host decides when.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
             (`parallel.overlapped_schedule`); one chunk.
-        wgrads: what weight gradients wait for.
+        wgrads: events for which weight gradients wait.
     """
 
     def __init__(

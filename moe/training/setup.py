@@ -107,7 +107,7 @@ class BuiltModel:
     overlaps: bool
     """Forward passes run beside backward passes (`parallel.overlap_microbatches`)."""
     wgrads: Waiting
-    """Events that weight gradients wait for."""
+    """Events for which weight gradients wait."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -192,10 +192,11 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     for choice in weights:
         resolved.precision.weights = choice.backend
     overlaps, overlap_line = choose_overlap(resolved, runtime)
-    resolved.parallel.overlap_microbatches = "on" if overlaps else "off"
     if overlaps:
         transport = replace(transport, pass_groups=pass_groups(groups.pg.ep))
-    delayed = choose_delayed_wgrad(resolved, runtime)
+    how = replace(resolved.parallel, overlap_microbatches="on" if overlaps else "off")
+    overlapped = replace(resolved, parallel=how)
+    delayed = choose_delayed_wgrad(overlapped, runtime)
     waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
@@ -228,13 +229,13 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if ATTENTION_BACKENDS[attention].document_bounds else 0
-    hides = beside_exchanges(resolved)
+    hides = beside_exchanges(overlapped)
     if not hides:
-        resolved.parallel.delay_wgrad = delayed[0].backend if delayed else "off"
+        overlapped.parallel.delay_wgrad = delayed[0].backend if delayed else "off"
     held = None
-    if waits(resolved):
-        held = stage_memory(resolved, runtime.world)[groups.pg.pp.rank()].held
-    wgrads = Waiting(held, hides, pairs(resolved, runtime.world))
+    if waits(overlapped):
+        held = stage_memory(overlapped, runtime.world)[groups.pg.pp.rank()].held
+    wgrads = Waiting(held, hides, pairs(overlapped, runtime.world))
     return BuiltModel(config, groups, choices, captured, budget, chunks, places, overlaps, wgrads)
 
 
