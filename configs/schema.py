@@ -430,7 +430,8 @@ class ParallelConfig:
     """Weight gradients while a pipeline stage would wait: `on`, `off`, `pairs` or `auto`.
 
     A stage then sends the gradient of its input before it computes those of its weights, and keeps
-    their operands until then (docs/design.md); results are the same bit for bit. `pairs` also
+    their operands until then (docs/design.md); results are the same bit for bit. Without stages
+    they run beside exchanges of `alltoall` and `hier`, unless it is `off`. `pairs` also
     computes those of the experts for two micro-batches in one pass over their fp32 sums, which pays
     if experts have few rows, and without stages too. A sum is then rounded once for both, so that
     results differ in the last bits. `auto` takes with pipeline stages what pays and fits into
