@@ -35,6 +35,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics.jsonl that are complete; empty without the file."""
+    return [record for _, record in _lines(path) if record is not None] if path.exists() else []
+
+
 def is_finite(value: Any) -> bool:
     """True for a value that is a number; metrics.jsonl has null for NaN and infinity."""
     return isinstance(value, int | float) and math.isfinite(value)
@@ -48,7 +53,7 @@ def start_facts(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for _, record in _lines(path):
         if record is not None and record.get("event") == "start":
-            facts = {k: v for k, v in record.items() if k not in ("event", "at", "time")}
+            facts = {k: v for k, v in record.items() if k not in ("event", "at", "time", "seconds")}
     return facts
 
 
@@ -63,6 +68,7 @@ _GROUPS = {
         "data_time",
         "memory",
         "eager_steps",
+        "goodput",
     ),
 }
 """Group of a number in a tracking service -> prefixes of its name; all others are of training."""

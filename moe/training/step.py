@@ -76,6 +76,8 @@ class Step:
         self._stop = torch.zeros((), device=job.runtime.device)
         self._grad_factor = torch.ones((), device=job.runtime.device) if cfg.run.inject else None
         """Factor of this rank's gradients, in runs that inject faults."""
+        self.repeated = 0.0
+        """Seconds of the last step that it spent on computations that were then repeated."""
         world = job.runtime.world
         self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
         self._launch_time = 0.0
@@ -124,6 +126,7 @@ class Step:
         late = waited + self._launch_time
         self._late_R[self.job.runtime.rank].fill_(late)  # `=` would wait for a copy
         reruns: list[Growth] = []
+        self.repeated = 0.0
         while True:
             started = time.perf_counter()
             try:
@@ -148,6 +151,7 @@ class Step:
                 return Totals(
                     *losses, count, norm, stopping > 0, tuple(reruns), late_R, load, logits
                 )
+            self.repeated += time.perf_counter() - started
             reruns += self.enlarge()
             balance.restore(engine.modules, before)
 
@@ -172,6 +176,11 @@ class Step:
             self.update_failure, self._updates = failure, None
             graphs.drop()
             self.job.engine.update()
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs captured and not dropped."""
+        return sum(held.count for held in (self.graph, self._updates) if held is not None)
 
     def close(self) -> None:
         """Release the graphs after the last step, before process groups are destroyed."""

@@ -24,6 +24,7 @@ from phalanx.kernels.registry import Choice
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.report.compiling import report_compilation
+from phalanx.moe.report.goodput import TRAINING
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
 from phalanx.moe.report.start_page import describe, device, versions
@@ -168,6 +169,7 @@ class Trainer:
             profiled = Profiler(window, self.folder, self.facts, self.step, self.metrics.event)
             with _no_gc(), profiled as profiler:
                 self.pace.restart(self.step)
+                self.metrics.clock.lap("start")
                 saved = self._steps(profiler)
         except Diverged:
             self.checkpoints.close()  # finishes a save in the background
@@ -183,6 +185,7 @@ class Trainer:
         if self.checkpoints.unfinished:
             self.metrics.event("waiting until the last checkpoint is written")
         self.checkpoints.close()
+        self.metrics.clock.lap("checkpoints")
         if self._batches and self.step >= self.cfg.run.steps:
             set_activity(f"step {self.step}: routing is recorded")
             self.metrics.event(
@@ -194,7 +197,7 @@ class Trainer:
 
     def _steps(self, profiler: Profiler) -> int:
         """Run all steps and the work between them; return the last step that was saved."""
-        run, saved = self.cfg.run, self.step
+        run, saved, clock = self.cfg.run, self.step, self.metrics.clock
         if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
             return saved
         if self.step >= run.steps:
@@ -212,9 +215,11 @@ class Trainer:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
                 self._validate()
+                clock.lap("validation")
                 self.pace.restart(self.step)
             if self.samples is not None and self.step % run.sample_every == 0:
                 self._sample(self.samples)
+                clock.lap("samples")
                 self.pace.restart(self.step)
             if run.save_interval > 0 and self.step % run.save_interval == 0:
                 self._save()
@@ -242,7 +247,8 @@ class Trainer:
 
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
-        engine, number = self.job.engine, self.step + 1
+        engine, number, clock = self.job.engine, self.step + 1, self.metrics.clock
+        clock.lap(TRAINING)  # the rest of the step before this one
         started = time.perf_counter()
         self._set_activity("data")
         self.faults.trigger(number)
@@ -251,6 +257,8 @@ class Trainer:
         if self.cfg.run.record_routing and number == self.cfg.run.steps:
             self._batches = batches
         waited = time.perf_counter() - started
+        clock.lap("data")
+        graphs = self.compute.graphs
         self._set_activity("forward and backward")
         before = balance.snapshot(engine.modules)
         measured = self._logits_every > 0 and number % self._logits_every == 0
@@ -263,6 +271,7 @@ class Trainer:
             grad_factor=self.faults.factor(number),
         )
         loss, mtp_loss, labels, norm, stopping, reruns, late, load, logits = totals
+        clock.lap("reruns", self.compute.repeated)
         self._report_reruns(reruns, f"step {number}")
         if (failure := self.compute.capture_failure) is not None and not self._eager:
             self._eager = number
@@ -275,6 +284,7 @@ class Trainer:
             finite = math.isfinite(norm) and (math.isfinite(loss) or not labels)
             if not self.health.skips(fault, finite=finite):
                 self._roll_back(fault)
+                clock.lap("skipped")
                 return stopping
             self.metrics.event(f"skipped: {fault}")
         else:
@@ -286,6 +296,7 @@ class Trainer:
             self._eager_update = True
             self.metrics.event(f"{not_captured(failure)}; updates stay eager")
         self.step = number
+        clock.lap(self._kind_of_step(fault, graphs))
         self._may_write()
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
             record: dict[str, Any] = {"loss": loss} if labels else {}
@@ -299,6 +310,19 @@ class Trainer:
                 record["eager_steps"] = self.step - self._eager + 1
             self.records.log(record)
         return stopping
+
+    def _kind_of_step(self, fault: str | None, graphs: int) -> str:
+        """Kind of the time of a step (`moe.report.goodput`).
+
+        Args:
+            fault: fault for which the step was skipped.
+            graphs: number of graphs before the step.
+        """
+        if fault is not None:
+            return "skipped"
+        if self.step == self._first or self.compute.graphs != graphs:
+            return "capture"
+        return TRAINING
 
     # --- around the loop --------------------------------------------------------------------------
 
@@ -397,6 +421,7 @@ class Trainer:
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
             )
+        self.metrics.clock.lap("checkpoints")
         state = "saving in the background" if self._async_save else "saved"
         self.metrics.event(f"{state}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()

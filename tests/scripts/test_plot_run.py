@@ -213,3 +213,25 @@ def test_mistakes_are_one_line(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot_run.main([str(run)]) == 2
     assert "a picture needs matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_goodput_and_what_the_rest_went_to(
+    tmp_path: Path, figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path / "run", 4)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
+    for record in records:
+        step = record["step"]
+        record |= {"seconds": {"start": 2.0, "training": 6.0 * step, "data": 2.0 * step}}
+        record |= {"goodput": 6 * step / (2 + 8 * step)}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert plot_run.main([str(run)]) == 0
+    assert "goodput 70.6% of 34 s; data 23.5%, start 5.9%\n" in capsys.readouterr().out
+    actual = panels(figures[0])
+    assert len(actual) >= 8
+    drawn = actual["goodput"].lines[0].get_ydata()
+    assert np.allclose(drawn, [0.6, 12 / 18, 18 / 26, 24 / 34])
+    share = actual["share of time that did not train"]
+    assert [text.get_text() for text in share.get_legend().get_texts()] == ["start", "data"]
+    top = max(point[1] for area in share.collections for point in area.get_paths()[0].vertices)
+    assert top == pytest.approx(0.4), "of the first step, which has most of the start"

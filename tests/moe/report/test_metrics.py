@@ -418,6 +418,7 @@ def test_wandb_gets_numbers_and_one_id_for_a_run(
         assert init["mode"] == "offline" and init["config"]["run"]["steps"] == 100
         assert "login" not in [name for name, _ in fake.calls]
         named = {"train/loss": 4.97, "perf/step_time": 0.5, "perf/memory": 1.25}
+        named |= {"perf/goodput": 0.0}  # no time has passed
         assert fake.logged == [{"step": 3} | named]
         ids.append(init["id"])
     assert ids[0] == ids[1] != ids[2]
