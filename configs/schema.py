@@ -540,6 +540,12 @@ class OptimConfig:
     """
     clip_grad: float = 1.0
     """Limit of the global gradient norm; 0 turns clipping off."""
+    ema: float = knob(0.0, below_one=True)
+    """Decay of an exponential moving average of the weights, as in 0.999; the default 0 keeps none.
+
+    Each rank keeps fp32 averages of its shard on the device, 4 bytes a parameter, and checkpoints
+    have them. `scripts/checkpoint.py average CHECKPOINT --ema --out FOLDER` makes weights of them.
+    """
     qk_clip: float = 0.0
     """Largest attention logit of a head (QK-clip, arXiv 2507.20534, which has 100); 0 has no limit.
 

@@ -55,13 +55,14 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
         old.setdefault("optim.kind", next(iter(OPTIMIZERS)))  # of versions that had no other
     changed = [key for key in old if key in new and old[key] != new[key]]
-    refused = [key for key in changed if _must_agree(key, old[key], new[key])]
+    refused = [key for key in changed if must_agree(key, old[key], new[key])]
     if refused:
         raise CheckpointMismatch(_refusal(refused, old, new))
     return [f"{key} {shown(old[key])} -> {shown(new[key])}" for key in changed]
 
 
-def _must_agree(key: str, old: Any, new: Any) -> bool:
+def must_agree(key: str, old: Any, new: Any) -> bool:
+    """Return whether weights and data cursor depend on a knob with two different values."""
     if key in _FREE:
         return False
     if key in _SWITCHES:

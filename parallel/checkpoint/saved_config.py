@@ -159,8 +159,17 @@ def lacking(folder: Place) -> str:
         return str(error)
 
 
+def compared(common: dict[str, Any]) -> dict[str, Any]:
+    """Configuration with which a run has to agree, from what all ranks share of a checkpoint.
+
+    Weights alone, imported or averaged, agree with any data and optimizer.
+    """
+    config = dict(common["config"])
+    return {"model": config["model"]} if common.get("weights_only") else config
+
+
 def configuration(folder: Place) -> dict[str, Any]:
-    """Configuration of the run that wrote a checkpoint, as nested dictionaries.
+    """Configuration with which a run that goes on from a checkpoint has to agree (`compared`).
 
     Raises:
         Invalid: it cannot be found.
@@ -168,7 +177,7 @@ def configuration(folder: Place) -> dict[str, Any]:
     """
     state = _plain(_bytes_of(folder, commit.read_commit(folder)))
     try:
-        return dict(state[0]["common"]["config"])
+        return compared(state[0]["common"])
     except (TypeError, LookupError, ValueError):
         raise Invalid("no configuration in it") from None
 
