@@ -662,10 +662,15 @@ class RunConfig:
     """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py."""
     wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
-    wandb_project: str = "phalanx"
-    """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
+    trackers: list[str] = knob([], choices=("mlflow", "comet", "trackio"))
+    """Other services that get the numbers, as in `[mlflow,trackio]` (docs/operations.md).
+
+    They are called in a thread, so that a server that is away costs a warning and no time.
+    """
+    project: str = knob("phalanx", formerly="run.wandb_project")
+    """Name of the project in Weights & Biases and in `run.trackers`."""
     record_routing: str = ""
     """File to which the experts that tokens choose after the last step are written; empty: none.
 

@@ -1,7 +1,7 @@
 """Metrics of a run: a table with a row per logged step, events, a closing summary.
 
 The trainer passes one flat record per logged step. The console shows the columns that are known;
-metrics.jsonl and the sinks (moe.report.loggers) receive everything. Only the main rank prints and
+metrics.jsonl and the sinks (moe.report.services) receive everything. Only the main rank prints and
 writes. Only a run folder that cannot be written at the start stops a run.
 """
 
@@ -20,7 +20,9 @@ import torch
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.goodput import Clock, earlier, goodput, goodput_line, trained_until
-from phalanx.moe.report.loggers import Journal, Sink, lines, make_sinks
+from phalanx.moe.report.loggers import Journal, lines
+from phalanx.moe.report.services.enabled import make_sinks
+from phalanx.moe.report.services.service import Sink
 
 _STEADY = 10  # logged steps of the closing summary
 _PAGE = 25  # rows between headings

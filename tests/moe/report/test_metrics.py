@@ -19,8 +19,9 @@ import pytest
 from phalanx.configs.schema import Config
 from phalanx.moe.data.sources import Source
 from phalanx.moe.report import metrics as metrics_module
-from phalanx.moe.report.loggers import read, start_facts, tag
+from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
+from phalanx.moe.report.services.service import tag
 from phalanx.moe.training.validation import SourceSums, scores
 
 GPU: dict[str, Any] = {
