@@ -125,8 +125,8 @@ class Sink:
             call()
         except Exception as error:  # a logging service must never end a run
             self._on = False
-            missing = isinstance(error, ModuleNotFoundError)
-            remedy = f"; pip install {error.name}" if missing else ""
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            remedy = f"; pip install {missing}" if missing else ""
             self._warn(f"{self._name} is off for the rest of the run: {error!r}{remedy}")
 
 
