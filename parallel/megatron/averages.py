@@ -52,7 +52,10 @@ def begin(optimizer: Any) -> None:
 
 def has_averages(optimizer: Any) -> bool:
     """Return whether an optimizer of this rank has averages."""
-    return any(NAME in state for state, _ in _states(optimizer))
+    # The state of a weight that has none must not begin here: `state[p]` of a default dictionary
+    # would add one, in an order that is not that of the optimizer.
+    states = (each for part in parts(optimizer) for each in part.optimizer.state.values())
+    return any(NAME in state for state in states)
 
 
 def _states(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:

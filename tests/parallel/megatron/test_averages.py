@@ -145,6 +145,22 @@ def test_averages_move_between_layouts(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in held)
 
 
+def _is_asked() -> None:
+    from phalanx.parallel.megatron.averages import has_averages
+    from phalanx.parallel.megatron.updated import parts
+
+    engine, _ = build()
+    assert not has_averages(engine.optimizer)
+    assert all(len(part.optimizer.state) == 0 for part in parts(engine.optimizer))
+    assert has_averages(build(ema=DECAY)[0].optimizer)
+
+
+@pytest.mark.dist
+def test_an_optimizer_that_is_asked_for_averages_gets_no_state() -> None:
+    """The state of a resumed run would be in another order than that of one that went on."""
+    run_distributed(_is_asked, 1)
+
+
 def test_the_estimate_counts_averages() -> None:
     cfg = Config()
     without = stage_weights(cfg, 1)[0].optimizer_bytes
