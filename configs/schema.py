@@ -459,6 +459,13 @@ class DataConfig:
     weights the sources are mixed in proportion to their tokens. The start page shows tokens
     and epochs of each.
     """
+    stages: list[str] = field(default_factory=list)
+    """Weights of `data.blend` that change on the way: `[80e9:0.5/0.5]` from 80 billion tokens on.
+
+    Each stage has the weight of every source, 0 for one that it does not read; the weights of
+    `data.blend`, which may have a 0 then too, hold before the first. A run that resumes may change
+    stages that have not begun (docs/data.md). Validation keeps the weights of `data.blend`.
+    """
     split: str = "98,2"
     """Relative sizes of the training and validation parts of each source."""
     cache: str = ""

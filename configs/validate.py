@@ -6,11 +6,11 @@ is checked anywhere.
 """
 
 import copy
-import re
 from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.addresses import flaw, is_address
+from phalanx.configs.arithmetic.data_stages import is_number, stage_problems
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
@@ -101,6 +101,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         _experts,
         _data,
         _blend,
+        stage_problems,
         _documents,
         _optim,
         _run,
@@ -264,7 +265,7 @@ def _data(cfg: Config) -> Iterator[str]:
     if d.source == "embedded" and 0 < cfg.model.vocab_size < 256:
         yield repair(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
     parts = d.split.split(",")
-    if len(parts) > 3 or not all(map(_is_number, parts)) or not float(parts[0]):
+    if len(parts) > 3 or not all(map(is_number, parts)) or not float(parts[0]):
         yield repair(cfg, "data.split", "must be weights of training and validation", "98,2")
     elif r.eval_interval and not (len(parts) > 1 and float(parts[1])):
         reason = f"validates on nothing, with data.split={d.split}"
@@ -276,7 +277,7 @@ def _data(cfg: Config) -> Iterator[str]:
 
 def _blend(cfg: Config) -> Iterator[str]:
     d, path, form = cfg.data, "data.blend", ["0.7", "prefix", "0.3", "other"]
-    weighted = [_is_number(item) for item in d.blend]
+    weighted = [is_number(item) for item in d.blend]
     if d.source != "indexed" and d.blend:
         reason = f"is not read with data.source={d.source}"
         yield repair(cfg, path, reason, "indexed", at="data.source")
@@ -333,10 +334,6 @@ def _exchange(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "parallel.rail", "needs CUDA", "collective")
     if p.overlap_microbatches == "on" and (refusal := not_overlappable(cfg)):
         yield repair(cfg, "parallel.overlap_microbatches", f"cannot run: {refusal}", "auto")
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", text.strip()) is not None
 
 
 def _optim(cfg: Config) -> Iterator[str]:

@@ -5,10 +5,12 @@ import sys
 import torch
 
 from phalanx.configs.arithmetic.accounting import flops_note, flops_per_token
+from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.formats import described
 from phalanx.configs.knobs import pluralize
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
+from phalanx.moe.data.sources import stage_line
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.report.units import count, model_size, storage, work
@@ -47,6 +49,9 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
     read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
     lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)
+    names = [source.name for source in loader.dataset.sources]
+    stages = [stage_line(stage, names) for stage in map(parse, cfg.data.stages)]
+    lines += ["  " + text for text in stages] + [""] * bool(stages)
     lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
     lines += ["  " + text for text in table(job.choices).splitlines()]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from phalanx.configs import programs
+from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
@@ -95,7 +96,8 @@ def nothing_left(cfg: Config) -> list[str]:
         if path is None or (step := commit.read_commit(path).step) < run.steps:
             return []
         start = run_start.decide(run, record, path)
-        compare(saved_config.configuration(path), redacted(asdict(cfg)))
+        known = saved_config.configuration(path)
+        compare(known.config, redacted(asdict(cfg)), known.samples)
     except (*_WRONG, Invalid, OSError):
         return []
     lines = [start.note] if start.note else []
@@ -201,8 +203,14 @@ def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
     run, data = cfg.run, cfg.data
     valid = run.eval_batches * data.global_batch if run.eval_interval else 0
     sizes = (run.steps * data.global_batch, valid)
-    prefixes, weights = parse_blend(data.blend)
+    prefixes, weights = parse_blend(data)
     blend = open_blend(prefixes, weights, data, cfg.model.vocab_size, sizes)
+    for stage in map(parse, data.stages):
+        if stage.tokens >= wanted:
+            yield (
+                f"data: the stage from {count(stage.tokens)} tokens on does not begin, as the run "
+                f"reads {count(wanted)}"
+            )
     epochs = blend.epochs(wanted)
     for prefix, (training, _), times in zip(prefixes, blend.parts, epochs, strict=True):
         yield from _reading(prefix, training.tokens, times)
@@ -268,7 +276,8 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
         if start.note:
             yield start.note
         if path is not None:
-            compare(saved_config.configuration(path), redacted(asdict(cfg)))
+            known = saved_config.configuration(path)
+            compare(known.config, redacted(asdict(cfg)), known.samples)
     except Invalid:
         pass  # all ranks verify its checksums at the start, report the problem and set it aside
     except OSError as error:

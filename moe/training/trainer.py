@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from phalanx.configs.arithmetic.data_stages import begun
 from phalanx.configs.layout import logit_interval
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Choice
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
+from phalanx.moe.data.sources import stage_line
 from phalanx.moe.report.compiling import report_compilation
 from phalanx.moe.report.goodput import TRAINING
 from phalanx.moe.report.metrics import Metrics
@@ -252,8 +254,10 @@ class Trainer:
         started = time.perf_counter()
         self._set_activity("data")
         self.faults.trigger(number)
+        consumed = self.loader.consumed_samples
         with record_function("data"):
             batches = self.loader.next_step()
+        self._report_stage(consumed)
         if self.cfg.run.record_routing and number == self.cfg.run.steps:
             self._batches = batches
         waited = time.perf_counter() - started
@@ -386,6 +390,14 @@ class Trainer:
     def _report_reruns(self, reruns: Iterable[Growth], subject: str) -> None:
         for growth in reruns:
             self.metrics.event(growth.event(subject))
+
+    def _report_stage(self, before: int) -> None:
+        """Tell which stage of the data has begun since the cursor was at `before` samples."""
+        data, sources = self.cfg.data, self.loader.dataset.sources
+        length, passed = data.sequence_length, self.loader.consumed_samples
+        for stage in begun(data.stages, passed, length)[-1:]:
+            if stage.first(length) >= before:
+                self.metrics.event(f"data {stage_line(stage, [s.name for s in sources])}")
 
     def _tokens(self) -> int:
         """Number of tokens that the data cursor has passed."""

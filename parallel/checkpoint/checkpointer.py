@@ -342,7 +342,8 @@ class Checkpointer:
         """
         record = self._verified.get(path) or verified(path)
         metadata, saved = self._described(path, record)
-        if changed := compare(compared(saved["common"]), config or {}):
+        known = compared(saved["common"])
+        if changed := compare(known.config, config or {}, known.samples):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")

@@ -13,7 +13,7 @@ import shlex
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -159,17 +159,25 @@ def lacking(folder: Place) -> str:
         return str(error)
 
 
-def compared(common: dict[str, Any]) -> dict[str, Any]:
-    """Configuration with which a run has to agree, from what all ranks share of a checkpoint.
+class Compared(NamedTuple):
+    """Facts of a checkpoint with which a run that goes on from it has to agree."""
 
-    Weights alone, imported or averaged, agree with any data and optimizer.
-    """
+    config: dict[str, Any]
+    """Configuration; of weights alone, imported or averaged, only that of the model."""
+    samples: int
+    """Samples of the data that the checkpoint has passed."""
+
+
+def compared(common: dict[str, Any]) -> Compared:
+    """Facts with which a run has to agree, from what all ranks share of a checkpoint."""
     config = dict(common["config"])
-    return {"model": config["model"]} if common.get("weights_only") else config
+    if common.get("weights_only"):
+        config = {"model": config["model"]}
+    return Compared(config, int(common.get("data", {}).get("consumed_samples", 0)))
 
 
-def configuration(folder: Place) -> dict[str, Any]:
-    """Configuration with which a run that goes on from a checkpoint has to agree (`compared`).
+def configuration(folder: Place) -> Compared:
+    """Facts with which a run that goes on from the checkpoint in a folder has to agree.
 
     Raises:
         Invalid: it cannot be found.
