@@ -172,7 +172,7 @@ def compared(common: dict[str, Any]) -> Compared:
     """Facts with which a run has to agree, from what all ranks share of a checkpoint."""
     config = dict(common["config"])
     if common.get("weights_only"):
-        config = {"model": config["model"]}
+        config = {name: section for name, section in config.items() if name == "model"}
     return Compared(config, int(common.get("data", {}).get("consumed_samples", 0)))
 
 
