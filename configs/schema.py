@@ -479,6 +479,13 @@ class DataConfig:
     """Number of sequences that a rank processes in one forward pass."""
     global_batch: int = knob(32, at_least=1)
     """Number of sequences in one optimizer step, over all ranks and micro-batches."""
+    batch_warmup: list[str] = field(default_factory=list)
+    """Smaller global batches at the start: `[64:1e9,128:3e9]` has 64 sequences up to a billion
+    tokens, and 128 up to three.
+
+    `data.global_batch` comes after them. The number of micro-batches changes between two steps;
+    captured steps are then captured anew, which takes some seconds.
+    """
     seed: int = 1234
     """Seed of the order of documents and samples."""
     document_mask: bool = False
@@ -517,6 +524,13 @@ class OptimConfig:
 
     Set it for a run that will be extended: otherwise a larger `run.steps` changes the curve.
     """
+    warmup_tokens: float = 0.0
+    """Tokens of the linear warm-up, in place of `warmup_steps`; 0 takes the steps.
+
+    The warm-up ends with the step that reaches them, as the decay does with `decay_tokens`.
+    """
+    decay_tokens: float = 0.0
+    """Tokens at which the learning rate reaches `min_lr`, in place of `decay_steps`."""
     schedule: str = knob(
         "cosine", choices=("cosine", "linear", "constant", "inverse-square-root", "WSD")
     )

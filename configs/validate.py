@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.addresses import flaw, is_address
+from phalanx.configs.arithmetic import batch_sizes
+from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after
 from phalanx.configs.arithmetic.data_stages import is_number, stage_problems
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.bounds import bound_problems
@@ -102,6 +104,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         _data,
         _blend,
         stage_problems,
+        batch_sizes.problems,
         _documents,
         _optim,
         _run,
@@ -340,17 +343,10 @@ def _optim(cfg: Config) -> Iterator[str]:
     o = cfg.optim
     if o.min_lr > o.lr:
         yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
-    wsd, warmup = o.schedule == "WSD", o.warmup_steps
-    if 0 < o.decay_steps <= warmup:
-        reason = f"ends within the warm-up of {pluralize(warmup, 'step')}"
-        fits = warmup + 1 + (warmup // 9 if wsd else 0)
-        yield repair(cfg, "optim.decay_steps", reason, fits)
-    end = o.decay_steps or cfg.run.steps
-    if wsd and warmup > (room := end - wsd_decay_steps(end)):
-        reason = (
-            f"reaches into the last tenth of {pluralize(end, 'step')}, in which schedule=WSD decays"
-        )
-        yield repair(cfg, "optim.warmup_steps", reason, room)
+    if o.decay_tokens and o.decay_steps:
+        reason = f"is not possible with decay_tokens={o.decay_tokens:g}, which says the same"
+        yield repair(cfg, "optim.decay_steps", reason, 0)
+    yield from _schedule(cfg)
     a, ranks = cfg.model.attention, cfg.parallel.tensor
     facts = OPTIMIZERS[o.kind]
     if facts.whole_matrices and a.kind == "gqa" and ranks > a.kv_heads:
@@ -378,6 +374,31 @@ def _optim(cfg: Config) -> Iterator[str]:
             if getattr(o, knob) > _BETA_OF_BF16:
                 reason = f"is above {_BETA_OF_BF16}, where moments=bf16 rounds decay away"
                 yield repair(cfg, f"optim.{knob}", reason, _BETA_OF_BF16)
+
+
+def _schedule(cfg: Config) -> Iterator[str]:
+    """Yield the problems of a learning rate whose warm-up and decay meet."""
+    o, data = in_steps(cfg.optim, cfg.data), cfg.data
+    wsd, warmup = o.schedule == "WSD", o.warmup_steps
+
+    def knob(name: str, steps: int) -> tuple[str, float]:
+        """The knob of an end of the schedule, and its value for a number of steps."""
+        if getattr(o, f"{name}_tokens"):
+            tokens = samples_after(data, steps) * data.sequence_length
+            return f"optim.{name}_tokens", float(tokens)
+        return f"optim.{name}_steps", steps
+
+    if 0 < o.decay_steps <= warmup:
+        reason = f"ends within the warm-up of {pluralize(warmup, 'step')}"
+        path, fits = knob("decay", warmup + 1 + (warmup // 9 if wsd else 0))
+        yield repair(cfg, path, reason, fits)
+    end = in_steps(cfg.optim, data).decay_steps or cfg.run.steps
+    if wsd and warmup > (room := end - wsd_decay_steps(end)):
+        reason = (
+            f"reaches into the last tenth of {pluralize(end, 'step')}, in which schedule=WSD decays"
+        )
+        path, fits = knob("warmup", room)
+        yield repair(cfg, path, reason, fits)
 
 
 def _run(cfg: Config) -> Iterator[str]:

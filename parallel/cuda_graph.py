@@ -75,6 +75,11 @@ class StepGraph:
         """Number of graphs: 1 when the step has been captured, 0 before."""
         return int(self._graph is not None)
 
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of the captured step; 0 before."""
+        return len(self._inputs)
+
     def __call__(self, inputs: Inputs) -> Tensor:
         """Results of the step for `inputs`, whose shapes are those of the first call.
 

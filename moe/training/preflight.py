@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from phalanx.configs import programs
+from phalanx.configs.arithmetic.batch_sizes import samples_after
 from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
@@ -134,7 +135,7 @@ def newest_checkpoint(cfg: Config) -> str:
 
 def tokens_read(cfg: Config) -> int:
     """Number of tokens that a run reads, from its first step to its last."""
-    return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length
+    return samples_after(cfg.data, cfg.run.steps) * cfg.data.sequence_length
 
 
 def _optimizer(cfg: Config) -> Iterator[str]:
@@ -202,7 +203,7 @@ def _samples(cfg: Config) -> Iterator[str]:
 def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
     run, data = cfg.run, cfg.data
     valid = run.eval_batches * data.global_batch if run.eval_interval else 0
-    sizes = (run.steps * data.global_batch, valid)
+    sizes = (samples_after(data, run.steps), valid)
     prefixes, weights = parse_blend(data)
     blend = open_blend(prefixes, weights, data, cfg.model.vocab_size, sizes)
     for stage in map(parse, data.stages):

@@ -7,7 +7,7 @@ step (moe.training.bad_steps) is skipped before the parameters are changed.
 import gc
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after, spans
 from phalanx.configs.arithmetic.data_stages import begun
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.layout import logit_interval
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
@@ -91,13 +93,13 @@ class Trainer:
         notes = self._checked()
         choices = choices or choose_kernels(cfg, runtime)
         set_activity("start: data")
-        train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
+        train_set, self.valid_set = self._datasets(samples_after(cfg.data, cfg.run.steps))
         if runtime.is_main:
             for note in notes:
                 print(f"-- {note}", flush=True)
         set_activity("start: model")
         self.job: Job = setup(cfg, runtime, choices)
-        self.loader = self._loader(train_set)
+        self.loader = self._loader(train_set, spans(cfg.data))
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
@@ -105,6 +107,8 @@ class Trainer:
         """First eager step after a failed capture; 0 if none failed."""
         self._eager_update = False
         """The failure to capture the update has been reported."""
+        self._batch = 0
+        """Size of the global batch of the last step, if it has been told."""
         self._batches: list[dict[str, torch.Tensor]] = []
         """Micro-batches of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
@@ -142,7 +146,7 @@ class Trainer:
         if cfg.run.save_interval >= 0:  # else the checkpoints stay as they are
             self.checkpoints.started(start)
         self.metrics = self._metrics()
-        self.pace = Pace(cfg, runtime)
+        self.pace = Pace(cfg, runtime, lambda: self.loader.consumed_samples)
         self.records = StepRecords(
             self.job, self.compute.collector, self.metrics, self.pace, self.step
         )
@@ -257,7 +261,7 @@ class Trainer:
         consumed = self.loader.consumed_samples
         with record_function("data"):
             batches = self.loader.next_step()
-        self._report_stage(consumed)
+        self._report_data(consumed)
         if self.cfg.run.record_routing and number == self.cfg.run.steps:
             self._batches = batches
         waited = time.perf_counter() - started
@@ -346,7 +350,7 @@ class Trainer:
         """
         assert self.valid_set is not None
         rows, sources = self.valid_set, self.valid_set.sources
-        engine, loader = self.job.engine, self._loader(rows)
+        engine, loader = self.job.engine, self._loader(rows, self.cfg.data.global_batch)
         set_activity(f"step {self.step}: validation")
         engine.eval()
         steps, before = list[tuple[float, int]](), balance.snapshot(engine.modules)
@@ -374,12 +378,12 @@ class Trainer:
         else:
             self.metrics.event(title, shown=str(sample), **asdict(sample))
 
-    def _loader(self, dataset: Any) -> Loader:
+    def _loader(self, dataset: Any, global_batch: int | Sequence[tuple[int, int]]) -> Loader:
         data, job = self.cfg.data, self.job
         return Loader(
             dataset,
             data.micro_batch,
-            data.global_batch,
+            global_batch,
             job.groups.data_rank,
             job.data_parallel,
             pin=self.runtime.device.type == "cuda",
@@ -391,10 +395,14 @@ class Trainer:
         for growth in reruns:
             self.metrics.event(growth.event(subject))
 
-    def _report_stage(self, before: int) -> None:
-        """Tell which stage of the data has begun since the cursor was at `before` samples."""
+    def _report_data(self, before: int) -> None:
+        """Tell what is new of the data of a step, which began at `before` samples."""
         data, sources = self.cfg.data, self.loader.dataset.sources
         length, passed = data.sequence_length, self.loader.consumed_samples
+        if (size := passed - before) != self._batch:
+            self._batch = size
+            if data.batch_warmup:
+                self.metrics.event(f"the global batch is {pluralize(size, 'sequence')}")
         for stage in begun(data.stages, passed, length)[-1:]:
             if stage.first(length) >= before:
                 self.metrics.event(f"data {stage_line(stage, [s.name for s in sources])}")
@@ -453,7 +461,8 @@ class Trainer:
         self.origin = path
         if state.get("weights_only"):
             return f"from the weights of {path}"
-        self.lr_change = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
+        optim = in_steps(self.cfg.optim, self.cfg.data)
+        self.lr_change = change(state.get("config", {}), optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
     def _load(self, path: Place) -> dict[str, Any]:
@@ -508,9 +517,10 @@ class Trainer:
 
     def _extend_data(self) -> None:
         """Extend the dataset to all steps left, if a rollback or batch size moved the cursor."""
-        left = (self.cfg.run.steps - self.step) * self.cfg.data.global_batch
-        if self.loader.consumed_samples + left > len(self.loader.dataset):
-            self.loader.dataset, _ = self._datasets(self.loader.consumed_samples + left)
+        consumed, steps = self.loader.consumed_samples, self.cfg.run.steps - self.step
+        wanted = samples_after(self.cfg.data, max(0, steps), consumed)
+        if wanted > len(self.loader.dataset):
+            self.loader.dataset, _ = self._datasets(wanted)
 
 
 @contextmanager
