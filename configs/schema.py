@@ -468,6 +468,12 @@ class DataConfig:
     """
     split: str = "98,2"
     """Relative sizes of the training and validation parts of each source."""
+    validation: list[str] = field(default_factory=list)
+    """Data that `run.eval_interval` validates on in place of the validation part, as `blend` is
+    written; `split=1` then trains on all of `blend`.
+
+    Each source has its own loss, and bits per byte where the bytes of its text are known.
+    """
     cache: str = ""
     """Folder of built corpora and index files; empty uses .cache/phalanx in the home folder.
 

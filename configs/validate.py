@@ -270,7 +270,7 @@ def _data(cfg: Config) -> Iterator[str]:
     parts = d.split.split(",")
     if len(parts) > 3 or not all(map(is_number, parts)) or not float(parts[0]):
         yield repair(cfg, "data.split", "must be weights of training and validation", "98,2")
-    elif r.eval_interval and not (len(parts) > 1 and float(parts[1])):
+    elif r.eval_interval and not d.validation and not (len(parts) > 1 and float(parts[1])):
         reason = f"validates on nothing, with data.split={d.split}"
         yield repair(cfg, "run.eval_interval", reason, 0)
     if r.sample_every and d.source == "synthetic":
@@ -279,19 +279,24 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _blend(cfg: Config) -> Iterator[str]:
-    d, path, form = cfg.data, "data.blend", ["0.7", "prefix", "0.3", "other"]
-    weighted = [is_number(item) for item in d.blend]
+    d, form = cfg.data, ["0.7", "prefix", "0.3", "other"]
     if d.source != "indexed" and d.blend:
         reason = f"is not read with data.source={d.source}"
-        yield repair(cfg, path, reason, "indexed", at="data.source")
+        yield repair(cfg, "data.blend", reason, "indexed", at="data.source")
+    if d.source != "indexed" and d.validation:
+        yield repair(cfg, "data.validation", f"is not read with data.source={d.source}", [])
     if d.source != "indexed":
         return
     if not d.blend:
-        yield repair(cfg, path, "names no .bin/.idx files, and data.source=indexed", ["prefix"])
-    elif any(weighted) and weighted != [True, False] * (len(d.blend) // 2):
-        yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
-    elif any(weighted) and not any(map(float, d.blend[::2])):
-        yield repair(cfg, path, "gives no prefix a weight above 0", form)
+        reason = "names no .bin/.idx files, and data.source=indexed"
+        yield repair(cfg, "data.blend", reason, ["prefix"])
+    for path in ("data.blend", "data.validation"):
+        entries = get(cfg, path)
+        weighted = [is_number(item) for item in entries]
+        if any(weighted) and weighted != [True, False] * (len(entries) // 2):
+            yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
+        elif any(weighted) and not any(map(float, entries[::2])):
+            yield repair(cfg, path, "gives no prefix a weight above 0", form)
 
 
 def _documents(cfg: Config) -> Iterator[str]:
@@ -445,10 +450,12 @@ def _addresses(cfg: Config) -> Iterator[str]:
             if path == "run.checkpoints" and not is_address(meant):
                 reason, meant = f"{reason}: {_OF_ALL}", ""
             yield repair(cfg, path, reason, meant)
-    flaws = {item: fault for item in cfg.data.blend if is_address(item) and (fault := flaw(item))}
-    for reason, _ in list(flaws.values())[:1]:
-        better = [flaws[item][1] if item in flaws else item for item in cfg.data.blend]
-        yield repair(cfg, "data.blend", f"has an address that {reason}", better)
+    for path in ("data.blend", "data.validation"):
+        entries = get(cfg, path)
+        flaws = {item: fault for item in entries if is_address(item) and (fault := flaw(item))}
+        for reason, _ in list(flaws.values())[:1]:
+            better = [flaws[item][1] if item in flaws else item for item in entries]
+            yield repair(cfg, path, f"has an address that {reason}", better)
 
 
 def _kernels(cfg: Config) -> Iterator[str]:

@@ -174,6 +174,11 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
     if valid:
         line = dict(color="C1", label="validation", clip_on=False)  # the last step is on the frame
         axes[0, 0].plot(list(valid), list(valid.values()), "o-", **line)
+        for key in dict.fromkeys(key for record in records for key in record):
+            if key.startswith("valid_loss/"):
+                part = series(records, key)
+                label = key.removeprefix("valid_loss/")
+                axes[0, 0].plot(list(part), list(part.values()), ".-", linewidth=0.8, label=label)
         axes[0, 0].legend()
     _curve(axes[0, 1], records, "grad_norm", "gradient norm")
     _curve(axes[1, 0], records, "lr", "learning rate", smooth=False)

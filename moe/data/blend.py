@@ -7,7 +7,7 @@ all. Imports neither torch nor Megatron-Core, so that checking a command line is
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +118,27 @@ def open_blend(
     length = cfg.sequence_length
     stages = [Span(s.first(length), s.weights) for s in map(parse_stage, cfg.stages)]
     return Blend(corpora, parts, weights, split, length, stages)
+
+
+def held_out(cfg: DataConfig) -> DataConfig:
+    """Settings whose training part is the data of `data.validation`."""
+    return replace(cfg, blend=cfg.validation, validation=[], stages=[], split="1")
+
+
+def open_held_out(blend: Blend, cfg: DataConfig, vocab_size: int, samples: int) -> Blend:
+    """Open and check the pairs of `data.validation`, which have the tokenizer of `blend`.
+
+    Raises:
+        DataError: as of `open_blend`.
+    """
+    own = held_out(cfg)
+    try:
+        held = open_blend(*parse_blend(own), own, vocab_size, (samples, 0))
+    except DataError as error:  # of files, which are those of another knob here
+        raise DataError(str(error).replace("data.blend", "data.validation")) from None
+    both = [*blend.corpora, *held.corpora]
+    check_tokenizers([(c.prefix, c.sidecar) for c in both if c.sidecar is not None], vocab_size)
+    return held
 
 
 def opened(prefix: str, cfg: DataConfig) -> Corpus:

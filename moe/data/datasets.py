@@ -29,7 +29,17 @@ from megatron.core.datasets.utils import Split
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.bin_reader import BinReader
-from phalanx.moe.data.blend import PARTS, Span, SplitPart, open_blend, parse_blend, spans_within
+from phalanx.moe.data.blend import (
+    PARTS,
+    Blend,
+    Span,
+    SplitPart,
+    held_out,
+    open_blend,
+    open_held_out,
+    parse_blend,
+    spans_within,
+)
 from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
 from phalanx.moe.data.packing import positions
 from phalanx.moe.data.remote_files import READERS
@@ -112,6 +122,8 @@ class Plan:
     """Digest of data and settings."""
     sources: list[list[Source]]
     """Sources of each part; empty for a part that is not read."""
+    held_out: "Plan | None" = None
+    """Plan whose training part is the validation data, where `data.validation` names some."""
 
 
 def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
@@ -121,7 +133,20 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         prefixes, weights = [embedded(cache)], None
     else:
         prefixes, weights = parse_blend(cfg)
-    blend = open_blend(prefixes, weights, cfg, vocab_size, sizes)
+    own = (sizes[0], 0) if cfg.validation else sizes
+    blend = open_blend(prefixes, weights, cfg, vocab_size, own)
+    training = _planned(cfg, blend, own)
+    if not cfg.validation or not sizes[1]:
+        return training
+    held = open_held_out(blend, cfg, vocab_size, sizes[1])
+    validation = _planned(held_out(cfg), held, (sizes[1], 0))
+    marks = [training.fingerprint, validation.fingerprint]
+    sources = [training.sources[0], validation.sources[0]]
+    return Plan(training.config, digest(marks), sources, validation)
+
+
+def _planned(cfg: DataConfig, blend: Blend, sizes: Sequence[int]) -> Plan:
+    """Plan of the two parts of a blend."""
     config = _IndexConfig(
         random_seed=cfg.seed,
         sequence_length=cfg.sequence_length,
@@ -137,11 +162,12 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        index_folder=cache / "index",
+        index_folder=cache_folder(cfg.cache) / "index",
         corpora={corpus.local: corpus for corpus in blend.corpora},
         spans={Split.train: blend.spans(0), Split.valid: blend.spans(1)},
     )
-    names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
+    names = short_names(redacted([corpus.prefix for corpus in blend.corpora]))
+    names = ["embedded"] if cfg.source == "embedded" else names
     sources = [
         [
             _source(name, corpus, parts[part], samples, samples / size, cfg.sequence_length)
@@ -185,6 +211,10 @@ def _bytes_per_token(corpus: Corpus, part: SplitPart) -> float | None:
 
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
     """Training and validation rows. Raises DataError if data.cache cannot hold the index."""
+    if checked.held_out is not None:
+        training = replace(checked, held_out=None)
+        plans = (training, sizes[0]), (checked.held_out, sizes[1])
+        return [build(each, vocab_size, (size, 0))[0] for each, size in plans]
     built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
     views = []
     readers = READERS if any(corpus.remote for corpus in checked.config.corpora.values()) else 1

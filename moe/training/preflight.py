@@ -19,7 +19,7 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.data.blend import open_blend, parse_blend
+from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
@@ -203,9 +203,11 @@ def _samples(cfg: Config) -> Iterator[str]:
 def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
     run, data = cfg.run, cfg.data
     valid = run.eval_batches * data.global_batch if run.eval_interval else 0
-    sizes = (samples_after(data, run.steps), valid)
+    sizes = (samples_after(data, run.steps), 0 if data.validation else valid)
     prefixes, weights = parse_blend(data)
     blend = open_blend(prefixes, weights, data, cfg.model.vocab_size, sizes)
+    if data.validation and valid:
+        open_held_out(blend, data, cfg.model.vocab_size, valid)
     for stage in map(parse, data.stages):
         if stage.tokens >= wanted:
             yield (

@@ -162,13 +162,16 @@ def test_a_part_of_the_steps(tmp_path: Path, figures: list[Any]) -> None:
 
 def test_validation_and_what_older_runs_lack(tmp_path: Path, figures: list[Any]) -> None:
     older = _run(tmp_path / "run", 3, layers=None, load_max=2.5, dead_experts=1, grad_norm=None)
-    more = '\n{"step": 2, "valid_loss": 1.5}\n{"step": 3, "loss": null}\n'
+    more = '\n{"step": 2, "valid_loss": 1.5, "valid_loss/code": 1.25, "valid_loss/wiki": 1.75}'
+    more += '\n{"step": 3, "loss": null}\n'
     (older / "metrics.jsonl").open("a").write(more)
     assert plot_run.main([str(older)]) == 0
     actual = panels(figures[0])
     valid = next(line for line in actual["loss"].lines if line.get_label() == "validation")
     assert list(valid.get_xdata()) == [2] and list(valid.get_ydata()) == [1.5]
     assert not valid.get_clip_on(), "the last point is on the frame"
+    domains = {line.get_label(): list(line.get_ydata()) for line in actual["loss"].lines}
+    assert domains["code"] == [1.25] and domains["wiki"] == [1.75]
     assert list(actual["loss"].lines[0].get_xdata()) == [1, 2]
     assert actual["load of the busiest expert"].lines[0].get_ydata().tolist() == [2.5] * 3
     assert actual["gradient norm"].texts[0].get_text() == "not recorded"
