@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
+from phalanx.configs.arithmetic.batch_sizes import parse
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.arithmetic.stages import balanced
 from phalanx.configs.formats import layout_fp8_problems
@@ -148,6 +149,7 @@ def _layouts(cfg: Config, world: int) -> Iterator[dict[str, Any]]:
                             "parallel.virtual_pipeline": chunks,
                             "parallel.pipeline_layout": text,
                             "data.global_batch": _round_up(d.global_batch, once),
+                            "data.batch_warmup": _warmup(cfg, once),
                         }
 
 
@@ -352,6 +354,18 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
             f"needs a multiple of pipeline={p.pipeline}"
         )
         yield repair(cfg, path, reason, _round_up(d.global_batch, once * p.pipeline))
+    once *= p.pipeline if p.virtual_pipeline > 1 else 1
+    if any(each.size % once for each in map(parse, d.batch_warmup)):
+        parts = f"micro_batch={d.micro_batch} x {pluralize(replicas, 'data parallel rank')}"
+        parts += f" x pipeline={p.pipeline}" if p.virtual_pipeline > 1 else ""
+        reason = f"has a size that is no multiple of {parts}"
+        yield repair(cfg, "data.batch_warmup", reason, _warmup(cfg, once))
+
+
+def _warmup(cfg: Config, once: int) -> list[str]:
+    """`data.batch_warmup` with sizes rounded up to multiples of `once`."""
+    sizes = (text.partition(":") for text in cfg.data.batch_warmup)
+    return [f"{_round_up(int(size), once)}:{tokens}" for size, _, tokens in sizes]
 
 
 def _round_up(n: int, multiple: int) -> int:

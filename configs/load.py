@@ -401,7 +401,7 @@ def _bracketed(word: str) -> str:
 
 
 def _takes_names(knob: str) -> bool:
-    return knob == "run.inject" or (
+    return knob in ("run.inject", "data.stages", "data.batch_warmup") or (
         knob in knobs() and knobs()[knob].type == list[str] and knob in choices()
     )
 

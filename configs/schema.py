@@ -460,8 +460,21 @@ class DataConfig:
     weights the sources are mixed in proportion to their tokens. The start page shows tokens
     and epochs of each.
     """
+    stages: list[str] = field(default_factory=list)
+    """Weights of `data.blend` that change on the way: `[80e9:0.5/0.5]` from 80 billion tokens on.
+
+    Each stage has the weight of every source, 0 for one that it does not read; the weights of
+    `data.blend`, which may have a 0 then too, hold before the first. A run that resumes may change
+    stages that have not begun (docs/data.md). Validation keeps the weights of `data.blend`.
+    """
     split: str = "98,2"
     """Relative sizes of the training and validation parts of each source."""
+    validation: list[str] = field(default_factory=list)
+    """Data that `run.eval_interval` validates on in place of the validation part, as `blend` is
+    written; `split=1` then trains on all of `blend`.
+
+    Each source has its own loss, and bits per byte where the bytes of its text are known.
+    """
     cache: str = ""
     """Folder of built corpora and index files; empty uses .cache/phalanx in the home folder.
 
@@ -473,6 +486,13 @@ class DataConfig:
     """Number of sequences that a rank processes in one forward pass."""
     global_batch: int = knob(32, at_least=1)
     """Number of sequences in one optimizer step, over all ranks and micro-batches."""
+    batch_warmup: list[str] = field(default_factory=list)
+    """Smaller global batches at the start: `[64:1e9,128:3e9]` has 64 sequences up to a billion
+    tokens, and 128 up to three.
+
+    `data.global_batch` comes after them. The number of micro-batches changes between two steps;
+    captured steps are then captured anew, which takes some seconds.
+    """
     seed: int = 1234
     """Seed of the order of documents and samples."""
     document_mask: bool = False
@@ -511,6 +531,13 @@ class OptimConfig:
 
     Set it for a run that will be extended: otherwise a larger `run.steps` changes the curve.
     """
+    warmup_tokens: float = 0.0
+    """Tokens of the linear warm-up, in place of `warmup_steps`; 0 takes the steps.
+
+    The warm-up ends with the step that reaches them, as the decay does with `decay_tokens`.
+    """
+    decay_tokens: float = 0.0
+    """Tokens at which the learning rate reaches `min_lr`, in place of `decay_steps`."""
     schedule: str = knob(
         "cosine", choices=("cosine", "linear", "constant", "inverse-square-root", "WSD")
     )
@@ -541,6 +568,12 @@ class OptimConfig:
     """
     clip_grad: float = 1.0
     """Limit of the global gradient norm; 0 turns clipping off."""
+    ema: float = knob(0.0, below_one=True)
+    """Decay of an exponential moving average of the weights, as in 0.999; the default 0 keeps none.
+
+    Each rank keeps fp32 averages of its shard on the device, 4 bytes a parameter, and checkpoints
+    have them. `scripts/checkpoint.py average CHECKPOINT --ema --out FOLDER` makes weights of them.
+    """
     qk_clip: float = 0.0
     """Largest attention logit of a head (QK-clip, arXiv 2507.20534, which has 100); 0 has no limit.
 
@@ -657,10 +690,15 @@ class RunConfig:
     """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py."""
     wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
-    wandb_project: str = "phalanx"
-    """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
+    trackers: list[str] = knob([], choices=("mlflow", "comet", "trackio"))
+    """Other services that get the numbers, as in `[mlflow,trackio]` (docs/operations.md).
+
+    They are called in a thread, so that a server that is away costs a warning and no time.
+    """
+    project: str = knob("phalanx", formerly="run.wandb_project")
+    """Name of the project in Weights & Biases and in `run.trackers`."""
     record_routing: str = ""
     """File to which the experts that tokens choose after the last step are written; empty: none.
 

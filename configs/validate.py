@@ -6,11 +6,13 @@ is checked anywhere.
 """
 
 import copy
-import re
 from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.addresses import flaw, is_address
+from phalanx.configs.arithmetic import batch_sizes
+from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after
+from phalanx.configs.arithmetic.data_stages import is_number, stage_problems
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
@@ -101,6 +103,8 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         _experts,
         _data,
         _blend,
+        stage_problems,
+        batch_sizes.problems,
         _documents,
         _optim,
         _run,
@@ -264,9 +268,9 @@ def _data(cfg: Config) -> Iterator[str]:
     if d.source == "embedded" and 0 < cfg.model.vocab_size < 256:
         yield repair(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
     parts = d.split.split(",")
-    if len(parts) > 3 or not all(map(_is_number, parts)) or not float(parts[0]):
+    if len(parts) > 3 or not all(map(is_number, parts)) or not float(parts[0]):
         yield repair(cfg, "data.split", "must be weights of training and validation", "98,2")
-    elif r.eval_interval and not (len(parts) > 1 and float(parts[1])):
+    elif r.eval_interval and not d.validation and not (len(parts) > 1 and float(parts[1])):
         reason = f"validates on nothing, with data.split={d.split}"
         yield repair(cfg, "run.eval_interval", reason, 0)
     if r.sample_every and d.source == "synthetic":
@@ -275,19 +279,24 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _blend(cfg: Config) -> Iterator[str]:
-    d, path, form = cfg.data, "data.blend", ["0.7", "prefix", "0.3", "other"]
-    weighted = [_is_number(item) for item in d.blend]
+    d, form = cfg.data, ["0.7", "prefix", "0.3", "other"]
     if d.source != "indexed" and d.blend:
         reason = f"is not read with data.source={d.source}"
-        yield repair(cfg, path, reason, "indexed", at="data.source")
+        yield repair(cfg, "data.blend", reason, "indexed", at="data.source")
+    if d.source != "indexed" and d.validation:
+        yield repair(cfg, "data.validation", f"is not read with data.source={d.source}", [])
     if d.source != "indexed":
         return
     if not d.blend:
-        yield repair(cfg, path, "names no .bin/.idx files, and data.source=indexed", ["prefix"])
-    elif any(weighted) and weighted != [True, False] * (len(d.blend) // 2):
-        yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
-    elif any(weighted) and not any(map(float, d.blend[::2])):
-        yield repair(cfg, path, "gives no prefix a weight above 0", form)
+        reason = "names no .bin/.idx files, and data.source=indexed"
+        yield repair(cfg, "data.blend", reason, ["prefix"])
+    for path in ("data.blend", "data.validation"):
+        entries = get(cfg, path)
+        weighted = [is_number(item) for item in entries]
+        if any(weighted) and weighted != [True, False] * (len(entries) // 2):
+            yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
+        elif any(weighted) and not any(map(float, entries[::2])):
+            yield repair(cfg, path, "gives no prefix a weight above 0", form)
 
 
 def _documents(cfg: Config) -> Iterator[str]:
@@ -335,25 +344,14 @@ def _exchange(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "parallel.overlap_microbatches", f"cannot run: {refusal}", "auto")
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", text.strip()) is not None
-
-
 def _optim(cfg: Config) -> Iterator[str]:
     o = cfg.optim
     if o.min_lr > o.lr:
         yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
-    wsd, warmup = o.schedule == "WSD", o.warmup_steps
-    if 0 < o.decay_steps <= warmup:
-        reason = f"ends within the warm-up of {pluralize(warmup, 'step')}"
-        fits = warmup + 1 + (warmup // 9 if wsd else 0)
-        yield repair(cfg, "optim.decay_steps", reason, fits)
-    end = o.decay_steps or cfg.run.steps
-    if wsd and warmup > (room := end - wsd_decay_steps(end)):
-        reason = (
-            f"reaches into the last tenth of {pluralize(end, 'step')}, in which schedule=WSD decays"
-        )
-        yield repair(cfg, "optim.warmup_steps", reason, room)
+    if o.decay_tokens and o.decay_steps:
+        reason = f"is not possible with decay_tokens={o.decay_tokens:g}, which says the same"
+        yield repair(cfg, "optim.decay_steps", reason, 0)
+    yield from _schedule(cfg)
     a, ranks = cfg.model.attention, cfg.parallel.tensor
     facts = OPTIMIZERS[o.kind]
     if facts.whole_matrices and a.kind == "gqa" and ranks > a.kv_heads:
@@ -381,6 +379,31 @@ def _optim(cfg: Config) -> Iterator[str]:
             if getattr(o, knob) > _BETA_OF_BF16:
                 reason = f"is above {_BETA_OF_BF16}, where moments=bf16 rounds decay away"
                 yield repair(cfg, f"optim.{knob}", reason, _BETA_OF_BF16)
+
+
+def _schedule(cfg: Config) -> Iterator[str]:
+    """Yield the problems of a learning rate whose warm-up and decay meet."""
+    o, data = in_steps(cfg.optim, cfg.data), cfg.data
+    wsd, warmup = o.schedule == "WSD", o.warmup_steps
+
+    def knob(name: str, steps: int) -> tuple[str, float]:
+        """The knob of an end of the schedule, and its value for a number of steps."""
+        if getattr(o, f"{name}_tokens"):
+            tokens = samples_after(data, steps) * data.sequence_length
+            return f"optim.{name}_tokens", float(tokens)
+        return f"optim.{name}_steps", steps
+
+    if 0 < o.decay_steps <= warmup:
+        reason = f"ends within the warm-up of {pluralize(warmup, 'step')}"
+        path, fits = knob("decay", warmup + 1 + (warmup // 9 if wsd else 0))
+        yield repair(cfg, path, reason, fits)
+    end = in_steps(cfg.optim, data).decay_steps or cfg.run.steps
+    if wsd and warmup > (room := end - wsd_decay_steps(end)):
+        reason = (
+            f"reaches into the last tenth of {pluralize(end, 'step')}, in which schedule=WSD decays"
+        )
+        path, fits = knob("warmup", room)
+        yield repair(cfg, path, reason, fits)
 
 
 def _run(cfg: Config) -> Iterator[str]:
@@ -427,10 +450,12 @@ def _addresses(cfg: Config) -> Iterator[str]:
             if path == "run.checkpoints" and not is_address(meant):
                 reason, meant = f"{reason}: {_OF_ALL}", ""
             yield repair(cfg, path, reason, meant)
-    flaws = {item: fault for item in cfg.data.blend if is_address(item) and (fault := flaw(item))}
-    for reason, _ in list(flaws.values())[:1]:
-        better = [flaws[item][1] if item in flaws else item for item in cfg.data.blend]
-        yield repair(cfg, "data.blend", f"has an address that {reason}", better)
+    for path in ("data.blend", "data.validation"):
+        entries = get(cfg, path)
+        flaws = {item: fault for item in entries if is_address(item) and (fault := flaw(item))}
+        for reason, _ in list(flaws.values())[:1]:
+            better = [flaws[item][1] if item in flaws else item for item in entries]
+            yield repair(cfg, path, f"has an address that {reason}", better)
 
 
 def _kernels(cfg: Config) -> Iterator[str]:

@@ -70,6 +70,16 @@ class StepGraph:
         self._inputs: Inputs = []
         self._result: Tensor | None = None
 
+    @property
+    def count(self) -> int:
+        """Number of graphs: 1 when the step has been captured, 0 before."""
+        return int(self._graph is not None)
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of the captured step; 0 before."""
+        return len(self._inputs)
+
     def __call__(self, inputs: Inputs) -> Tensor:
         """Results of the step for `inputs`, whose shapes are those of the first call.
 
@@ -145,6 +155,11 @@ class UpdateGraphs:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
+
+    @property
+    def count(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
 
     def __call__(
         self,

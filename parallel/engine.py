@@ -36,6 +36,7 @@ from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches, rescale
+from phalanx.parallel.megatron.averages import Averages
 from phalanx.parallel.megatron.updated import parts
 from phalanx.parallel.overlapped_schedule import OverlappedSchedule
 
@@ -125,7 +126,8 @@ class Engine:
         if config.bf16 and sharded and optim.moments == "bf16":
             patches.without_masters(settings)
         moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
-        adam.install(moments, setup.kind, captured=graph, **setup.options())
+        required = graph or optim.ema > 0
+        adam.install(moments, setup.kind, required=required, **setup.options())
         self._clips_in_update = optim.moments == "bf16"
         """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
         self._clip_coef = torch.ones((), device=device)
@@ -140,6 +142,7 @@ class Engine:
             use_gloo_process_groups=False,
         )
         setup.built(self.optimizer)
+        self._averages = Averages(self.optimizer, optim.ema) if optim.ema else None
         curve = Curve.of(optim, steps)
         self.scheduler = curve.scheduler(self.optimizer, optim.weight_decay)
         self._clip = optim.clip_grad
@@ -297,6 +300,8 @@ class Engine:
                 if grads := [p.grad for p in part.get_parameters() if p.grad is not None]:
                     torch._foreach_mul_(grads, self._clip_coef)
         self.optimizer.step_with_ready_grads()
+        if self._averages is not None:
+            self._averages.update()
 
     def _prepare(self) -> None:
         for part in parts(self.optimizer):

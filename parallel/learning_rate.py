@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.knobs import overrides
 from phalanx.configs.layout import wsd_decay_steps
-from phalanx.configs.schema import OptimConfig
+from phalanx.configs.schema import DataConfig, OptimConfig
 from phalanx.parallel.checkpoint.saved_knobs import understood
 
 _DIGITS = ".3g"
@@ -90,7 +91,7 @@ def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> 
 
     Args:
         saved: configuration of the checkpoint, as a plain nested dict.
-        optim: this run's optimizer.
+        optim: this run's optimizer, with warm-up and decay in steps.
         steps: this run's length.
         done: steps done at the checkpoint.
 
@@ -102,6 +103,9 @@ def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> 
         return ""
     names = {f.name: known.get(f"optim.{f.name}") for f in fields(OptimConfig)}
     before = OptimConfig(**{name: value for name, value in names.items() if value is not None})
+    data = {f.name: known.get(f"data.{f.name}") for f in fields(DataConfig)}
+    read = DataConfig(**{name: value for name, value in data.items() if value is not None})
+    before = in_steps(before, read)
     old, new = Curve.of(before, known["run.steps"]), Curve.of(optim, steps)
     was, now = (format(curve.at(done + 1), _DIGITS) for curve in (old, new))
     if was == now:
@@ -115,7 +119,11 @@ def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> 
         if (a := getattr(before, name)) != (b := getattr(optim, name)):
             reasons.append(f"optim.{name} {a} -> {b}")
     departs = [name for name, value in asdict(old).items() if value != getattr(new, name)]
-    keep = overrides({f"optim.{name}": getattr(old, name) for name in sorted(departs)})
+    kept = {f"optim.{name}": getattr(old, name) for name in sorted(departs)}
+    for name in ("warmup", "decay"):
+        if f"{name}_steps" in departs and getattr(optim, f"{name}_tokens"):
+            kept[f"optim.{name}_tokens"] = 0.0
+    keep = overrides(kept)
     return (
         f"the learning rate of step {done + 1} goes from {was} to {now}, because "
         f"{', '.join(reasons)}: set {keep} to keep the old curve"

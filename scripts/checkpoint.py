@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Look at the checkpoints of a run: which there are, whether one is sound, what is in it.
+"""Look at the checkpoints of a run, or average them: which there are, whether one is sound.
 
-Needs neither a GPU nor torchrun, changes nothing, and runs no code from a checkpoint.
+Needs neither a GPU nor torchrun, changes no checkpoint, and runs no code from one.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from phalanx.configs.knobs import pluralize
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat
-from phalanx.parallel.checkpoint.saved_knobs import leaves, unknown
-from phalanx.parallel.object_store import Place, argument
+from phalanx.parallel.checkpoint.saved_config import CheckpointError
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, unknown
+from phalanx.parallel.object_store import Place, argument, folder_argument
 from phalanx.scripts.output.reader import may_leave
 
 SET_ASIDE = {
@@ -36,12 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 sound, 1 damaged or unreadable, 2 wrong usage."""
     args = parser().parse_args(argv)
     try:
-        for line in args.show(args.folder):
+        for line in args.show(args):
             # Escape sequences from the file must not reach the terminal.
             print(line if line.isprintable() else ascii(line))
     except (Invalid, NewerFormat, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
-        print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
+        where = args.out if "out" in args else args.folder
+        print(f"checkpoint: {where}: {reason}", file=sys.stderr)
+        return 1
+    except (CheckpointError, CheckpointMismatch, ValueError) as error:
+        print(f"checkpoint: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Command-line parser."""
     top = programs.parser("checkpoint", (__doc__ or "").splitlines()[0])
-    commands = top.add_subparsers(required=True, metavar="list | verify | inspect")
+    commands = top.add_subparsers(required=True, metavar="list | verify | inspect | average")
     one = "of a checkpoint, or of a run: "
     for show, help_text, folder in (
         (list_run, "steps, sizes and ages; reads names and sizes of files only", "of a run"),
@@ -60,8 +65,36 @@ def parser() -> argparse.ArgumentParser:
             show.__name__.split("_")[0], help=help_text, description=help_text
         )
         command.add_argument("folder", type=argument, help=f"folder or address {folder}")
-        command.set_defaults(show=show)
+        command.set_defaults(show=lambda args, show=show: show(args.folder))
+    text = "the mean of weights, as a checkpoint that a run can start from"
+    command = commands.add_parser("average", help=text, description=text)
+    command.add_argument(
+        "folders",
+        nargs="+",
+        type=argument,
+        metavar="folder",
+        help="folder or address of a checkpoint, or of a run: its newest",
+    )
+    command.add_argument("--out", required=True, type=folder_argument, help="must not exist")
+    command.add_argument("--ema", action="store_true", help="of the moving averages of optim.ema")
+    command.set_defaults(show=average)
     return top
+
+
+def average(args: argparse.Namespace) -> Iterator[str]:
+    """Write the mean of checkpoints; one line."""
+    from phalanx.moe.hf.average import average as write_average  # takes seconds
+
+    paths = [saved_config.checkpoint_of(folder) for folder in args.folders]
+    with progress("averaging", unit=" tensors") as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done)
+
+        write_average(paths, args.out, averages=args.ema, progress=advance)
+    of = "moving averages" if args.ema else "weights"
+    yield f"{args.out}: {of} of {', '.join(map(str, paths))}"
 
 
 def list_run(folder: Place) -> Iterator[str]:

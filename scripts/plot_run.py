@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""One picture of a run: loss, gradient norm, learning rate, tokens/s, load and dead experts.
+"""One picture of a run: loss, gradient norm, learning rate, tokens/s, experts, goodput.
 
 The largest attention logits are in it if they were measured.
 
@@ -7,7 +7,8 @@ The largest attention logits are in it if they were measured.
 
 Reads metrics.jsonl of a finished or a live run. The picture goes to curves.png in its
 folder, unless --plot is given. The load of a layer is that of its busiest expert over the
-mean, 1 if all are equal; a dead expert had no token between two records. A table lists ranks whose
+mean, 1 if all are equal; a dead expert had no token between two records. Goodput is the time that
+trained over the time that passed, and what the rest went to is beside it. A table lists ranks whose
 host launched steps late, and in how many of the records.
 """
 
@@ -23,6 +24,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
+from phalanx.moe.report.goodput import TRAINING, goodput_line
 from phalanx.moe.report.loggers import read, start_facts
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.pictures import (
@@ -129,6 +131,8 @@ def summary(records: list[Record], names: dict[str, str]) -> str:
         lines[0] += f", {sorted(rates.values())[len(rates) // 2]:,.0f} tokens/s a rank (median)"
     if lost := not_finite(records, "loss"):
         lines.append(left_out(lost))
+    if spent := [r["seconds"] for r in records if r.get("seconds")]:
+        lines.append(goodput_line(spent[-1]))
     timed = [r for r in records if "step_time" in r]
     late: dict[str, list[tuple[float, float]]] = {}
     for record in timed:
@@ -154,20 +158,27 @@ def series(records: list[Record], key: str) -> dict[int, float]:
 
 
 def plot(records: list[Record], path: Path, heading: str) -> None:
-    """Six panels over the same steps, eight with attention logits.
+    """Six panels over the same steps, two more each with attention logits and with goodput.
 
     Raises:
         ValueError: there is no matplotlib.
     """
     pictures = pyplot()
     measured = [r for r in records if r.get("max_logits")]
-    size = dict(figsize=(13, 13 if measured else 10), layout="constrained", sharex=True)
-    figure, axes = pictures.subplots(4 if measured else 3, 2, **size)
+    timed = [r for r in records if r.get("seconds")]
+    rows = 3 + bool(measured) + bool(timed)
+    size = dict(figsize=(13, 1 + 3 * rows), layout="constrained", sharex=True)
+    figure, axes = pictures.subplots(rows, 2, **size)
     _curve(axes[0, 0], records, "loss", "loss (nats a token)")
     valid = series(records, "valid_loss")
     if valid:
         line = dict(color="C1", label="validation", clip_on=False)  # the last step is on the frame
         axes[0, 0].plot(list(valid), list(valid.values()), "o-", **line)
+        for key in dict.fromkeys(key for record in records for key in record):
+            if key.startswith("valid_loss/"):
+                part = series(records, key)
+                label = key.removeprefix("valid_loss/")
+                axes[0, 0].plot(list(part), list(part.values()), ".-", linewidth=0.8, label=label)
         axes[0, 0].legend()
     _curve(axes[0, 1], records, "grad_norm", "gradient norm")
     _curve(axes[1, 0], records, "lr", "learning rate", smooth=False)
@@ -186,6 +197,10 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
         _curve(axes[3, 0], records, "max_logit", "largest attention logit", smooth=False)
         logits = [(r["step"], r["max_logits"]) for r in measured]
         _image(figure, axes[3, 1], logits, "largest attention logit of a layer")
+    if timed:
+        _curve(axes[-1, 0], records, "goodput", "goodput", smooth=False)
+        axes[-1, 0].set_ylim(0, 1)
+        _losses(axes[-1, 1], timed)
     for panel in axes.flat:
         panel.xaxis.get_major_locator().set_params(integer=True)
     for panel in axes[-1]:
@@ -215,6 +230,20 @@ def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool =
     low, high = min(values.values()), max(values.values())
     if key in ("loss", "grad_norm") and 0 < 10 * low < high:
         axes.set_yscale("log")
+
+
+def _losses(axes: Any, records: list[Record]) -> None:
+    """Shares of the time up to each step that did not train, one over the other."""
+    kinds = [k for k in records[-1]["seconds"] if k != TRAINING]
+    passed = [sum(r["seconds"].values()) for r in records]
+    shares = [
+        [r["seconds"].get(kind, 0.0) / all_ for r, all_ in zip(records, passed, strict=True)]
+        for kind in kinds
+    ]
+    axes.set_title("share of time that did not train", fontsize="medium", loc="left")
+    if kinds:
+        axes.stackplot([r["step"] for r in records], *shares, labels=kinds)
+        axes.legend(fontsize="small", ncols=2)
 
 
 def _image(

@@ -4,14 +4,17 @@ Between `moe.data.token_files`, which opens one pair, and `moe.data.datasets`, w
 all. Imports neither torch nor Megatron-Core, so that checking a command line is fast.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from phalanx.configs.addresses import is_address
+from phalanx.configs.arithmetic.data_stages import parse as parse_stage
 from phalanx.configs.knobs import overrides
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.host_cache import DataError, cache_folder
@@ -32,6 +35,23 @@ class SplitPart:
     tokens: int
 
 
+class Span(NamedTuple):
+    """Samples that are mixed by the same weights, up to the first of the next span."""
+
+    first: int
+    """Number of its first sample."""
+    weights: Sequence[float]
+    """Weight of each pair; 0 for a pair that it does not read."""
+
+
+def spans_within(spans: Sequence[Span], samples: int) -> Iterator[tuple[int, int, Sequence[float]]]:
+    """First sample, end and weights of each span that begins within the first `samples`."""
+    for span, after in itertools.zip_longest(spans, spans[1:]):
+        end = samples if after is None else min(after.first, samples)
+        if span.first < end:
+            yield span.first, end, span.weights
+
+
 @dataclass(frozen=True)
 class Blend:
     """Checked pairs and their weights."""
@@ -43,18 +63,29 @@ class Blend:
     """Weight of each pair; its training tokens if data.blend has none. None for a single pair."""
     split: str
     """Weights of the parts, as Megatron-Core reads them."""
+    sequence: int
+    """Tokens of a sample."""
+    stages: list[Span]
+    """Later weights of training (`data.stages`)."""
 
-    @property
-    def shares(self) -> list[float]:
-        """Fraction of the samples of each pair."""
-        weights = self.weights or [1.0]
-        return [weight / sum(weights) for weight in weights]
+    def spans(self, part: int) -> list[Span]:
+        """Weights of the samples of a part: 0 training, 1 validation."""
+        return [Span(0, self.weights or [1.0]), *(self.stages if part == 0 else ())]
+
+    def read(self, part: int, samples: int) -> list[float]:
+        """Samples of each pair among the first `samples` of a part."""
+        total = [0.0] * len(self.corpora)
+        for first, end, weights in spans_within(self.spans(part), samples):
+            for number, weight in enumerate(weights):
+                total[number] += (end - first) * weight / sum(weights)
+        return total
 
     def epochs(self, tokens: int) -> list[float]:
         """Epochs of each training part in a run of `tokens` tokens."""
+        read = self.read(0, tokens // self.sequence)
         return [
-            tokens * share / training.tokens
-            for share, (training, _) in zip(self.shares, self.parts, strict=True)
+            samples * self.sequence / training.tokens
+            for samples, (training, _) in zip(read, self.parts, strict=True)
         ]
 
 
@@ -84,7 +115,30 @@ def open_blend(
     parts = [_check_length(corpus, cfg, split, sizes) for corpus in corpora]
     if len(prefixes) > 1 and weights is None:
         weights = [float(training.tokens) for training, _ in parts]
-    return Blend(corpora, parts, weights, split)
+    length = cfg.sequence_length
+    stages = [Span(s.first(length), s.weights) for s in map(parse_stage, cfg.stages)]
+    return Blend(corpora, parts, weights, split, length, stages)
+
+
+def held_out(cfg: DataConfig) -> DataConfig:
+    """Settings whose training part is the data of `data.validation`."""
+    return replace(cfg, blend=cfg.validation, validation=[], stages=[], split="1")
+
+
+def open_held_out(blend: Blend, cfg: DataConfig, vocab_size: int, samples: int) -> Blend:
+    """Open and check the pairs of `data.validation`, which have the tokenizer of `blend`.
+
+    Raises:
+        DataError: as of `open_blend`.
+    """
+    own = held_out(cfg)
+    try:
+        held = open_blend(*parse_blend(own), own, vocab_size, (samples, 0))
+    except DataError as error:  # of files, which are those of another knob here
+        raise DataError(str(error).replace("data.blend", "data.validation")) from None
+    both = [*blend.corpora, *held.corpora]
+    check_tokenizers([(c.prefix, c.sidecar) for c in both if c.sidecar is not None], vocab_size)
+    return held
 
 
 def opened(prefix: str, cfg: DataConfig) -> Corpus:
@@ -96,9 +150,9 @@ def opened(prefix: str, cfg: DataConfig) -> Corpus:
         raise DataError(f"{error.filename} cannot be read (data.blend): {reason}") from None
 
 
-def parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
+def parse_blend(cfg: DataConfig) -> tuple[list[str], list[float] | None]:
     """-> prefixes, and weights if there are any (megatron.core.datasets.utils checks nothing)."""
-    entries = [str(entry).strip() for entry in blend]
+    entries = [str(entry).strip() for entry in cfg.blend]
     numbers = [_number(entry) for entry in entries]
     if not entries:
         raise DataError("data.source=indexed needs data.blend, the prefixes of .bin/.idx files")
@@ -112,7 +166,7 @@ def parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
             f"data.blend=[{shown}] must be prefixes, or weight,prefix,weight,prefix,..."
         )
     for weight, path in zip(weights, paths, strict=True):
-        if not (math.isfinite(weight) and weight > 0):
+        if not (math.isfinite(weight) and (weight > 0 or (weight == 0 and cfg.stages))):
             raise DataError(f"data.blend gives {path} the weight {weight}; it must be positive")
     return [_located(path) for path in paths], weights
 

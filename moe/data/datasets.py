@@ -12,11 +12,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import megatron.core
 import numpy as np
+from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -27,7 +29,17 @@ from megatron.core.datasets.utils import Split
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.bin_reader import BinReader
-from phalanx.moe.data.blend import PARTS, SplitPart, open_blend, parse_blend
+from phalanx.moe.data.blend import (
+    PARTS,
+    Blend,
+    Span,
+    SplitPart,
+    held_out,
+    open_blend,
+    open_held_out,
+    parse_blend,
+    spans_within,
+)
 from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
 from phalanx.moe.data.packing import positions
 from phalanx.moe.data.remote_files import READERS
@@ -89,6 +101,8 @@ class _IndexConfig(GPTDatasetConfig):
     index_folder: Path = Path()
     corpora: dict[str, Corpus] = field(default_factory=dict)
     """Corpus by local prefix."""
+    spans: dict[Split, list[Span]] = field(default_factory=dict)
+    """Weights of the samples of each part."""
 
 
 class _Tokens:
@@ -108,6 +122,8 @@ class Plan:
     """Digest of data and settings."""
     sources: list[list[Source]]
     """Sources of each part; empty for a part that is not read."""
+    held_out: "Plan | None" = None
+    """Plan whose training part is the validation data, where `data.validation` names some."""
 
 
 def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
@@ -116,12 +132,29 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
     if cfg.source == "embedded":
         prefixes, weights = [embedded(cache)], None
     else:
-        prefixes, weights = parse_blend(cfg.blend)
-    blend = open_blend(prefixes, weights, cfg, vocab_size, sizes)
+        prefixes, weights = parse_blend(cfg)
+    own = (sizes[0], 0) if cfg.validation else sizes
+    blend = open_blend(prefixes, weights, cfg, vocab_size, own)
+    training = _planned(cfg, blend, own)
+    if not cfg.validation or not sizes[1]:
+        return training
+    held = open_held_out(blend, cfg, vocab_size, sizes[1])
+    validation = _planned(held_out(cfg), held, (sizes[1], 0))
+    marks = [training.fingerprint, validation.fingerprint]
+    sources = [training.sources[0], validation.sources[0]]
+    return Plan(training.config, digest(marks), sources, validation)
+
+
+def _planned(cfg: DataConfig, blend: Blend, sizes: Sequence[int]) -> Plan:
+    """Plan of the two parts of a blend."""
     config = _IndexConfig(
         random_seed=cfg.seed,
         sequence_length=cfg.sequence_length,
-        blend=([corpus.local for corpus in blend.corpora], blend.weights),
+        # Megatron-Core takes no weight of 0; `_Blend` mixes by the spans where there is one.
+        blend=(
+            [corpus.local for corpus in blend.corpora],
+            blend.weights and [weight or 1.0 for weight in blend.weights],
+        ),
         split=blend.split,
         path_to_cache="",
         tokenizer=_Tokens(),
@@ -129,15 +162,17 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        index_folder=cache / "index",
+        index_folder=cache_folder(cfg.cache) / "index",
         corpora={corpus.local: corpus for corpus in blend.corpora},
+        spans={Split.train: blend.spans(0), Split.valid: blend.spans(1)},
     )
-    names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
+    names = short_names(redacted([corpus.prefix for corpus in blend.corpora]))
+    names = ["embedded"] if cfg.source == "embedded" else names
     sources = [
         [
-            _source(name, corpus, parts[part], share * size, share, cfg.sequence_length)
-            for name, corpus, parts, share in zip(
-                names, blend.corpora, blend.parts, blend.shares, strict=True
+            _source(name, corpus, parts[part], samples, samples / size, cfg.sequence_length)
+            for name, corpus, parts, samples in zip(
+                names, blend.corpora, blend.parts, blend.read(part, size), strict=True
             )
         ]
         if size
@@ -145,7 +180,8 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         for part, size in enumerate(sizes)
     ]
     stamps = [corpus.stamp for corpus in blend.corpora]
-    mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
+    content = [stamps, blend.weights, config.split, cfg.sequence_length, cfg.seed]
+    mark = digest([*content, *([blend.stages] if blend.stages else [])])
     return Plan(config, mark, sources)
 
 
@@ -175,6 +211,10 @@ def _bytes_per_token(corpus: Corpus, part: SplitPart) -> float | None:
 
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
     """Training and validation rows. Raises DataError if data.cache cannot hold the index."""
+    if checked.held_out is not None:
+        training = replace(checked, held_out=None)
+        plans = (training, sizes[0]), (checked.held_out, sizes[1])
+        return [build(each, vocab_size, (size, 0))[0] for each, size in plans]
     built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
     views = []
     readers = READERS if any(corpus.remote for corpus in checked.config.corpora.values()) else 1
@@ -296,7 +336,10 @@ class _Epoch(GPTDataset):
 
 
 class _Blend(BlendedDataset):
-    """Source of each row, by weight alone, so that a longer run starts with the same rows."""
+    """Source of each row, by weight alone, so that a longer run starts with the same rows.
+
+    A source goes on with its next row where the weights change.
+    """
 
     def pieces(self, index: int) -> np.ndarray:
         """int64 [P]: tokens of the pieces of documents in a row."""
@@ -304,13 +347,29 @@ class _Blend(BlendedDataset):
         return self.datasets[source].pieces(row)  # type: ignore[no-any-return]
 
     def _build_indices(self) -> tuple[np.ndarray, ...]:
-        key = {
-            "megatron-core": megatron.core.__version__,
-            "weights": self.weights,
-            "size": self.size,
-        }
+        key: dict[str, Any] = {"megatron-core": megatron.core.__version__, "size": self.size}
+        spans, build = self.config.spans[self.split], super()._build_indices
+        if len(spans) == 1 and all(spans[0].weights):
+            key["weights"] = self.weights
+        else:
+            key["spans"], build = spans, partial(_mixed, spans, self.size)
         with _without_cache_warning():
-            return shared_arrays(self.config.index_folder, "blend", key, super()._build_indices)
+            return shared_arrays(self.config.index_folder, "blend", key, build)
+
+
+def _mixed(spans: Sequence[Span], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source of each of the first `size` rows, int16, and its number in the source, int64."""
+    sources, rows = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    taken = np.zeros(len(spans[0].weights), np.int64)
+    for first, end, weights in spans_within(spans, size):
+        read = np.flatnonzero(weights)
+        shares = [weight / sum(weights) for weight in weights if weight]
+        own, row = np.zeros(end - first, np.int16), np.zeros(end - first, np.int64)
+        helpers.build_blending_indices(own, row, shares, len(read), end - first, False)
+        sources[first:end] = read[own]
+        rows[first:end] = row + taken[read[own]]
+        taken += np.bincount(sources[first:end], minlength=len(taken))
+    return sources, rows
 
 
 @contextlib.contextmanager

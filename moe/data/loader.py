@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from phalanx.configs.arithmetic.batch_sizes import ALWAYS, size_at
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.moe.data import datasets
 from phalanx.moe.data.host_cache import DataError, digest
@@ -145,7 +146,8 @@ class Loader:
     if `pin`). With `documents` positions count from the start of each piece of a document, and
     there is a loss_mask, bool [B, S]: true if the label belongs to the token's document. A row of
     more pieces than `places`, unless that is 0, is a DataError. `dataset` may be replaced by a
-    longer one with the same rows.
+    longer one with the same rows. `global_batch` is a size, or sizes by the cursor
+    (`configs.arithmetic.batch_sizes.spans`).
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
 
@@ -153,7 +155,7 @@ class Loader:
         self,
         dataset: Samples,
         micro_batch: int,
-        global_batch: int,
+        global_batch: int | Sequence[tuple[int, int]],
         dp_rank: int,
         dp_size: int,
         consumed: int = 0,
@@ -162,15 +164,16 @@ class Loader:
         documents: bool = False,
         places: int = 0,
     ) -> None:
-        if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * dp_size):
-            raise DataError(
-                f"data.global_batch={global_batch} is not a multiple of data.micro_batch="
-                f"{micro_batch} x {dp_size} data parallel ranks"
-            )
+        self._sizes = [(ALWAYS, global_batch)] if isinstance(global_batch, int) else global_batch
+        for _, size in self._sizes:
+            if micro_batch < 1 or size < 1 or size % (micro_batch * dp_size):
+                raise DataError(
+                    f"data.global_batch={size} is not a multiple of data.micro_batch="
+                    f"{micro_batch} x {dp_size} data parallel ranks"
+                )
         assert 0 <= dp_rank < dp_size
         self.dataset, self._micro_batch = dataset, micro_batch
         self._stride, self._first = micro_batch * dp_size, micro_batch * dp_rank
-        self.micro_batches = global_batch // self._stride
         self._pin = pin
         self.documents, self._places = documents, places
         # One thread for files; more for an object store, which has a high latency.
@@ -178,6 +181,11 @@ class Loader:
         self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
         self._positions: torch.Tensor | None = None
         self.consumed_samples = consumed
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of the next step."""
+        return size_at(self._sizes, self.consumed_samples) // self._stride
 
     def __iter__(self) -> "Loader":
         return self
@@ -194,9 +202,10 @@ class Loader:
 
     def next_step(self) -> list[Batch]:
         """All micro-batches of one optimizer step, which may be rerun."""
-        if self.consumed_samples + self.micro_batches * self._stride > len(self.dataset):
+        count = self.micro_batches
+        if self.consumed_samples + count * self._stride > len(self.dataset):
             raise IndexError(f"the dataset ends at sample {len(self.dataset)}")
-        return [next(self) for _ in range(self.micro_batches)]
+        return [next(self) for _ in range(count)]
 
     def next_rows(self) -> list[int]:
         """Row numbers of this rank's samples in the next step."""

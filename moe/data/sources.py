@@ -6,6 +6,9 @@ Built by `moe.data.datasets` from checked files, before any token is read.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.configs.arithmetic.data_stages import Stage
+from phalanx.moe.report.units import count
+
 
 @dataclass(frozen=True)
 class Source:
@@ -30,6 +33,17 @@ class Source:
     def epochs(self) -> float:
         """Epochs of the part in the complete run, or in each validation."""
         return self.samples / self.epoch_samples
+
+
+def stage_line(stage: Stage, names: Sequence[str]) -> str:
+    """`from 80B tokens on: 50.0% web, 50.0% code`, without the sources that it does not read."""
+    total = sum(stage.weights)
+    shares = [
+        f"{weight / total:.1%} {name}"
+        for name, weight in zip(names, stage.weights, strict=True)
+        if weight
+    ]
+    return f"from {count(stage.tokens)} tokens on: {', '.join(shares)}"
 
 
 def table(training: Sequence[Source], validation: Sequence[Source]) -> str:

@@ -21,7 +21,7 @@ def fill(cfg: Config) -> None:
     """
     if cfg.model.vocab_size:
         return
-    prefixes, _ = parse_blend(cfg.data.blend)
+    prefixes, _ = parse_blend(cfg.data)
     described = _described(cfg, prefixes)
     if not described:
         for prefix in prefixes:
@@ -42,7 +42,7 @@ def shown(cfg: Config) -> str:
     """
     if cfg.data.source != "indexed":
         return ""
-    described = _described(cfg, parse_blend(cfg.data.blend)[0])
+    described = _described(cfg, parse_blend(cfg.data)[0])
     if not described:
         return ""
     check_tokenizers(described, cfg.model.vocab_size)

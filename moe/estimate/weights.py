@@ -50,7 +50,7 @@ class Weights:
     padding_bytes: int
     """Padding of both buffers, because ranks own unequal shares of Muon's matrices."""
     optimizer_bytes: int
-    """This rank's shard: fp32 master weights (bf16 runs) and moments of `optim.moments`.
+    """This rank's shard: fp32 master weights (bf16 runs), moments, averages of `optim.ema`.
 
     Two moments of AdamW, one of Muon, whose matrices are not split: the largest shard.
     Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
@@ -163,6 +163,8 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon
     master = 2 if split_masters(cfg) else _FP32
     if not in_bf16(cfg):
         master = 0  # the fp32 parameters are the master weights
+    if cfg.optim.ema:
+        master += _FP32
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
     if not p.distributed_optimizer:

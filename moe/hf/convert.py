@@ -114,7 +114,7 @@ def import_folder(
     )
     dtypes = _check(source, plan, left_out)
     first = {(r.key, r.rows): r for r in plan if not r.repeated}
-    with _new(out) as unfinished:
+    with new_folder(out) as unfinished:
         writer = PieceWriter(unfinished)
         for region in plan:
             values = _assembled(source, region, dtypes[region.key])
@@ -166,7 +166,7 @@ def export_checkpoint(
         OSError: the checkpoint cannot be read, or the folder cannot be written.
     """
     copied = _tokenizer_files(tokenizer) if tokenizer else []
-    with _new(out) as unfinished:
+    with new_folder(out) as unfinished:
         reader = PieceReader(checkpoint, verifying)
         saved = understood(reader.common.get("config", {}))
         if ignored := saved.ignored_note():
@@ -287,7 +287,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _new(out: Path) -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder to fill and rename to `out`; it is deleted if it is not renamed."""
     unfinished = out.with_name(out.name + ".tmp")
     if out.exists():

@@ -1,7 +1,7 @@
 """Metrics of a run: a table with a row per logged step, events, a closing summary.
 
 The trainer passes one flat record per logged step. The console shows the columns that are known;
-metrics.jsonl and the sinks (moe.report.loggers) receive everything. Only the main rank prints and
+metrics.jsonl and the sinks (moe.report.services) receive everything. Only the main rank prints and
 writes. Only a run folder that cannot be written at the start stops a run.
 """
 
@@ -19,7 +19,10 @@ import torch
 
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.moe.report.loggers import Journal, Sink, make_sinks
+from phalanx.moe.report.goodput import Clock, earlier, goodput, goodput_line, trained_until
+from phalanx.moe.report.loggers import Journal, lines
+from phalanx.moe.report.services.enabled import make_sinks
+from phalanx.moe.report.services.service import Sink
 
 _STEADY = 10  # logged steps of the closing summary
 _PAGE = 25  # rows between headings
@@ -59,10 +62,13 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._path = folder / "metrics.jsonl"
         self._journal: Journal | None = None
+        self.clock = Clock()
+        """Time of the run by what it went to; on the main rank with that of earlier launches."""
         if not is_main:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.clock = Clock(earlier(lines(self._path), step))
             self._journal = Journal(self._path, step, self._warn)
         except OSError as error:
             raise ValueError(f"cannot write to {folder} (run.dir, run.name): {error}") from None
@@ -98,7 +104,7 @@ class Metrics:
             return
         self._step = record["step"]
         if "step_time" in record:
-            record = record | memory()
+            record = record | memory() | {"goodput": goodput(self.clock.seconds)}
             if self._timed == 1:  # the first one had compilation and warm-up in it
                 self._recent.clear()
             self._timed += 1
@@ -129,6 +135,7 @@ class Metrics:
         """Supersede records after `step`, to which the run returns."""
         self._step = step
         if self._journal is not None:
+            self.clock.undo(trained_until(lines(self._path), step))
             self._journal.rewind(step)
 
     def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
@@ -140,7 +147,9 @@ class Metrics:
         """
         if not self._main:
             return
+        self.clock.lap("end")
         totals = steady(list(self._recent)) | (summary or {})
+        totals["goodput"] = goodput(self.clock.seconds)
         self._write({"event": "summary", "at": self._step} | totals)
         lost = self._journal.lost if self._journal is not None else 0
         losses = f"{lost:,} record{'s' * (lost > 1)} of {self._path} lost" if lost else ""
@@ -148,7 +157,8 @@ class Metrics:
             elapsed = duration(time.monotonic() - self._start)
             done = f"{ended}: step {self._step}{self._resumed} after {elapsed}"
             done += f", {losses}" if losses else ""
-            self.text(f"\n{done} | {summary_line(totals)}")
+            self.text(f"\n{goodput_line(self.clock.seconds)}")
+            self.text(f"{done} | {summary_line(totals)}")
         elif losses:
             self._warn(losses)
         for sink in self._sinks:
@@ -164,7 +174,7 @@ class Metrics:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._journal is not None:
-            self._journal.write(record)
+            self._journal.write(record | {"seconds": self.clock.rounded()})
 
     def _warn(self, text: str) -> None:
         self.text(f"-- warning: {text}")

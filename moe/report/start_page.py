@@ -5,14 +5,19 @@ import sys
 import torch
 
 from phalanx.configs.arithmetic.accounting import flops_note, flops_per_token
+from phalanx.configs.arithmetic.batch_sizes import parse as batch_size
+from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.formats import described
 from phalanx.configs.knobs import pluralize
+from phalanx.configs.schema import DataConfig
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
+from phalanx.moe.data.sources import stage_line
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.report.units import count, model_size, storage, work
 from phalanx.moe.training.launch import code
+from phalanx.moe.training.preflight import tokens_read
 from phalanx.moe.training.setup import Job
 
 
@@ -34,11 +39,9 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
         (
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
-            f"{cfg.data.global_batch} = {cfg.data.micro_batch} x "
-            f"{pluralize(loader.micro_batches, 'micro-batch')} x "
-            f"{pluralize(job.data_parallel, 'rank')}",
+            f"{_batches(cfg.data, job.data_parallel)}",
         ),
-        ("length", f"{pluralize(cfg.run.steps, 'step')}, {count(tokens * cfg.run.steps)} tokens"),
+        ("length", f"{pluralize(cfg.run.steps, 'step')}, {count(tokens_read(cfg))} tokens"),
     ]
     if loader.documents:
         facts.insert(-1, ("packing", str(loader.packing())))
@@ -47,9 +50,22 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
     read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
     lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)
+    names = [source.name for source in loader.dataset.sources]
+    stages = [stage_line(stage, names) for stage in map(parse, cfg.data.stages)]
+    lines += ["  " + text for text in stages] + [""] * bool(stages)
     lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
     lines += ["  " + text for text in table(job.choices).splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def _batches(data: DataConfig, ranks: int) -> str:
+    """`512 = 4 x 16 micro-batches x 8 ranks`, and the sizes of a warm-up before it."""
+    count_of = pluralize(data.global_batch // (data.micro_batch * ranks), "micro-batch")
+    text = f"{data.global_batch} = {data.micro_batch} x {count_of} x {pluralize(ranks, 'rank')}"
+    sizes = [
+        f"{each.size} up to {count(each.tokens)}" for each in map(batch_size, data.batch_warmup)
+    ]
+    return f"{text}, after {', '.join(sizes)} tokens" if sizes else text
 
 
 def revision() -> str:

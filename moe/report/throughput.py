@@ -7,6 +7,7 @@ running: between two readings there are as many updates as steps. FLOPs are thos
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -20,13 +21,14 @@ class Pace:
     """Clock over training steps.
 
     Args:
-        cfg: tokens of a step and FLOPs of a token.
+        cfg: tokens of a sample and FLOPs of a token.
         runtime: ranks that share a step, and the device whose peak is the base of utilisation.
+        samples: returns the data cursor, in samples.
     """
 
-    def __init__(self, cfg: Config, runtime: Runtime) -> None:
-        tokens = cfg.data.global_batch * cfg.data.sequence_length
-        self._tokens = tokens / runtime.world
+    def __init__(self, cfg: Config, runtime: Runtime, samples: Callable[[], int]) -> None:
+        self._samples = samples
+        self._tokens = cfg.data.sequence_length / runtime.world
         self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
         self._peaks = peaks(cfg, runtime.device)
         self._device = runtime.device
@@ -34,7 +36,7 @@ class Pace:
 
     def restart(self, step: int) -> None:
         """Start the clock at the end of `step`."""
-        self._since, self._step = time.perf_counter(), step
+        self._since, self._step, self._read = time.perf_counter(), step, self._samples()
         self._restarted = True
 
     def rates(self, step: int) -> dict[str, float]:
@@ -49,8 +51,10 @@ class Pace:
             torch.cuda.synchronize(self._device)  # no update was running when the clock started
             until = time.perf_counter()
         seconds = (until - self._since) / (step - self._step)
+        samples = (self._samples() - self._read) / (step - self._step)
         self._since, self._step, self._restarted = now, step, False
-        tokens = self._tokens / seconds
+        self._read = self._samples()
+        tokens = samples * self._tokens / seconds
         tflops = tokens * self._flops / 1e12
         utilisation = {name: tflops / peak for name, peak in self._peaks.items()}
         return {

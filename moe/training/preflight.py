@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from phalanx.configs import programs
+from phalanx.configs.arithmetic.batch_sizes import samples_after
+from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.data.blend import open_blend, parse_blend
+from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
@@ -95,7 +97,8 @@ def nothing_left(cfg: Config) -> list[str]:
         if path is None or (step := commit.read_commit(path).step) < run.steps:
             return []
         start = run_start.decide(run, record, path)
-        compare(saved_config.configuration(path), redacted(asdict(cfg)))
+        known = saved_config.configuration(path)
+        compare(known.config, redacted(asdict(cfg)), known.samples)
     except (*_WRONG, Invalid, OSError):
         return []
     lines = [start.note] if start.note else []
@@ -132,7 +135,7 @@ def newest_checkpoint(cfg: Config) -> str:
 
 def tokens_read(cfg: Config) -> int:
     """Number of tokens that a run reads, from its first step to its last."""
-    return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length
+    return samples_after(cfg.data, cfg.run.steps) * cfg.data.sequence_length
 
 
 def _optimizer(cfg: Config) -> Iterator[str]:
@@ -200,9 +203,17 @@ def _samples(cfg: Config) -> Iterator[str]:
 def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
     run, data = cfg.run, cfg.data
     valid = run.eval_batches * data.global_batch if run.eval_interval else 0
-    sizes = (run.steps * data.global_batch, valid)
-    prefixes, weights = parse_blend(data.blend)
+    sizes = (samples_after(data, run.steps), 0 if data.validation else valid)
+    prefixes, weights = parse_blend(data)
     blend = open_blend(prefixes, weights, data, cfg.model.vocab_size, sizes)
+    if data.validation and valid:
+        open_held_out(blend, data, cfg.model.vocab_size, valid)
+    for stage in map(parse, data.stages):
+        if stage.tokens >= wanted:
+            yield (
+                f"data: the stage from {count(stage.tokens)} tokens on does not begin, as the run "
+                f"reads {count(wanted)}"
+            )
     epochs = blend.epochs(wanted)
     for prefix, (training, _), times in zip(prefixes, blend.parts, epochs, strict=True):
         yield from _reading(prefix, training.tokens, times)
@@ -268,7 +279,8 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
         if start.note:
             yield start.note
         if path is not None:
-            compare(saved_config.configuration(path), redacted(asdict(cfg)))
+            known = saved_config.configuration(path)
+            compare(known.config, redacted(asdict(cfg)), known.samples)
     except Invalid:
         pass  # all ranks verify its checksums at the start, report the problem and set it aside
     except OSError as error:

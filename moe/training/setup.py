@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
+from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
@@ -86,11 +87,6 @@ class Job:
         """Number of replicas that read different samples."""
         return self.groups.data
 
-    @property
-    def microbatches(self) -> int:
-        """Number of micro-batches of a rank in one step."""
-        return self.cfg.data.global_batch // (self.cfg.data.micro_batch * self.data_parallel)
-
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -125,7 +121,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         built.config,
         built.chunks,
         parallel=cfg.parallel,
-        optim=cfg.optim,
+        optim=in_steps(cfg.optim, cfg.data),
         steps=cfg.run.steps,
         device=runtime.device,
         graph=built.captured,

@@ -22,11 +22,11 @@ from phalanx.moe.training.launch import code, packages
 from phalanx.parallel.checkpoint.saved_knobs import leaves
 from phalanx.parallel.fault import same_settings
 
-HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend")
+HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend", "data.validation")
 """Knobs that may differ between hosts.
 
-A folder may be mounted at another path; the tokens of `data.blend` are compared instead of its
-paths, and the kind of device instead of the knob that selects it.
+A folder may be mounted at another path; the tokens of `data.blend` and `data.validation` are
+compared instead of their paths, and the kind of device instead of the knob that selects it.
 """
 _PARTS = ("configs", "kernels", "moe", "parallel")
 """Folders of the package whose sources take part in training."""

@@ -76,13 +76,16 @@ class Step:
         self._stop = torch.zeros((), device=job.runtime.device)
         self._grad_factor = torch.ones((), device=job.runtime.device) if cfg.run.inject else None
         """Factor of this rank's gradients, in runs that inject faults."""
+        self.repeated = 0.0
+        """Seconds of the last step that it spent on computations that were then repeated."""
         world = job.runtime.world
         self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
         self._launch_time = 0.0
         """Seconds that the last step took to launch; 0 on a CPU, where that includes the
         computation, and with pipeline stages, where it includes waits for each other."""
         self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
-        self._all_labels = self._unmasked_labels()
+        self._labels_of: dict[int, Labels] = {}
+        """Labels of a step without masks, by its number of micro-batches."""
         self.sample_losses: torch.Tensor | None = None
         """Sum of the losses of each sample, and labels that count, of this rank in the last
         forward-only step: fp32 [2, samples]; None on all but one of the ranks with the same
@@ -115,6 +118,10 @@ class Step:
         """
         engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
         inputs = [self.own_part(batch) for batch in batches]
+        captured = 0 if self.graph is None or forward_only else self.graph.micro_batches
+        if captured not in (0, len(inputs)):
+            self.drop_graph()  # the size of the global batch has changed
+        self._unmasked_labels(len(inputs))
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
         if self._grad_factor is not None:
@@ -124,6 +131,7 @@ class Step:
         late = waited + self._launch_time
         self._late_R[self.job.runtime.rank].fill_(late)  # `=` would wait for a copy
         reruns: list[Growth] = []
+        self.repeated = 0.0
         while True:
             started = time.perf_counter()
             try:
@@ -148,6 +156,7 @@ class Step:
                 return Totals(
                     *losses, count, norm, stopping > 0, tuple(reruns), late_R, load, logits
                 )
+            self.repeated += time.perf_counter() - started
             reruns += self.enlarge()
             balance.restore(engine.modules, before)
 
@@ -172,6 +181,11 @@ class Step:
             self.update_failure, self._updates = failure, None
             graphs.drop()
             self.job.engine.update()
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs captured and not dropped."""
+        return sum(held.count for held in (self.graph, self._updates) if held is not None)
 
     def close(self) -> None:
         """Release the graphs after the last step, before process groups are destroyed."""
@@ -220,12 +234,15 @@ class Step:
         inputs["last"] = full["whole"].roll(-1, 1) == 0
         return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp) | full
 
-    def _unmasked_labels(self) -> Labels:
-        """Labels of a step without masks."""
-        data, device = self.cfg.data, self.job.runtime.device
-        lengths = (data.sequence_length - k for k in range(1 + self.cfg.model.mtp_layers))
-        number_K = torch.tensor([data.global_batch * max(0, n) for n in lengths], device=device)
-        return make_labels(number_K, self.job.microbatches * self._ranks)
+    def _unmasked_labels(self, microbatches: int) -> Labels:
+        """Labels of a step without masks; made once, as a capture cannot copy from the host."""
+        if microbatches not in self._labels_of:
+            data, device = self.cfg.data, self.job.runtime.device
+            samples = microbatches * data.micro_batch * self.job.groups.data
+            lengths = (data.sequence_length - k for k in range(1 + self.cfg.model.mtp_layers))
+            number_K = torch.tensor([samples * max(0, n) for n in lengths], device=device)
+            self._labels_of[microbatches] = make_labels(number_K, microbatches * self._ranks)
+        return self._labels_of[microbatches]
 
     @property
     def _ranks(self) -> int:
@@ -235,8 +252,8 @@ class Step:
     def _labels(self, inputs: Inputs) -> Labels:
         """Labels that count in a step. Collective with masks."""
         if "loss_mask" not in inputs[0]:
-            return self._all_labels
-        parts, kinds = len(inputs) * self._ranks, len(self._all_labels.number_K)
+            return self._unmasked_labels(len(inputs))
+        parts, kinds = len(inputs) * self._ranks, 1 + self.cfg.model.mtp_layers
         return count_labels(inputs, kinds, parts, self.job.groups.pg.dp)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:

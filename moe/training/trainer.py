@@ -7,7 +7,7 @@ step (moe.training.bad_steps) is skipped before the parameters are changed.
 import gc
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after, spans
+from phalanx.configs.arithmetic.data_stages import begun
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.layout import logit_interval
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Choice
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
+from phalanx.moe.data.sources import stage_line
 from phalanx.moe.report.compiling import report_compilation
+from phalanx.moe.report.goodput import TRAINING
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
 from phalanx.moe.report.start_page import describe, device, versions
@@ -88,13 +93,13 @@ class Trainer:
         notes = self._checked()
         choices = choices or choose_kernels(cfg, runtime)
         set_activity("start: data")
-        train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
+        train_set, self.valid_set = self._datasets(samples_after(cfg.data, cfg.run.steps))
         if runtime.is_main:
             for note in notes:
                 print(f"-- {note}", flush=True)
         set_activity("start: model")
         self.job: Job = setup(cfg, runtime, choices)
-        self.loader = self._loader(train_set)
+        self.loader = self._loader(train_set, spans(cfg.data))
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
@@ -102,6 +107,8 @@ class Trainer:
         """First eager step after a failed capture; 0 if none failed."""
         self._eager_update = False
         """The failure to capture the update has been reported."""
+        self._batch = 0
+        """Size of the global batch of the last step, if it has been told."""
         self._batches: list[dict[str, torch.Tensor]] = []
         """Micro-batches of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
@@ -139,7 +146,7 @@ class Trainer:
         if cfg.run.save_interval >= 0:  # else the checkpoints stay as they are
             self.checkpoints.started(start)
         self.metrics = self._metrics()
-        self.pace = Pace(cfg, runtime)
+        self.pace = Pace(cfg, runtime, lambda: self.loader.consumed_samples)
         self.records = StepRecords(
             self.job, self.compute.collector, self.metrics, self.pace, self.step
         )
@@ -168,6 +175,7 @@ class Trainer:
             profiled = Profiler(window, self.folder, self.facts, self.step, self.metrics.event)
             with _no_gc(), profiled as profiler:
                 self.pace.restart(self.step)
+                self.metrics.clock.lap("start")
                 saved = self._steps(profiler)
         except Diverged:
             self.checkpoints.close()  # finishes a save in the background
@@ -183,6 +191,7 @@ class Trainer:
         if self.checkpoints.unfinished:
             self.metrics.event("waiting until the last checkpoint is written")
         self.checkpoints.close()
+        self.metrics.clock.lap("checkpoints")
         if self._batches and self.step >= self.cfg.run.steps:
             set_activity(f"step {self.step}: routing is recorded")
             self.metrics.event(
@@ -194,7 +203,7 @@ class Trainer:
 
     def _steps(self, profiler: Profiler) -> int:
         """Run all steps and the work between them; return the last step that was saved."""
-        run, saved = self.cfg.run, self.step
+        run, saved, clock = self.cfg.run, self.step, self.metrics.clock
         if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
             return saved
         if self.step >= run.steps:
@@ -212,9 +221,11 @@ class Trainer:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
                 self._validate()
+                clock.lap("validation")
                 self.pace.restart(self.step)
             if self.samples is not None and self.step % run.sample_every == 0:
                 self._sample(self.samples)
+                clock.lap("samples")
                 self.pace.restart(self.step)
             if run.save_interval > 0 and self.step % run.save_interval == 0:
                 self._save()
@@ -242,15 +253,20 @@ class Trainer:
 
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
-        engine, number = self.job.engine, self.step + 1
+        engine, number, clock = self.job.engine, self.step + 1, self.metrics.clock
+        clock.lap(TRAINING)  # the rest of the step before this one
         started = time.perf_counter()
         self._set_activity("data")
         self.faults.trigger(number)
+        consumed = self.loader.consumed_samples
         with record_function("data"):
             batches = self.loader.next_step()
+        self._report_data(consumed)
         if self.cfg.run.record_routing and number == self.cfg.run.steps:
             self._batches = batches
         waited = time.perf_counter() - started
+        clock.lap("data")
+        graphs = self.compute.graphs
         self._set_activity("forward and backward")
         before = balance.snapshot(engine.modules)
         measured = self._logits_every > 0 and number % self._logits_every == 0
@@ -263,6 +279,7 @@ class Trainer:
             grad_factor=self.faults.factor(number),
         )
         loss, mtp_loss, labels, norm, stopping, reruns, late, load, logits = totals
+        clock.lap("reruns", self.compute.repeated)
         self._report_reruns(reruns, f"step {number}")
         if (failure := self.compute.capture_failure) is not None and not self._eager:
             self._eager = number
@@ -275,6 +292,7 @@ class Trainer:
             finite = math.isfinite(norm) and (math.isfinite(loss) or not labels)
             if not self.health.skips(fault, finite=finite):
                 self._roll_back(fault)
+                clock.lap("skipped")
                 return stopping
             self.metrics.event(f"skipped: {fault}")
         else:
@@ -286,6 +304,7 @@ class Trainer:
             self._eager_update = True
             self.metrics.event(f"{not_captured(failure)}; updates stay eager")
         self.step = number
+        clock.lap(self._kind_of_step(fault, graphs))
         self._may_write()
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
             record: dict[str, Any] = {"loss": loss} if labels else {}
@@ -299,6 +318,19 @@ class Trainer:
                 record["eager_steps"] = self.step - self._eager + 1
             self.records.log(record)
         return stopping
+
+    def _kind_of_step(self, fault: str | None, graphs: int) -> str:
+        """Kind of the time of a step (`moe.report.goodput`).
+
+        Args:
+            fault: fault for which the step was skipped.
+            graphs: number of graphs before the step.
+        """
+        if fault is not None:
+            return "skipped"
+        if self.step == self._first or self.compute.graphs != graphs:
+            return "capture"
+        return TRAINING
 
     # --- around the loop --------------------------------------------------------------------------
 
@@ -318,7 +350,7 @@ class Trainer:
         """
         assert self.valid_set is not None
         rows, sources = self.valid_set, self.valid_set.sources
-        engine, loader = self.job.engine, self._loader(rows)
+        engine, loader = self.job.engine, self._loader(rows, self.cfg.data.global_batch)
         set_activity(f"step {self.step}: validation")
         engine.eval()
         steps, before = list[tuple[float, int]](), balance.snapshot(engine.modules)
@@ -346,12 +378,12 @@ class Trainer:
         else:
             self.metrics.event(title, shown=str(sample), **asdict(sample))
 
-    def _loader(self, dataset: Any) -> Loader:
+    def _loader(self, dataset: Any, global_batch: int | Sequence[tuple[int, int]]) -> Loader:
         data, job = self.cfg.data, self.job
         return Loader(
             dataset,
             data.micro_batch,
-            data.global_batch,
+            global_batch,
             job.groups.data_rank,
             job.data_parallel,
             pin=self.runtime.device.type == "cuda",
@@ -362,6 +394,18 @@ class Trainer:
     def _report_reruns(self, reruns: Iterable[Growth], subject: str) -> None:
         for growth in reruns:
             self.metrics.event(growth.event(subject))
+
+    def _report_data(self, before: int) -> None:
+        """Tell what is new of the data of a step, which began at `before` samples."""
+        data, sources = self.cfg.data, self.loader.dataset.sources
+        length, passed = data.sequence_length, self.loader.consumed_samples
+        if (size := passed - before) != self._batch:
+            self._batch = size
+            if data.batch_warmup:
+                self.metrics.event(f"the global batch is {pluralize(size, 'sequence')}")
+        for stage in begun(data.stages, passed, length)[-1:]:
+            if stage.first(length) >= before:
+                self.metrics.event(f"data {stage_line(stage, [s.name for s in sources])}")
 
     def _tokens(self) -> int:
         """Number of tokens that the data cursor has passed."""
@@ -397,6 +441,7 @@ class Trainer:
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
             )
+        self.metrics.clock.lap("checkpoints")
         state = "saving in the background" if self._async_save else "saved"
         self.metrics.event(f"{state}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()
@@ -416,7 +461,8 @@ class Trainer:
         self.origin = path
         if state.get("weights_only"):
             return f"from the weights of {path}"
-        self.lr_change = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
+        optim = in_steps(self.cfg.optim, self.cfg.data)
+        self.lr_change = change(state.get("config", {}), optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
     def _load(self, path: Place) -> dict[str, Any]:
@@ -471,9 +517,10 @@ class Trainer:
 
     def _extend_data(self) -> None:
         """Extend the dataset to all steps left, if a rollback or batch size moved the cursor."""
-        left = (self.cfg.run.steps - self.step) * self.cfg.data.global_batch
-        if self.loader.consumed_samples + left > len(self.loader.dataset):
-            self.loader.dataset, _ = self._datasets(self.loader.consumed_samples + left)
+        consumed, steps = self.loader.consumed_samples, self.cfg.run.steps - self.step
+        wanted = samples_after(self.cfg.data, max(0, steps), consumed)
+        if wanted > len(self.loader.dataset):
+            self.loader.dataset, _ = self._datasets(wanted)
 
 
 @contextmanager

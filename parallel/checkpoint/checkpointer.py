@@ -46,7 +46,11 @@ from phalanx.parallel.checkpoint.optimizer_state import (
     set_step_count,
     step_count,
 )
-from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.checkpoint.saved_config import (
+    CheckpointError,
+    NoUsableCheckpoint,
+    compared,
+)
 from phalanx.parallel.checkpoint.saved_knobs import understood
 from phalanx.parallel.checkpoint.target import Folder, Store
 from phalanx.parallel.checkpoint.verify import (
@@ -338,7 +342,8 @@ class Checkpointer:
         """
         record = self._verified.get(path) or verified(path)
         metadata, saved = self._described(path, record)
-        if changed := compare(saved["common"].get("config", {}), config or {}):
+        known = compared(saved["common"])
+        if changed := compare(known.config, config or {}, known.samples):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")

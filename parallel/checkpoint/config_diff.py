@@ -7,6 +7,7 @@ Layout, kernels, recipe of FP8, schedule, length and logging may change, and are
 
 from typing import Any
 
+from phalanx.configs.arithmetic.data_stages import begun
 from phalanx.configs.knobs import overrides
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
@@ -16,11 +17,13 @@ _FIXED = (
     "model",
     "data.source",
     "data.blend",
+    "data.stages",
     "data.split",
     "data.sequence_length",
     "data.seed",
     "optim.kind",
 )
+_STAGES = "data.stages"
 # Parts of the model section that are not its architecture.
 _FREE = (
     "model.name",
@@ -40,12 +43,13 @@ _WIDE = {"precision.recipe": "fp32"}
 _FEW = 8  # differences that a person reads one by one
 
 
-def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def compare(saved: dict[str, Any], current: dict[str, Any], samples: int = 0) -> list[str]:
     """Differences that a resumed run may have, as `key old -> new`.
 
     Args:
         saved: configuration of the checkpoint.
         current: configuration of this run. A knob that only one of them knows is not compared.
+        samples: number of samples that the checkpoint has passed; later stages may differ.
 
     Raises:
         CheckpointMismatch: a knob that must agree does not; the message is a diff with the way out.
@@ -54,14 +58,21 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     old, new = understood(saved).values, dict(leaves(current))
     if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
         old.setdefault("optim.kind", next(iter(OPTIMIZERS)))  # of versions that had no other
+    if "data.blend" in old:
+        old.setdefault(_STAGES, [])  # of versions that had none
     changed = [key for key in old if key in new and old[key] != new[key]]
-    refused = [key for key in changed if _must_agree(key, old[key], new[key])]
+    refused = [key for key in changed if must_agree(key, old[key], new[key])]
+    if _STAGES in refused:
+        passed = samples, old.get("data.sequence_length", 1)
+        if begun(old[_STAGES], *passed) == begun(new[_STAGES], *passed):
+            refused.remove(_STAGES)
     if refused:
         raise CheckpointMismatch(_refusal(refused, old, new))
     return [f"{key} {shown(old[key])} -> {shown(new[key])}" for key in changed]
 
 
-def _must_agree(key: str, old: Any, new: Any) -> bool:
+def must_agree(key: str, old: Any, new: Any) -> bool:
+    """Return whether weights and data cursor depend on a knob with two different values."""
     if key in _FREE:
         return False
     if key in _SWITCHES:

@@ -24,6 +24,7 @@ from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.megatron.adam import AdamW
+from phalanx.parallel.megatron.averages import NAME, begin, has_averages
 from phalanx.parallel.megatron.updated import parts, updated
 from phalanx.parallel.object_store import Place
 from phalanx.parallel.run_start import start_over_override
@@ -87,12 +88,19 @@ class OptimizerState:
             for part in parts(optimizer)
             if stored and not split and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         ]
+        has_none = bool(stored) and not any(
+            name.startswith(f"optimizer.state.{NAME}.") for name in stored
+        )
+        self._begin_averages = optimizer if has_none and has_averages(optimizer) else None
         described = _by_address(model_state)
         self.shards: dict[str, ShardedTensor] = {}
         for owned in (owned for part in parts(optimizer) for owned in _owned(part)):
             shape, address = tuple(owned.parameter.shape), owned.parameter.data_ptr()
             if address not in described:
                 raise ValueError(f"no checkpoint key for an updated parameter of shape {shape}")
+            if self._begin_averages is not None:
+                rest = {name: t for name, t in owned.tensors.items() if name != NAME}
+                owned = replace(owned, tensors=rest)
             in_bf16 = owned.parameter.dtype == torch.bfloat16  # others are never split
             if stored and in_bf16 and ("remainder" in owned.tensors) != split:
                 own, owned = owned, _in_other_form(owned)
@@ -116,6 +124,8 @@ class OptimizerState:
         chunks = [chunk for part in self._split_anew for chunk in part.model_chunks]
         for chunk in dict.fromkeys(chunks):
             chunk.start_param_sync(force_sync=True)
+        if self._begin_averages is not None:
+            begin(self._begin_averages)
 
 
 def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
@@ -141,12 +151,14 @@ def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
 
 
 def reset_masters(optimizer: Any) -> None:
-    """Make master copies anew of the weights, once these are loaded alone."""
+    """Make master copies and averages anew of the weights, once these are loaded alone."""
     optimizer.reload_model_params()
     for part in parts(optimizer):
         for state in part.optimizer.state.values():
             if "remainder" in state:
                 state["remainder"].zero_()
+    if has_averages(optimizer):
+        begin(optimizer)
 
 
 def step_count(optimizer: Any) -> int:

@@ -13,7 +13,7 @@ import shlex
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -159,8 +159,25 @@ def lacking(folder: Place) -> str:
         return str(error)
 
 
-def configuration(folder: Place) -> dict[str, Any]:
-    """Configuration of the run that wrote a checkpoint, as nested dictionaries.
+class Compared(NamedTuple):
+    """Facts of a checkpoint with which a run that goes on from it has to agree."""
+
+    config: dict[str, Any]
+    """Configuration; of weights alone, imported or averaged, only that of the model."""
+    samples: int
+    """Samples of the data that the checkpoint has passed."""
+
+
+def compared(common: dict[str, Any]) -> Compared:
+    """Facts with which a run has to agree, from what all ranks share of a checkpoint."""
+    config = dict(common["config"])
+    if common.get("weights_only"):
+        config = {name: section for name, section in config.items() if name == "model"}
+    return Compared(config, int(common.get("data", {}).get("consumed_samples", 0)))
+
+
+def configuration(folder: Place) -> Compared:
+    """Facts with which a run that goes on from the checkpoint in a folder has to agree.
 
     Raises:
         Invalid: it cannot be found.
@@ -168,7 +185,7 @@ def configuration(folder: Place) -> dict[str, Any]:
     """
     state = _plain(_bytes_of(folder, commit.read_commit(folder)))
     try:
-        return dict(state[0]["common"]["config"])
+        return compared(state[0]["common"])
     except (TypeError, LookupError, ValueError):
         raise Invalid("no configuration in it") from None
 

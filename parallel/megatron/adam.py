@@ -152,11 +152,11 @@ class AdamW(torch.optim.Optimizer):
     def init_state(self, params: Iterable[torch.Tensor]) -> None:
         """Zero moments, and remainders of bf16 weights, for those of `params` that have none."""
         for p in params:
-            if not self.state[p]:
+            if next(iter(self._moments_of(p))) not in self.state[p]:
                 dtypes = dict.fromkeys(self._moments_of(p), self.moments)
                 if p.dtype == torch.bfloat16:
                     dtypes["remainder"] = torch.int16
-                self.state[p] = {k: torch.zeros_like(p, dtype=d) for k, d in dtypes.items()}
+                self.state[p] |= {k: torch.zeros_like(p, dtype=d) for k, d in dtypes.items()}
 
     def _moments_of(self, p: torch.Tensor) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -226,7 +226,7 @@ def install(
     moments: torch.dtype = torch.float32,
     kind: type[AdamW] = AdamW,
     *,
-    captured: bool = False,
+    required: bool = False,
     **options: Any,
 ) -> bool:
     """Have the optimizers that Megatron-Core builds from now on use this AdamW; True if they do.
@@ -234,14 +234,15 @@ def install(
     Args:
         moments: their dtype. With fp32 FusedAdam stays, if it is there.
         kind: a subclass in its place, whatever is there, with its `options`.
-        captured: updates are captured as CUDA graphs, for which FusedAdam does not stay either.
+        required: FusedAdam does not stay, as it can neither be captured in a CUDA graph nor have
+            averages of weights.
     """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
     present = getattr(optimizer.Adam, "func", None)
     ours = isinstance(present, type) and issubclass(present, AdamW)
-    needed = captured or moments != torch.float32 or kind is not AdamW
+    needed = required or moments != torch.float32 or kind is not AdamW
     if not (needed or ours or optimizer.USING_PYTORCH_OPTIMIZER):
         return False
     optimizer.Adam = functools.partial(kind, moments=moments, **options)

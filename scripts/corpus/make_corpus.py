@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
+from phalanx.configs.knobs import pluralize
 from phalanx.scripts import prepare_data
 from phalanx.scripts.corpus import tiktoken_file
 from phalanx.scripts.corpus.archives import members
@@ -100,7 +101,8 @@ def make(args: argparse.Namespace) -> None:
         texts = Texts(file)
         for package in packages:
             texts.add(package, fetched(package), _writer(output / "licenses" / package.name))
-            print(f"  {len(texts.documents):,} documents so far", flush=True)
+            found = pluralize(f"{len(texts.documents):,}", "document")
+            print(f"  {found} so far", flush=True)
     parts = _split(texts.documents, args.held_out, args.seed)
     written = _write_parts(output, spool, parts)
     spool.unlink()

@@ -36,7 +36,7 @@ def shell(line: str) -> list[str]:
 
 def test_every_value_survives_shell_and_parser(tmp_path: Path) -> None:
     (tmp_path / "n").write_text("a file that [norm] matches")
-    values: list[dict[str, Any]] = [{"run.wandb_project": text} for text in TEXTS]
+    values: list[dict[str, Any]] = [{"run.project": text} for text in TEXTS]
     values += [{"data.blend": [text, "x"]} for text in TEXTS if text.strip()]
     values += [{"data.blend": []}, {"run.recompute": ["norm"]}, {"run.profile": [3, 4]}]
     values += [{"optim.lr": 1e-5}, {"run.steps": 7}, {"optim.nesterov": False}]

@@ -22,14 +22,14 @@ TEXTS_WITHOUT_CHOICES = {
     "run.checkpoints",
     "run.resume",
     "run.start_over",
-    "run.wandb_project",
+    "run.project",
     "run.record_routing",
     "model.moe.router.replay",
 }
 
 
 def test_every_knob_has_its_choices_or_bounds() -> None:
-    names = {"run.recompute", "run.offload"}
+    names = {"run.recompute", "run.offload", "run.trackers"}
     texts = {path for path, knob in knobs().items() if knob.type in (str, int | str)} | names
     numbers = {path for path, knob in knobs().items() if knob.type in (int, float, int | str)}
     assert texts == set(choices()) | TEXTS_WITHOUT_CHOICES

@@ -1,7 +1,11 @@
-"""A step that cannot be captured: the run continues eagerly if `run.graph=auto` allows it."""
+"""Steps that cannot be captured, or have another size than the captured one.
+
+The run continues eagerly if `run.graph=auto` allows it, and drops a graph of another size.
+"""
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +26,8 @@ OVERRIDES = ["model=tiny_deepseek", *SMALL, f"run.steps={STEPS}", "run.save_inte
 class _NeverCaptured:
     """Replacement of the graph: eager steps, then a capture that fails in the backward pass."""
 
+    count = micro_batches = 0
+
     def __init__(self, step: Any) -> None:
         self._step, self._warm = step, 0
 
@@ -35,22 +41,64 @@ class _NeverCaptured:
     def drop(self) -> None: ...
 
 
+class _OfOneSize:
+    """Replacement of the graph: a captured step has the micro-batches of its capture."""
+
+    pool = None
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self.micro_batches = 0
+        self.sizes: list[int] = []
+        """Micro-batches of each capture."""
+
+    @property
+    def count(self) -> int:
+        return int(self.micro_batches > 0)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        if not self.micro_batches:
+            self.micro_batches = len(inputs)
+            self.sizes.append(len(inputs))
+        assert self.micro_batches == len(inputs)
+        return self._step(inputs)  # type: ignore[no-any-return]
+
+    def drop(self) -> None:
+        self.micro_batches = 0
+
+
 @contextlib.contextmanager
-def never_captured(rank: int) -> Iterator[None]:
-    """A `Change`: a run on a CPU behaves as if its steps were captured."""
-    original = steps.Step.__init__
+def captured(rank: int, kind: type) -> Iterator[list[int]]:
+    """A `Change`: a run on a CPU behaves as if its steps were captured by a `kind` of graph."""
+    original, sizes = steps.Step.__init__, list[int]()
 
     def results(self: Any, cfg: Any, job: Any) -> None:
         original(self, cfg, job)
-        self.graph = _NeverCaptured(self.forward_backward)
+        self.graph = kind(self.forward_backward)
+        self.graph.sizes = sizes
 
     with mock.patch.object(steps.Step, "__init__", results):
-        yield
+        yield sizes
+
+
+def test_another_number_of_micro_batches_is_captured_anew(tmp_path: Path) -> None:
+    """Validations have a number of their own, and are not captured."""
+    more = ["data.micro_batch=2", "data.batch_warmup=[2:64]", "run.eval_interval=1"]
+    more += ["data.cache=" + str(tmp_path / "cache"), "run.eval_batches=1"]
+    args = [*OVERRIDES, *more]
+    eager = run(1, [*args, f"run.dir={tmp_path}/eager"])
+    graph = run(1, [*args, f"run.dir={tmp_path}/graph"], partial(captured, kind=_OfOneSize))
+    assert [rank.code for rank in (*eager, *graph)] == [0, 0], graph[0].err
+    assert graph[0].seen == [1, 4]
+    want, got = (records(tmp_path / name / "run") for name in ("eager", "graph"))
+    assert exact(got) == exact(want) and [r["labels"] for r in got] == [32, 32, 128, 128, 128]
 
 
 def test_auto_goes_on_eagerly_says_so_and_counts(tmp_path: Path) -> None:
     eager = run(2, [*OVERRIDES, f"run.dir={tmp_path}/eager"])
-    failing = run(2, [*OVERRIDES, f"run.dir={tmp_path}/failing"], never_captured)
+    failing = run(
+        2, [*OVERRIDES, f"run.dir={tmp_path}/failing"], partial(captured, kind=_NeverCaptured)
+    )
     assert [rank.code for rank in (*eager, *failing)] == [0] * 4
     want, got = (records(tmp_path / name / "run") for name in ("eager", "failing"))
     assert exact(got) == exact(want)

@@ -441,7 +441,7 @@ def _sync_free(overrides: Sequence[str]) -> float:
         with sync_free():
             totals = trainer.compute.forward_backward(batches)
         trainer.loader.close()
-        _, total, ranks, *_ = totals.tolist()
+        _, _, total, ranks, *_ = totals.tolist()  # after the shares of both parts of the budget
         return total / ranks
     finally:
         setattr(VocabParallelCrossEntropy, name, staticmethod(loss))

@@ -161,6 +161,16 @@ def test_muon_and_qk_clip_in_a_graph(model: str, precision: str, tmp_path: Path)
         assert [s[name] for s in graph] == [s[name] for s in eager], name
 
 
+def test_a_batch_that_grows_is_captured_anew(tmp_path: Path) -> None:
+    options = ["model=tiny_gpt_oss", "run.steps=12", "data.batch_warmup=[2:2e3,4:5e3]"]
+    runs = {"eager": options, "graph": [*options, GRAPH]}
+    eager, graph = train_side_by_side(tmp_path, runs).values()
+    assert [s["labels"] for s in graph] == [512] * 4 + [1024] * 3 + [2048] * 5
+    for name in ("loss", "grad_norm", "labels"):
+        assert [s[name] for s in graph] == [s[name] for s in eager], name
+    assert "could not be captured" not in (tmp_path / "graph" / "console.log").read_text()
+
+
 def test_an_injected_fault_is_in_the_graph(tmp_path: Path) -> None:
     """Step 5 is a replay; steps that are not corrupted are bitwise equal."""
     options = ["model=tiny", "kernels=fused", "run.steps=8", "run.bad_steps=skip"]

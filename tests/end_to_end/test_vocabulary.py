@@ -64,7 +64,7 @@ def test_a_run_takes_the_vocabulary_of_its_data(corpus: str, tmp_path: Path) -> 
     kept = yaml.safe_load((folder / "config.yaml").read_text())
     newest = saved_config.newest(folder / "checkpoints")
     assert newest is not None
-    for config in (kept, saved_config.configuration(newest)):
+    for config in (kept, saved_config.configuration(newest).config):
         assert config["model"]["vocab_size"] == 384
     main, _ = run(2, [*given, "run.steps=3", "parallel.tensor=2", "parallel.expert=1"])
     assert main.code == 0 and "step 2" in main.out, main.err  # another layout, the same model

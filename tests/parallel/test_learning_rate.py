@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.bounds import choices
 from phalanx.configs.load import load
-from phalanx.configs.schema import OptimConfig
+from phalanx.configs.schema import DataConfig, OptimConfig
 from phalanx.configs.validate import validate
 from phalanx.parallel.learning_rate import Curve, change
 from tests.support.advice import advised, tried
@@ -87,6 +88,21 @@ def test_every_knob_of_the_curve_is_told_and_can_be_kept(
     kept, meant = Curve.of(cfg.optim, 40), Curve.of(before, 20)
     assert [kept.at(n) for n in range(1, 41)] == [meant.at(n) for n in range(1, 41)]
     assert not change(saved(before, 20), cfg.optim, 40, done=20)
+
+
+def test_ends_in_tokens_are_told_in_steps_and_can_be_kept() -> None:
+    """Steps of 8,192 tokens; the run decayed over 20 of them."""
+    data = DataConfig(sequence_length=256, global_batch=32)
+    before = replace(OPTIM, decay_tokens=20 * 8192.0)
+    after = replace(OPTIM, decay_tokens=40 * 8192.0)
+    config = saved(before, 20) | {"data": asdict(data)}
+    now = in_steps(after, data)
+    line = change(config, now, 40, done=15)
+    assert "because optim.decay_steps 20 -> 40: set optim.decay_steps=20 " in line
+    given = [f"optim.{name}={value}" for name, value in asdict(after).items()]
+    cfg = tried([*given, "run.steps=40", "data.global_batch=32"], *advised(line))
+    assert cfg.optim.decay_tokens == 0 and Curve.of(cfg.optim, 40).decay_steps == 20
+    assert change(config, in_steps(before, data), 40, done=15) == ""
 
 
 @pytest.mark.parametrize(

@@ -162,13 +162,16 @@ def test_a_part_of_the_steps(tmp_path: Path, figures: list[Any]) -> None:
 
 def test_validation_and_what_older_runs_lack(tmp_path: Path, figures: list[Any]) -> None:
     older = _run(tmp_path / "run", 3, layers=None, load_max=2.5, dead_experts=1, grad_norm=None)
-    more = '\n{"step": 2, "valid_loss": 1.5}\n{"step": 3, "loss": null}\n'
+    more = '\n{"step": 2, "valid_loss": 1.5, "valid_loss/code": 1.25, "valid_loss/wiki": 1.75}'
+    more += '\n{"step": 3, "loss": null}\n'
     (older / "metrics.jsonl").open("a").write(more)
     assert plot_run.main([str(older)]) == 0
     actual = panels(figures[0])
     valid = next(line for line in actual["loss"].lines if line.get_label() == "validation")
     assert list(valid.get_xdata()) == [2] and list(valid.get_ydata()) == [1.5]
     assert not valid.get_clip_on(), "the last point is on the frame"
+    domains = {line.get_label(): list(line.get_ydata()) for line in actual["loss"].lines}
+    assert domains["code"] == [1.25] and domains["wiki"] == [1.75]
     assert list(actual["loss"].lines[0].get_xdata()) == [1, 2]
     assert actual["load of the busiest expert"].lines[0].get_ydata().tolist() == [2.5] * 3
     assert actual["gradient norm"].texts[0].get_text() == "not recorded"
@@ -213,3 +216,25 @@ def test_mistakes_are_one_line(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot_run.main([str(run)]) == 2
     assert "a picture needs matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_goodput_and_what_the_rest_went_to(
+    tmp_path: Path, figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path / "run", 4)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
+    for record in records:
+        step = record["step"]
+        record |= {"seconds": {"start": 2.0, "training": 6.0 * step, "data": 2.0 * step}}
+        record |= {"goodput": 6 * step / (2 + 8 * step)}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert plot_run.main([str(run)]) == 0
+    assert "goodput 70.6% of 34 s; data 23.5%, start 5.9%\n" in capsys.readouterr().out
+    actual = panels(figures[0])
+    assert len(actual) >= 8
+    drawn = actual["goodput"].lines[0].get_ydata()
+    assert np.allclose(drawn, [0.6, 12 / 18, 18 / 26, 24 / 34])
+    share = actual["share of time that did not train"]
+    assert [text.get_text() for text in share.get_legend().get_texts()] == ["start", "data"]
+    top = max(point[1] for area in share.collections for point in area.get_paths()[0].vertices)
+    assert top == pytest.approx(0.4), "of the first step, which has most of the start"

@@ -52,7 +52,7 @@ def written(folder: Path) -> bytes:
 
 @pytest.mark.dist
 def test_a_run_writes_none(tmp_path: Path) -> None:
-    named = [f"model.name='{ADDRESS}'", f"run.wandb_project={KEY}", "run.wandb=offline"]
+    named = [f"model.name='{ADDRESS}'", f"run.project={KEY}", "run.wandb=offline"]
     command = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", *named]
     command += ["run.steps=1", "run.tensorboard=true", f"run.dir={tmp_path}"]
     with Launch(1, command, tmp_path / "out", secrets) as launch:

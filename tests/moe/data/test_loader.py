@@ -4,6 +4,7 @@ Corpora here are made of ids that tell where they came from: a document of conse
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -363,6 +364,23 @@ def test_a_resumed_run_sees_what_it_would_have_seen_with_any_dp_size(dp: int) ->
     assert [sorted(step) for step in rank_batches(dp, 2, 3, state["consumed_samples"])] == whole[3:]
     first.load_state_dict({"consumed_samples": 8})  # also backwards, over what was read ahead
     assert next(first)["tokens"][:, 0].tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_sizes_of_steps_follow_the_cursor(dp: int) -> None:
+    """Also after a resume, and backwards."""
+    sizes = [(5, 2), (10, 4), (2**62, 8)]
+    loader = Loader(Rows(64), 1, sizes, 0, dp)
+    read = [[b["tokens"][0, 0].item() for b in loader.next_step()] for _ in range(6)]
+    starts = [0, 2, 4, 6, 10, 18, 26]
+    assert read == [list(range(a, b, dp)) for a, b in itertools.pairwise(starts)]
+    for step in (4, 1):
+        loader.load_state_dict({"consumed_samples": starts[step]})
+        assert loader.next_rows() == read[step]
+        assert [b["tokens"][0, 0].item() for b in loader.next_step()] == read[step]
+    loader.close()
+    with pytest.raises(DataError, match="data.global_batch=2 is not a multiple"):
+        Loader(Rows(64), 4, sizes, 0, 1)
 
 
 def test_a_batch_holds_tokens_and_the_labels_that_follow() -> None:

@@ -19,8 +19,9 @@ import pytest
 from phalanx.configs.schema import Config
 from phalanx.moe.data.sources import Source
 from phalanx.moe.report import metrics as metrics_module
-from phalanx.moe.report.loggers import read, start_facts, tag
+from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
+from phalanx.moe.report.services.service import tag
 from phalanx.moe.training.validation import SourceSums, scores
 
 GPU: dict[str, Any] = {
@@ -418,6 +419,7 @@ def test_wandb_gets_numbers_and_one_id_for_a_run(
         assert init["mode"] == "offline" and init["config"]["run"]["steps"] == 100
         assert "login" not in [name for name, _ in fake.calls]
         named = {"train/loss": 4.97, "perf/step_time": 0.5, "perf/memory": 1.25}
+        named |= {"perf/goodput": 0.0}  # no time has passed
         assert fake.logged == [{"step": 3} | named]
         ids.append(init["id"])
     assert ids[0] == ids[1] != ids[2]

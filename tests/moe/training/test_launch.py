@@ -87,7 +87,7 @@ def looked(folder: Path) -> None:
 @pytest.mark.dist
 def test_a_run_keeps_what_it_was_and_each_launch_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [*TINY, f"run.dir={tmp_path}", f"run.wandb_project={KEY}"]
+    command = [*TINY, f"run.dir={tmp_path}", f"run.project={KEY}"]
     runs = []
     for steps in (1, 2):
         change = partial(keyed, at=1, act=partial(looked, folder))
@@ -104,7 +104,7 @@ def test_a_run_keeps_what_it_was_and_each_launch_its_own(tmp_path: Path) -> None
     assert set(first["code"]) == {"commit", "changed"}
     newest = (folder / "config.yaml").read_text()
     assert yaml.safe_load(newest) == second["config"] and newest.startswith("# 20")
-    assert second["config"]["run"]["wandb_project"] == "***"
+    assert second["config"]["run"]["project"] == "***"
 
     log = (folder / "console.log").read_text()
     titles = [f"==== {about['time']}  {about['command']}" for about in (first, second)]

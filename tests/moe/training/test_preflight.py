@@ -99,6 +99,17 @@ def test_epochs_of_each_source_are_told(tmp_path: Path) -> None:
     assert found.notes == [f"data: {few} of 1.0 k tokens, the run reads 10.0 k = 10.0 epochs"]
 
 
+def test_epochs_are_those_of_the_stages(tmp_path: Path) -> None:
+    """Ten thousand tokens: 2,500 of the first source up to the stage, and none of it after."""
+    paths = [write_corpus(tmp_path / name, [[1] * 100] * 10) for name in "ab"]
+    blend = ["data=indexed", f"data.blend=[1,{paths[0]},1,{paths[1]}]", "data.split='1'"]
+    cfg = config(tmp_path, *STEP, *blend, "run.steps=1", "data.stages=[5e3:0/1,10e3:1/1]")
+    assert preflight(cfg).notes == [
+        "data: the stage from 10.0 k tokens on does not begin, as the run reads 10.0 k",
+        f"data: {paths[1]} of 1.0 k tokens, the run reads 7.5 k = 7.5 epochs",
+    ]
+
+
 def test_an_impossible_size_is_told(tmp_path: Path) -> None:
     (note,) = preflight(config(tmp_path, "model.vocab_size=1000000000")).notes
     expected = "model.vocab_size=1000000000: lower it, published models have at most 1,000,000"

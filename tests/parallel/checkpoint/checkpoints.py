@@ -53,7 +53,7 @@ def build(seed: int = 1, **kw: Any) -> tuple[Any, Any]:
             )
         )
     initialize(chunks, seed=seed, std=0.1, layers=2, dp_cp_group=groups.pg.dp_cp)
-    optim = {k: kw.pop(k) for k in list(kw) if k in ("moments", "kind")}
+    optim = {k: kw.pop(k) for k in list(kw) if k in ("moments", "kind", "ema")}
     engine = Engine(
         config,
         chunks,

@@ -53,6 +53,8 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
         (2, False, {"expert": 2}),
         (2, True, {"expert": 2}),
         (2, True, {"expert": 1, "moments": "bf16"}),
+        (2, False, {"expert": 2, "ema": 0.9}),
+        (2, True, {"kind": "muon", "moments": "bf16", "ema": 0.9}),
         (2, False, {"expert": 1, "overlap": False}),
         (2, False, {"distributed_optimizer": False}),
         (2, False, {"distributed_optimizer": False, "bf16": False}),

@@ -80,6 +80,20 @@ def test_precision_under_its_old_name_is_compared(before: str, refused: bool) ->
         assert compare(old, new) == ["precision.recipe bf16 -> fp8_block"]
 
 
+def test_only_stages_that_have_not_begun_may_change() -> None:
+    """Stages begin at samples 7, 20 and 21 of 16 tokens; the first is in a checkpoint of 20."""
+    saved = changed("data.stages", ["100:1/1", "320:1/0"])
+    for stages in (["100:1/1"], ["100:1/1", "321:0/1"]):
+        lines = compare(saved, changed("data.stages", stages), 20)
+        assert [line.split()[0] for line in lines] == ["data.stages"]
+    for stages in ([], ["100:1/2", "320:1/0"], ["100:1/1", "304:1/0"]):
+        with pytest.raises(CheckpointMismatch, match=r"data\.stages"):
+            compare(saved, changed("data.stages", stages), 20)
+    assert compare(CONFIG, changed("data.stages", ["320:1/0"]), 20) != []  # of an older version
+    with pytest.raises(CheckpointMismatch, match=r"go on with data\.stages"):
+        compare(CONFIG, changed("data.stages", ["320:1/0"]), 21)
+
+
 def test_drift_diff_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_diff, "start_over_override", lambda: "run.start_over=1")
     config = changed("model.layers", 6)

@@ -32,8 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_what_loading_finds(checkpoint: Path) -> None:
     files = commit.read_commit(checkpoint).files
     common = safe_pickle.read_common(checkpoint, safe_pickle.read_metadata(checkpoint, files))
-    assert saved_config.configuration(checkpoint) == common["common"]["config"]
-    assert saved_config.configuration(checkpoint)["model"]["moe"]["ffn"] == 16
+    assert saved_config.configuration(checkpoint).config == common["common"]["config"]
+    assert saved_config.configuration(checkpoint).config["model"]["moe"]["ffn"] == 16
     assert (
         saved_config.newest(checkpoint.parent) == checkpoint
         and saved_config.lacking(checkpoint) == ""
@@ -132,7 +132,7 @@ def test_nothing_in_it_is_run(
 def test_a_crafted_one_of_plain_data_is_read(tmp_path: Path) -> None:
     plain = [{"common": {"config": {"model": {"layers": 2}}}}]
     folder = crafted(tmp_path / "new", describe=described(), plain=plain)
-    assert saved_config.configuration(folder) == {"model": {"layers": 2}}
+    assert saved_config.configuration(folder) == ({"model": {"layers": 2}}, 0)
 
 
 def test_a_hugging_face_folder_is_told_how_to_become_a_checkpoint(

@@ -1,0 +1,123 @@
+"""Goodput of a run: the time that trained over the time that passed, and what the rest went to.
+
+Rank 0 keeps the time of the host, from the start of the process on. Every moment is of one kind.
+The waits of the host for the device make a step of it as long as one of the device. Each line of
+metrics.jsonl has the seconds so far under `seconds`, so that a resumed run goes on with the sums of
+the launches before it; the time between launches, and from the last line of a killed launch to its
+end, is in none of them.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+
+TRAINING = "training"
+"""Kind of the time of steps that were applied and that no rollback or restart has undone."""
+UNDONE = "undone"
+"""Kind of the time of steps that a rollback or a restart has undone: they are trained again."""
+KINDS = {
+    "start": "start of the process, up to the first step",
+    "capture": "the first step, which compiles, and steps that captured a graph",
+    "data": "waits for data",
+    "reruns": "steps that were computed again, as experts had more tokens than rows",
+    "skipped": "steps that were not applied, and rollbacks",
+    UNDONE: "steps that a rollback or a restart has undone",
+    "validation": "validation",
+    "samples": "samples of text",
+    "checkpoints": "checkpoints, as far as the run waits for them",
+    "end": "what comes after the last step and its checkpoint",
+}
+"""Kinds of time that did not train -> meaning."""
+
+
+class Clock:
+    """Seconds of a run by kind, each moment in one of them.
+
+    Args:
+        earlier: seconds of the launches before this one.
+        began: start of this launch on the scale of `time.perf_counter`; that of the process by
+            default.
+    """
+
+    def __init__(self, earlier: dict[str, float] | None = None, began: float | None = None) -> None:
+        self.seconds = dict(earlier or {})
+        """Seconds by kind: `TRAINING` and those of `KINDS` that took any."""
+        self._since = _process_start() if began is None else began
+
+    def lap(self, kind: str, most: float | None = None) -> None:
+        """Add the time since the last lap to a kind.
+
+        Args:
+            kind: `TRAINING` or one of `KINDS`.
+            most: seconds after which the rest is left to the next lap.
+        """
+        passed = time.perf_counter() - self._since
+        if most is not None:
+            passed = min(passed, most)
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + passed
+        self._since += passed
+
+    def undo(self, applied: float) -> None:
+        """Count training as undone.
+
+        Args:
+            applied: seconds of training up to the step to which the run returns.
+        """
+        self.seconds = undone(self.seconds, applied)
+
+    def rounded(self) -> dict[str, float]:
+        """Seconds by kind, to milliseconds, as a line of metrics.jsonl has them."""
+        return {kind: round(value, 3) for kind, value in self.seconds.items()}
+
+
+def undone(seconds: dict[str, float], applied: float) -> dict[str, float]:
+    """`seconds` with all training beyond `applied` seconds counted as undone."""
+    lost = max(0.0, seconds.get(TRAINING, 0.0) - applied)
+    if not lost:
+        return dict(seconds)
+    changed = {TRAINING: seconds[TRAINING] - lost, UNDONE: seconds.get(UNDONE, 0.0) + lost}
+    return seconds | changed
+
+
+def trained_until(records: Iterable[dict[str, Any]], step: int) -> float:
+    """Seconds of training up to a step, from the newest line of metrics.jsonl that is not later."""
+    found = 0.0
+    for record in records:
+        if "seconds" in record and record.get("step", record.get("at", 0)) <= step:
+            found = record["seconds"].get(TRAINING, 0.0)
+    return found
+
+
+def earlier(records: Iterable[dict[str, Any]], step: int) -> dict[str, float]:
+    """Seconds of the launches before the one that resumes from `step`, by kind.
+
+    Args:
+        records: all lines of metrics.jsonl.
+        step: step from which the run resumes; 0 for a new run, which has none.
+    """
+    if not step:
+        return {}
+    lines = [record for record in records if "seconds" in record]
+    return undone(lines[-1]["seconds"], trained_until(lines, step)) if lines else {}
+
+
+def goodput(seconds: dict[str, float]) -> float:
+    """Time that trained over the time that passed; 0 before any has."""
+    passed = sum(seconds.values())
+    return seconds.get(TRAINING, 0.0) / passed if passed else 0.0
+
+
+def goodput_line(seconds: dict[str, float]) -> str:
+    """`goodput 92.1% of 600 s; start 3.0%, checkpoints 2.0%`, the largest loss first."""
+    passed = sum(seconds.values())
+    lost = sorted(((s, kind) for kind, s in seconds.items() if kind != TRAINING), reverse=True)
+    parts = [f"{kind} {s / passed:.1%}" for s, kind in lost if s >= passed / 1000]
+    text = f"goodput {goodput(seconds):.1%} of {passed:,.0f} s"
+    return f"{text}; {', '.join(parts)}" if parts else text
+
+
+def _process_start() -> float:
+    """Start of this process on the scale of `time.perf_counter`."""
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())

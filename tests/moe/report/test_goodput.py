@@ -1,0 +1,133 @@
+"""Goodput: each moment in one kind, sums over launches, steps that were undone."""
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.configs.schema import Config
+from phalanx.moe.report import goodput as module
+from phalanx.moe.report.goodput import TRAINING, Clock, earlier, goodput, goodput_line
+from phalanx.moe.report.loggers import lines, start_facts
+from phalanx.moe.report.metrics import Metrics
+
+
+class Host:
+    """Clock of a host that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    monkeypatch.setattr(time, "perf_counter", host)
+    return host
+
+
+def spend(clock: Clock, host: Host, **seconds: float) -> None:
+    for kind, value in seconds.items():
+        host.now += value
+        clock.lap(kind)
+
+
+def test_every_moment_is_of_one_kind(host: Host) -> None:
+    clock = Clock({"start": 1.0}, began=98.0)
+    spend(clock, host, start=3.0, training=4.0, data=0.5)
+    host.now += 10.0
+    clock.lap("reruns", most=4.0)
+    clock.lap(TRAINING)
+    clock.lap("reruns", most=4.0)  # nothing has passed
+    want = {"start": 6.0, TRAINING: 10.0, "data": 0.5, "reruns": 4.0}
+    assert {kind: s for kind, s in clock.seconds.items() if s} == want
+    assert sum(clock.seconds.values()) == 1.0 + host.now - 98.0
+    assert goodput(clock.seconds) == pytest.approx(10.0 / 20.5)
+
+
+def test_the_process_started_before_now() -> None:
+    clock = Clock()
+    clock.lap("start")
+    assert 0 < clock.seconds["start"] < 86400
+
+
+def test_the_line_has_the_largest_loss_first() -> None:
+    seconds = {"start": 20.0, TRAINING: 900.0, "data": 0.1, "checkpoints": 79.9}
+    assert goodput_line(seconds) == "goodput 90.0% of 1,000 s; checkpoints 8.0%, start 2.0%"
+    assert goodput_line({TRAINING: 5.0}) == "goodput 100.0% of 5 s"
+    assert goodput({}) == 0.0
+
+
+def run(folder: Path, step: int, host: Host, monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    """Metrics of a launch that begins now."""
+    cfg = Config()
+    cfg.run.steps = 100
+    began = host.now
+    monkeypatch.setattr(module, "_process_start", lambda: began)
+    return Metrics(folder, cfg, True, step=step, stream=io.StringIO())
+
+
+def launch(metrics: Metrics, host: Host, first: int, last: int, saves: int) -> None:
+    """A start of 5 s, and steps of 2 s; the checkpoint after step `saves` takes 1 s."""
+    spend(metrics.clock, host, start=5.0)
+    metrics.start({"model": "tiny"})
+    for step in range(first, last + 1):
+        spend(metrics.clock, host, training=2.0)
+        metrics.log({"step": step, "loss": 1.0, "step_time": 2.0})
+        if step == saves:
+            spend(metrics.clock, host, checkpoints=1.0)
+            metrics.event("saved")
+
+
+def test_a_resumed_run_goes_on_with_the_sums(
+    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after step 6, resumed from step 4, killed at once, resumed again, to step 8."""
+    launch(run(tmp_path, 0, host, monkeypatch), host, 1, 6, saves=4)
+    host.now += 1000.0  # waits for a machine
+    launch(run(tmp_path, 4, host, monkeypatch), host, 5, 4, saves=0)
+    host.now += 1000.0
+    metrics = run(tmp_path, 4, host, monkeypatch)
+    launch(metrics, host, 5, 8, saves=0)
+    want = {"start": 15.0, TRAINING: 16.0, "checkpoints": 1.0, "undone": 4.0}
+    assert metrics.clock.seconds == want
+    last = lines(tmp_path / "metrics.jsonl")[-1]
+    assert last["seconds"] == want and last["goodput"] == pytest.approx(16 / 36)
+    assert start_facts(tmp_path / "metrics.jsonl") == {"model": "tiny"}
+    host.now += 3.0
+    metrics.close()
+    end = lines(tmp_path / "metrics.jsonl")[-1]
+    assert end["event"] == "summary" and end["seconds"] == want | {"end": 3.0}
+    assert end["goodput"] == pytest.approx(16 / 39)
+
+
+def test_a_rollback_undoes_steps_once(
+    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = run(tmp_path, 0, host, monkeypatch)
+    launch(metrics, host, 1, 6, saves=4)
+    spend(metrics.clock, host, skipped=2.5)
+    metrics.rewind(4)
+    metrics.event("rolled back")
+    want = {"start": 5.0, TRAINING: 8.0, "checkpoints": 1.0, "skipped": 2.5, "undone": 4.0}
+    assert metrics.clock.seconds == want
+    host.now += 9.0
+    assert run(tmp_path, 4, host, monkeypatch).clock.seconds == want
+
+
+def test_a_new_run_starts_at_zero(
+    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(run(tmp_path, 0, host, monkeypatch), host, 1, 6, saves=4)
+    assert run(tmp_path, 0, host, monkeypatch).clock.seconds == {}
+
+
+def test_records_of_before_have_no_times() -> None:
+    records: list[dict[str, Any]] = [{"step": 1, "loss": 2.0}, {"event": "saved", "at": 1}]
+    assert earlier(records, 1) == {}
+    timed = {"step": 2, "seconds": {"data": 1.0}}
+    assert earlier([*records, timed], 1) == {"data": 1.0}
