@@ -16,8 +16,8 @@ other pass, and take few of them, any that are free: clusters of CTAs, which NCC
 would wait for neighbouring SMs. Kernels of the experts leave as many free (`EXCHANGE_SMS`), so that
 no pass waits for the exchange of the other one.
 
-Tensors of a collective belong to the stream that calls it: that stream waits for the collective
-before it does anything else, so their memory needs no record of the other stream.
+Tensors of a collective belong to the stream that calls it. It waits for the collective before they
+are freed, so their memory needs no record of the other stream.
 """
 
 import functools
