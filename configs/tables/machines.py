@@ -94,7 +94,7 @@ MACHINES: dict[str, Machine] = {
         dense_tflops=650,
         expert_tflops=560,
         # cuBLASLt's 1x128 by 128x128 at K 2048; of experts fitted to docs/measured/kernels/fp8.json
-        # together with the bytes of quantization (moe.estimate.timing).
+        # together with the bytes of quantization (moe.estimate.work).
         dense_fp8_tflops=1035,
         expert_fp8_tflops=795,
         attention_tflops=350,

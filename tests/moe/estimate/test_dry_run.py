@@ -285,11 +285,11 @@ def test_groups_are_those_of_megatron(name: str) -> None:
 def test_parts_of_the_work_add_up() -> None:
     from phalanx.configs.arithmetic.accounting import flops_per_token
     from phalanx.configs.arithmetic.layers import mlp_layers
-    from phalanx.moe.estimate.timing import _flops
+    from phalanx.moe.estimate.work import flops
 
     for name in options("model"):
         cfg = load([f"model={name}", "data.sequence_length=4096"])
-        f, m = _flops(cfg), cfg.model
+        f, m = flops(cfg), cfg.model
         dense, sparse = mlp_layers(m)
         sum_ = (dense + sparse) * (f.projections + f.core) + dense * f.mlp + f.head
         sum_ += sparse * (f.routed + f.shared) + m.mtp_layers * f.mtp_projection

@@ -1,0 +1,257 @@
+"""Work of a micro-batch on each pipeline stage: seconds of products at a machine's rates, bytes.
+
+Recomputation (`run.recompute`) is part of the work.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from phalanx.configs.arithmetic.accounting import (
+    delta_rule_products,
+    flops_per_token,
+    projections,
+)
+from phalanx.configs.arithmetic.layers import mlp_layers
+from phalanx.configs.formats import multiplies_fp8
+from phalanx.configs.layout import logit_interval, pipeline_chunks
+from phalanx.configs.linear_attention import linear_layers
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.machines import Machine
+from phalanx.moe.estimate.activations import Activations, sizes
+from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
+from phalanx.moe.estimate.weights import LayerKind, layer_kinds
+
+
+class Flops(NamedTuple):
+    """FLOPs of a token, forward and backward, without recomputation."""
+
+    projections: float
+    """Projections of one attention, average over the layers."""
+    core: float
+    """Core attention or delta rule of a layer, average over the layers."""
+    mlp: float
+    """One dense MLP."""
+    routed: float
+    shared: float
+    head: float
+    """Output layer, of all losses."""
+    mtp_projection: float
+    """Input projection of a multi-token-prediction layer."""
+
+
+def flops(cfg: Config) -> Flops:
+    """`configs.arithmetic.accounting.flops_per_token` by part."""
+    m, e = cfg.model, cfg.model.moe
+    linear, total = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
+    dense, sparse = mlp_layers(m)
+    layers = dense + sparse
+    matrix = 6.0 * m.hidden * (ACTIVATIONS[e.activation].halves + 1)
+    mlp, routed, shared = matrix * m.dense_ffn, matrix * e.ffn * e.top_k, matrix * e.shared_ffn
+    head, mtp_projection = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
+    rest = head + m.mtp_layers * mtp_projection + dense * mlp
+    rest += sparse * (routed + shared)
+    state = 6.0 * linear_layers(m) * delta_rule_products(m)
+    projections, core = (linear - state - rest) / layers, (total - linear + state) / layers
+    return Flops(projections, core, mlp, routed, shared, head, mtp_projection)
+
+
+class Work(NamedTuple):
+    """Work of a micro-batch on one stage."""
+
+    seconds: tuple[float, float, float]
+    """Seconds of GEMMs, experts, core attention."""
+    delayed: float
+    """Seconds of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
+    written: float
+    """Bytes that layers save if nothing is recomputed."""
+    refilled: float
+    """Bytes that selective recomputation restores."""
+    offloaded: float
+    """Bytes copied to host memory, and back."""
+    layers: int
+    mlps: int
+    """Dense MLPs and shared experts."""
+    sparse: int
+    """MoE layers."""
+    linear: int
+    """Layers of linear attention."""
+    tokens: int
+    """Tokens of a rank; tensor ranks share the work on a sequence."""
+
+
+def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
+    """Work of every stage, in order; `cfg` has resolved kernels."""
+    f, factors, tokens = flops(cfg), _work_factors(cfg), sizes(cfg, world).local_tokens
+    core_work = factors.core + _logit_products(cfg)
+    saved, head_saved = _saved(cfg, world)
+    refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
+    rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
+    quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
+    none = Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, tokens)
+    dense_share, expert_share = waits(cfg) / 3, experts_wait(cfg, world) / 3
+    stages = [none for _ in range(cfg.parallel.pipeline)]
+    first = 0
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        kinds, mtp, head = layer_kinds(cfg, letters, first), letters.count("m"), letters.count("L")
+        first += letters.count("t")
+        sparse = [kind for kind in kinds if not kind.dense]
+        gemm = (head * f.head + mtp * f.mtp_projection) / machine.dense_tflops
+        delayed = dense_share * gemm
+        for kind in kinds:
+            mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
+            gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
+            once = f.projections + (f.mlp if kind.dense else f.shared)
+            delayed += dense_share * once / rates[kind.fp8].dense
+        experts = sum(factors.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
+        experts += sum(kind.fp8 for kind in sparse) * quantization
+        delayed += expert_share * sum(f.routed / rates[kind.fp8].experts for kind in sparse)
+        core = core_work * len(kinds) * f.core / machine.attention_tflops
+        more = [tokens * part / 1e12 for part in (gemm, experts, core)]
+        stage = i % cfg.parallel.pipeline
+        before = stages[stage]
+        stages[stage] = Work(
+            (
+                before.seconds[0] + more[0],
+                before.seconds[1] + more[1],
+                before.seconds[2] + more[2],
+            ),
+            before.delayed + tokens * delayed / 1e12,
+            before.written + sum(saved[kind] for kind in kinds) + head * head_saved,
+            before.refilled + sum(refilled[kind] for kind in kinds),
+            before.offloaded + sum(offloaded[kind] for kind in kinds),
+            before.layers + len(kinds),
+            before.mlps + len(kinds) - (0 if cfg.model.moe.shared_ffn else len(sparse)),
+            before.sparse + len(sparse),
+            before.linear + sum(kind.linear for kind in kinds),
+            tokens,
+        )
+    return stages
+
+
+_FP8_PASSES = 5.5
+"""Bytes read and written to quantise and transpose the rows of an expert, per channel of x, gate
+and up, forward and backward. Fitted, with `expert_fp8_tflops` for the products, to steps of four
+models in bf16 and FP8 (tests/moe/estimate/gains/test_fp8_gain.py); of the kernels alone it is 5 %
+optimistic for experts of 2048 x 768 (docs/measured/kernels/fp8.json)."""
+
+
+def _quantized_bytes(cfg: Config) -> float:
+    """Bytes of a token and MoE layer that quantisation reads and writes, where products are FP8."""
+    m = cfg.model
+    if not multiplies_fp8(cfg):
+        return 0.0
+    channels = m.hidden + ACTIVATIONS[m.moe.activation].halves * m.moe.ffn
+    return _FP8_PASSES * m.moe.top_k * channels
+
+
+def _logit_products(cfg: Config) -> float:
+    """Work to measure the largest attention logits, as a fraction of core attention.
+
+    Products of queries and keys are computed once more in the steps that measure them.
+    """
+    a, every = cfg.model.attention, logit_interval(cfg.optim)
+    if not every:
+        return 0.0
+    key = a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim
+    value = a.head_dim if a.kind == "gqa" else a.v_dim
+    return key / (key + value) / 3 / every
+
+
+class _WorkFactors(NamedTuple):
+    """Work with recomputation over work without it."""
+
+    projections: float
+    core: float
+    mlp: float
+    shared: float
+    routed: float
+
+
+def _work_factors(cfg: Config) -> _WorkFactors:
+    """Factors by part of a layer.
+
+    A forward pass is a third of the work, and an MLP's first product its gated share of that.
+    """
+    m, recompute = cfg.model, set(cfg.run.recompute)
+    gated = ACTIVATIONS[m.moe.activation].halves
+    first, forward = gated / (gated + 1) / 3, 1 / 3
+    full = forward if "full" in recompute else 0.0
+    moe = forward if recompute & {"moe", "full"} else 0.0
+    weights = [rows * columns for rows, columns in projections(m.hidden, m.attention)]
+    up = 0.0
+    if "mla_up" in recompute:  # all but the down-projections and that of the output
+        of_query, of_keys = 1 if m.attention.q_lora_rank else 0, -2
+        up = (weights[of_query] + weights[of_keys]) / sum(weights) / 3
+    mlp = first if "mlp" in recompute else 0.0
+    return _WorkFactors(
+        projections=1 + full + up,
+        core=1 + (forward if recompute & {"attention", "full"} else 0.0),
+        mlp=1 + full + mlp,
+        shared=1 + moe + mlp,
+        routed=1 + moe + (first if "expert_h" in recompute else 0.0),
+    )
+
+
+def _refilled(cfg: Config, world: int) -> dict[LayerKind, int]:
+    """Bytes that selective recomputation restores, of a layer of each kind."""
+    act = _balanced(cfg, world)
+    names = [name for name in cfg.run.recompute if name in ("norm", "mla_up", "attention", "mlp")]
+    return {
+        kind: sum(act.bytes_freed(kind, name) for name in names) for kind in act.per_layer_kind()
+    }
+
+
+def _offloaded(cfg: Config, world: int) -> dict[LayerKind, int]:
+    """Bytes copied to host memory, of a layer of each kind, unused expert rows included."""
+    return {
+        kind: layer.offloaded for kind, layer in Activations(cfg, world).per_layer_kind().items()
+    }
+
+
+_RECOMPUTE_PASSES = 6.0
+"""Reads and writes of a recomputed tensor: its inputs, itself, and a copy to its old storage."""
+_PASSES = 6.0
+"""Reads and writes of a saved tensor by elementwise work, forward and backward."""
+
+
+class _Rates(NamedTuple):
+    """TFLOP/s of a layer, forward and backward."""
+
+    dense: float
+    experts: float
+
+
+def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
+    """Rates of a layer in FP8 or not."""
+    m, p, facts = machine, cfg.precision, expert_backend(cfg.kernels.backend)
+    fast = fp8 and multiplies_fp8(cfg)
+
+    def mixed(slow: float, quick: float) -> float:
+        """Mean rate if weight gradients, a third of the work, may be in bf16."""
+        return quick if p.wgrad == "fp8" else 3 / (2 / quick + 1 / slow)
+
+    dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
+    experts = mixed(m.expert_tflops, m.expert_fp8_tflops)
+    return _Rates(
+        dense if fast and p.dense == "fp8" and not facts.stock_layer else m.dense_tflops,
+        experts if fast else m.expert_tflops,
+    )
+
+
+def _saved(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
+    """Activation bytes of a layer of each kind and of the head if nothing is recomputed.
+
+    Unused expert rows are never touched and so not counted.
+    """
+    act = _balanced(cfg, world)
+    saved = {kind: layer.saved for kind, layer in act.per_layer_kind().items()}
+    return saved, act.head().saved
+
+
+def _balanced(cfg: Config, world: int) -> Activations:
+    """Activations without recomputation and offloading, with balanced experts."""
+    run = replace(cfg.run, recompute=[], offload=[])
+    parallel = replace(cfg.parallel, capacity_factor=1.0)
+    return Activations(replace(cfg, run=run, parallel=parallel), world)
