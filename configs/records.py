@@ -69,6 +69,20 @@ class Record:
 
 
 @dataclass
+class Stack:
+    """Facts about the framework of a published run that its estimate needs (moe.estimate.peers)."""
+
+    dispatcher: str = MISSING
+    """Package that exchanges tokens: a key of moe.estimate.peers.dispatchers."""
+    attention: str = "cudnn"
+    """Library of core attention: a key of moe.estimate.peers.kernels."""
+    overlap: bool = False
+    """Exchanges run beside the computation of another micro-batch."""
+    graphs: bool = False
+    """CUDA graphs launch layers, or parts of them."""
+
+
+@dataclass
 class Published(Record):
     """A number as its source printed it. Not run by us."""
 
@@ -78,6 +92,8 @@ class Published(Record):
     """TFLOP/s as the source prints them, by its own convention."""
     settings: list[str] = field(default_factory=list)
     """Overrides that lay the run out here, as near as our knobs come (FSDP is data parallel)."""
+    stack: Stack | None = None
+    """The framework, where its source says enough to estimate its speed."""
 
 
 @dataclass

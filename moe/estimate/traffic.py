@@ -50,7 +50,7 @@ def traffic(cfg: Config, world: int) -> Traffic:
         if expert_backend(cfg.kernels.backend).stock_layer
         else costs(cfg, world)
     )
-    there, back = (sent.there, sent.back) if _resends(cfg) else (NOTHING, NOTHING)
+    there, back = (sent.there, sent.back) if resends(cfg) else (NOTHING, NOTHING)
     return _traffic(cfg, world, (sent.there, sent.back), (there + sent.resent, back))
 
 
@@ -63,11 +63,11 @@ def least_traffic(cfg: Config, world: int) -> Traffic:
     group = reach(cfg, world)
     # Ranks of other nodes may receive theirs over the network.
     rows = Links(group.once_a_rank.near, group.once_a_node.far)
-    resent = rows if _resends(cfg) else NOTHING
+    resent = rows if resends(cfg) else NOTHING
     return _traffic(cfg, world, (rows, rows), (resent, NOTHING))
 
 
-def _resends(cfg: Config) -> bool:
+def resends(cfg: Config) -> bool:
     """Does the backward pass repeat both exchanges, because it recomputes MoE layers?"""
     return not {"moe", "full"}.isdisjoint(cfg.run.recompute)
 
