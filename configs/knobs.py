@@ -16,6 +16,9 @@ from typing import Any
 from phalanx.configs.fields import KnobFacts, facts_of
 from phalanx.configs.schema import Config
 
+Changes = dict[str, Any]
+"""Values by knob."""
+
 # What people write who come from other trainers.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "tp": ("parallel.tensor",),

@@ -19,16 +19,19 @@ class Match:
     """Address of a published one, file of an own one."""
     same_layout: bool
     """On as many GPUs, with parallel groups of the same sizes."""
+    same_kernels: bool
+    """Measured here with the same kernels of experts."""
 
 
 def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:
-    """Records that come nearest, the fastest first.
+    """Records that come nearest: measured with the same kernels, then others, the fastest first.
 
     All of the same layout (at most three), whatever the GPU; without one the fastest of each kind,
-    published and own, on GPUs of the kind `gpu` if there are any.
+    published and own, on GPUs of the kind `gpu` if there are any. If none of these was measured
+    with the same kernels, the fastest that was is first.
 
     Args:
-        cfg: valid.
+        cfg: valid, with resolved kernels.
         world: ranks.
         gpu: name as in `configs.tables.machines`.
     """
@@ -37,12 +40,15 @@ def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:
         for source, record in _everything()
         if record.model == cfg.model.name and (match := _match(cfg, world, record, source))
     ]
-    found.sort(key=lambda m: m.record.tokens_per_second_per_gpu, reverse=True)
-    if same := [m for m in found if m.same_layout]:
-        return same[:_SHOWN]
+    found.sort(key=lambda m: (m.same_kernels, m.record.tokens_per_second_per_gpu), reverse=True)
     near = [m for m in found if gpu.startswith(m.record.hardware.split(" x ")[1])] or found
     kinds = (Published, OwnRecord)
-    return [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
+    fastest = [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
+    chosen = [m for m in found if m.same_layout] or fastest
+    ours = [m for m in near if m.same_kernels][:1]
+    if not any(m.same_kernels for m in chosen):
+        chosen = ours + chosen
+    return sorted(chosen, key=lambda m: not m.same_kernels)[:_SHOWN]
 
 
 @functools.cache
@@ -57,7 +63,9 @@ def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None
     same = _model(other) == _model(cfg) and other.precision.recipe == cfg.precision.recipe
     if not same or other.data.sequence_length != cfg.data.sequence_length:
         return None
-    return Match(record, source, _layout(other, ranks) == _layout(cfg, world))
+    # The system of an own record ends in the kernels that `auto` took.
+    ours = isinstance(record, OwnRecord) and record.system.endswith(f" {cfg.kernels.backend}")
+    return Match(record, source, _layout(other, ranks) == _layout(cfg, world), ours)
 
 
 def _model(cfg: Config) -> ModelConfig:

@@ -1,10 +1,9 @@
 """Overrides for a run that does not fit: the bytes needed with each, and which are enough."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.knobs import changed, get, overrides
+from phalanx.configs.knobs import Changes, changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
@@ -20,9 +19,6 @@ _MOST_TOGETHER = 5
 
 _FEW = 2
 """With fewer single overrides that are enough, sets of several are searched too."""
-
-Changes = dict[str, Any]
-"""Values by knob."""
 
 Need = Callable[[Config, int], int]
 """Bytes that a valid configuration needs on a number of ranks."""

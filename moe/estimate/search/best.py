@@ -1,0 +1,126 @@
+"""The fastest layouts that fit, estimated as a dry run estimates them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.configs.knobs import Changes, changed, get
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import Machine
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.estimate.memory import host_needed, needed
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.search.layouts import Layout, layouts
+from phalanx.moe.estimate.search.memory_sets import memory_sets
+from phalanx.moe.estimate.search.ranking import ranking
+from phalanx.moe.estimate.timing import step_time
+from phalanx.moe.estimate.weights import stage_weights
+
+_MOST_ESTIMATED = 160
+"""Layouts that are estimated exactly: a few seconds' worth."""
+_RANKING_ERROR = 1.03
+"""A layout that ranks behind the best ones by more than this is taken to be slower."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A configuration that is valid and fits."""
+
+    changes: Changes
+    """Values that differ from the configuration that was searched from."""
+    seconds: float
+    """Expected step."""
+    tokens: float
+    """Expected tokens a second and GPU."""
+    size: int
+    """Bytes that the worst rank needs."""
+    host: int
+    """Bytes of host memory that it needs."""
+
+
+def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
+    """The fastest configurations, at most one of the same parallel sizes; none if none fits.
+
+    Args:
+        cfg: as the user set it; model, batch, precision and optimizer stay.
+        world: ranks.
+        machine: rates and memory.
+        number: of configurations.
+    """
+    rank = ranking(cfg, world, machine)
+    order = sorted(layouts(cfg, world, machine.node_gpus), key=rank)
+    sets, found, estimated = list[Changes](), dict[tuple[int, ...], Found](), 0
+    for layout in order:
+        times = sorted(each.seconds for each in found.values())[:number]
+        if len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]:
+            break
+        base = changed(cfg, layout.changes(cfg) | {"run.recompute": [], "run.offload": []})
+        if not _may_fit(base, world, machine):
+            continue
+        if estimated == _MOST_ESTIMATED:
+            break
+        estimated += 1
+        known = resolved(base, world, machine.node_gpus)
+        sets = sets or memory_sets(known, world, machine)
+        one = _fastest(cfg, layout, sets, world, machine)
+        before = found.get(layout[:5])
+        if one is not None and (before is None or one.seconds < before.seconds):
+            found[layout[:5]] = one
+    return sorted(found.values(), key=lambda each: each.seconds)[:number]
+
+
+def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Found | None:
+    """The estimate of a configuration with changes; None if it is not valid or does not fit."""
+    trial = changed(cfg, changes)
+    ranks = trial.parallel.world_size or world
+    try:
+        validate(trial, ranks)
+        known = resolved(trial, ranks, machine.node_gpus)
+    except ConfigError:
+        return None
+    size, host = needed(known, ranks), host_needed(known, ranks)
+    if size > machine.room or host > machine.host_room:
+        return None
+    seconds = step_time(known, ranks, machine).total
+    tokens = trial.data.global_batch * trial.data.sequence_length / ranks / seconds
+    others = {path: value for path, value in changes.items() if get(cfg, path) != value}
+    return Found(others, seconds, tokens, size, host)
+
+
+def _may_fit(cfg: Config, world: int, machine: Machine) -> bool:
+    """Is a layout valid, and is there room for weights, gradients and optimizer?"""
+    try:
+        validate(cfg, world)
+    except ConfigError:
+        return False
+    states = (
+        w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
+        for w in stage_weights(cfg, world)
+    )
+    return max(states) < machine.room
+
+
+def _fastest(
+    cfg: Config, layout: Layout, sets: list[Changes], world: int, machine: Machine
+) -> Found | None:
+    """The first of the sets that fits with a layout; None if the smallest does not."""
+    for changes in _with_room(cfg, layout, sets, world, machine):
+        if (one := estimated(cfg, changes, world, machine)) is not None:
+            return one
+    return None
+
+
+def _with_room(
+    cfg: Config, layout: Layout, sets: list[Changes], world: int, machine: Machine
+) -> Iterator[Changes]:
+    """Changes that seem to fit, without the delays and copies that `auto` leaves out then."""
+    sizes = layout.changes(cfg)
+    try:
+        known = resolved(changed(cfg, sizes | sets[-1]), world, machine.node_gpus)
+    except ConfigError:
+        return
+    known.parallel.delay_wgrad = "off"
+    if needed(known, world) > machine.room:
+        return
+    for chosen in sets:
+        if needed(changed(known, chosen), world) <= machine.room:
+            yield sizes | chosen

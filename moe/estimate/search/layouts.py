@@ -1,0 +1,78 @@
+"""Sizes of the parallel groups that a model may have on a number of ranks."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.knobs import Changes
+from phalanx.configs.schema import Config
+
+_MOST_TENSOR, _MOST_CONTEXT, _MOST_CHUNKS, _MOST_MICRO_BATCH = 8, 8, 8, 4
+_MOST_EXPERT_NODES = 8
+"""Nodes of an expert-parallel group."""
+
+
+class Layout(NamedTuple):
+    """One layout; `changes` are the overrides that make it."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    chunks: int
+    """Model chunks of a stage."""
+    expert: int
+    micro_batch: int
+    overlap: bool
+    """Exchanges by `alltoall` overlap another micro-batch."""
+
+    def changes(self, cfg: Config) -> Changes:
+        """Knobs of the layout; stages are balanced, unless `cfg` lays out as many chunks."""
+        same = (self.pipeline, self.chunks) == (
+            cfg.parallel.pipeline,
+            cfg.parallel.virtual_pipeline,
+        )
+        changes = {
+            "parallel.tensor": self.tensor,
+            "parallel.context": self.context,
+            "parallel.pipeline": self.pipeline,
+            "parallel.virtual_pipeline": self.chunks,
+            "parallel.pipeline_layout": cfg.parallel.pipeline_layout if same else "",
+            "parallel.expert": self.expert,
+            "data.micro_batch": self.micro_batch,
+        }
+        return changes | ({"parallel.dispatch": "alltoall"} if self.overlap else {})
+
+
+def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
+    """Every layout in powers of two whose sizes divide the ranks; not all are valid.
+
+    Args:
+        cfg: model, batch, and a transport if `parallel.dispatch` is not `auto`.
+        world: ranks.
+        node_gpus: ranks of a node.
+    """
+    e, batch = cfg.model.moe, cfg.data.global_batch
+    for tensor in _powers(math.gcd(world, min(_MOST_TENSOR, node_gpus))):
+        for context in _powers(math.gcd(world // tensor, _MOST_CONTEXT)):
+            for pipeline in _powers(world // (tensor * context)):
+                if pipeline > cfg.model.layers:
+                    break
+                sequences = world // (tensor * context * pipeline)
+                group = math.gcd(e.experts, world // pipeline) if has_experts(cfg.model) else 1
+                sizes = _powers(min(group, _MOST_EXPERT_NODES * node_gpus))
+                one = tensor * context * pipeline == 1 and cfg.parallel.dispatch == "auto"
+                for chunks in _powers(_MOST_CHUNKS if pipeline > 1 else 1):
+                    if pipeline * chunks > cfg.model.layers:
+                        break
+                    for expert in sizes:
+                        for micro in _powers(math.gcd(batch // sequences, _MOST_MICRO_BATCH)):
+                            sizes_ = (tensor, context, pipeline, chunks, expert, micro)
+                            yield Layout(*sizes_, overlap=False)
+                            if one and expert > 1:
+                                yield Layout(*sizes_, overlap=True)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two that divide `most`."""
+    return [2**n for n in range(most.bit_length()) if most % 2**n == 0]

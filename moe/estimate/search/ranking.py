@@ -1,0 +1,72 @@
+"""Quick estimate of many layouts, from a few exact ones: their order, not their speed.
+
+The work of a token is that of one rank with the whole model, whatever the layout; its exchange
+depends on the expert-parallel size, its collectives on tensor and context ranks. Imbalance of
+stages is that of their numbers of layers, and the bubble that of equal stages.
+"""
+
+import functools
+from collections.abc import Callable
+
+from phalanx.configs.arithmetic.layers import mlp_layers
+from phalanx.configs.knobs import changed
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import Machine
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.estimate.exchange import Exchange, own_exchange
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.search.layouts import Layout
+from phalanx.moe.estimate.shards import shard_seconds
+from phalanx.moe.estimate.timing import step_time
+
+_WHOLE = Layout(1, 1, 1, 1, 1, 1, overlap=False)
+
+
+def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], float]:
+    """A function from a layout to approximate seconds of its step.
+
+    Args:
+        cfg: as the user set it.
+        world: ranks.
+        machine: rates.
+    """
+    base = changed(cfg, {"run.recompute": [], "run.offload": [], "parallel.delay_wgrad": "off"})
+    one = _WHOLE.changes(base) | {"parallel.dispatch": "auto", "data.global_batch": 1}
+    step, m = step_time(resolved(changed(base, one), 1, 1), 1, machine), cfg.model
+    sequence = step.gemm + step.experts + step.attention + step.elementwise
+    """Seconds of a sequence on one rank that holds the model."""
+    layers, sparse = m.layers + m.mtp_layers, mlp_layers(m)[1]
+    sequences, length = cfg.data.global_batch, cfg.data.sequence_length
+
+    @functools.cache
+    def exchange(expert: int, overlap: bool) -> Exchange | None:
+        sizes = _WHOLE._replace(expert=expert, overlap=overlap)
+        trial = changed(base, sizes.changes(base))
+        try:
+            return own_exchange(resolved(trial, world, machine.node_gpus), world, machine)
+        except ConfigError:
+            return None
+
+    @functools.cache
+    def shards(tensor: int, context: int) -> float:
+        sizes = {"parallel.tensor": tensor, "parallel.context": context}
+        shared = shard_seconds(changed(base, sizes), machine)
+        mlps = layers if m.moe.shared_ffn else layers - sparse
+        return (layers + mlps) * shared.shared + layers * shared.gathered
+
+    def seconds(layout: Layout) -> float:
+        sent = exchange(layout.expert, layout.overlap)
+        if sent is None:
+            return float("inf")
+        split = layout.tensor * layout.context
+        count = sequences * split * layout.pipeline // (world * layout.micro_batch)
+        whole, exposed = sparse * sent.total * length, 0.0
+        if count:
+            exposed = sent.exposed(whole, sequence, count) / count
+        each = sequence + exposed + shards(layout.tensor, layout.context) * length
+        chunks = layout.pipeline * layout.chunks
+        stage = -(-layers // chunks) * layout.chunks / layers  # of the most loaded stage
+        bubble = (layout.pipeline - 1) / max(1, count * layout.chunks)
+        return sequences / world * layout.pipeline * each * stage * (1 + bubble)
+
+    return seconds
