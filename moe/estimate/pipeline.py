@@ -21,6 +21,8 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
         stage: from 0.
         chunk_bytes: bytes that one micro-batch saves in each chunk of the stage.
     """
+    if not any(chunk_bytes):
+        return 0
     p = cfg.parallel
     chunks = len(chunk_bytes)
     total = min(micro_batches(cfg, world), 3 * p.pipeline) * chunks  # the schedule repeats then

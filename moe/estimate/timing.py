@@ -30,6 +30,10 @@ from phalanx.moe.estimate.traffic import least_traffic
 from phalanx.moe.estimate.weights import split_masters, stage_weights
 from phalanx.moe.estimate.work import stage_work
 
+GAPS = 1.5e-4
+"""Seconds of a layer and micro-batch, forward and backward, in which a captured step computes
+nothing: about 70 kernels begin and end. 0.11 to 0.18 ms of four models
+(docs/measured/training/slices_one_h200.md)."""
 _RECOMPUTE_PASSES = 6.0
 """Reads and writes of a recomputed tensor: its inputs, itself, and a copy to its old storage."""
 _PASSES = 6.0
@@ -53,6 +57,8 @@ class StepTime:
     """Gathering and summing tokens around what tensor ranks share."""
     context: float
     """Gathering keys and values of the other context ranks."""
+    gaps: float
+    """Time between kernels."""
     offload: float
     """Exposed part of copies to and from host memory."""
     waiting: float
@@ -90,7 +96,8 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine) -> Step
         elementwise = written / (machine.memory_gbs * 1e9)
         others = (work.linear * heads, shards.tensor(work), shards.context(work))
         moved = (work.sparse * sent.total, *others)
-        busy = (*work.seconds, elementwise, *(work.tokens * each for each in moved))
+        gaps = work.layers * GAPS
+        busy = (*work.seconds, elementwise, *(work.tokens * each for each in moved), gaps)
         stages.append((*busy, _copies(sum(busy), work.offloaded, machine)))
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)

@@ -12,8 +12,8 @@ from phalanx.configs.arithmetic.accounting import (
     projections,
 )
 from phalanx.configs.arithmetic.layers import mlp_layers
-from phalanx.configs.formats import multiplies_fp8
-from phalanx.configs.layout import logit_interval, pipeline_chunks
+from phalanx.configs.formats import multiplies_fp8, width
+from phalanx.configs.layout import expert_parallel_size, logit_interval, pipeline_chunks
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -89,6 +89,7 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
+    read = 1e12 * expert_bytes(cfg, world) / tokens / (machine.memory_gbs * 1e9)
     none = Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, tokens)
     dense_share, expert_share = waits(cfg) / 3, experts_wait(cfg, world) / 3
     stages = [none for _ in range(cfg.parallel.pipeline)]
@@ -104,7 +105,9 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
             gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
             once = f.projections + (f.mlp if kind.dense else f.shared)
             delayed += dense_share * once / rates[kind.fp8].dense
-        experts = sum(factors.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
+        experts = sum(
+            max(factors.routed * f.routed / rates[kind.fp8].experts, read) for kind in sparse
+        )
         experts += sum(kind.fp8 for kind in sparse) * quantization
         delayed += expert_share * sum(f.routed / rates[kind.fp8].experts for kind in sparse)
         core = core_work * len(kinds) * f.core / machine.attention_tflops
@@ -144,6 +147,18 @@ def _quantized_bytes(cfg: Config) -> float:
         return 0.0
     channels = m.hidden + ACTIVATIONS[m.moe.activation].halves * m.moe.ffn
     return _FP8_PASSES * m.moe.top_k * channels
+
+
+def expert_bytes(cfg: Config, world: int) -> float:
+    """Bytes of a rank's experts that products of a layer read, and of gradients they add to.
+
+    They take longer than the products themselves where experts have few rows.
+    """
+    e, p = cfg.model.moe, cfg.parallel
+    local = e.experts // expert_parallel_size(cfg, world)
+    elements = local * (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
+    gradient = 2 if p.grad_dtype == "bf16" else 4
+    return elements * (2 * width(cfg) + 2 * gradient)
 
 
 def _logit_products(cfg: Config) -> float:

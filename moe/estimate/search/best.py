@@ -1,8 +1,12 @@
 """The fastest layouts that fit, estimated as a dry run estimates them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.configs.arithmetic.accounting import parameters
+from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.formats import width
 from phalanx.configs.knobs import Changes, changed, get
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
@@ -15,8 +19,8 @@ from phalanx.moe.estimate.search.ranking import ranking
 from phalanx.moe.estimate.timing import step_time
 from phalanx.moe.estimate.weights import stage_weights
 
-_MOST_ESTIMATED = 160
-"""Layouts that are estimated exactly: a few seconds' worth."""
+_MOST_TRIED, _MOST_FITTING = 3000, 120
+"""Layouts that are looked at, and those among them that fit: some ten seconds' worth."""
 _RANKING_ERROR = 1.03
 """A layout that ranks behind the best ones by more than this is taken to be slower."""
 
@@ -48,20 +52,16 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
     """
     rank = ranking(cfg, world, machine)
     order = sorted(layouts(cfg, world, machine.node_gpus), key=rank)
-    sets, found, estimated = list[Changes](), dict[tuple[int, ...], Found](), 0
-    for layout in order:
+    sets, found, fitting = _sets(cfg, world, machine), dict[tuple[int, ...], Found](), 0
+    for layout in order[:_MOST_TRIED]:
         times = sorted(each.seconds for each in found.values())[:number]
-        if len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]:
+        enough = len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]
+        if enough or fitting == _MOST_FITTING:
             break
-        base = changed(cfg, layout.changes(cfg) | {"run.recompute": [], "run.offload": []})
-        if not _may_fit(base, world, machine):
+        if not _may_fit(cfg, layout, world, machine):
             continue
-        if estimated == _MOST_ESTIMATED:
-            break
-        estimated += 1
-        known = resolved(base, world, machine.node_gpus)
-        sets = sets or memory_sets(known, world, machine)
         one = _fastest(cfg, layout, sets, world, machine)
+        fitting += one is not None
         before = found.get(layout[:5])
         if one is not None and (before is None or one.seconds < before.seconds):
             found[layout[:5]] = one
@@ -86,17 +86,38 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     return Found(others, seconds, tokens, size, host)
 
 
-def _may_fit(cfg: Config, world: int, machine: Machine) -> bool:
+def _sets(cfg: Config, world: int, machine: Machine) -> list[Changes]:
+    """Sets of `memory_sets`, of a layout of one stage."""
+    expert = math.gcd(cfg.model.moe.experts, machine.node_gpus) if has_experts(cfg.model) else 1
+    one = Layout(1, 1, 1, 1, expert, micro_batch=1, overlap=False).changes(cfg)
+    one |= {"data.global_batch": world, "run.recompute": [], "run.offload": []}
+    known = resolved(changed(cfg, one), world, machine.node_gpus)
+    return memory_sets(known, world, machine)
+
+
+def _may_fit(cfg: Config, layout: Layout, world: int, machine: Machine) -> bool:
     """Is a layout valid, and is there room for weights, gradients and optimizer?"""
+    if _least_bytes(cfg, layout) > machine.room:
+        return False
+    trial = changed(cfg, layout.changes(cfg) | {"run.recompute": [], "run.offload": []})
     try:
-        validate(cfg, world)
+        validate(trial, world)
     except ConfigError:
         return False
     states = (
         w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
-        for w in stage_weights(cfg, world)
+        for w in stage_weights(trial, world)
     )
     return max(states) < machine.room
+
+
+def _least_bytes(cfg: Config, layout: Layout) -> float:
+    """Bytes of a rank's weights and gradients, if stages and ranks share them evenly."""
+    p = parameters(cfg.model)
+    experts = p.routed_experts / (layout.expert * layout.pipeline)
+    dense = (p.total - p.routed_experts) / (layout.tensor * layout.pipeline)
+    gradient = 2 if cfg.parallel.grad_dtype == "bf16" else 4
+    return (experts + dense) * (width(cfg) + gradient)
 
 
 def _fastest(

@@ -28,16 +28,14 @@ class Layout(NamedTuple):
 
     def changes(self, cfg: Config) -> Changes:
         """Knobs of the layout; stages are balanced, unless `cfg` lays out as many chunks."""
-        same = (self.pipeline, self.chunks) == (
-            cfg.parallel.pipeline,
-            cfg.parallel.virtual_pipeline,
-        )
+        p = cfg.parallel
+        same = (self.pipeline, self.chunks) == (p.pipeline, p.virtual_pipeline)
         changes = {
             "parallel.tensor": self.tensor,
             "parallel.context": self.context,
             "parallel.pipeline": self.pipeline,
             "parallel.virtual_pipeline": self.chunks,
-            "parallel.pipeline_layout": cfg.parallel.pipeline_layout if same else "",
+            "parallel.pipeline_layout": p.pipeline_layout if same else "",
             "parallel.expert": self.expert,
             "data.micro_batch": self.micro_batch,
         }

@@ -3,23 +3,20 @@
 from itertools import product
 
 from phalanx.configs.knobs import Changes, changed
+from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
-from phalanx.configs.validate import is_valid
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.timing import step_time
 
 _RECOMPUTED = (
     [],
     ["norm"],
-    ["mlp"],
     ["norm", "mlp"],
     ["norm", "mla_up"],
     ["norm", "mla_up", "mlp"],
-    ["norm", "mlp", "expert_h"],
     ["norm", "mla_up", "mlp", "expert_h"],
     ["norm", "mla_up", "mlp", "attention", "expert_h"],
-    ["norm", "mlp", "attention", "expert_h"],
     ["norm", "mla_up", "mlp", "moe"],
     ["full"],
 )
@@ -28,9 +25,7 @@ _OFFLOADED = (
     ["expert_h"],
     ["residual"],
     ["attention"],
-    ["attention", "expert_h"],
     ["residual", "expert_h"],
-    ["residual", "attention"],
     ["residual", "attention", "expert_h"],
 )
 
@@ -41,18 +36,18 @@ def memory_sets(cfg: Config, world: int, machine: Machine) -> list[Changes]:
     Times and bytes are those of one layout; others have the same order, nearly.
 
     Args:
-        cfg: valid, with resolved kernels (`moe.estimate.resolve`).
+        cfg: with resolved kernels (`moe.estimate.resolve`), best of one stage, which is quick.
         world: ranks.
         machine: rates.
     """
     names = {name for names in _RECOMPUTED for name in names}
-    valid = {n for n in names if is_valid(changed(cfg, _set([n], [])), world)}
+    valid = {n for n in names if not list(memory_problems(changed(cfg, _set([n], []))))}
     found = []
     for recompute, offload in product(_RECOMPUTED, _OFFLOADED):
         some = [name for name in recompute if name in valid]
         chosen = _set(some, offload)
         trial = changed(cfg, chosen)
-        if (chosen in [x for *_, x in found]) or not is_valid(trial, world):
+        if (chosen in [x for *_, x in found]) or list(memory_problems(trial)):
             continue
         saved = max(m.saved + m.backward for m in stage_memory(trial, world))
         found.append((step_time(trial, world, machine).total, saved, chosen))

@@ -1,14 +1,16 @@
 """Quick estimate of many layouts, from a few exact ones: their order, not their speed.
 
-The work of a token is that of one rank with the whole model, whatever the layout; its exchange
-depends on the expert-parallel size, its collectives on tensor and context ranks. Imbalance of
-stages is that of their numbers of layers, and the bubble that of equal stages.
+The work of a token is that of one rank with the whole model, but for the weights that experts with
+few rows read; its exchange depends on the expert-parallel size, its collectives on tensor and
+context ranks. Imbalance of stages is that of their numbers of layers, and the bubble that of equal
+stages.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
-from phalanx.configs.arithmetic.layers import mlp_layers
+from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.knobs import changed
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
@@ -17,7 +19,8 @@ from phalanx.moe.estimate.exchange import Exchange, own_exchange
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.search.layouts import Layout
 from phalanx.moe.estimate.shards import shard_seconds
-from phalanx.moe.estimate.timing import step_time
+from phalanx.moe.estimate.timing import GAPS, step_time
+from phalanx.moe.estimate.work import expert_bytes
 
 _WHOLE = Layout(1, 1, 1, 1, 1, 1, overlap=False)
 
@@ -31,12 +34,16 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         machine: rates.
     """
     base = changed(cfg, {"run.recompute": [], "run.offload": [], "parallel.delay_wgrad": "off"})
-    one = _WHOLE.changes(base) | {"parallel.dispatch": "auto", "data.global_batch": 1}
-    step, m = step_time(resolved(changed(base, one), 1, 1), 1, machine), cfg.model
-    sequence = step.gemm + step.experts + step.attention + step.elementwise
-    """Seconds of a sequence on one rank that holds the model."""
+    m, ranks = cfg.model, math.gcd(cfg.model.moe.experts, 64) if has_experts(cfg.model) else 1
+    one = _WHOLE._replace(expert=ranks).changes(base)
+    spread = resolved(changed(base, one | {"data.global_batch": ranks}), ranks, machine.node_gpus)
+    step = step_time(spread, ranks, machine)
+    dense = step.gemm + step.attention + step.elementwise
+    """Seconds of a sequence in all layers, without its experts."""
     layers, sparse = m.layers + m.mtp_layers, mlp_layers(m)[1]
     sequences, length = cfg.data.global_batch, cfg.data.sequence_length
+    reading = sparse * ranks * expert_bytes(spread, ranks) / (machine.memory_gbs * 1e9)
+    """Seconds in which all layers read all experts."""
 
     @functools.cache
     def exchange(expert: int, overlap: bool) -> Exchange | None:
@@ -60,6 +67,10 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
             return float("inf")
         split = layout.tensor * layout.context
         count = sequences * split * layout.pipeline // (world * layout.micro_batch)
+        often = split / layout.micro_batch
+        """Micro-batches in the time that one rank would take for a sequence."""
+        sequence = dense + max(step.experts, often * reading / layout.expert)
+        sequence += often * layers * GAPS
         whole, exposed = sparse * sent.total * length, 0.0
         if count:
             exposed = sent.exposed(whole, sequence, count) / count
