@@ -54,7 +54,7 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
                 print(redacted(f"error: {problem}"), file=sys.stderr)
             return 2
         if cfg.run.dry_run:
-            return _dry_run(cfg)
+            return _dry_run(cfg, argv)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return _train(cfg, argv, stop, guard, ends_process)
@@ -156,15 +156,20 @@ _LARGE = 10**8
 """Parameters, below which a run fits wherever torch does."""
 
 
-def _dry_run(cfg: "Config") -> int:
-    """Say what the run would take; 0 if it fits, 2 if not."""
+def _dry_run(cfg: "Config", argv: list[str]) -> int:
+    """Say what the run would take, or what layout is best; 0 if it fits, 2 if not."""
     from phalanx.configs.validate import ConfigError
     from phalanx.moe.data.host_cache import DataError
     from phalanx.moe.estimate.dry_run import dry_run
+    from phalanx.moe.estimate.search.page import search_page
     from phalanx.parallel.runtime import launcher_world
 
+    world = cfg.parallel.world_size or launcher_world()
     try:
-        page, code = dry_run(cfg, cfg.parallel.world_size or launcher_world())
+        if cfg.run.dry_run is True:
+            page, code = dry_run(cfg, world)
+        else:
+            page, code = search_page(cfg, world, argv)
     except (ConfigError, DataError) as error:
         page, code = f"error: {error}\n", 2
     if os.environ.get("RANK", "0") == "0":

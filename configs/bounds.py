@@ -43,8 +43,8 @@ def bound_problems(cfg: Config) -> Iterator[str]:
         elif isinstance(value, str):
             if path in allowed and value not in allowed[path]:
                 near = difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
-                numbers = ", and no number" if knob.type == int | str else ""
-                reason = f"is not one of {', '.join(allowed[path])}{numbers}"
+                others = {int | str: ", and no number", bool | str: ", true or false"}
+                reason = f"is not one of {', '.join(allowed[path])}{others.get(knob.type, '')}"
                 yield repair(cfg, path, reason, (near or allowed[path])[0])
         elif knob.type in (int, float, int | str) and (bound := _bound(knob, value)):
             yield repair(cfg, path, *bound)

@@ -118,7 +118,7 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
             _leave("" if args.check else text)
         composed = compose(args.overrides)
         config, experiment = composed.typed(), composed.choices.get("experiment", "")
-        only_looks = args.check or config.run.dry_run
+        only_looks = args.check or bool(config.run.dry_run)
         if only_looks and world_size is None and "WORLD_SIZE" not in os.environ:
             _say(_lay_out(config, experiment))
         validate(config, ranks, experiment)
@@ -219,7 +219,8 @@ def usage() -> str:
         "  -h, --help  print this text, and exit",
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
-        "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
+        "run.dry_run=true says what it would take there: memory, traffic, time, and what helps;",
+        "run.dry_run=search finds the fastest layouts that fit.",
         "Without it both take the ranks that an experiment is laid out for.",
         "All knobs with their meaning: python -m phalanx.configs.docs (docs/configuration.md)",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
@@ -447,6 +448,7 @@ def _expected(knob: str, in_file: bool = False) -> str:
         int | str: "an integer or auto",
         float: "a number",
         bool: "true or false",
+        bool | str: "true or false, or a text",
         str: "a text",
     }
     form = f"{knob.rpartition('.')[2]}: " if in_file else f"{knob}="

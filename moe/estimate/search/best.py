@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import has_experts
@@ -13,7 +13,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.memory import host_needed, needed
 from phalanx.moe.estimate.resolve import resolved
-from phalanx.moe.estimate.search.layouts import Layout, layouts
+from phalanx.moe.estimate.search.layouts import ALONE, Layout, layouts
 from phalanx.moe.estimate.search.memory_sets import memory_sets
 from phalanx.moe.estimate.search.ranking import ranking
 from phalanx.moe.estimate.timing import step_time
@@ -40,6 +40,10 @@ class Found:
     host: int
     """Bytes of host memory that it needs."""
 
+    def beside(self, others: Changes) -> "Found":
+        """The same, found from a configuration that had `others` already."""
+        return replace(self, changes=others | self.changes)
+
 
 def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
     """The fastest configurations, at most one of the same parallel sizes; none if none fits.
@@ -52,7 +56,7 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
     """
     rank = ranking(cfg, world, machine)
     order = sorted(layouts(cfg, world, machine.node_gpus), key=rank)
-    sets, found, fitting = _sets(cfg, world, machine), dict[tuple[int, ...], Found](), 0
+    sets, found, fitting = _sets(cfg, machine), dict[tuple[int, ...], Found](), 0
     for layout in order[:_MOST_TRIED]:
         times = sorted(each.seconds for each in found.values())[:number]
         enough = len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]
@@ -86,13 +90,13 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     return Found(others, seconds, tokens, size, host)
 
 
-def _sets(cfg: Config, world: int, machine: Machine) -> list[Changes]:
-    """Sets of `memory_sets`, of a layout of one stage."""
+def _sets(cfg: Config, machine: Machine) -> list[Changes]:
+    """Sets of `memory_sets`, of the experts of one stage on a node."""
     expert = math.gcd(cfg.model.moe.experts, machine.node_gpus) if has_experts(cfg.model) else 1
     one = Layout(1, 1, 1, 1, expert, micro_batch=1, overlap=False).changes(cfg)
-    one |= {"data.global_batch": world, "run.recompute": [], "run.offload": []}
-    known = resolved(changed(cfg, one), world, machine.node_gpus)
-    return memory_sets(known, world, machine)
+    one |= ALONE | {"data.global_batch": expert, "run.recompute": [], "run.offload": []}
+    known = resolved(changed(cfg, one), expert, machine.node_gpus)
+    return memory_sets(known, expert, machine)
 
 
 def _may_fit(cfg: Config, layout: Layout, world: int, machine: Machine) -> bool:

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import Changes
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_CHUNKS, _MOST_MICRO_BATCH = 8, 8, 8, 4
 _MOST_EXPERT_NODES = 8
@@ -30,7 +32,7 @@ class Layout(NamedTuple):
         """Knobs of the layout; stages are balanced, unless `cfg` lays out as many chunks."""
         p = cfg.parallel
         same = (self.pipeline, self.chunks) == (p.pipeline, p.virtual_pipeline)
-        changes = {
+        changes: Changes = {
             "parallel.tensor": self.tensor,
             "parallel.context": self.context,
             "parallel.pipeline": self.pipeline,
@@ -39,7 +41,14 @@ class Layout(NamedTuple):
             "parallel.expert": self.expert,
             "data.micro_batch": self.micro_batch,
         }
-        return changes | ({"parallel.dispatch": "alltoall"} if self.overlap else {})
+        if self.overlap:
+            changes["parallel.dispatch"] = "alltoall"
+        elif is_fp8(cfg) and p.dispatch == "auto":
+            # Rows that experts would round anyway travel in FP8 where they can.
+            inside = 1 < self.expert <= MACHINES[cfg.run.machine].node_gpus
+            changes["parallel.dispatch"] = "symm" if inside else "auto"
+            changes["precision.dispatch"] = "fp8" if inside else "bf16"
+        return changes
 
 
 def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
@@ -69,6 +78,10 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                             yield Layout(*sizes_, overlap=False)
                             if one and expert > 1:
                                 yield Layout(*sizes_, overlap=True)
+
+
+ALONE: Changes = {"parallel.dispatch": "auto", "precision.dispatch": "bf16"}
+"""Values that any layout may have."""
 
 
 def _powers(most: int) -> list[int]:

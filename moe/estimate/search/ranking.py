@@ -17,7 +17,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.estimate.exchange import Exchange, own_exchange
 from phalanx.moe.estimate.resolve import resolved
-from phalanx.moe.estimate.search.layouts import Layout
+from phalanx.moe.estimate.search.layouts import ALONE, Layout
 from phalanx.moe.estimate.shards import shard_seconds
 from phalanx.moe.estimate.timing import GAPS, step_time
 from phalanx.moe.estimate.work import expert_bytes
@@ -35,8 +35,8 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
     """
     base = changed(cfg, {"run.recompute": [], "run.offload": [], "parallel.delay_wgrad": "off"})
     m, ranks = cfg.model, math.gcd(cfg.model.moe.experts, 64) if has_experts(cfg.model) else 1
-    one = _WHOLE._replace(expert=ranks).changes(base)
-    spread = resolved(changed(base, one | {"data.global_batch": ranks}), ranks, machine.node_gpus)
+    one = _WHOLE._replace(expert=ranks).changes(base) | ALONE | {"data.global_batch": ranks}
+    spread = resolved(changed(base, one), ranks, machine.node_gpus)
     step = step_time(spread, ranks, machine)
     dense = step.gemm + step.attention + step.elementwise
     """Seconds of a sequence in all layers, without its experts."""
