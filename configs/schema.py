@@ -686,8 +686,8 @@ class RunConfig:
 
     Set `parallel.world_size` to the number of ranks to estimate, if not that of `experiment`.
     `search` prints the five fastest layouts that fit, with their memory and commands: sizes of
-    parallel groups, model chunks, micro-batch, recomputation, offloading and overlap, for the model,
-    batch, precision and optimizer of the run. `search_precision` compares bf16 with FP8 too.
+    parallel groups, model chunks, micro-batch, recomputation, offloading and overlap, for a given
+    model, batch, precision and optimizer. `search_precision` compares bf16 with FP8 too.
     """
     machine: str = knob("h200", choices=(MACHINES,))
     """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py."""

@@ -8,6 +8,7 @@ from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import width
 from phalanx.configs.knobs import Changes, changed, get
+from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
@@ -54,9 +55,12 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
         machine: rates and memory.
         number: of configurations.
     """
+    found, fitting = dict[tuple[int, ...], Found](), 0
+    if (given := estimated(cfg, {}, world, machine)) is not None:
+        found[_layout_of(cfg, world)[:5]] = given
     rank = ranking(cfg, world, machine)
     order = sorted(layouts(cfg, world, machine.node_gpus), key=rank)
-    sets, found, fitting = _sets(cfg, machine), dict[tuple[int, ...], Found](), 0
+    sets = _sets(cfg, machine)
     for layout in order[:_MOST_TRIED]:
         times = sorted(each.seconds for each in found.values())[:number]
         enough = len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]
@@ -88,6 +92,13 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     tokens = trial.data.global_batch * trial.data.sequence_length / ranks / seconds
     others = {path: value for path, value in changes.items() if get(cfg, path) != value}
     return Found(others, seconds, tokens, size, host)
+
+
+def _layout_of(cfg: Config, world: int) -> Layout:
+    p = cfg.parallel
+    sizes = (p.tensor, p.context, p.pipeline, p.virtual_pipeline)
+    expert = expert_parallel_size(cfg, world)
+    return Layout(*sizes, expert, cfg.data.micro_batch, overlap=False)
 
 
 def _sets(cfg: Config, machine: Machine) -> list[Changes]:

@@ -65,7 +65,8 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
             for pipeline in _powers(world // (tensor * context)):
                 if pipeline > cfg.model.layers:
                     break
-                sequences = world // (tensor * context * pipeline)
+                each = batch // (world // (tensor * context * pipeline))
+                most = math.gcd(max(1, each), _MOST_MICRO_BATCH)
                 group = math.gcd(e.experts, world // pipeline) if has_experts(cfg.model) else 1
                 sizes = _powers(min(group, _MOST_EXPERT_NODES * node_gpus))
                 one = tensor * context * pipeline == 1 and cfg.parallel.dispatch == "auto"
@@ -73,7 +74,7 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                     if pipeline * chunks > cfg.model.layers:
                         break
                     for expert in sizes:
-                        for micro in _powers(math.gcd(batch // sequences, _MOST_MICRO_BATCH)):
+                        for micro in {*_powers(most), cfg.data.micro_batch}:
                             sizes_ = (tensor, context, pipeline, chunks, expert, micro)
                             yield Layout(*sizes_, overlap=False)
                             if one and expert > 1:
