@@ -1,6 +1,7 @@
 """Overrides for a run that does not fit: the bytes needed with each, and which are enough."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import Changes, changed, get, overrides
@@ -13,6 +14,7 @@ from phalanx.moe.estimate.memory import host_needed, needed
 from phalanx.moe.estimate.memory_options import cheapest
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import largest_factor
+from phalanx.moe.estimate.timing import step_time
 
 _MOST_TOGETHER = 5
 """Overrides in one suggestion."""
@@ -24,8 +26,19 @@ Need = Callable[[Config, int], int]
 """Bytes that a valid configuration needs on a number of ranks."""
 
 
-def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> list[tuple[str, int]]:
-    """(overrides, bytes needed with them), the least needed first.
+@dataclass(frozen=True)
+class Suggestion:
+    """Overrides that reduce memory."""
+
+    overrides: str
+    size: int
+    """Bytes that the worst rank needs with them."""
+    tokens: float
+    """Expected tokens a second and GPU."""
+
+
+def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> list[Suggestion]:
+    """Overrides that are enough, the fastest first.
 
     Overrides that are enough alone; if there are few, a set of several that is enough; and a
     larger number of ranks. If nothing is enough, overrides that reduce memory.
@@ -53,13 +66,24 @@ def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> li
     more_ranks: list[Changes] = [{"parallel.world_size": n} for n in _doubles(world)]
     pairs += enough(cfg, world, need, available, [more_ranks])
     fit = [pair for pair in pairs if pair[1] <= available]
-    return sorted(fit or pairs, key=lambda pair: pair[1])
+    found = [
+        Suggestion(overrides(changes), size, _rate(changed(cfg, changes), world, machine))
+        for changes, size in fit or pairs
+    ]
+    return sorted(found, key=lambda each: (-each.tokens, each.size))
+
+
+def _rate(cfg: Config, world: int, machine: Machine) -> float:
+    """Expected tokens a second and GPU."""
+    ranks = cfg.parallel.world_size or world
+    seconds = step_time(resolved(cfg, ranks, machine.node_gpus), ranks, machine).total
+    return cfg.data.global_batch * cfg.data.sequence_length / ranks / seconds
 
 
 def enough(
     cfg: Config, world: int, need: Need, available: int, kinds: list[list[Changes]]
-) -> list[tuple[str, int]]:
-    """Suggestions for any function `need`; result and arguments as of `suggestions`.
+) -> list[tuple[Changes, int]]:
+    """(changes, bytes needed with them) for any function `need`, the least needed first.
 
     Args:
         kinds: groups of alternative changes, the smallest change first; at most one of a group is
@@ -74,8 +98,7 @@ def enough(
     others = [kind for pair, kind in single_changes if pair[1] > available]
     if len(sufficient) < _FEW and (together := _together(trial, others, available)):
         sufficient.append(together)
-    pairs = sorted(sufficient or helping, key=lambda pair: pair[1])
-    return [(overrides(changes), size) for changes, size in pairs]
+    return sorted(sufficient or helping, key=lambda pair: pair[1])
 
 
 _STATES: tuple[Changes, ...] = (
@@ -88,7 +111,7 @@ _STATES: tuple[Changes, ...] = (
 
 def _by_module(
     cfg: Config, world: int, machine: Machine, need: Need, available: int
-) -> list[tuple[str, int]]:
+) -> list[tuple[Changes, int]]:
     """The cheapest parts of layers to recompute or offload that are enough.
 
     With smaller states of the optimizer if nothing is enough otherwise; empty if nothing is then.
@@ -114,7 +137,7 @@ def _by_module(
                 return []
             size = trial.size(changes)
             assert size is not None
-            return [(overrides(changes), size)]
+            return [(changes, size)]
     return []
 
 

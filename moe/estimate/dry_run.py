@@ -12,7 +12,7 @@ from phalanx.configs.arithmetic.accounting import (
 )
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import described, is_emulated, is_fp8
-from phalanx.configs.knobs import changed, get, pluralize
+from phalanx.configs.knobs import changed, get, overrides, pluralize
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -32,12 +32,14 @@ from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.gains.delayed_wgrad import PAIRS, refusal, waits
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
 from phalanx.moe.estimate.gains.microbatch_overlap import overlap_effect
+from phalanx.moe.estimate.gains.natural_routing import BUSIEST, busiest, with_natural_routing
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs_refusal, sums_to_products
 from phalanx.moe.estimate.memory import StageMemory, exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
+from phalanx.moe.estimate.search.nearby import next_override
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
@@ -66,7 +68,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
         ("Process groups", _groups(known, world)),
         (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, available)),
         (
-            "Activations to recompute or offload, cheapest per byte first",
+            "Activations to recompute or offload, each alone, cheapest per byte first",
             _options(known, world, machine),
         ),
         *([("Experts of one layer", _experts(known, world))] if has_experts(cfg.model) else []),
@@ -74,10 +76,11 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     ]
     if not fits:
         sections.append(
-            ("Overrides that reduce memory, least first", _advice(cfg, world, machine, available))
+            ("Overrides that reduce memory, fastest first", _advice(cfg, world, machine, available))
         )
     elif lines := list(_opt_ins(cfg, world, machine, available)):
         sections.append(("Off by default: costs accuracy or memory", iter(lines)))
+    sections.append(("In short", _short(cfg, known, world, machine, fits)))
     text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
     return redacted(text) + "\n", 0 if fits else 2
 
@@ -235,6 +238,13 @@ def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         text = f"{option.knob}={option.name}".ljust(28) + storage(option.saved).rjust(12)
         text += f"{option.seconds:.3f} s".rjust(16) + f"{option.seconds / total:5.1%}".rjust(8)
         yield text + "  set" * chosen
+    run = cfg.run
+    if len(run.recompute) + len(run.offload) > 1:
+        none = changed(cfg, {"run.recompute": [], "run.offload": []})
+        saved = needed(none, world) - needed(cfg, world)
+        more = total - step_time(none, world, machine).total
+        text = "all that are set, together".ljust(28) + storage(saved).rjust(12)
+        yield text + f"{more:.3f} s".rjust(16) + f"{more / total:5.1%}".rjust(8)
     if host := host_needed(cfg, world):
         verdict = "" if host <= machine.host_room else ": does not fit; set run.recompute instead"
         yield (
@@ -333,8 +343,22 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
         "everything else overlapped, with any transport"
     )
+    if (load := busiest(cfg, world)) > 1:
+        natural = with_natural_routing(t, load).total
+        yield (
+            f"natural routing: {tokens / natural:,.0f} tokens/s/GPU with {load:.2f} times the mean "
+            f"rows on the busiest rank, {_measured(cfg)}"
+        )
     for match in matching_records(cfg, world, machine.name):
         yield _compared(match)
+
+
+def _measured(cfg: Config) -> str:
+    """Source of the rows of the busiest rank."""
+    if cfg.model.name in BUSIEST:
+        return "as measured in steps 41 to 50 from scratch"
+    least, most = min(BUSIEST.values()), max(BUSIEST.values())
+    return f"the mean of four other models from scratch ({least:.2f} to {most:.2f})"
 
 
 def _rate(tokens: float, flops: float) -> str:
@@ -373,9 +397,28 @@ def _opt_ins(cfg: Config, world: int, machine: Machine, available: int) -> Itera
 
 
 def _advice(cfg: Config, world: int, machine: Machine, available: int) -> Iterator[str]:
-    pairs = suggestions(cfg, world, machine, available)
-    for overrides, size in pairs:
-        verdict = "fits" if size <= available else "not enough"
-        yield f"{overrides}: {storage(_with_reserve(size, machine))}, {verdict}"
-    if not any(size <= available for _, size in pairs):
+    found = suggestions(cfg, world, machine, available)
+    for each in found:
+        verdict = "fits" if each.size <= available else "not enough"
+        size = storage(_with_reserve(each.size, machine))
+        yield f"{each.overrides}: {each.tokens:,.0f} tokens/s/GPU, {size}, {verdict}"
+    if not any(each.size <= available for each in found):
         yield "no set of them is enough: use more ranks (parallel.world_size) or a smaller model"
+
+
+def _short(cfg: Config, known: Config, world: int, machine: Machine, fits: bool) -> Iterator[str]:
+    """Three lines: does it fit, how fast is it, and what to try next."""
+    size = storage(_with_reserve(needed(known, world), machine))
+    yield f"memory    {size} of {machine.memory_gib} GiB: {'fits' if fits else 'does not fit'}"
+    step = step_time(known, world, machine)
+    tokens = cfg.data.global_batch * cfg.data.sequence_length / world
+    natural = with_natural_routing(step, busiest(known, world)).total
+    slower = f", {tokens / natural:,.0f} with natural routing" if natural > step.total else ""
+    yield f"speed     {tokens / step.total:,.0f} tokens/s/GPU{slower}"
+    best = next_override(cfg, world, machine, step.total if fits else None)
+    every = "run.dry_run=search looks at all layouts"
+    if best is None:
+        yield f"next      nothing near is faster{' and fits' * (not fits)}; {every}"
+    else:
+        rate = f"{best.tokens:,.0f} tokens/s/GPU in {storage(_with_reserve(best.size, machine))}"
+        yield f"next      {overrides(best.changes)}: {rate}; {every}"

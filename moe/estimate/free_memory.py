@@ -118,7 +118,7 @@ def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMe
     if need <= most:
         return None
     sharing = pluralize(len(ranks), "rank") if len(ranks) > 1 else "a rank"
-    fits = [text for text, _ in _remedies(cfg, world, ranks, most)]
+    fits = _remedies(cfg, world, ranks, most)
     helps = listed(fits[:3] or [f"model={_small(cfg)}"])
     return (
         f"{cfg.model.name} does not fit: weights, gradients and optimizer of {sharing} take "
@@ -164,8 +164,8 @@ def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     return total
 
 
-def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[tuple[str, int]]:
-    """(overrides that fit, bytes needed): knobs of the run first, then the size of the model."""
+def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[str]:
+    """Overrides that fit: knobs of the run first, then the size of the model."""
 
     def need(changed: Config, size: int) -> int:
         return minimum_bytes(changed, size, ranks)
@@ -179,9 +179,9 @@ def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[
     ]
     fewer = [_halved("model.layers", m.layers), _halved("model.moe.experts", m.moe.experts)]
     for kinds in (same_model, [_halved("model.vocab_size", m.vocab_size)], fewer):
-        pairs = [pair for pair in enough(cfg, world, need, most, kinds) if pair[1] <= most]
-        if pairs:
-            return pairs
+        pairs = enough(cfg, world, need, most, kinds)
+        if fit := [overrides(changes) for changes, size in pairs if size <= most]:
+            return fit
     return []
 
 

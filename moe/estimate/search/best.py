@@ -57,18 +57,16 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
     """
     found, fitting = dict[tuple[int, ...], Found](), 0
     if (given := estimated(cfg, {}, world, machine)) is not None:
-        found[_layout_of(cfg, world)[:5]] = given
+        found[layout_of(cfg, world)[:5]] = given
     rank = ranking(cfg, world, machine)
     order = sorted(layouts(cfg, world, machine.node_gpus), key=rank)
-    sets = _sets(cfg, machine)
+    sets = sets_of(cfg, machine)
     for layout in order[:_MOST_TRIED]:
         times = sorted(each.seconds for each in found.values())[:number]
         enough = len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]
         if enough or fitting == _MOST_FITTING:
             break
-        if not _may_fit(cfg, layout, world, machine):
-            continue
-        one = _fastest(cfg, layout, sets, world, machine)
+        one = fastest(cfg, layout, sets, world, machine)
         fitting += one is not None
         before = found.get(layout[:5])
         if one is not None and (before is None or one.seconds < before.seconds):
@@ -94,14 +92,15 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     return Found(others, seconds, tokens, size, host)
 
 
-def _layout_of(cfg: Config, world: int) -> Layout:
+def layout_of(cfg: Config, world: int) -> Layout:
+    """The layout of a configuration as it is."""
     p = cfg.parallel
     sizes = (p.tensor, p.context, p.pipeline, p.virtual_pipeline)
     expert = expert_parallel_size(cfg, world)
     return Layout(*sizes, expert, cfg.data.micro_batch, overlap=False)
 
 
-def _sets(cfg: Config, machine: Machine) -> list[Changes]:
+def sets_of(cfg: Config, machine: Machine) -> list[Changes]:
     """Sets of `memory_sets`, of the experts of one stage on a node."""
     expert = math.gcd(cfg.model.moe.experts, machine.node_gpus) if has_experts(cfg.model) else 1
     one = Layout(1, 1, 1, 1, expert, micro_batch=1, overlap=False).changes(cfg)
@@ -135,10 +134,12 @@ def _least_bytes(cfg: Config, layout: Layout) -> float:
     return (experts + dense) * (width(cfg) + gradient)
 
 
-def _fastest(
+def fastest(
     cfg: Config, layout: Layout, sets: list[Changes], world: int, machine: Machine
 ) -> Found | None:
-    """The first of the sets that fits with a layout; None if the smallest does not."""
+    """The first of the sets that fits with a layout; None if none does, or it is not valid."""
+    if not _may_fit(cfg, layout, world, machine):
+        return None
     for changes in _with_room(cfg, layout, sets, world, machine):
         if (one := estimated(cfg, changes, world, machine)) is not None:
             return one
