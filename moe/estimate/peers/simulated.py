@@ -9,6 +9,7 @@ from phalanx.configs.layout import micro_batches
 from phalanx.configs.records import Published, configured
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
+from phalanx.moe.estimate.gains.natural_routing import busiest, with_natural_routing
 from phalanx.moe.estimate.peers.dispatchers import DISPATCHERS, peer_exchange
 from phalanx.moe.estimate.peers.kernels import peer_machine
 from phalanx.moe.estimate.resolve import resolved
@@ -49,6 +50,7 @@ def simulated(record: Published) -> Simulated:
     known = resolved(cfg, world, machine.node_gpus)
     sent = peer_exchange(known, world, machine, DISPATCHERS[stack.dispatcher], stack.overlap)
     step = step_with(sent, known, world, peer_machine(cfg, machine, stack.attention))
+    step = with_natural_routing(step, busiest(cfg, world))
     if not stack.graphs:
         layers = -(-(cfg.model.layers + cfg.model.mtp_layers) // cfg.parallel.pipeline)
         launching = layers * micro_batches(cfg, world) * _HOST_SECONDS

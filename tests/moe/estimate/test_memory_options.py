@@ -133,9 +133,10 @@ def test_large_models_fit_80_gb_with_what_is_proposed(name: str) -> None:
     text, code = dry_run(load(given), world)
     assert code == 2 and "does not fit" in text
     found = [
-        (text, size)
-        for text, size in suggestions(load(given), world, H100, H100.room)
-        if {word.split("=")[0] for word in shlex.split(text)} <= OF_MEMORY and "run." in text
+        (each.overrides, each.size)
+        for each in suggestions(load(given), world, H100, H100.room)
+        if {word.split("=")[0] for word in shlex.split(each.overrides)} <= OF_MEMORY
+        and "run." in each.overrides
     ]
     ((overrides, size),) = found
     again = load([*given, *shlex.split(overrides)])
@@ -152,7 +153,7 @@ def test_large_models_fit_80_gb_with_what_is_proposed(name: str) -> None:
 def test_every_part_of_a_proposal_is_needed() -> None:
     given = ["experiment=qwen3_30b_8gpu", "run.machine=h100", "run.eval_interval=0"]
     found = suggestions(load(given), 8, H100, H100.room)
-    ((overrides, _),) = [pair for pair in found if "run." in pair[0]]
+    (overrides,) = [each.overrides for each in found if "run." in each.overrides]
     chosen = dict(word.split("=", 1) for word in shlex.split(overrides))
     assert set(chosen) <= set(knobs())
     for knob in OF_MEMORY & set(chosen) & {"run.recompute", "run.offload"}:
@@ -167,7 +168,7 @@ def test_hosts_without_memory_get_no_copies() -> None:
     small = replace(H100, host_gib=0.5)
     given = ["experiment=qwen3_30b_8gpu", "run.machine=h100", "run.eval_interval=0"]
     found = suggestions(load(given), 8, small, small.room)
-    ((overrides, _),) = [pair for pair in found if "run." in pair[0]]
+    (overrides,) = [each.overrides for each in found if "run." in each.overrides]
     assert "run.offload" not in overrides and "run.recompute=" in overrides
 
 

@@ -1,0 +1,138 @@
+"""`run.dry_run=search`: its commands are valid, fit, and are as fast as it says."""
+
+import re
+import shlex
+
+import pytest
+
+from phalanx import train
+from phalanx.configs.load import load
+from phalanx.configs.records import launch
+from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.validate import validate
+from phalanx.moe.estimate.dry_run import dry_run
+from phalanx.moe.estimate.memory import host_needed, needed
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.search.best import best, estimated, sets_of
+from phalanx.moe.estimate.search.layouts import layouts
+from phalanx.moe.estimate.search.nearby import next_override
+from phalanx.moe.estimate.search.page import search_page
+from phalanx.moe.estimate.timing import step_time
+
+H100 = MACHINES["h100"]
+QWEN = ["experiment=qwen3_30b_8gpu", "run.machine=h100"]
+
+
+def searched(*words: str, world: int) -> tuple[list[tuple[float, str]], str, int]:
+    """(tokens/s/GPU, command) of what is found, the page, and the exit code."""
+    cfg = load([*words, "run.dry_run=search"])
+    validate(cfg, world)
+    text, code = search_page(cfg, world, [*words, "run.dry_run=search"])
+    found = re.findall(r"^\d\. ([\d,]+) tokens/s/GPU.*\n(torchrun .*)$", text, re.M)
+    return [(float(rate.replace(",", "")), command) for rate, command in found], text, code
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        (QWEN, 8),
+        (["experiment=moonlight_8gpu"], 8),
+        (["experiment=gpt_oss_120b_64gpu", "run.machine=h100"], 64),
+        (["experiment=deepseek_v3_1024gpu", "run.machine=h100", "precision=fp8_block"], 1024),
+    ],
+)
+def test_every_command_is_valid_and_fits(words: list[str], world: int) -> None:
+    found, text, code = searched(*words, world=world)
+    assert len(found) == 5 and code == 0, text
+    rates = [rate for rate, _ in found]
+    assert rates == sorted(rates, reverse=True)
+    for rate, command in found:
+        ranks, overrides = launch(command)
+        assert ranks == world and not any("dry_run" in word for word in overrides)
+        cfg = load(overrides)
+        validate(cfg, world)
+        page, fits = dry_run(cfg, world)
+        assert fits == 0
+        (again,) = re.findall(r"^  step .* s: ([\d,]+) tokens/s/GPU", page, re.M)
+        assert float(again.replace(",", "")) == rate
+
+
+def test_the_best_layout_beats_the_published_one() -> None:
+    """DeepSeek-V3 on 1,024 H100s: the bar is 1,061 tokens/s/GPU, the goal 1,270."""
+    cfg = load(["experiment=deepseek_v3_1024gpu", "run.machine=h100"])
+    (found,) = best(cfg, 1024, H100, 1)
+    given = estimated(cfg, {}, 1024, H100)
+    assert given is not None and found.tokens > 1270 > given.tokens
+
+
+def test_no_layout_of_a_small_search_is_faster() -> None:
+    """Against all layouts and memory sets of eight ranks, each estimated by itself."""
+    cfg = load([*QWEN, "model.layers=12", "data.global_batch=64"])
+    (found,) = best(cfg, 8, H100, 1)
+    every = (
+        estimated(cfg, layout.changes(cfg) | chosen, 8, H100)
+        for layout in layouts(cfg, 8, 8)
+        for chosen in sets_of(cfg, H100)
+        if layout.micro_batch == 1
+    )
+    least = min(one.seconds for one in every if one is not None)
+    assert found.seconds < 1.01 * least
+
+
+def test_forced_choices_stay() -> None:
+    found, _, _ = searched(*QWEN, "parallel.dispatch=alltoall", world=8)
+    assert found and all("parallel.dispatch=alltoall" in command for _, command in found)
+
+
+def test_overlap_of_micro_batches_is_searched() -> None:
+    overlapping = [layout for layout in layouts(load(QWEN), 16, 8) if layout.overlap]
+    assert overlapping and all(layout[:3] == (1, 1, 1) for layout in overlapping)
+    changes = overlapping[0].changes(load(QWEN))
+    assert changes["parallel.dispatch"] == "alltoall"
+
+
+def test_rows_of_fp8_experts_travel_in_fp8_inside_a_node() -> None:
+    cfg = load([*QWEN, "precision=fp8_block"])
+    for layout in layouts(cfg, 16, 8):
+        changes = layout.changes(cfg)
+        if not layout.overlap:
+            inside = 1 < layout.expert <= 8
+            assert changes["precision.dispatch"] == ("fp8" if inside else "bf16")
+
+
+def test_what_fits_nowhere_exits_2() -> None:
+    found, text, code = searched("experiment=deepseek_v3_256gpu", "run.machine=h100", world=32)
+    assert not found and code == 2 and "nothing fits: set " in text
+
+
+def test_precision_is_searched_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=moonlight_8gpu", "parallel.world_size=8"]
+    assert train.main([*words, "run.dry_run=search_precision"]) == 0
+    assert "in fp8_block: " in capsys.readouterr().out
+    assert train.main([*words, "run.dry_run=search"]) == 0
+    assert "fp8" not in capsys.readouterr().out
+
+
+def test_other_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["run.dry_run=serach"])
+    assert capsys.readouterr().err == (
+        "error: run.dry_run=serach is not one of search, search_precision, true or false; "
+        "set run.dry_run=search\n"
+    )
+
+
+def test_the_next_override_is_faster_and_fits() -> None:
+    cfg = load(["experiment=deepseek_v3_1024gpu", "run.machine=h100"])
+    known = resolved(cfg, 1024, 8)
+    seconds = step_time(known, 1024, H100).total
+    found = next_override(cfg, 1024, H100, seconds)
+    assert found is not None and found.seconds < seconds
+    assert next_override(cfg, 1024, H100, found.seconds / 2) is None
+    text, _ = dry_run(cfg, 1024)
+    (line,) = re.findall(r"^  next      (.*): [\d,]+ tokens/s/GPU in ", text, re.M)
+    again = load(["experiment=deepseek_v3_1024gpu", "run.machine=h100", *shlex.split(line)])
+    validate(again, 1024)
+    fit = resolved(again, 1024, 8)
+    assert needed(fit, 1024) <= H100.room and host_needed(fit, 1024) <= H100.host_room
+    assert step_time(fit, 1024, H100).total == pytest.approx(found.seconds)
