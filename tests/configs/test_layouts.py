@@ -153,11 +153,11 @@ def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "world", "words"),
     [
-        ("qwen3_235b_64gpu", 8, ["parallel.expert=2"]),
+        ("qwen3_235b_64gpu", 8, ["parallel.expert=1"]),
         ("deepseek_v3_256gpu", 64, ["parallel.expert=4"]),
         ("glm_4_5_128gpu", 8, ["parallel.expert=1"]),
         (
-            "deepseek_v3_256gpu",
+            "kimi_k2_256gpu",
             8,
             ["parallel.pipeline=8", "parallel.expert=1", "parallel.virtual_pipeline=4"],
         ),

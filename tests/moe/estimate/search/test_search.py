@@ -37,8 +37,14 @@ def searched(*words: str, world: int) -> tuple[list[tuple[float, str]], str, int
     [
         (QWEN, 8),
         (["experiment=moonlight_8gpu"], 8),
-        (["experiment=gpt_oss_120b_64gpu", "run.machine=h100"], 64),
-        (["experiment=deepseek_v3_1024gpu", "run.machine=h100", "precision=fp8_block"], 1024),
+        pytest.param(
+            ["experiment=gpt_oss_120b_64gpu", "run.machine=h100"], 64, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["experiment=deepseek_v3_1024gpu", "run.machine=h100", "precision=fp8_block"],
+            1024,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_command_is_valid_and_fits(words: list[str], world: int) -> None:
@@ -65,6 +71,7 @@ def test_the_best_layout_beats_the_published_one() -> None:
     assert given is not None and found.tokens > 1270 > given.tokens
 
 
+@pytest.mark.slow
 def test_no_layout_of_a_small_search_is_faster() -> None:
     """Against all layouts and memory sets of eight ranks, each estimated by itself."""
     cfg = load([*QWEN, "model.layers=12", "data.global_batch=64"])
@@ -105,6 +112,7 @@ def test_what_fits_nowhere_exits_2() -> None:
     assert not found and code == 2 and "nothing fits: set " in text
 
 
+@pytest.mark.slow
 def test_precision_is_searched_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=moonlight_8gpu", "parallel.world_size=8"]
     assert train.main([*words, "run.dry_run=search_precision"]) == 0
