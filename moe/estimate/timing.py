@@ -82,6 +82,10 @@ class Bound:
     """The bottleneck: `matrix products`, `network` or `links inside a node`."""
 
 
+_EXCHANGE = 4
+"""Place of the exchange among the parts of a stage's time, which are in the order of `StepTime`."""
+
+
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
     return step_with(own_exchange(cfg, world, machine), cfg, world, machine)
@@ -101,8 +105,8 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine) -> Step
         stages.append((*busy, _copies(sum(busy), work.offloaded, machine)))
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
-    gemm, experts, attention, elementwise, exchange, *others = (count * t for t in slow)
-    exchange = sent.exposed(slow[4], max(seconds) - slow[4], count)
+    parts = [count * t for t in slow]
+    parts[_EXCHANGE] = sent.exposed(slow[_EXCHANGE], max(seconds) - slow[_EXCHANGE], count)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
         # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
@@ -111,8 +115,7 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine) -> Step
     chunks, held = cfg.parallel.virtual_pipeline, _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
     wait = total - count * max(seconds)
-    products = (gemm, experts, attention)
-    return StepTime(*products, elementwise, exchange, *others, wait, reduction, update)
+    return StepTime(*(*parts, wait, reduction, update))
 
 
 def _held(cfg: Config, world: int) -> list[int]:

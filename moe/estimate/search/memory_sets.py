@@ -1,5 +1,6 @@
 """Sets of names of `run.recompute` and `run.offload`, the fastest first."""
 
+import math
 from itertools import product
 
 from phalanx.configs.knobs import Changes, changed
@@ -9,7 +10,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.timing import step_time
 
-_RECOMPUTED = (
+_RECOMPUTED: tuple[list[str], ...] = (
     [],
     ["norm"],
     ["norm", "mlp"],
@@ -20,7 +21,7 @@ _RECOMPUTED = (
     ["norm", "mla_up", "mlp", "moe"],
     ["full"],
 )
-_OFFLOADED = (
+_OFFLOADED: tuple[list[str], ...] = (
     [],
     ["expert_h"],
     ["residual"],
@@ -45,7 +46,7 @@ def memory_sets(cfg: Config, world: int, machine: Machine) -> list[Changes]:
     """
     names = {name for names in _RECOMPUTED for name in names}
     valid = {n for n in names if not list(memory_problems(changed(cfg, _set([n], []))))}
-    found = []
+    found = list[tuple[float, int, Changes]]()
     for recompute, offload in product(_RECOMPUTED, _OFFLOADED):
         some = [name for name in recompute if name in valid]
         chosen = _set(some, offload)
@@ -53,11 +54,11 @@ def memory_sets(cfg: Config, world: int, machine: Machine) -> list[Changes]:
         if (chosen in [x for *_, x in found]) or list(memory_problems(trial)):
             continue
         saved = max(m.saved + m.backward for m in stage_memory(trial, world))
-        names = len(some) + len(offload)
-        seconds = step_time(trial, world, machine).total * (1 + _EACH * names)
+        number = len(some) + len(offload)
+        seconds = step_time(trial, world, machine).total * (1 + _EACH * number)
         found.append((seconds, saved, chosen))
     found.sort(key=lambda each: each[:2])
-    least, sets = float("inf"), []
+    least, sets = math.inf, list[Changes]()
     for _, saved, chosen in found:
         if saved < least:
             least = saved
