@@ -21,6 +21,7 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs
 from phalanx.moe.estimate.weights import LayerKind, layer_kinds
 
 
@@ -158,7 +159,8 @@ def expert_bytes(cfg: Config, world: int) -> float:
     local = e.experts // expert_parallel_size(cfg, world)
     elements = local * (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
     gradient = 2 if p.grad_dtype == "bf16" else 4
-    return elements * (2 * width(cfg) + 2 * gradient)
+    passes = 0.5 if pairs(cfg, world) else 1  # over the sums, for a micro-batch
+    return elements * (2 * width(cfg) + passes * 2 * gradient)
 
 
 def _logit_products(cfg: Config) -> float:
