@@ -30,7 +30,8 @@ TEXTS_WITHOUT_CHOICES = {
 
 def test_every_knob_has_its_choices_or_bounds() -> None:
     names = {"run.recompute", "run.offload", "run.trackers"}
-    texts = {path for path, knob in knobs().items() if knob.type in (str, int | str)} | names
+    kinds = (str, int | str, bool | str)
+    texts = {path for path, knob in knobs().items() if knob.type in kinds} | names
     numbers = {path for path, knob in knobs().items() if knob.type in (int, float, int | str)}
     assert texts == set(choices()) | TEXTS_WITHOUT_CHOICES
     plain = KnobFacts()

@@ -413,7 +413,7 @@ def test_records_of_the_same_kernels_come_first() -> None:
 
 
 def test_tensor_and_context_ranks_take_time() -> None:
-    """Of a layer without shared experts five collectives of its input, and keys and values."""
+    """Five collectives of the input of attention, and keys and values; no shared experts."""
     base = ["experiment=qwen3_30b_8gpu", "parallel.expert=8"]
     machine, seconds = MACHINES["h200"], {}
     for tensor, context in ((1, 1), (2, 1), (1, 2)):

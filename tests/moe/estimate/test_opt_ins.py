@@ -16,6 +16,8 @@ from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.report.units import storage
 
 RECORDS = {name: launch(r.command) for name, r in own().items() if "fused" in r.system}
+FULL = ["mixtral_8x7b_8gpu"]
+"""Experiments that leave no memory for more rows."""
 NAMED = {"optim.moments", "parallel.grad_dtype", "parallel.capacity_factor", "data.micro_batch"}
 """Knobs that cost accuracy or memory."""
 OF_THE_HOST = {"parallel.expert", "data.global_batch", "model.moe.experts"}
@@ -57,7 +59,9 @@ def test_memory_is_that_of_the_run_with_the_override(name: str) -> None:
     text, code = dry_run(load(base), 8)
     section = text.partition("Off by default: costs accuracy or memory\n")[2]
     reported = re.findall(r"^  (\S+=\S+): (\S+ .iB) (more|less); ", section, re.M)
-    assert code == 0 and {override.split("=")[0] for override, *_ in reported} == NAMED
+    larger = {"parallel.capacity_factor", "data.micro_batch"}
+    fitting = NAMED - (larger if name in FULL else set())
+    assert code == 0 and {override.split("=")[0] for override, *_ in reported} == fitting
     before = needed(resolved(load(base), 8, 8), 8)
     for override, size, sign in reported:
         cfg = load([*base, override])
