@@ -104,7 +104,10 @@ def _add(
     compared: Comparison, model: Any, side: str, ids: torch.Tensor, *, with_loss: bool = False
 ) -> None:
     body = model.model
-    parameters = list((model if with_loss else body).parameters())
+    # Without the embedding, whose gradient is a table of the vocabulary's size.
+    embedded = body.embed_tokens(ids).detach()
+    timed = model if with_loss else body.layers
+    parameters = list(timed.parameters())
 
     if side.endswith(_FUSED):
         fuse_norms(model)
@@ -116,7 +119,9 @@ def _add(
         for norm, function in fused:
             norm.forward = function
         out: torch.Tensor = (
-            model(ids, labels=ids).loss if with_loss else body(ids, use_cache=False)[0]
+            model(ids, labels=ids).loss
+            if with_loss
+            else body(inputs_embeds=embedded, use_cache=False)[0]
         )
         for norm, _ in fused:
             del norm.forward
