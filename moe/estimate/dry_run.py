@@ -29,12 +29,26 @@ from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
-from phalanx.moe.estimate.gains.delayed_wgrad import PAIRS, refusal, waits
+from phalanx.moe.estimate.gains.delayed_wgrad import (
+    AUTO,
+    OFF,
+    ON,
+    PAIRS,
+    beside_exchanges,
+    refusal,
+    waits,
+)
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
 from phalanx.moe.estimate.gains.microbatch_overlap import overlap_effect
 from phalanx.moe.estimate.gains.natural_routing import BUSIEST, busiest, with_natural_routing
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs_refusal, sums_to_products
-from phalanx.moe.estimate.memory import StageMemory, exchange_bytes, host_needed, stage_memory
+from phalanx.moe.estimate.memory import (
+    StageMemory,
+    exchange_bytes,
+    host_needed,
+    stage_memory,
+    with_delayed,
+)
 from phalanx.moe.estimate.memory_options import memory_options
 from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
@@ -112,6 +126,8 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
         yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
     if cfg.parallel.overlap_microbatches == "on":
         yield f"          the next micro-batch {overlap_effect(cfg, world, machine)}"
+    if beside_exchanges(cfg):
+        yield "wgrads    beside exchanges of the backward pass"
     if cfg.parallel.pipeline > 1:
         yield f"stages    {_stages(cfg, world, machine, asked.parallel.delay_wgrad)}"
     if PAIRS in (asked.parallel.delay_wgrad, cfg.parallel.delay_wgrad):
@@ -145,15 +161,14 @@ def _stages(cfg: Config, world: int, machine: Machine, wanted: str) -> str:
         cfg, world, machine: resolved, as of the page.
         wanted: `parallel.delay_wgrad` as set.
     """
-    on, off = (
-        step_time(changed(cfg, {"parallel.delay_wgrad": delay}), world, machine).waiting
-        for delay in ("on", "off")
-    )
+    off = step_time(with_delayed(cfg, OFF), world, machine).waiting
     if waits(cfg):
-        return f"weight gradients wait for transfers: bubble {on:.3f} s, not {off:.3f} s"
+        on = step_time(cfg, world, machine).waiting
+        taken = f"; auto takes {cfg.parallel.delay_wgrad}" if wanted == AUTO else ""
+        return f"weight gradients wait for transfers: bubble {on:.3f} s, not {off:.3f} s{taken}"
     reason = refusal(cfg)
     if not reason:
-        reason = "operands would not fit" if wanted == "auto" else f"parallel.delay_wgrad={wanted}"
+        reason = "operands would not fit" if wanted == AUTO else f"parallel.delay_wgrad={wanted}"
     return f"weight gradients in the backward pass, bubble {off:.3f} s: {reason}"
 
 
@@ -162,9 +177,10 @@ def _pairs(cfg: Config, world: int, machine: Machine) -> str:
     if reason := pairs_refusal(cfg, world):
         return f"weight gradients of one micro-batch at a time: {reason}"
     ratio = sums_to_products(cfg, world, machine)
+    alone = step_time(with_delayed(cfg, ON), world, machine).total
     return (
         "experts compute weight gradients of two micro-batches in one pass; for one, memory would "
-        f"need {ratio:.2f} x the time of products"
+        f"need {ratio:.2f} x the time of products, and a step {alone:.3f} s"
     )
 
 
@@ -330,10 +346,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(cfg.model, d.sequence_length)
     best, exchanged = bound(cfg, world, machine), ""
     if t.exchange:
-        timing = "partly overlapped" if overlap_sms(cfg, world) else "not overlapped"
-        exchanged = f", {cfg.parallel.dispatch} exchanges {timing} with experts"
-        if cfg.parallel.overlap_microbatches == "on":
-            exchanged = f", {cfg.parallel.dispatch} exchanges overlapped with another micro-batch"
+        exchanged = f", {cfg.parallel.dispatch} exchanges {_overlapped(cfg, world)}"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
         f"step {t.total:.3f} s: {rate} ({_utilisation(cfg, tokens / t.total * flops, machine)}): "
@@ -389,6 +402,17 @@ def _compared(match: Match) -> str:
         f"{r.system} on {r.hardware}, {r.dtype}, {r.layout}, {r.routing} routing{layout} "
         f"({match.source})"
     )
+
+
+def _overlapped(cfg: Config, world: int) -> str:
+    """Computation that hides exchanges, in words."""
+    if cfg.parallel.overlap_microbatches == "on":
+        return "overlapped with another micro-batch"
+    if overlap_sms(cfg, world):
+        return "partly overlapped with experts"
+    if beside_exchanges(cfg):
+        return "of the backward pass overlapped with weight gradients"
+    return "not overlapped with experts"
 
 
 def _opt_ins(cfg: Config, world: int, machine: Machine, available: int) -> Iterator[str]:

@@ -1,11 +1,16 @@
 """Seconds of the exchange of expert tokens, and the part of them that computation hides."""
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
-from phalanx.moe.estimate.traffic import costs, overlap_sms, traffic
+from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs
+from phalanx.moe.estimate.traffic import Traffic, costs, overlap_sms, traffic
+from phalanx.moe.estimate.work import all_kinds, layer_wgrads
 from phalanx.parallel.dispatcher.costs import Links
 
 
@@ -15,6 +20,7 @@ class Exchange:
 
     forward: float
     backward: float
+    """Without the part that weight gradients hide."""
     hidden: bool
     """The forward pass of a micro-batch runs beside the backward pass of the one before it."""
     taken: float = 0.0
@@ -22,7 +28,7 @@ class Exchange:
 
     @property
     def total(self) -> float:
-        """Seconds of both passes, hidden or not."""
+        """Seconds of both passes, hidden by another micro-batch or not."""
         return self.forward + self.backward
 
     def exposed(self, seconds: float, computing: float, micro_batches: int) -> float:
@@ -52,7 +58,33 @@ def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:
     """The exchange of `parallel.dispatch`; `cfg` has resolved kernels."""
     sent = traffic(cfg, world)
     forward, backward = (_crossing(cfg, world, machine, x) for x in (sent.forward, sent.backward))
+    if beside_exchanges(cfg):
+        backward -= _beside_wgrads(cfg, world, machine, sent)
     return Exchange(forward, backward, hidden=cfg.parallel.overlap_microbatches == "on")
+
+
+def _beside_wgrads(cfg: Config, world: int, machine: Machine, sent: Traffic) -> float:
+    """Seconds of a token's exchange in a backward pass that weight gradients hide; a layer's mean.
+
+    Each exchange is hidden by the weight gradients since the one before it. Those of attention in
+    the layer above hide the first one of a layer: gradients of sums, or tokens that are sent again.
+    Those of the experts hide the last one: gradients of tokens. In pairs they are there in every
+    second pass, of two passes. Those of shared experts and the output layer are not counted.
+    """
+    first, last = (_collective_seconds(cfg, machine, part) for part in (sent.there, sent.back))
+    wgrads, passes = layer_wgrads(cfg, world, machine), 2 if pairs(cfg, world) else 1
+    return fmean(
+        min(first, wgrads[kind].attention / 1e12)
+        + min(last, passes * wgrads[kind].experts / 1e12) / passes
+        for kind in all_kinds(cfg)
+        if not kind.dense
+    )
+
+
+def _collective_seconds(cfg: Config, machine: Machine, sent: Links) -> float:
+    """Seconds of a token's bytes by collectives: over the network alone with `hier`."""
+    near = 0.0 if TRANSPORTS[cfg.parallel.dispatch].over_nodes else sent.near
+    return near / (machine.node_gbs * 1e9) + sent.far / (machine.network_gbs * 1e9)
 
 
 def _crossing(cfg: Config, world: int, machine: Machine, sent: Links) -> float:

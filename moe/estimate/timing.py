@@ -1,10 +1,10 @@
 """Step time: work of the slowest stage over the rates of a machine, expected and at best.
 
 Expected: GEMMs, core attention, elementwise work and the exchanges of experts, tensor ranks and
-context ranks run one after another, as they do in this code; exchanges that overlap the experts, or
-another micro-batch (`parallel.overlap_microbatches`), are exposed in part. Gradient reduction
-overlaps all of it if `parallel.overlap` is on. Stragglers, uneven routing and host time are not
-counted.
+context ranks run one after another, as they do in this code; exchanges that overlap the experts,
+weight gradients (`parallel.delay_wgrad`) or another micro-batch (`parallel.overlap_microbatches`)
+are exposed in part. Gradient reduction overlaps all of it if `parallel.overlap` is on. Stragglers,
+uneven routing and host time are not counted.
 
 At best: matrix products and core attention alone, with everything else overlapped, for any
 transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
@@ -50,7 +50,7 @@ class StepTime:
     attention: float
     elementwise: float
     exchange: float
-    """Dispatch and combine of expert tokens, as far as no other micro-batch hides them."""
+    """Exposed part of dispatch and combine of expert tokens."""
     heads: float
     """All-to-all of linear attention's heads between context ranks."""
     tensor: float

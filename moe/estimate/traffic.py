@@ -37,10 +37,22 @@ class Traffic:
     """Rows sent to the experts."""
     combine: Links
     """Rows sent back."""
-    forward: Links
-    """Bytes of dispatch and combine."""
-    backward: Links
-    """Bytes of their gradients, and of tokens that are sent a second time."""
+    there: Links
+    """Bytes of dispatch; of the gradients of sums as well."""
+    back: Links
+    """Bytes of combine; of the gradients of tokens as well."""
+    resent: Links
+    """Bytes of tokens and sums that the backward pass sends a second time."""
+
+    @property
+    def forward(self) -> Links:
+        """Bytes of the forward pass."""
+        return self.there + self.back
+
+    @property
+    def backward(self) -> Links:
+        """Bytes of the backward pass."""
+        return self.forward + self.resent
 
 
 def traffic(cfg: Config, world: int) -> Traffic:
@@ -130,8 +142,9 @@ def _traffic(
     ranks = sum(_reached(cfg.model.moe, _rank_sizes(cfg, world)))
     by_node = _node_sizes(cfg, world)
     hosts, most = sum(_reached(cfg.model.moe, by_node)), most_owners(_draw(cfg.model.moe), by_node)
-    forward, more = (to * there + fro * back for there, back in (once, resent))
-    return Traffic(ranks, hosts, most, *once, forward, forward + more)
+    (there, back), (again, back_again) = once, resent
+    more = to * again + fro * back_again
+    return Traffic(ranks, hosts, most, there, back, to * there, fro * back, more)
 
 
 def _megatron_costs(cfg: Config, world: int) -> TransportCosts:

@@ -64,7 +64,7 @@ class Work(NamedTuple):
     seconds: tuple[float, float, float]
     """Seconds of GEMMs, experts, core attention."""
     delayed: float
-    """Seconds of weight gradients that wait: a third of GEMMs, and of experts if theirs wait."""
+    """Seconds of weight gradients that wait for a pipeline's transfers."""
     written: float
     """Bytes that layers save if nothing is recomputed."""
     refilled: float
@@ -90,9 +90,10 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
-    read = 1e12 * expert_bytes(cfg, world) / tokens / (machine.memory_gbs * 1e9)
+    read, _ = _memory_ps(cfg, world, machine)
     none = Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, tokens)
-    dense_share, expert_share = waits(cfg) / 3, experts_wait(cfg, world) / 3
+    wgrads, dense_waits = layer_wgrads(cfg, world, machine), waits(cfg)
+    routed_waits = experts_wait(cfg, world)
     stages = [none for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
@@ -100,17 +101,16 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
         first += letters.count("t")
         sparse = [kind for kind in kinds if not kind.dense]
         gemm = (head * f.head + mtp * f.mtp_projection) / machine.dense_tflops
-        delayed = dense_share * gemm
+        delayed = dense_waits * gemm / 3
         for kind in kinds:
             mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
             gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
-            once = f.projections + (f.mlp if kind.dense else f.shared)
-            delayed += dense_share * once / rates[kind.fp8].dense
-        experts = sum(
-            max(factors.routed * f.routed / rates[kind.fp8].experts, read) for kind in sparse
-        )
-        experts += sum(kind.fp8 for kind in sparse) * quantization
-        delayed += expert_share * sum(f.routed / rates[kind.fp8].experts for kind in sparse)
+            wgrad = wgrads[kind]
+            delayed += dense_waits * (wgrad.attention + wgrad.mlp) + routed_waits * wgrad.experts
+        experts = sum(kind.fp8 for kind in sparse) * quantization
+        for kind in sparse:
+            rows = (factors.routed - 1 / 3) * f.routed / rates[kind.fp8].experts
+            experts += max(rows, read) + wgrads[kind].experts
         core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         stage = i % cfg.parallel.pipeline
@@ -150,17 +150,61 @@ def _quantized_bytes(cfg: Config) -> float:
     return _FP8_PASSES * m.moe.top_k * channels
 
 
-def expert_bytes(cfg: Config, world: int) -> float:
-    """Bytes of a rank's experts that products of a layer read, and of gradients they add to.
+class Wgrads(NamedTuple):
+    """Picoseconds of a token's weight gradients in one layer: a third of its products."""
+
+    attention: float
+    """Projections."""
+    mlp: float
+    """Dense MLP or shared experts."""
+    experts: float
+    """Routed experts, or the passes over their sums where these take longer."""
+
+
+def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, Wgrads]:
+    """Weight gradients of the kinds of layers in a model with resolved kernels."""
+    f, (_, summed) = flops(cfg), _memory_ps(cfg, world, machine)
+    found = {}
+    for kind in set(all_kinds(cfg)):
+        rates = _rates(cfg, machine, kind.fp8)
+        mlp = (f.mlp if kind.dense else f.shared) / rates.dense / 3
+        experts = 0.0 if kind.dense else max(f.routed / rates.experts / 3, summed)
+        found[kind] = Wgrads(f.projections / rates.dense / 3, mlp, experts)
+    return found
+
+
+def all_kinds(cfg: Config) -> list[LayerKind]:
+    """Kinds of all layers, in order."""
+    return layer_kinds(cfg, "".join(pipeline_chunks(cfg)), 0)
+
+
+class ExpertBytes(NamedTuple):
+    """Bytes of a rank's experts of a layer that a micro-batch reads and writes.
 
     They take longer than the products themselves where experts have few rows.
     """
+
+    weights: float
+    """Reads by the products of the forward pass and of the gradients of rows."""
+    sums: float
+    """Reads and writes of the sums that weight gradients are added to."""
+
+
+def expert_bytes(cfg: Config, world: int) -> ExpertBytes:
+    """Bytes of one MoE layer; `cfg` has resolved kernels."""
     e, p = cfg.model.moe, cfg.parallel
     local = e.experts // expert_parallel_size(cfg, world)
     elements = local * (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
     gradient = 2 if p.grad_dtype == "bf16" else 4
     passes = 0.5 if pairs(cfg, world) else 1  # over the sums, for a micro-batch
-    return elements * (2 * width(cfg) + passes * 2 * gradient)
+    return ExpertBytes(elements * 2 * width(cfg), elements * passes * 2 * gradient)
+
+
+def _memory_ps(cfg: Config, world: int, machine: Machine) -> ExpertBytes:
+    """Picoseconds of a token in place of bytes."""
+    rate = sizes(cfg, world).local_tokens * machine.memory_gbs / 1e3
+    weights, sums = expert_bytes(cfg, world)
+    return ExpertBytes(weights / rate, sums / rate)
 
 
 def _logit_products(cfg: Config) -> float:

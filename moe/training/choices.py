@@ -17,7 +17,7 @@ from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
-from phalanx.configs.tables.machines import MACHINES, machine_of
+from phalanx.configs.tables.machines import MACHINES, Machine, machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.free_memory import free_gpu_memory
@@ -190,6 +190,13 @@ def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
 
 
+def machine_here(cfg: Config, runtime: Runtime) -> Machine:
+    """The machine of this rank's GPU; that of `run.machine` on a CPU or an unknown GPU."""
+    cuda = runtime.device.type == "cuda"
+    name = torch.cuda.get_device_name(runtime.device) if cuda else "CPU"
+    return machine_of(name, cfg.run.machine)
+
+
 def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
     """True if micro-batches overlap on all ranks, and the line of the start page. Collective.
 
@@ -202,9 +209,8 @@ def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
     Raises:
         ConfigError: overlap is forced and cannot run.
     """
+    machine = machine_here(cfg, runtime)
     cuda = runtime.device.type == "cuda"
-    name = torch.cuda.get_device_name(runtime.device) if cuda else "CPU"
-    machine = machine_of(name, cfg.run.machine)
     available = free_gpu_memory(runtime.device).free if cuda else machine.room
     try:
         value, reason, error = *microbatch_overlap(cfg, runtime.world, machine, available), None

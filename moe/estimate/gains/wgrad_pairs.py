@@ -12,7 +12,15 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import sizes
-from phalanx.moe.estimate.gains.delayed_wgrad import AUTO, OFF, ON, PAIRS, not_accumulated, refusal
+from phalanx.moe.estimate.gains.delayed_wgrad import (
+    AUTO,
+    OFF,
+    ON,
+    PAIRS,
+    beside_exchanges,
+    not_accumulated,
+    refusal,
+)
 from phalanx.moe.estimate.traffic import costs
 
 
@@ -77,12 +85,13 @@ def possible(cfg: Config, world: int, machine: Machine) -> tuple[list[str], str]
     """
     wanted = cfg.parallel.delay_wgrad
     waits, together = refusal(cfg), pairs_refusal(cfg, world)
+    without_pairs = ON if beside_exchanges(cfg) or not waits else OFF
     if wanted == PAIRS and together:
-        return [OFF if waits else ON], together
+        return [without_pairs], together
     if wanted == AUTO and not waits:
         gains = expert_backend(cfg.kernels.backend).pairs_wgrad and not together
         gains = gains and sums_to_products(cfg, world, machine) > 1
         return [*([PAIRS] if gains else []), ON, OFF], ""
     if wanted in (AUTO, ON) and waits:
-        return [OFF], waits
+        return [without_pairs], waits
     return [wanted], ""

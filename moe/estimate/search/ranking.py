@@ -42,8 +42,10 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
     """Seconds of a sequence in all layers, without its experts."""
     layers, sparse = m.layers + m.mtp_layers, mlp_layers(m)[1]
     sequences, length = cfg.data.global_batch, cfg.data.sequence_length
-    reading = sparse * ranks * expert_bytes(spread, ranks) / (machine.memory_gbs * 1e9)
-    """Seconds in which all layers read all experts."""
+    reading, summing = (
+        sparse * ranks * each / (machine.memory_gbs * 1e9) for each in expert_bytes(spread, ranks)
+    )
+    """Seconds in which all layers read all experts, and add to their gradients."""
 
     @functools.cache
     def exchange(expert: int, overlap: bool) -> Exchange | None:
@@ -69,7 +71,8 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         count = sequences * split * layout.pipeline // (world * layout.micro_batch)
         often = split / layout.micro_batch
         """Micro-batches in the time that one rank would take for a sequence."""
-        sequence = dense + max(step.experts, often * reading / layout.expert)
+        sequence = dense + max(step.experts * 2 / 3, often * reading / layout.expert)
+        sequence += max(step.experts / 3, often * summing / layout.expert)
         sequence += often * layers * GAPS
         whole, exposed = sparse * sent.total * length, 0.0
         if count:
