@@ -26,6 +26,7 @@ from phalanx.moe.training.choices import (
     choose_fp8_weights,
     choose_graph,
     choose_overlap,
+    machine_here,
     with_choices,
 )
 from phalanx.parallel.runtime import Runtime
@@ -206,6 +207,21 @@ def test_all_ranks_overlap_micro_batches_or_none(
     knob = "parallel.overlap_microbatches"
     lines_ = run_distributed(_overlap, 2, [f"{knob}={value}"], transports)
     assert all(line.startswith(start.format(knob=knob)) for line in lines_), lines_
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "name"),
+    [
+        ("cuda", "NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("cuda", "NVIDIA H200", "H200"),
+        ("cuda", "NVIDIA GB300", "H100 SXM"),
+        ("cpu", "NVIDIA H200", "H100 SXM"),
+    ],
+)
+def test_estimates_of_a_run_are_for_the_gpu_that_it_has(device: str, gpu: str, name: str) -> None:
+    here = Runtime(0, 1, 0, torch.device(device))
+    with mock.patch.object(torch.cuda, "get_device_name", return_value=gpu):
+        assert machine_here(load(["run.machine=h100"]), here).name == name
 
 
 _delayed = partial(_lines, choose_delayed_wgrad, "local")
