@@ -192,7 +192,8 @@ def test_an_added_transport_obeys_the_rules() -> None:
 def test_a_dry_run_counts_an_added_transport() -> None:
     """Its rows on the links, saved rows and buffers; nothing of it counts for others."""
     base = ("experiment=moonlight_8gpu", "parallel.comm_sms=0")
-    base += ("parallel.overlap_microbatches=off",)  # of `alltoall`; `auto` would hide exchanges
+    # `auto` would hide exchanges of `alltoall`
+    base += ("parallel.overlap_microbatches=off", "parallel.delay_wgrad=off")
     names = ("broadcasts", "alltoall")
     ours, theirs = (
         resolved(configured(*base, f"parallel.dispatch={name}", world=8), 8, 8) for name in names
