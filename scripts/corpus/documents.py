@@ -121,6 +121,17 @@ def held_out_units(documents: list[Document], share: float, seed: int) -> set[tu
     return chosen
 
 
+def limited(documents: list[Document], most: int, seed: int) -> list[Document]:
+    """Documents of at most `most` bytes of each domain, the first ones of the shuffled order."""
+    sizes: Counter[str] = Counter()
+    taken = []
+    for document in shuffled(documents, seed):
+        if sizes[document.domain] + document.size <= most:
+            sizes[document.domain] += document.size
+            taken.append(document)
+    return taken
+
+
 def shuffled(documents: list[Document], seed: int) -> list[Document]:
     """The documents in an order that the seed and their content decide."""
     return sorted(documents, key=lambda document: _hash(seed, document.sha256))

@@ -32,7 +32,7 @@ from phalanx.configs.knobs import pluralize
 from phalanx.scripts import prepare_data
 from phalanx.scripts.corpus import tiktoken_file
 from phalanx.scripts.corpus.archives import members
-from phalanx.scripts.corpus.documents import Document, Texts, held_out_units, shuffled
+from phalanx.scripts.corpus.documents import Document, Texts, held_out_units, limited, shuffled
 from phalanx.scripts.corpus.packages import Package, download, read_recipe, sha256, shown
 
 RECIPE = Path(__file__).with_name("packages.yaml")
@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="NAME", help="packages of the recipe to take")
     add("--downloads", type=Path, metavar="FOLDER", help="packages (default: FOLDER/downloads)")
     add("--held-out", type=float, default=0.01, metavar="SHARE", help="(default: %(default)s)")
+    add("--domain-mb", type=float, metavar="MB", help="text of a domain at most (default: all)")
     add("--seed", type=int, default=1, metavar="N", help="of order and held-out part (default: 1)")
     add("--no-tokens", action="store_true", help="write texts and tokenizer alone")
     return p
@@ -79,6 +80,8 @@ def make(args: argparse.Namespace) -> None:
     """
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out {args.held_out} must be at least 0 and less than 1")
+    if args.domain_mb is not None and args.domain_mb <= 0:
+        raise ValueError(f"--domain-mb {args.domain_mb} must be positive")
     tokenizer, packages = read_recipe(args.recipe)
     if unknown := set(args.only) - {package.name for package in packages}:
         names = ", ".join(package.name for package in packages)
@@ -103,7 +106,10 @@ def make(args: argparse.Namespace) -> None:
             texts.add(package, fetched(package), _writer(output / "licenses" / package.name))
             found = pluralize(f"{len(texts.documents):,}", "document")
             print(f"  {found} so far", flush=True)
-    parts = _split(texts.documents, args.held_out, args.seed)
+    documents = texts.documents
+    if args.domain_mb is not None:
+        documents = limited(documents, int(args.domain_mb * 1e6), args.seed)
+    parts = _split(documents, args.held_out, args.seed)
     written = _write_parts(output, spool, parts)
     spool.unlink()
     if tokenizer is not None:
@@ -114,6 +120,7 @@ def make(args: argparse.Namespace) -> None:
     manifest = {
         "seed": args.seed,
         "held_out": args.held_out,
+        "domain_mb": args.domain_mb,
         "packages": inputs,
         "left_out": dict(texts.left_out),
         "parts": written,

@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Package:
     """Version that is downloaded; empty: the one that the package manager takes."""
     domains: dict[str, list[str]] = field(default_factory=dict)
     """Patterns of file names by the domain of their texts."""
+    without: list[str] = field(default_factory=list)
+    """Patterns of file names that are not taken, whatever their domain."""
     unit: str = "folder"
     """Unit of the held-out part: a `folder`, or for books in one folder a `file`."""
     file: str = ""
@@ -32,8 +35,10 @@ class Package:
 
     def domain_of(self, member: str) -> str | None:
         """Domain of a file of the package; None if its text is not taken."""
+        if _matches(member, self.without):
+            return None
         for domain, patterns in self.domains.items():
-            if any(fnmatch.fnmatchcase(member, pattern) for pattern in patterns):
+            if _matches(member, patterns):
                 return domain
         return None
 
@@ -107,8 +112,11 @@ def shown(package: Package) -> str:
 
 def is_license(member: str) -> bool:
     """True for a file with the terms of a package."""
-    name = member.rpartition("/")[2].lower()
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _LICENSES)
+    return _matches(member.rpartition("/")[2].lower(), _LICENSES)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def sha256(path: Path) -> str:

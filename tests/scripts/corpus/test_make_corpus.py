@@ -134,6 +134,30 @@ def test_the_corpus_is_the_same_again_and_its_seed_decides(recipe: Path, tmp_pat
     assert other["packages"] == first["packages"]
 
 
+def test_files_that_the_recipe_excludes_are_not_taken(recipe: Path, tmp_path: Path) -> None:
+    whole = run(recipe, tmp_path / "a", "--no-tokens")
+    text = recipe.read_text().replace(
+        "license: MIT, domains", 'without: ["*/dir3/*"], license: MIT, domains'
+    )
+    recipe.write_text(text)
+    fewer = run(recipe, tmp_path / "b", "--no-tokens")
+    count = [sum(part["documents"] for part in m["parts"].values()) for m in (whole, fewer)]
+    assert count[0] - count[1] == 1
+    assert not any("/dir3/" in row["source"] for row in rows(tmp_path / "b/train.jsonl"))
+
+
+def test_a_domain_is_cut_to_a_size_in_the_shuffled_order(recipe: Path, tmp_path: Path) -> None:
+    most = 20_000
+    whole = run(recipe, tmp_path / "a", "--no-tokens", "--held-out", "0")
+    cut = run(recipe, tmp_path / "b", "--no-tokens", "--held-out", "0", "--domain-mb", "0.02")
+    sizes, before = cut["parts"]["train"]["domains"], whole["parts"]["train"]["domains"]
+    assert before["python"] > most > sizes["python"] > most / 2
+    assert before["c"] == sizes["c"] < most
+    sources = [[row["source"] for row in rows(tmp_path / f"{x}/train.jsonl")] for x in "ab"]
+    assert sources[1] == [source for source in sources[0] if source in sources[1]]
+    assert cut["domain_mb"] == 0.02 and whole["domain_mb"] is None
+
+
 def test_merges_are_those_of_the_ranks() -> None:
     tokenizer = tiktoken_file.convert(vocabulary())
     assert tokenizer.encode("word words").ids == [258, 259, ord("s")]
@@ -184,3 +208,9 @@ def test_packages_that_the_recipe_lacks_are_named(
     argv = [str(tmp_path / "out"), "--recipe", str(recipe), "--only", "c"]
     assert make_corpus.main(argv) == 2
     assert "--only c is not in" in capsys.readouterr().err
+
+
+def test_a_size_of_nothing_is_refused(recipe: Path, tmp_path: Path, capsys: Any) -> None:
+    argv = [str(tmp_path / "out"), "--recipe", str(recipe), "--domain-mb", "0"]
+    assert make_corpus.main(argv) == 2
+    assert "--domain-mb 0.0 must be positive" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Experiments of docs/proof: their list, runs one after the other, curves."""

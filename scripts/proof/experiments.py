@@ -1,0 +1,155 @@
+"""The list of experiments: names, overrides, learning rates found by a sweep, expected seconds."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx.moe.report.loggers import is_finite, lines, read
+
+START = 35.0
+"""Assumed seconds of a run beside its steps: imports, capture, validations."""
+REACHED = 0.8
+"""Assumed share of the speed of the dry run that a run reaches."""
+
+_TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+_STEP = re.compile(r"^ +step ([\d.]+) s: [\d,]+ tokens/s", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run of train.py on one GPU."""
+
+    name: str
+    model: str
+    """Model of the sweep, whose learning rate it takes."""
+    steps: int
+    overrides: tuple[str, ...]
+    """Overrides of train.py without those that follow from the other fields."""
+    rate: str = ""
+    """Learning rate of a run of the sweep; empty for one that takes the sweep's result."""
+
+    def command(self, rate: str, *more: str) -> list[str]:
+        """Command line of the run at a learning rate; `more` are further overrides."""
+        schedule = [
+            f"run.steps={self.steps}",
+            f"optim.lr={rate}",
+            f"optim.min_lr={float(rate) / 10:g}",
+            f"optim.warmup_steps={self.steps // 10}",
+        ]
+        return [sys.executable, str(_TRAIN), *self.overrides, *schedule, *more]
+
+    def is_done(self, results: Path) -> bool:
+        """Return whether the run in a folder of results is complete."""
+        ends = [r for r in lines(results / self.name / "metrics.jsonl") if _is_end(r)]
+        return bool(ends) and ends[-1]["at"] == self.steps
+
+
+def _is_end(record: dict[str, Any]) -> bool:
+    return record.get("event") == "summary"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Experiments in the order in which they run."""
+
+    experiments: tuple[Experiment, ...]
+    assumed: str
+    """Learning rate of models whose sweep has no result."""
+
+    def sweep(self, model: str) -> list[Experiment]:
+        """Runs of the sweep of a model."""
+        return [e for e in self.experiments if e.rate and e.model == model]
+
+    def rate(self, experiment: Experiment, results: Path) -> str:
+        """Learning rate of an experiment: its own, or the best one of the complete sweep runs."""
+        if experiment.rate:
+            return experiment.rate
+        known = {
+            e.rate: final_bits(results / e.name)
+            for e in self.sweep(experiment.model)
+            if e.is_done(results)
+        }
+        return min(known, key=lambda rate: known[rate], default=self.assumed)
+
+
+def final_bits(run: Path) -> float:
+    """Held-out bits per byte at the end of a run; infinite if it has none."""
+    bits = [r.get("valid_bits_per_byte") for r in read(run / "metrics.jsonl")]
+    known = [value for value in bits if is_finite(value)]
+    return float(known[-1]) if known else float("inf")
+
+
+def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
+    """Plan of a file like experiments.yaml.
+
+    Args:
+        path: of the file.
+        corpus: folder with train.bin and held_out.
+        tiny: whether all models and runs are those of a trial on a CPU.
+    """
+    listed = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sweep, small = listed["sweep"], listed["tiny"]
+    common = [override.format(corpus=corpus.absolute()) for override in listed["common"]]
+
+    def experiment(
+        name: str, model: str, steps: int, more: list[str], rate: str = ""
+    ) -> Experiment:
+        overrides = [*sweep["models"][model], *common, *more]
+        if tiny:
+            overrides += [*small["overrides"], *small.get(model, ())]
+        return Experiment(name, model, small["steps"] if tiny else steps, tuple(overrides), rate)
+
+    def every() -> Iterator[Experiment]:
+        for model in sweep["models"]:
+            for rate in sweep["rates"]:
+                name = f"sweep_{model}_{rate}"
+                yield experiment(name, model, sweep["steps"], ["run.seed=1"], rate)
+        for each in listed["experiments"]:
+            steps = each.get("steps", listed["steps"])
+            yield experiment(each["name"], each["model"], steps, each["overrides"])
+
+    return Plan(tuple(every()), sweep["assumed"])
+
+
+def step_seconds(experiment: Experiment, machine: str) -> float:
+    """Expected seconds of a step, from a dry run.
+
+    Args:
+        experiment: the run.
+        machine: name of the GPU, as in `run.machine`.
+
+    Raises:
+        ValueError: the dry run failed.
+    """
+    command = experiment.command("1e-3", "run.dry_run=true", f"run.machine={machine}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = _STEP.search(done.stdout)
+    if found is None:
+        last = (done.stderr.strip().splitlines() or ["no expected step"])[-1]
+        raise ValueError(f"the dry run of {experiment.name} failed: {last}")
+    return float(found[1])
+
+
+def expected_seconds(plan: Plan, machine: str) -> dict[str, float]:
+    """Expected seconds of each run by its name; runs that differ in seeds alone share a dry run.
+
+    Raises:
+        ValueError: a dry run failed.
+    """
+
+    def kind(experiment: Experiment) -> tuple[str, ...]:
+        return tuple(o for o in experiment.overrides if not o.startswith("run.seed="))
+
+    kinds = {kind(each): each for each in plan.experiments}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        steps = pool.map(lambda each: step_seconds(each, machine), kinds.values())
+        seconds = dict(zip(kinds, steps, strict=True))
+    return {e.name: START + e.steps * seconds[kind(e)] / REACHED for e in plan.experiments}
