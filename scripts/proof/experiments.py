@@ -82,9 +82,9 @@ class Plan:
 
 def final_bits(run: Path) -> float:
     """Held-out bits per byte at the end of a run; infinite if it has none."""
-    bits = [r.get("valid_bits_per_byte") for r in read(run / "metrics.jsonl")]
-    known = [value for value in bits if is_finite(value)]
-    return float(known[-1]) if known else float("inf")
+    key = "valid_bits_per_byte"
+    bits = [r[key] for r in read(run / "metrics.jsonl") if is_finite(r.get(key))]
+    return float(bits[-1]) if bits else float("inf")
 
 
 def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
