@@ -37,7 +37,7 @@ KINDS = (
     ),
     (
         "experts",
-        r"Fc1Kernel|GroupedGemmKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"
+        r"Fc1Kernel|GroupedGemmKernel|DgradKernel|Wgrad(Pair)?Kernel|BiasGradKernel|DprobKernel|grouped"
         r"|bias_products",
     ),
     (
@@ -57,7 +57,7 @@ KINDS = (
     ),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK|aten::(add|b|addb)?mm$|aten::linear$"),
     ("Adam", r"[aA]dam"),
-    ("optimizer", r"muon_|multi_tensor|l2norm|square_sum|optimizer"),
+    ("optimizer", r"muon_|symmetric_product|multi_tensor|l2norm|square_sum|optimizer"),
     ("other", r""),
 )
 """Patterns by kind: the first that matches an event's name or its enclosing operations decides."""

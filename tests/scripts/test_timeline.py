@@ -28,6 +28,7 @@ TRITON = {
     "elementwise.block_sum_triton.block_sum": "plan, sums",
     "elementwise.muon_triton.muon_momentum": "optimizer",
     "elementwise.muon_triton.muon_move": "optimizer",
+    "newton_schulz.symmetric_triton.symmetric_product": "optimizer",
     "elementwise.part_sum_triton.add_parts": "plan, sums",
     "core_attention.max_logit_triton.attention_max_logit": "attention",
     "linear_attention.gradients_triton.delta_rule_gradients": "attention",

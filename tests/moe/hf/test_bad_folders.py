@@ -81,7 +81,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 CONFIGS = ("config.json", "generation_config.json")
 LATE = "model.layers.2.mlp.experts.7.down_proj.weight"
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen3_moe", {"model_type": "llama"}, "model_type='llama'"),
+    ("qwen3_moe", {"model_type": "mamba"}, "model_type='mamba'"),
     ("qwen3_moe", {"model_type": ["llama"]}, "model_type="),
     ("qwen3_moe", {"hidden_size": "64"}, "hidden_size='64'"),
     ("qwen3_moe", {"hidden_size": 32}, "has shape"),
