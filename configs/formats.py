@@ -58,6 +58,11 @@ def width(cfg: Config) -> int:
     return 2 if in_bf16(cfg) else 4
 
 
+def grad_width(cfg: Config) -> int:
+    """Bytes of an element of accumulated gradients."""
+    return 2 if cfg.parallel.grad_dtype == "bf16" else 4
+
+
 def quantized_layer(cfg: Config, layer: int) -> bool:
     """Return whether a layer follows the recipe of the run.
 

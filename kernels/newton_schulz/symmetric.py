@@ -32,7 +32,9 @@ def gram(x_BMN: Tensor) -> Tensor:
 def polynomial(
     gram_BSS: Tensor, abc: tuple[float, float, float], scale_B: Tensor | None = None
 ) -> Tensor:
-    """a I + b G + c G^2 of symmetric matrices G: [B, S, S] of their dtype, rounded once.
+    """a I + b G + c G^2 of symmetric matrices G: [B, S, S] of their dtype.
+
+    The kernel rounds once; torch's products are rounded before they are added.
 
     Args:
         gram_BSS: bf16 or fp32, contiguous.

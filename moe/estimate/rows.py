@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.activations import Activations, sizes
-from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.gains.delayed_wgrad import OFF
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory, with_delayed
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 
 
@@ -72,8 +73,7 @@ def buffer_bytes(cfg: Config, world: int) -> int:
         cfg, world: as for `row_memory`.
     """
     most = sizes(cfg, world).worst_rows
-    sent = copy.deepcopy(cfg)
-    sent.parallel.delay_wgrad = "off"  # operands that wait depend on the transport
+    sent = with_delayed(cfg, OFF)  # operands that wait depend on the transport
     local = copy.deepcopy(sent)
     local.parallel.dispatch, local.parallel.expert_replication = "local", 0
     stages = zip(stage_memory(sent, world, most), stage_memory(local, world, most), strict=True)

@@ -13,7 +13,7 @@ Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 
 from dataclasses import dataclass
 
-from phalanx.configs.formats import in_bf16, width
+from phalanx.configs.formats import grad_width, in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -174,7 +174,7 @@ def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
     link = machine.node_gbs if world <= machine.node_gpus else machine.network_gbs
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
-    grad, param = 2 if p.grad_dtype == "bf16" else 4, width(cfg)
+    grad, param = grad_width(cfg), width(cfg)
     each = grad + param if p.distributed_optimizer else 2 * grad
     reduction = update = 0.0
     for w in stage_weights(cfg, world):

@@ -17,7 +17,13 @@ from phalanx.configs.arithmetic.accounting import (
     projections,
 )
 from phalanx.configs.arithmetic.layers import is_dense, mlp_layers
-from phalanx.configs.formats import in_bf16, multiplies_fp8, quantized_layer, width
+from phalanx.configs.formats import (
+    grad_width,
+    in_bf16,
+    multiplies_fp8,
+    quantized_layer,
+    width,
+)
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -157,7 +163,7 @@ def _share(total: int, layers: int) -> int:
 def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon.Stack]) -> Weights:
     p = cfg.parallel
     elements = dense + expert
-    grad = 2 if p.grad_dtype == "bf16" else _FP32
+    grad = grad_width(cfg)
     moments = OPTIMIZERS[cfg.optim.kind].moments
     moment = 2 if cfg.optim.moments == "bf16" else _FP32
     master = 2 if split_masters(cfg) else _FP32

