@@ -390,8 +390,6 @@ def not_overlappable(cfg: Config) -> str | None:
         return "all experts are on one rank, which exchanges nothing"
     if transport is not None and not transport.overlaps_microbatches:
         return f"kernels of parallel.dispatch={p.dispatch} fill the GPU and wait for other ranks"
-    if p.pipeline > 1:
-        return f"parallel.pipeline={p.pipeline} has a schedule of its own"
     for knob in ("tensor", "context"):
         if getattr(p, knob) > 1:
             return f"parallel.{knob}={getattr(p, knob)} has one communicator for both passes"

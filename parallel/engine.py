@@ -38,7 +38,7 @@ from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches, rescale
 from phalanx.parallel.megatron.averages import Averages
 from phalanx.parallel.megatron.updated import parts
-from phalanx.parallel.overlapped_schedule import OverlappedSchedule
+from phalanx.parallel.overlapped.schedule import OverlappedSchedule
 
 type RunUpdate = Callable[[Hashable, Callable[[], None], Callable[[], None]], None]
 """Runs an update: from what the host decides in it, the update, and what brings its numbers to the
@@ -63,7 +63,7 @@ class Engine:
         graph: forward and backward are going to be captured, and the update: parameters are
             gathered before, not meanwhile, since the host decides when.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
-            (`parallel.overlapped_schedule`); one chunk.
+            (`parallel.overlapped.schedule`).
         wgrads: events for which weight gradients wait.
     """
 
@@ -158,8 +158,7 @@ class Engine:
                 config.grad_sync_func = [partial(_reduce, c) for c in self.chunks]
         self._overlapped: OverlappedSchedule | None = None
         if overlap_microbatches:
-            (chunk,) = self.chunks
-            self._overlapped = OverlappedSchedule(chunk, device)
+            self._overlapped = OverlappedSchedule(self.chunks, device)
 
     @property
     def lr(self) -> float:
@@ -220,7 +219,13 @@ class Engine:
         fp8_copies.forget(p for module in self.modules for p in module.parameters())
         if self._overlapped is not None and not forward_only:
             with _queued(self._wgrads):
-                return self._overlapped(forward_step, batches[0], microbatches)
+                return self._overlapped(
+                    forward_step,
+                    batches,
+                    microbatches=microbatches,
+                    sequence=sequence,
+                    micro_batch=micro_batch,
+                )
         with nullcontext() if forward_only else _queued(self._wgrads):
             return self._forward_backward(
                 forward_step_func=forward_step,

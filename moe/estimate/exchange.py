@@ -31,18 +31,23 @@ class Exchange:
         """Seconds of both passes, hidden by another micro-batch or not."""
         return self.forward + self.backward
 
-    def exposed(self, seconds: float, computing: float, micro_batches: int) -> float:
-        """Seconds by which a step is longer because of this exchange.
+    def exposed(
+        self, seconds: float, computing: float, micro_batches: int, stages: int, chunks: int
+    ) -> float:
+        """Seconds by which a step is longer because of this exchange, outside a pipeline's bubble.
 
         Without overlap that is all of it. With overlap those of the first forward and the last
-        backward pass are exposed. Between them the exchanges of a backward pass are hidden by a
-        forward pass, a third of the work, and the other way round; the computation beside them is
-        slower by what they take of the GPU.
+        backward pass are exposed; with pipeline stages those of the passes in as many slots as
+        there are chunks of the model (`parallel.overlapped.slots`). Between them the exchanges of a
+        backward pass are hidden by a forward pass, a third of the work, and the other way round;
+        the computation beside them is slower by what they take of the GPU.
 
         Args:
             seconds: all exchanges of a micro-batch on a stage.
             computing: all other work of a micro-batch.
             micro_batches: number per step.
+            stages: pipeline stages.
+            chunks: model chunks of a stage.
         """
         if not self.hidden:
             return micro_batches * seconds
@@ -51,7 +56,9 @@ class Exchange:
         )
         exposed = max(0.0, backward - computing / 3, forward - computing * 2 / 3)
         exposed += self.taken * (seconds - exposed)
-        return seconds + (micro_batches - 1) * exposed
+        # A slot is 1 / chunks of a micro-batch; the bubble is (stages - 1) / chunks of one.
+        alone = min(micro_batches, stages - (stages - 1) / chunks)
+        return alone * seconds + (micro_batches - alone) * exposed
 
 
 def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:

@@ -1,7 +1,8 @@
 """Micro-batches in flight on a pipeline stage, and the pipeline bubble.
 
 The schedules are Megatron-Core's: one forward, one backward (arXiv 2104.04473), interleaved over
-model chunks if there are several.
+model chunks if there are several; or that of micro-batches that overlap
+(`parallel.overlapped.slots`), which has the same bubble.
 """
 
 from collections.abc import Sequence
@@ -9,14 +10,14 @@ from itertools import accumulate
 
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
+from phalanx.parallel.overlapped.slots import passes_ahead
 
 
 def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[int]) -> int:
     """Peak bytes that a stage saves for backward passes.
 
     Args:
-        cfg: valid. With `parallel.overlap_microbatches=on`, which has one stage, a forward pass is
-            one micro-batch ahead.
+        cfg: valid, with resolved `parallel.overlap_microbatches`.
         world: ranks.
         stage: from 0.
         chunk_bytes: bytes that one micro-batch saves in each chunk of the stage.
@@ -26,8 +27,10 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     p = cfg.parallel
     chunks = len(chunk_bytes)
     total = min(micro_batches(cfg, world), 3 * p.pipeline) * chunks  # the schedule repeats then
-    ahead = p.pipeline - stage - 1 + (p.overlap_microbatches == "on")
-    if chunks > 1:
+    ahead = p.pipeline - stage - 1
+    if p.overlap_microbatches == "on":
+        ahead = passes_ahead(stage, p.pipeline, chunks)
+    elif chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * p.pipeline
     ahead = min(ahead, total)
     saved = peak = 0

@@ -106,13 +106,14 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine) -> Step
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
     parts = [count * t for t in slow]
-    parts[_EXCHANGE] = sent.exposed(slow[_EXCHANGE], max(seconds) - slow[_EXCHANGE], count)
+    pipeline, chunks = cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
+    exchange = slow[_EXCHANGE]
+    parts[_EXCHANGE] = sent.exposed(exchange, max(seconds) - exchange, count, pipeline, chunks)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
         # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
-    delayed = [work.delayed for work in works]
-    chunks, held = cfg.parallel.virtual_pipeline, _held(cfg, world)
+    delayed, held = [work.delayed for work in works], _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
     wait = total - count * max(seconds)
     return StepTime(*(*parts, wait, reduction, update))

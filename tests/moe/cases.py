@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 
-from tests.support import loss_scales
-
 EXPERTS, TOP_K, HIDDEN, FFN = 8, 2, 16, 8
 SEQUENCE, BATCH = 12, 3
 
@@ -23,7 +21,11 @@ def install() -> None:
     from phalanx.parallel.megatron import cpu
 
     cpu.install()
-    loss_scales.reset()
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.main_loss_backward_scale = torch.tensor([1.0])
 
 
 def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **kwargs: Any):

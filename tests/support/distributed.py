@@ -212,11 +212,22 @@ def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -
     return fn(*args)
 
 
-def _forget_models() -> None:
-    """Clear Megatron-Core's caches of rotary embeddings, whose keys are modules.
+_SCALERS = {
+    "megatron.core.transformer.moe.moe_utils": "MoEAuxLossAutoScaler",
+    "megatron.core.transformer.multi_token_prediction": "MTPLossAutoScaler",
+}
+"""Classes that have scales of auxiliary losses as attributes, by module."""
 
-    The hooks of a cached module reference a model and its process groups, each with threads.
+
+def _forget_models() -> None:
+    """Reset scales of auxiliary losses, and clear Megatron-Core's caches of rotary embeddings.
+
+    The keys of these are modules, whose hooks reference a model and its process groups, each with
+    threads.
     """
+    for name, scaler in _SCALERS.items():
+        if (module := sys.modules.get(name)) is not None:
+            getattr(module, scaler).main_loss_backward_scale = torch.tensor([1.0])
     if (losses := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         losses.set_moe_metrics_tracker(None)  # it has the layer count of the previous model
     for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):

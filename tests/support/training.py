@@ -24,7 +24,6 @@ from phalanx.configs.knobs import put
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
-from tests.support import loss_scales
 from tests.support.distributed import run_distributed
 from tests.support.runs import Change
 
@@ -112,7 +111,6 @@ def _train(cfg: Config, within: Change | None = None) -> _Rank:
     runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
     from phalanx.moe.training.trainer import Trainer
 
-    loss_scales.reset()
     with tempfile.TemporaryDirectory() as folder:
         cfg.run.dir = folder
         with contextlib.redirect_stdout(io.StringIO()):
@@ -146,12 +144,16 @@ def _inputs_watched(compute: Any) -> Iterator[None]:
 
 def _left(trainer: Any) -> dict[str, str]:
     """Digests of the state on this rank that the next step starts from."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
     from phalanx.moe.router.balance import routers
     from phalanx.parallel.checkpoint import rng
     from phalanx.parallel.checkpoint.model_state import sharded_state
     from phalanx.parallel.checkpoint.optimizer_state import OptimizerState
 
     engine = trainer.job.engine
+    scalers = MoEAuxLossAutoScaler, MTPLossAutoScaler
     buffers = [b for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
     state = sharded_state(engine.chunks, trainer.job.groups.pg.dp_cp)
     pieces = OptimizerState(engine.optimizer, state).shards.values()
@@ -160,7 +162,7 @@ def _left(trainer: Any) -> dict[str, str]:
         "gradients": [buffer.grad_data for buffer in buffers],
         "optimizer": [piece.data for piece in pieces],
         "routers": [b for router in routers(engine.modules) for b in router.buffers()],
-        "loss scales": [s.main_loss_backward_scale for s in loss_scales.scalers()],
+        "loss scales": [scaler.main_loss_backward_scale for scaler in scalers],
         "random states": rng.get(),
         "schedule": [engine.scheduler.num_steps, engine.lr],
         "data": trainer.loader.state_dict(),

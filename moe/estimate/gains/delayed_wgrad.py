@@ -27,10 +27,12 @@ def refusal(cfg: Config) -> str:
     """Reason why no weight gradient can wait for transfers; empty if some can.
 
     Args:
-        cfg: valid, with resolved kernels.
+        cfg: valid, with resolved kernels and `parallel.overlap_microbatches`.
     """
     if cfg.parallel.pipeline == 1:
         return "there is one pipeline stage"
+    if cfg.parallel.overlap_microbatches == "on":
+        return "micro-batches overlap"
     return not_accumulated(cfg)
 
 
@@ -49,10 +51,12 @@ def beside_exchanges(cfg: Config) -> bool:
     Their operands are those of one layer at most, which is about what the exchange needs later.
 
     Args:
-        cfg: valid, with resolved kernels and transport.
+        cfg: valid, with resolved kernels, transport and `parallel.overlap_microbatches`.
     """
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
-    if p.pipeline > 1 or p.delay_wgrad == OFF or transport is None:
+    if p.pipeline > 1 and p.overlap_microbatches != "on":
+        return False
+    if p.delay_wgrad == OFF or transport is None:
         return False
     return transport.collective and has_experts(cfg.model) and not not_accumulated(cfg)
 

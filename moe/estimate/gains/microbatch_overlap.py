@@ -52,6 +52,9 @@ def microbatch_overlap(
     if wanted == "auto" and expert_backend(cfg.kernels.backend).host_counts:
         reason = f"{cfg.kernels.backend} experts have the host wait for each pass"
         return MicrobatchOverlap("off", f"{setting}; {reason}")
+    if wanted == "auto" and cfg.parallel.pipeline > 1:
+        # Not timed on GPUs yet.
+        return MicrobatchOverlap("off", f"{setting}; with pipeline stages it is to be asked for")
     if wanted == "auto" and micro_batches(cfg, world) == 1:
         return MicrobatchOverlap("off", f"{setting}; a step has one micro-batch")
     effect = overlap_effect(cfg, world, machine)

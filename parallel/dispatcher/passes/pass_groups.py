@@ -8,7 +8,7 @@ Process groups for exchanges of a forward pass beside a backward pass of another
 
 Collectives of one communicator run in the order in which they are issued. With one communicator the
 exchanges of a forward pass would wait for those of the whole backward pass beside it
-(`parallel.overlapped_schedule`), so each kind of pass has its own. What a backward pass recomputes
+(`parallel.overlapped.schedule`), so each kind of pass has its own. What a backward pass recomputes
 belongs to the backward pass.
 
 Their collectives run on streams of high priority, so that they get SMs before the GEMMs of the

@@ -1,4 +1,5 @@
-"""Two micro-batches at a time: the same results, exchanges over a group for each pass, refusals.
+"""Two micro-batches at a time: the same results, with pipeline stages too, exchanges over a group
+for each pass, refusals.
 
 On a CPU passes follow one another. That two streams give the same bits is shown on GPUs
 (tests/end_to_end/layouts/test_overlapped_gpu.py).
@@ -37,10 +38,51 @@ def series(result: Trained) -> list[tuple[float, float]]:
     return list(zip(result.series("loss"), result.series("grad_norm"), strict=True))
 
 
+CHUNKS = "parallel.virtual_pipeline=2"
+STAGES: dict[str, tuple[int, list[str]]] = {
+    "two": (
+        4,
+        ["model=tiny", "precision=bf16", "parallel.pipeline=2", "data.micro_batch=2", *BALANCE],
+    ),
+    # Embedding and output layer share weights; the step has fewer micro-batches than the first
+    # stage runs ahead.
+    "four": (
+        8,
+        ["model=tiny", "model.tie_embeddings=true", "parallel.pipeline=4", "data.global_batch=10"],
+    ),
+    "chunks": (4, ["model=tiny_deepseek", "parallel.pipeline=2", CHUNKS]),
+    "three": (
+        6,
+        [
+            *["model=tiny", "model.layers=6", "parallel.pipeline=3", CHUNKS],
+            *["data.global_batch=12", "run.recompute=full"],
+        ],
+    ),
+    "data parallel": (
+        8,
+        [
+            *["model=tiny_deepseek", "model.hidden=256", "parallel.pipeline=2", CHUNKS],
+            *["precision=fp8_block", "data.global_batch=16"],
+        ],
+    ),
+}
+"""Number of ranks, and overrides."""
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_passes_in_turn(case: str) -> None:
-    off, on = (trained(2, [*RUN, *CASES[case]], {KNOB: value}) for value in ("off", "on"))
+    same_results(2, CASES[case])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", STAGES)
+def test_results_with_pipeline_stages(case: str) -> None:
+    same_results(*STAGES[case])
+
+
+def same_results(world: int, overrides: list[str]) -> None:
+    off, on = (trained(world, [*RUN, *overrides], {KNOB: value}) for value in ("off", "on"))
     assert len(series(on)) == 3 and series(on) == series(off)
     assert on.left == off.left
     assert on.after.keys() == off.after.keys()
@@ -99,23 +141,23 @@ def test_each_pass_has_its_own_group(recompute: str, tmp_path: Any) -> None:
 @contextmanager
 def events(_: int) -> Iterator[list[tuple[str, int]]]:
     """Events of a run, and waits for them: (record or wait, number of the event)."""
-    from phalanx.parallel.overlapped_schedule import OverlappedSchedule as Schedule
+    from phalanx.parallel.overlapped.streams import Streams
 
     log: list[tuple[str, int]] = []
 
-    def record(self: Schedule) -> Any:
+    def record(self: Streams) -> Any:
         log.append(("record", sum(kind == "record" for kind, _ in log)))
         return log[-1][1]
 
-    def wait(self: Schedule, *events: Any) -> None:
+    def wait(self: Streams, *events: Any) -> None:
         log.extend(("wait", event) for event in events if event is not None)
 
-    original = Schedule._event, Schedule._wait
-    Schedule._event, Schedule._wait = record, wait  # type: ignore[assignment]
+    original = Streams.event, Streams.wait
+    Streams.event, Streams.wait = record, wait  # type: ignore[assignment]
     try:
         yield log
     finally:
-        Schedule._event, Schedule._wait = original  # type: ignore[method-assign]
+        Streams.event, Streams.wait = original  # type: ignore[method-assign]
 
 
 @pytest.mark.dist
@@ -127,9 +169,9 @@ def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
     more = ["run.steps=1", f"{KNOB}=on", "data.global_batch=6", "parallel.overlap=false"]
     main, _ = run(2, [*given, *more], events)
     assert main.code == 0, main.err
-    alone = "r0 w0 w0 r1 w0 r2 r3 r4 r5 r6"
-    beside = "w0 w1 w2 w3 w4 w5 r7 w6 r8 r9 r10 r11 r12"
-    last = "w0 w7 w8 w9 w10 w11 r13 w12 r14 r15 r16 r17 r18 w13 w18"
+    alone = "r0 w0 w0 r1 w0 w0 r2 r3 r4 r5 r6"
+    beside = "w0 w1 w2 w3 w4 w5 r7 w0 w6 r8 r9 r10 r11 r12"
+    last = "w0 w7 w8 w9 w10 w11 r13 w0 w12 r14 r15 r16 r17 r18 w13 w18 w0"
     assert [f"{kind[0]}{event}" for kind, event in main.seen] == f"{alone} {beside} {last}".split()
 
 
@@ -140,7 +182,6 @@ def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
         (["parallel.dispatch=hier"], "kernels of parallel.dispatch=hier fill the GPU"),
         (["kernels=megatron"], "kernels.backend=megatron has its own exchanges"),
         (["parallel.dispatch=local", "parallel.expert=1"], "all experts are on one rank"),
-        (["parallel.pipeline=2"], "parallel.pipeline=2 has a schedule of its own"),
         (["parallel.tensor=2"], "parallel.tensor=2 has one communicator for both passes"),
         (["parallel.context=2"], "parallel.context=2 has one communicator for both passes"),
         (["parallel.expert_replication=1"], "parallel.expert_replication=1 has one communicator"),
