@@ -1,4 +1,4 @@
-"""The public interface of the kernels: experts for models of any framework.
+"""The public interface of the kernels: experts and routers for models of any framework.
 
 It imports torch alone, and no Megatron-Core. Names keep their meaning between minor versions; all
 others of `phalanx.kernels` may change.
@@ -11,6 +11,7 @@ from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.functional.experts import grouped_experts, grouped_experts_sorted
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
 from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
+from phalanx.kernels.functional.router import RouterOptions, router_topk
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.registry import KernelUnavailable
 
@@ -25,8 +26,10 @@ __all__ = [
     "KernelUnavailable",
     "Margins",
     "Microscaling",
+    "RouterOptions",
     "WeightLayout",
     "grouped_experts",
     "grouped_experts_sorted",
     "keep_converted",
+    "router_topk",
 ]

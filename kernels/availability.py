@@ -124,12 +124,29 @@ FLASH_LINEAR_ATTENTION = "fla-core==0.6.0"
 """Requirement of `kernels.linear_attention.fla`, as pip knows it."""
 
 
-def fused_experts(facts: Facts) -> Refusal:
-    """Reason why the fused kernels for Hopper cannot run, or None."""
+def _hopper(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
     if facts.capability is None or facts.capability[0] != 9:
         return f"needs CUDA capability 9.x, not {dotted(facts.capability)}"
+    return None
+
+
+def _compiled(facts: Facts) -> Refusal:
+    if not facts.packages & {"nvidia_cutlass_dsl", "compiled_kernels"}:
+        return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
+    return None
+
+
+def hopper_kernels(facts: Facts) -> Refusal:
+    """Reason why kernels for Hopper cannot run, whatever they compute, or None."""
+    return _hopper(facts) or _compiled(facts)
+
+
+def fused_experts(facts: Facts) -> Refusal:
+    """Reason why the fused kernels for Hopper cannot run, or None."""
+    if why := _hopper(facts):
+        return why
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {short(facts.dtype)}"
     if is_microscaling(facts.recipe):
@@ -151,9 +168,7 @@ def fused_experts(facts: Facts) -> Refusal:
         )
     if facts.activation and not ACTIVATIONS[facts.activation].cute:
         return f"has no epilogue of {facts.activation}"
-    if not facts.packages & {"nvidia_cutlass_dsl", "compiled_kernels"}:
-        return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
-    return None
+    return _compiled(facts)
 
 
 CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"

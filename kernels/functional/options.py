@@ -115,12 +115,12 @@ def constant(value: Any) -> Any:
     return (type(value).__name__, *[constant(getattr(value, name)) for name in names])
 
 
-def _value(constant: Any) -> Any:
+def decoded(constant: Any) -> Any:
     """The inverse of `constant`."""
     if not isinstance(constant, tuple):
         return constant
     kind, *values = constant
-    return _BUILD[kind](*map(_value, values))
+    return _BUILD[kind](*map(decoded, values))
 
 
 _CHOICES = ("activation", "backend", "recipe", "accumulate", "margins")
@@ -168,7 +168,7 @@ def _chosen(options: tuple[Any, ...], problem: Problem) -> tuple[str, str, int]:
 @functools.cache
 def specification(options: tuple[Any, ...], problem: Problem) -> MLPSpec:
     """`choose` as a value."""
-    activation, backend, recipe, accumulate, margins = map(_value, options)
+    activation, backend, recipe, accumulate, margins = map(decoded, options)
     activation, recipe = activation_named(activation), recipe_named(recipe)
     check_backend(backend)
     device = problem.device

@@ -1,7 +1,7 @@
 """Experts from a table in place of the router's choice, and their probabilities, in Triton.
 
 The choice is that of `moe.router.forced_balance` or of `moe.router.replay`, the probabilities are
-those of `moe.router.scores`, in one pass over the tokens.
+those of `kernels.routing.topk.scores`, in one pass over the tokens.
 
 Legend: T tokens, E experts in G groups of M members, K experts per token, P rows of the table.
 """

@@ -1,8 +1,8 @@
 """Choice and weights of a router in one kernel, and their gradient in another, on a Hopper GPU.
 
 Used with the fused expert backend, if `kernels.sm90.routing.topk` supports the router's options;
-equivalent to `choose` and `probabilities` of `moe.router.scores`. A router decides when it is
-built.
+equivalent to `choose` and `probabilities` of `kernels.routing.topk.scores`. A router decides when
+it is built.
 
 Transformer Engine's `fused_topk_with_score_function` returns probabilities [T, E] that are 0 where
 an expert was not chosen, saves scores of that size for its gradient, and takes a gradient of that
@@ -13,7 +13,6 @@ an H200 Transformer Engine's takes 1.5 to 3.8 times as long forward, and 0.9 to 
 Legend: T tokens, E experts, K experts per token.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -22,50 +21,20 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.sm90.limits import (
-    TOPK_EXPERTS,
-    TOPK_GROUP_SCORES,
-    TOPK_GROUP_STEP,
-    TOPK_GROUPS,
-    TOPK_SLOTS,
-)
+from phalanx.kernels.routing.topk.refusal import topk_refusal
 
 
 def unsupported(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     """Reason for which the kernel cannot route by these options; None if it can."""
     if options.rounding != "none":
         return f"token rounding (rounding={options.rounding}) is not supported"
-    limited = options.group_topk < options.groups and not forces_choice(options)
-    if limited and (why := _refuse_groups(options, experts, top_k)):
-        return why
-    if experts % 8 or experts > TOPK_EXPERTS:
-        return f"needs a multiple of 8 experts, at most {TOPK_EXPERTS}, not {experts}"
-    if top_k > TOPK_SLOTS:
-        return f"needs a top_k of at most {TOPK_SLOTS}, not {top_k}"
-    if not options.scale or not math.isfinite(options.scale):
-        return f"needs a scale other than {options.scale}"
-    return None
+    groups = (1, 1) if forces_choice(options) else (options.groups, options.group_topk)
+    return topk_refusal(options, experts=experts, top_k=top_k, groups=groups)
 
 
 def forces_choice(options: RouterConfig) -> bool:
     """True if a table chooses in place of the router."""
     return options.force_balance or bool(options.replay)
-
-
-def _refuse_groups(options: RouterConfig, experts: int, top_k: int) -> str | None:
-    groups, chosen = options.groups, options.group_topk
-    if options.score != "sigmoid":
-        return f"expert groups need score=sigmoid, not {options.score}"
-    if groups > TOPK_GROUPS:
-        return f"needs at most {TOPK_GROUPS} groups, not {groups}"
-    if experts // groups % TOPK_GROUP_STEP:
-        return f"needs groups of a multiple of {TOPK_GROUP_STEP} experts, not {experts // groups}"
-    if top_k // chosen > TOPK_GROUP_SCORES:
-        return (
-            f"a group may be judged by {TOPK_GROUP_SCORES} scores, not by {top_k // chosen}: "
-            f"top_k={top_k} with group_topk={chosen}"
-        )
-    return None
 
 
 def topk(

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from phalanx.configs.schema import Config, RouterConfig
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
 from phalanx.moe.router import balance, fused_topk, token_rounding
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance
 from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
 from phalanx.moe.router.replay import Replay
-from phalanx.moe.router.scores import choose, loss_scores, probabilities
+from phalanx.moe.router.scores import loss_scores
 from phalanx.moe.saved_tensors import TokenCounts
 from phalanx.parallel.dispatcher.base import TokenChoices
 
@@ -223,13 +224,7 @@ class Router(KeepsPrecision, MegatronModule):
         if self.forced is not None:
             tokens = logits_TE.size(0)
             return self.forced(tokens, self.ep_group.rank() * tokens)
-        score_TE = logits_TE  # orders experts as the scores do, and does not saturate
-        if o.score == "sigmoid" and self._choice_is_shaped:
-            score_TE = logits_TE.sigmoid()
-        elif o.softmax_over == "all" and self._choice_is_shaped:
-            score_TE = logits_TE.softmax(-1)
-        if self.expert_bias is not None:
-            score_TE = score_TE + self.expert_bias
+        score_TE = choice_scores(logits_TE, o, self.expert_bias, o.group_topk < o.groups)
         return choose(score_TE, self.top_k, o.groups, o.group_topk, width=self.slots.width)
 
     @property

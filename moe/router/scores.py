@@ -1,81 +1,8 @@
-"""Functions of a router's logits: choice of experts, their weights, scores for balancing losses.
+"""Scores for balancing losses. Legend: T tokens, E experts."""
 
-They are pure functions of the logits [T, E] of this rank's tokens, in fp32 or fp64, without a host
-read. Ties go to the lower expert, on every device.
-
-Legend: T tokens, E experts in G groups, K experts per token.
-"""
-
-import torch
 from torch import Tensor
 
-from phalanx.configs.schema import RouterConfig
-
-_TINY = 1e-20
-
-
-def choose(
-    score_TE: Tensor, top_k: int, groups: int = 1, group_topk: int = 1, *, width: int = 0
-) -> Tensor:
-    """The K (or `width`) best experts of each token, best first; int64 [T, K].
-
-    With groups, experts must come from the `group_topk` best groups, and the score of a group is
-    the sum of its K // group_topk best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    """
-    if group_topk < groups:
-        score_TGM = score_TE.view(score_TE.size(0), groups, -1)
-        best = max(1, top_k // group_topk)
-        group_TG = score_TGM.topk(best, dim=-1).values.sum(-1)
-        refused_TG = torch.ones_like(group_TG, dtype=torch.bool)
-        refused_TG.scatter_(1, _first(group_TG, group_topk), False)
-        score_TE = score_TGM.masked_fill(refused_TG[..., None], float("-inf")).flatten(1)
-    return _first(score_TE, width or top_k)
-
-
-def _first(score: Tensor, k: int) -> Tensor:
-    # A stable sort, since topk breaks ties differently on each device.
-    return torch.sort(score, dim=-1, descending=True, stable=True).indices[:, :k]
-
-
-def probabilities(
-    logits_TE: Tensor,
-    idx_TK: Tensor,
-    options: RouterConfig,
-    *,
-    kept_TK: Tensor | None = None,
-    top_k: int = 0,
-) -> Tensor:
-    """Weights of the chosen experts: [T, K] in the dtype of the logits.
-
-    One expert per token is never normalised, as in Megatron-Core: its weight would be 1 and the
-    router would not learn. transformers does normalise it, so that `moe.hf` imports no such model.
-
-    Args:
-        logits_TE: logits of all experts.
-        idx_TK: int64 experts of each token.
-        options: routing.
-        kept_TK: choices that count; the others have weight 0. Default: all.
-        top_k: experts per token if that is not the width of `idx_TK`.
-    """
-    normalize = options.normalize and (top_k or idx_TK.size(1)) > 1
-    chosen_TK = logits_TE.gather(1, idx_TK)
-    if options.score == "sigmoid":
-        prob_TK = _only(kept_TK, chosen_TK.sigmoid())
-        if normalize:
-            prob_TK = prob_TK / (prob_TK.sum(-1, keepdim=True) + _TINY)
-    elif normalize or options.softmax_over == "topk":  # the two are equivalent
-        if kept_TK is not None:
-            # A token without experts keeps its logits, as a softmax of -inf would be NaN.
-            dropped_TK = ~kept_TK & kept_TK.any(-1, keepdim=True)
-            chosen_TK = chosen_TK.masked_fill(dropped_TK, float("-inf"))
-        prob_TK = _only(kept_TK, chosen_TK.softmax(-1))
-    else:
-        prob_TK = _only(kept_TK, logits_TE.softmax(-1).gather(1, idx_TK))
-    return prob_TK * options.scale
-
-
-def _only(kept: Tensor | None, prob: Tensor) -> Tensor:
-    return prob if kept is None else prob.masked_fill(~kept, 0)
+from phalanx.kernels.routing.topk.scores import TINY
 
 
 def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
@@ -83,4 +10,4 @@ def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
     if score == "softmax":
         return logits_TE.softmax(-1)
     score_TE = logits_TE.sigmoid()
-    return score_TE / (score_TE.sum(-1, keepdim=True) + _TINY)
+    return score_TE / (score_TE.sum(-1, keepdim=True) + TINY)

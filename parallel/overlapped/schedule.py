@@ -180,7 +180,7 @@ class _Passes:
         self._config = get_model_config(chunks[0])
         self._context = schedules._build_default_pg_collection().cp.size()
         self.reports: list[Any] = []
-        """What the loss function reported."""
+        """Reports of the loss function."""
         self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
         """Input and output of forward passes until their backward pass, by `Pass.number`."""
         self._forward_end = self._backward_end = self._transferred = streams.event()

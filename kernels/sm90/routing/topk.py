@@ -290,7 +290,7 @@ def topk(
     bias_E: Tensor | None = None,
     groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
-    """Experts of every token and their weights, as defined by `moe.router.scores`.
+    """Experts of every token and their weights, as defined by `kernels.routing.topk.scores`.
 
     Args:
         logits_TE: fp32 or bf16; E a multiple of 8, up to 512.

@@ -25,6 +25,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.routing.topk.scores import choose
 from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 from phalanx.kernels.sm90.experts.combine import combine
 from phalanx.kernels.sm90.experts.dprob import dprob as add_dprob
@@ -35,7 +36,6 @@ from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.routing.plan import plan, plan_backward
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
-from phalanx.moe.router.scores import choose
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

@@ -8,10 +8,11 @@ import torch
 
 from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.routing.gate_triton import split
+from phalanx.kernels.routing.topk.scores import choose, probabilities
 from phalanx.moe.router import balance
 from phalanx.moe.router.forced_balance import ForcedBalance
 from phalanx.moe.router.fused_balance import Recorder
-from phalanx.moe.router.scores import choose, loss_scores, probabilities
+from phalanx.moe.router.scores import loss_scores
 from tests.kernels.capture import check_replay
 from tests.kernels.interpreter import interpret
 

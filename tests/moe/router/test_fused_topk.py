@@ -1,12 +1,10 @@
 """The router on the fused kernels: which options they take, and all around them on a CPU."""
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.configs.load import load
 from phalanx.configs.load import options as group_options
@@ -14,6 +12,7 @@ from phalanx.configs.schema import RouterConfig
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.router.router import slots
+from tests.kernels.routing.topk_stand_ins import topk, topk_backward
 from tests.moe.cases import EXPERTS, LOSSES, TOP_K, build_router, draw, hidden, install
 from tests.support.distributed import run_distributed
 
@@ -44,39 +43,6 @@ def test_what_the_kernel_takes(
 ) -> None:
     refused = unsupported(RouterConfig(**options), experts=experts, top_k=top_k)
     assert refused is None if why is None else why in str(refused)
-
-
-def topk(
-    logits_TE: Tensor,
-    *,
-    top_k: int,
-    bias_E: Tensor | None = None,
-    groups: tuple[int, int] = (1, 1),
-    **weights: Any,
-) -> tuple[Tensor, Tensor]:
-    """`kernels.sm90.routing.topk.topk` in torch."""
-    from phalanx.moe.router.scores import choose, probabilities
-
-    grouped = groups[1] < groups[0]
-    score_TE = logits_TE if bias_E is None and not grouped else logits_TE.sigmoid()
-    score_TE = score_TE if bias_E is None else score_TE + bias_E
-    idx_TK = choose(score_TE, top_k, *groups)
-    options: Any = SimpleNamespace(**weights)
-    return idx_TK.to(torch.int32), probabilities(logits_TE, idx_TK, options)
-
-
-def topk_backward(
-    dprob_TK: Tensor, idx_TK: Tensor, prob_TK: Tensor, logits_TE: Tensor, **weights: Any
-) -> Tensor:
-    """`kernels.sm90.routing.topk.topk_backward` in torch."""
-    from phalanx.moe.router.scores import probabilities
-
-    options: Any = SimpleNamespace(**weights)
-    with torch.enable_grad():
-        leaf = logits_TE.detach().requires_grad_()
-        again_TK = probabilities(leaf, idx_TK.long(), options)
-    assert torch.equal(again_TK, prob_TK) and dprob_TK.is_contiguous()
-    return torch.autograd.grad(again_TK, leaf, dprob_TK)[0]
 
 
 def _equal(options: dict[str, Any], fused: bool) -> None:

@@ -1,4 +1,4 @@
-"""The router's kernels under autograd on a Hopper GPU, against `moe.router.scores` in fp64."""
+"""The router's kernels under autograd on a Hopper GPU, against their definition in fp64."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from phalanx.configs.schema import RouterConfig
+from phalanx.kernels.routing.topk.scores import choose, probabilities
 from phalanx.moe.router.fused_topk import best, topk, unsupported
-from phalanx.moe.router.scores import choose, probabilities
 from tests.kernels.capture import check_replay
 
 pytestmark = pytest.mark.gpu

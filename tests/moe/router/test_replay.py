@@ -102,8 +102,8 @@ def test_loads_in_words() -> None:
 
 def _replays(path: str, layer: int, want: Ids, score: str) -> None:
     install()
+    from phalanx.kernels.routing.topk.scores import probabilities
     from phalanx.moe.router.router import Router
-    from phalanx.moe.router.scores import probabilities
     from phalanx.parallel.groups import create
 
     pg = create(expert=2).pg

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.core_attention import core
+from phalanx.kernels.routing.topk.scores import choose, probabilities
 from phalanx.moe.router import fused_topk
-from phalanx.moe.router.scores import choose, probabilities
 from phalanx.scripts import bench_libraries
 from phalanx.scripts.bench.clocks import Cpu
 from phalanx.scripts.bench.comparison import Operation, Row, compare, gap

@@ -7,10 +7,10 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.routing.topk.scores import choose
 from phalanx.kernels.sm90.routing.logits import WEIGHTS, ExpertGroups, TopkConfig
 from phalanx.kernels.sm90.routing.topk import TopkKernel, _bits, topk, topk_backward
 from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
-from phalanx.moe.router.scores import choose
 from tests.kernels.sm90 import simt
 from tests.kernels.sm90.sass import Sass
 

@@ -1,0 +1,174 @@
+"""The choice of experts and their weights as a function of a router's logits.
+
+Legend: T tokens, E experts, K experts per token.
+"""
+
+import functools
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.availability import hopper_kernels
+from phalanx.kernels.functional.options import constant, decoded
+from phalanx.kernels.registry import Facts, KernelUnavailable
+from phalanx.kernels.routing.topk import custom_ops
+from phalanx.kernels.routing.topk.refusal import topk_refusal
+from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
+
+
+class _Backend(NamedTuple):
+    kernel: bool
+    """The kernel routes where it can."""
+    forced: bool = False
+    """It is an error where it cannot."""
+
+
+_BACKENDS = {
+    "auto": _Backend(kernel=True),
+    "fused": _Backend(kernel=True, forced=True),
+    "torch": _Backend(kernel=False),
+}
+_SCORES, _SOFTMAXES = ("softmax", "sigmoid"), ("all", "topk")
+
+
+class RouterOptions(TypedDict, total=False):
+    """Keyword arguments of `router_topk`."""
+
+    score: str
+    """`softmax` (default) or `sigmoid` of the logits."""
+    softmax_over: str
+    """Logits of the softmax: `all` (default), or those of the chosen experts (`topk`)."""
+    normalize: bool
+    """Divide the weights of a token by their sum; false by default. One expert per token is never
+    normalised: its weight would be 1, and the router would not learn."""
+    scale: float
+    """Factor of the weights; 1 by default."""
+    groups: int
+    """Number of groups of E / groups experts; 1 by default."""
+    group_topk: int
+    """Number of groups that a token chooses from; all by default. The score of a group is the sum
+    of its K // group_topk best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    backend: str
+    """`fused`, `torch`, or `auto`: the kernel where it can run."""
+
+
+class _Weights(NamedTuple):
+    """A `kernels.routing.topk.scores.Weighting`."""
+
+    score: str
+    normalize: bool
+    softmax_over: str
+    scale: float
+
+
+_DEFAULTS: dict[str, Any] = dict(
+    score="softmax", softmax_over="all", normalize=False, scale=1.0, groups=1, backend="auto"
+)
+
+
+def router_topk(
+    logits: Tensor, top_k: int, bias: Tensor | None = None, **options: Unpack[RouterOptions]
+) -> tuple[Tensor, Tensor]:
+    """The K best experts of each token, best first and ties to the lower, and their weights.
+
+    Differentiable, once, in the logits. Nothing is read on the host.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import router_topk
+    >>> idx, prob = router_topk(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2, normalize=True)
+    >>> idx.tolist(), prob.tolist()
+    ([[1, 3]], [[0.5, 0.5]])
+
+    Args:
+        logits: [..., E] fp32 or bf16, used in fp32. T may be 0.
+        top_k: K, from 1 to E.
+        bias: [E], with `score="sigmoid"`: added to the scores in the choice alone, as to balance
+            experts without a loss (arXiv 2408.15664). It has no gradient.
+        options: as `RouterOptions` describes them.
+
+    Returns:
+        Experts [..., K] int32 and weights [..., K] fp32, as `grouped_experts` takes them.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: shapes, dtypes or options that do not fit, or a backend that cannot run here.
+    """
+    for name in options:
+        if name not in RouterOptions.__annotations__:
+            known = ", ".join(RouterOptions.__annotations__)
+            raise TypeError(f"{name} is no option of router_topk: use {known}")
+    chosen = _DEFAULTS | dict(options)
+    chosen.setdefault("group_topk", chosen["groups"])
+    logits_TE = logits.reshape(-1, logits.shape[-1]).contiguous()
+    _check(logits_TE, top_k, bias, chosen)
+    backend, groups = (
+        _BACKENDS[chosen.pop("backend")],
+        [chosen.pop("groups"), chosen.pop("group_topk")],
+    )
+    weights = _Weights(**chosen)
+    sizes = (constant(logits_TE.shape[1]), constant(top_k), *groups)
+    fused = _is_fused(*backend, logits.device, sizes, *map(constant, weights))
+    if bias is not None:
+        bias = bias.detach().float().contiguous()
+    if fused:
+        idx_TK, prob_TK = custom_ops.router_topk(logits_TE, bias, top_k, groups, *weights)
+    else:
+        logits_TE = logits_TE.float()
+        scores_TE = choice_scores(logits_TE.detach(), weights, bias, groups[1] < groups[0])
+        chosen_TK = choose(scores_TE, top_k, *groups)
+        idx_TK, prob_TK = chosen_TK.int(), probabilities(logits_TE, chosen_TK, weights)
+    shape = (*logits.shape[:-1], top_k)
+    return idx_TK.view(shape), prob_TK.view(shape)
+
+
+def _check(logits_TE: Tensor, top_k: int, bias: Tensor | None, options: dict[str, Any]) -> None:
+    E = logits_TE.shape[1]
+    groups, chosen = options["groups"], options["group_topk"]
+    if logits_TE.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"logits must be fp32 or bf16, not {logits_TE.dtype}")
+    if not 1 <= top_k <= E:
+        raise ValueError(f"top_k={top_k} must be from 1 to {E}, the number of experts")
+    for name, known in (("score", _SCORES), ("softmax_over", _SOFTMAXES), ("backend", _BACKENDS)):
+        if options[name] not in known:
+            raise ValueError(f"{name}={options[name]} is unknown: use {', '.join(known)}")
+    if not 1 <= chosen <= groups or E % groups or top_k > chosen * (E // groups):
+        raise ValueError(
+            f"groups={groups}, group_topk={chosen}: {top_k} of {E} experts cannot come from "
+            f"{chosen} of {groups} equal groups"
+        )
+    if bias is None:
+        return
+    if options["score"] != "sigmoid":
+        raise ValueError("bias is for score=sigmoid: leave it out")
+    if bias.shape != (E,) or not bias.is_floating_point():
+        raise ValueError(f"bias must be [{E}] of floats, not {list(bias.shape)} {bias.dtype}")
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _is_fused(
+    kernel: bool, forced: bool, device: torch.device, sizes: tuple[int, ...], *weights: Any
+) -> bool:
+    """True if the kernel routes.
+
+    Args:
+        kernel, forced: a `_Backend`.
+        device: of the logits.
+        sizes: E, K, groups, group_topk.
+        weights: fields of `_Weights` as constants.
+
+    Raises:
+        KernelUnavailable: the kernel is asked for and cannot run.
+    """
+    if not kernel:
+        return False
+    experts, top_k, groups, chosen = sizes
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    facts = Facts(device=device.type, capability=capability, dtype=torch.float32)
+    why = hopper_kernels(facts) or topk_refusal(
+        _Weights(*map(decoded, weights)), experts=experts, top_k=top_k, groups=(groups, chosen)
+    )
+    if why and forced:
+        raise KernelUnavailable(f"backend=fused cannot run: {why}; use backend=auto")
+    return why is None

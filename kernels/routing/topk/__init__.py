@@ -1,0 +1,1 @@
+"""Choice and weights of a router: definition, limits of its kernel, custom ops."""

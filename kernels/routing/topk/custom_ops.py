@@ -1,0 +1,99 @@
+"""The kernel of a router's choice and weights, and that of its gradient, as torch custom ops.
+
+Legend: T tokens, E experts, K experts per token.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.sm90.jit.stand_ins import import_kernels
+
+
+@torch.library.custom_op("phalanx::router_topk", mutates_args=())
+def router_topk(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    groups: Sequence[int],
+    score: str,
+    normalize: bool,
+    softmax_over: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(experts of each token [T, K] int32, their weights [T, K] fp32).
+
+    Args:
+        logits: [T, E], contiguous.
+        bias: [E] fp32, or None.
+        top_k: K.
+        groups: number of groups of experts, and how many a token chooses from.
+        score, normalize, softmax_over, scale: a `Weighting`.
+    """
+    import_kernels()
+    from phalanx.kernels.sm90.routing import topk as kernel
+
+    number, chosen = groups
+    return kernel.topk(
+        logits,
+        top_k=top_k,
+        score=score,
+        normalize=normalize,
+        softmax_over=softmax_over,
+        scale=scale,
+        bias_E=bias,
+        groups=(number, chosen),
+    )
+
+
+@router_topk.register_fake
+def _(logits: Tensor, bias: Tensor | None, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, ctx.weights = inputs[0], inputs[4:]
+    ctx.save_for_backward(*output, logits)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx: Any, _: None, dprob: Tensor) -> tuple[Any, ...]:
+    dlogits = router_topk_backward(dprob.contiguous(), *ctx.saved_tensors, *ctx.weights)
+    return dlogits, *(None,) * 7
+
+
+router_topk.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("phalanx::router_topk_backward", mutates_args=())
+def router_topk_backward(
+    dprob: Tensor,
+    idx: Tensor,
+    prob: Tensor,
+    logits: Tensor,
+    score: str,
+    normalize: bool,
+    softmax_over: str,
+    scale: float,
+) -> Tensor:
+    """Gradient of the logits, in their dtype; the choice has none."""
+    from phalanx.kernels.sm90.routing import topk as kernel
+
+    return kernel.topk_backward(
+        dprob,
+        idx,
+        prob,
+        logits,
+        score=score,
+        normalize=normalize,
+        softmax_over=softmax_over,
+        scale=scale,
+    )
+
+
+@router_topk_backward.register_fake
+def _(dprob: Tensor, idx: Tensor, prob: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits)
