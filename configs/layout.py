@@ -386,9 +386,7 @@ def not_overlappable(cfg: Config) -> str | None:
         return "a dense model exchanges no tokens"
     if expert_backend(cfg.kernels.backend).stock_layer:
         return f"kernels.backend={cfg.kernels.backend} has its own exchanges"
-    if transport is not None and transport.one_rank:
-        return "all experts are on one rank, which exchanges nothing"
-    if transport is not None and not transport.overlaps_microbatches:
+    if transport is not None and not (transport.one_rank or transport.overlaps_microbatches):
         return f"kernels of parallel.dispatch={p.dispatch} fill the GPU and wait for other ranks"
     for knob in ("tensor", "context"):
         if getattr(p, knob) > 1:

@@ -7,6 +7,7 @@ from phalanx.configs.layout import forced_overlap_error, micro_batches, not_over
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.estimate.timing import step_time
@@ -51,6 +52,9 @@ def microbatch_overlap(
         return MicrobatchOverlap("off", f"{setting}; a CPU computes one pass at a time")
     if wanted == "auto" and expert_backend(cfg.kernels.backend).host_counts:
         reason = f"{cfg.kernels.backend} experts have the host wait for each pass"
+        return MicrobatchOverlap("off", f"{setting}; {reason}")
+    if wanted == "auto" and TRANSPORTS[cfg.parallel.dispatch].one_rank:
+        reason = "all experts are on one rank, which exchanges nothing"
         return MicrobatchOverlap("off", f"{setting}; {reason}")
     if wanted == "auto" and cfg.parallel.pipeline > 1:
         # Not timed on GPUs yet.

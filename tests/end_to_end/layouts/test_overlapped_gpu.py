@@ -1,13 +1,15 @@
 """On two GPUs, forward passes beside backward passes repeat the bits of passes one after the other.
 
-Eager and captured in a graph, in bf16 and FP8, with multi-token prediction and recomputation. The
-30 steps of each run also show that the exchanges of two passes at a time do not block each other.
+Eager and captured in a graph, in bf16 and FP8, with multi-token prediction and recomputation, and
+with pipeline stages whose experts are on one rank each. The 30 steps of each run also show that the
+exchanges of two passes at a time do not block each other.
 
     python -m pytest -m gpu tests/end_to_end/layouts/test_overlapped_gpu.py
 """
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ STEPS = 30
 TRAINING = [
     *["run.device=cuda", f"run.steps={STEPS}", "run.save_interval=-1", "kernels=fused"],
     *["data.sequence_length=256", "data.micro_batch=2", "data.global_batch=32"],
-    *["optim.warmup_steps=2", "optim.lr=1e-3", "parallel.expert=2", "parallel.dispatch=alltoall"],
+    *["optim.warmup_steps=2", "optim.lr=1e-3"],
     "parallel.capacity_factor=8",  # a rerun is an eager step, and a capture of some seconds
     "parallel.timeout=60",
 ]
@@ -33,18 +35,27 @@ MODELS = {
     "deepseek": ["model=tiny_deepseek", "model.moe.shared_ffn=128", "optim.max_logit_every=1"],
     "recomputed": ["model=tiny_deepseek", "run.recompute=[moe,norm]"],
 }
+EXPERTS = ["parallel.expert=2", "parallel.dispatch=alltoall"]
+STAGES = ["parallel.expert=1", "parallel.pipeline=2"]
+LAYOUTS = {
+    "experts": EXPERTS,
+    "stages": STAGES,
+    "chunks": [*STAGES, "parallel.virtual_pipeline=2"],
+}
 SECONDS = 500
 
 
 def _cases() -> dict[str, Case]:
     """Runs by name: with overlap and without, of every model, recipe and way to run a step."""
     cases = {}
-    for model, recipe, graph, overlap in product(
-        MODELS, ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
-    ):
+    each: Any = ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
+    runs = [*product(["experts"], MODELS, *each), *product(["stages", "chunks"], ["tiny"], *each)]
+    for layout, model, recipe, graph, overlap in runs:
         how = [f"run.graph={graph}", f"parallel.overlap_microbatches={overlap}"]
-        overrides = [*MODELS[model], f"precision={recipe}", *TRAINING, *how]
-        cases[names((model, recipe, graph, overlap))] = Case(RANKS, overrides)
+        # Weight gradients of two micro-batches in one sum have other bits.
+        how.append("parallel.delay_wgrad=on")
+        overrides = [*MODELS[model], f"precision={recipe}", *TRAINING, *LAYOUTS[layout], *how]
+        cases[names((layout, model, recipe, graph, overlap))] = Case(RANKS, overrides)
     return cases
 
 
