@@ -147,7 +147,6 @@ class Engine:
         self.scheduler = curve.scheduler(self.optimizer, optim.weight_decay)
         self._clip = optim.clip_grad
         self._device = device
-        self._gather_params = ddp.overlap_param_gather
         self._forward_backward = get_forward_backward_func()
         one = len(self.chunks) == 1
         config.finalize_model_grads_func = _finalize

@@ -93,7 +93,7 @@ class Statistics(KeepsPrecision):
     tokens_per_expert: Tensor
     losses: Tensor
     micro_batches: Tensor
-    clones: Tensor
+    replicas: Tensor
 
     def __init__(self, experts: int) -> None:
         super().__init__()

@@ -206,22 +206,15 @@ def send_pair(
 
 
 @dsl_user_op
-def load_constant(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory that is constant during the kernel; not moved by the compiler."""
-    at: Site = dict(loc=loc, ip=ip)
-    values = [Int64(where).ir_value(**at)]
-    return Float32(_asm(T.f32(), values, "ld.global.nc.f32 $0, [$1];", "=f,l", at))
-
-
-@dsl_user_op
 def load_constant_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
-    """`load_constant` if `wanted`, otherwise 0."""
+    """fp32 from global memory that is constant during the kernel if `wanted`, otherwise 0; not moved
+    by the compiler."""
     return _load_if("ld.global.nc.f32", where, wanted, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
 def load_constant_pair(where: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
-    """Two fp32 at a multiple of 8 bytes, see `load_constant`."""
+    """Two fp32 at a multiple of 8 bytes, constant as for `load_constant_if`."""
     at: Site = dict(loc=loc, ip=ip)
     two = llvm.StructType.get_literal([T.f32()] * 2)
     code = "ld.global.nc.v2.f32 {$0, $1}, [$2];"
