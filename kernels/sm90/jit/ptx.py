@@ -207,8 +207,9 @@ def send_pair(
 
 @dsl_user_op
 def load_constant_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory that is constant during the kernel if `wanted`, otherwise 0; not moved
-    by the compiler."""
+    """fp32 from global memory that is constant during the kernel, if `wanted`; otherwise 0.
+
+    The compiler does not move it."""
     return _load_if("ld.global.nc.f32", where, wanted, dict(loc=loc, ip=ip))
 
 
