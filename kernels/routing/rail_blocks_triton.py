@@ -94,7 +94,8 @@ def add_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros([COLUMNS], tl.float32)
     for m in tl.static_range(M):
         b = tl.load(row + t * M + m).to(tl.int64)
-        sent = tl.load(rows + b * D + d, mask=(d < D) & (b >= 0), other=0.0).to(tl.float32)
+        columns = tl.where(b >= 0, D, 0)
+        sent = tl.load(rows + b * D + d, mask=d < columns, other=0.0).to(tl.float32)
         total = sent if m == 0 else total + sent  # 0 + -0 would be 0
     at = t.to(tl.int64) * D + d
     if ADDENDS > 0:
