@@ -91,9 +91,7 @@ def pipeline_chunks(cfg: Config) -> list[str]:
     p, m = cfg.parallel, cfg.model
     if p.pipeline_layout:
         return _unrolled(p.pipeline_layout)
-    flops = [
-        layer_flops(m, layer, cfg.data.sequence_length) for layer in range(m.layers + m.mtp_layers)
-    ]
+    flops = layer_flops(m, cfg.data.sequence_length)
     last = head_flops(m) + sum(flops[m.layers :])
     count = p.pipeline * p.virtual_pipeline
     parts = ["t" * n for n in balanced(tuple(flops[: m.layers]), last, p.pipeline, count)]

@@ -6,7 +6,6 @@ Both kinds carry TFLOP/s by the convention of configs.arithmetic.accounting, so 
 `python -m configs.records` prints them all as a table.
 """
 
-import copy
 import functools
 import shlex
 import sys
@@ -19,6 +18,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from phalanx.configs.knobs import copied
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 
@@ -159,7 +159,7 @@ def configured(record: Record) -> tuple[Config, int]:
     """
     if isinstance(record, OwnRecord):
         ranks, overrides = launch(record.command)
-        return copy.deepcopy(_loaded(*overrides)), ranks
+        return copied(_loaded(*overrides)), ranks
     assert isinstance(record, Published)
     micro = record.micro_batch or 1
     data = {
@@ -172,7 +172,7 @@ def configured(record: Record) -> tuple[Config, int]:
     }
     given = [f"{knob}={value}" for knob, value in data.items()]
     overrides = [f"model={record.model}", *given, *record.overrides, *record.settings]
-    return copy.deepcopy(_loaded(*overrides)), record.gpus
+    return copied(_loaded(*overrides)), record.gpus
 
 
 @functools.cache

@@ -5,7 +5,6 @@ First every knob by itself (`bounds`), then the rules between knobs (here) and t
 is checked anywhere.
 """
 
-import copy
 from collections.abc import Iterator
 
 from phalanx.configs import capture
@@ -17,7 +16,7 @@ from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
 from phalanx.configs.inject import inject_problems
-from phalanx.configs.knobs import get, overrides, pluralize, repair
+from phalanx.configs.knobs import copied, get, overrides, pluralize, repair
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -93,7 +92,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         experiment: that the command line took. On another number of ranks than its own all problems
             of the layout are one, whose overrides together give a layout.
     """
-    cfg = copy.deepcopy(cfg)
+    cfg = copied(cfg)
     rules = (
         bound_problems,
         _attention,
@@ -119,7 +118,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
     world_size = cfg.parallel.world_size or world_size
-    before, own = copy.deepcopy(cfg), ranks_of_experiment(experiment)
+    before, own = copied(cfg), ranks_of_experiment(experiment)
     of_layout = list(layout_problems(cfg, world_size))
     if of_layout and own not in (0, world_size):
         of_layout = [_resized(before, world_size, experiment, own)]

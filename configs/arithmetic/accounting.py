@@ -80,26 +80,24 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return float(backward_twice * multiply_add * (linear + core))
 
 
-def layer_flops(model: ModelConfig, layer: int, sequence_length: int) -> float:
-    """FLOPs of forward and backward of one layer, as in `flops_per_token`.
+def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
+    """FLOPs of forward and backward of each layer for one token, as in `flops_per_token`.
 
-    Args:
-        model: the model.
-        layer: from 0; layers of multi-token prediction come after the last decoder layer, and are
-            counted without their input projections.
-        sequence_length: tokens of a sequence.
+    Layers of multi-token prediction come after the last decoder layer, and are counted without
+    their input projections.
     """
-    m, a = model, model.attention
-    if is_linear(m, layer):
-        products = float(_linear_weights(m) + delta_rule_products(m))
-    else:
-        seen = _keys_seen(a, layer, sequence_length)
-        products = _attention_weights(m) + a.heads * _query_value_dim(a) * seen
-    if is_dense(m, layer):
-        products += mlp_weights(m, m.dense_ffn)
-    else:
-        products += mlp_weights(m, m.moe.ffn) * m.moe.top_k + mlp_weights(m, m.moe.shared_ffn)
-    return 6.0 * products
+    m, a, e = model, model.attention, model.moe
+    state, weights = _linear_weights(m) + delta_rule_products(m), _attention_weights(m)
+    sparse = mlp_weights(m, e.ffn) * e.top_k + mlp_weights(m, e.shared_ffn)
+    dense, channels = mlp_weights(m, m.dense_ffn), a.heads * _query_value_dim(a)
+
+    def products(layer: int) -> float:
+        mlp = dense if is_dense(m, layer) else sparse
+        if is_linear(m, layer):
+            return float(state) + mlp
+        return weights + channels * _keys_seen(a, layer, sequence_length) + mlp
+
+    return [6.0 * products(layer) for layer in range(m.layers + m.mtp_layers)]
 
 
 def head_flops(model: ModelConfig) -> float:

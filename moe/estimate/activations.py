@@ -9,7 +9,6 @@ rows, L experts of a rank, D hidden, F expert width, H = 2F if gated.
 """
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 
@@ -22,7 +21,7 @@ from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.moe import experts, stock_moe
 from phalanx.moe.estimate.traffic import costs, nodes, overlap_sms, received
-from phalanx.moe.estimate.weights import LayerKind
+from phalanx.moe.estimate.weights import LayerKind, all_kinds
 from phalanx.moe.model import dense_mlp, gated_delta_net, grouped_attention
 from phalanx.moe.model.attention import latent_saved_tensors
 from phalanx.moe.router import router
@@ -95,13 +94,11 @@ class Activations:
             self.sizes = replace(self.sizes, rows=rows)
 
     def per_layer_kind(self) -> dict[LayerKind, LayerMemory]:
-        """Memory of a layer of every kind."""
-        both = (False, True)
-        layers = {}
-        for fp8, linear in product(both, both):
-            layers[LayerKind(True, fp8, linear)] = self.dense_layer(fp8, linear)
-            layers[LayerKind(False, fp8, linear)] = self.moe_layer(fp8, linear)
-        return layers
+        """Memory of a layer of every kind that the model has."""
+        return {
+            kind: (self.dense_layer if kind.dense else self.moe_layer)(kind.fp8, kind.linear)
+            for kind in dict.fromkeys(all_kinds(self._cfg))
+        }
 
     def dense_layer(self, fp8: bool | None = None, linear: bool = False) -> LayerMemory:
         """Memory of a layer with a dense MLP; `fp8` None follows the recipe of most layers."""
@@ -122,15 +119,15 @@ class Activations:
         backward += costs(cfg, self._world).backward * width(cfg) * cfg.model.hidden
         return self._layer(parts, backward, fp8_dense, more, linear)
 
-    def bytes_freed(self, kind: LayerKind, name: str) -> int:
-        """Bytes that recomputing `name` frees in a layer that saves everything else."""
-        run = self._cfg.run
-        saved = []
+    def bytes_freed(self, name: str) -> dict[LayerKind, int]:
+        """Bytes that recomputing `name` frees in a layer of every kind that saves all else."""
+        layers = []
         for recompute in ([], [name]):
-            changed = replace(self._cfg, run=replace(run, recompute=recompute, offload=[]))
-            other = Activations(changed, self._world, self.sizes.rows)
-            saved.append(other.per_layer_kind()[kind].saved)
-        return saved[0] - saved[1]
+            run = replace(self._cfg.run, recompute=recompute, offload=[])
+            other = Activations(replace(self._cfg, run=run), self._world, self.sizes.rows)
+            layers.append(other.per_layer_kind())
+        before, after = layers
+        return {kind: layer.saved - after[kind].saved for kind, layer in before.items()}
 
     def head(self) -> LayerMemory:
         """Memory of final norm, logits and loss, multi-token prediction included."""

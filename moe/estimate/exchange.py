@@ -10,7 +10,8 @@ from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.estimate.gains.delayed_wgrad import beside_exchanges
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs
 from phalanx.moe.estimate.traffic import Traffic, costs, overlap_sms, traffic
-from phalanx.moe.estimate.work import all_kinds, layer_wgrads
+from phalanx.moe.estimate.weights import all_kinds
+from phalanx.moe.estimate.work import layer_wgrads
 from phalanx.parallel.dispatcher.costs import Links
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
-from phalanx.configs.layout import document_places, pipeline_chunks
+from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend
 from phalanx.configs.tables.machines import Machine
@@ -22,8 +22,8 @@ from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import (
     Weights,
     cached_gradient_bytes,
+    chunks,
     fp8_copy_bytes,
-    layer_kinds,
     stage_weights,
 )
 
@@ -75,22 +75,21 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
     """
     act = Activations(cfg, world, rows)
     head, per_layer_kind = act.head(), act.per_layer_kind()
+    operands = {kind: layer_operands(cfg, world, act.sizes, kind) for kind in per_layer_kind}
+    routed = {kind: expert_operands(cfg, act.sizes, kind) for kind in per_layer_kind}
     stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
     waiting: list[list[int]] = [[] for _ in range(cfg.parallel.pipeline)]
     alone = [0] * cfg.parallel.pipeline
-    first = 0
-    for i, letters in enumerate(pipeline_chunks(cfg)):
-        kinds, decoder = layer_kinds(cfg, letters, first), letters.count("t")
-        layers = [per_layer_kind[kind] for kind in kinds]
+    for chunk in chunks(cfg):
+        layers = [per_layer_kind[kind] for kind in chunk.kinds]
+        decoder = len(layers) - chunk.mtp
         layers[decoder:] = [
             replace(layer, saved=layer.saved + act.prediction_extra()) for layer in layers[decoder:]
         ]
-        first += decoder
-        stages[i % cfg.parallel.pipeline].append(layers + [head] * letters.count("L"))
-        operands = [layer_operands(cfg, world, act.sizes, kind) for kind in kinds]
-        operands += [head_operands(cfg, act.sizes)] * letters.count("L")
-        waiting[i % cfg.parallel.pipeline].append(sum(operands))
-        alone[i % cfg.parallel.pipeline] += sum(expert_operands(cfg, act.sizes, k) for k in kinds)
+        stages[chunk.stage].append(layers + [head] * chunk.heads)
+        of_head = chunk.heads * head_operands(cfg, act.sizes)
+        waiting[chunk.stage].append(sum(operands[kind] for kind in chunk.kinds) + of_head)
+        alone[chunk.stage] += sum(routed[kind] for kind in chunk.kinds)
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
     copies = fp8_copy_bytes(cfg, world)
     memory = [
@@ -98,16 +97,16 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
             stage=i,
             weights=weights[i],
             cached=cached[i] + copies[i] + _WORKSPACES + _document_scratch(cfg),
-            saved=in_flight_bytes(cfg, world, i, [sum(x.saved for x in c) for c in chunks]),
-            backward=_backward([layer for c in chunks for layer in c], head),
-            validation=_validation(cfg, [layer for c in chunks for layer in c]),
-            host=in_flight_bytes(cfg, world, i, [sum(x.offloaded for x in c) for c in chunks]),
+            saved=in_flight_bytes(cfg, world, i, [sum(x.saved for x in c) for c in held]),
+            backward=_backward([layer for c in held for layer in c], head),
+            validation=_validation(cfg, [layer for c in held for layer in c]),
+            host=in_flight_bytes(cfg, world, i, [sum(x.offloaded for x in c) for c in held]),
         )
-        for i, chunks in enumerate(stages)
+        for i, held in enumerate(stages)
     ]
     if pairs(cfg, world):
         memory = [replace(m, waiting=size) for m, size in zip(memory, alone, strict=True)]
-    return _delayed(memory, [max(chunks) for chunks in waiting]) if waits(cfg) else memory
+    return _delayed(memory, [max(each) for each in waiting]) if waits(cfg) else memory
 
 
 def _delayed(memory: list[StageMemory], operands: list[int]) -> list[StageMemory]:

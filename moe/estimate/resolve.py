@@ -1,9 +1,8 @@
 """Values of every `auto` on Hopper GPUs with all optional packages."""
 
-import copy
-
 from phalanx.configs import capture
 from phalanx.configs.formats import multiplies_fp8, quantizes_on_arrival
+from phalanx.configs.knobs import copied
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
@@ -42,7 +41,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
 
 def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
     """A copy with kernels, transport and SMs."""
-    cfg = copy.deepcopy(cfg)
+    cfg = copied(cfg)
     k, comm_sms = cfg.kernels, cfg.parallel.comm_sms
     expert = expert_parallel_size(cfg, world)
     hopper = facts(cfg, world, device="cuda", capability=(9, 0), packages=_PACKAGES, compiles=True)

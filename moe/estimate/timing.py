@@ -23,6 +23,7 @@ from phalanx.configs.layout import (
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.exchange import Exchange, own_exchange
+from phalanx.moe.estimate.gains.delayed_wgrad import waits
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.shards import heads_seconds, shard_seconds
@@ -121,6 +122,8 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine) -> Step
 
 def _held(cfg: Config, world: int) -> list[int]:
     """Backward passes of each stage whose weight gradients wait beyond a transfer."""
+    if not waits(cfg):
+        return [0] * cfg.parallel.pipeline
     return [m.held for m in stage_memory(cfg, world)]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.accounting import (
+    Parameters,
     attention_norms,
     attention_parameters,
     linear_projections,
@@ -67,19 +68,13 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     matrices: list[list[muon.Stack]] = [[] for _ in stages]
-    first_layer = 0
-    for i, letters in enumerate(pipeline_chunks(cfg)):
-        stage = i % cfg.parallel.pipeline
-        layers, mtp = letters.count("t"), letters.count("m")
-        dense, expert = _chunk(cfg, world, letters, first_layer)
-        stages[stage][0] += dense
-        stages[stage][1] += expert
-        without_experts = dense_layers(cfg, letters, first_layer)
-        sparse = layers - without_experts + mtp
-        linear = linear_in(cfg, letters, first_layer)
-        counts = dict(dense=without_experts, sparse=sparse, mtp=mtp, linear=linear)
-        matrices[stage] += muon.stacks(cfg, world, **counts)
-        first_layer += layers
+    counted = parameters(cfg.model)
+    for chunk in chunks(cfg):
+        dense, expert = _in_chunk(cfg, world, chunk, counted)
+        stages[chunk.stage][0] += dense
+        stages[chunk.stage][1] += expert
+        counts = dict(dense=chunk.dense, sparse=chunk.sparse, mtp=chunk.mtp, linear=chunk.linear)
+        matrices[chunk.stage] += muon.stacks(cfg, world, **counts)
     return [
         _weights(cfg, world, dense, expert, stacks)
         for (dense, expert), stacks in zip(stages, matrices, strict=True)
@@ -103,39 +98,78 @@ class LayerKind(NamedTuple):
     """Linear attention."""
 
 
-def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
-    """Kinds of a chunk's layers: decoder layers from number `first`, then prediction layers."""
-    decoder = range(first, first + letters.count("t"))
-    prediction = [cfg.model.layers] * letters.count("m")
+class Chunk(NamedTuple):
+    """Layers of one model chunk."""
+
+    stage: int
+    """Pipeline stage of the chunk."""
+    letters: str
+    """Contents, in the letters of `parallel.pipeline_layout`."""
+    kinds: list[LayerKind]
+    """Kinds of decoder layers, then of prediction layers."""
+
+    @property
+    def mtp(self) -> int:
+        """Number of prediction layers."""
+        return self.letters.count("m")
+
+    @property
+    def heads(self) -> int:
+        """Number of output layers."""
+        return self.letters.count("L")
+
+    @property
+    def dense(self) -> int:
+        """Number of layers with a dense MLP."""
+        return sum(kind.dense for kind in self.kinds)
+
+    @property
+    def sparse(self) -> int:
+        """Number of layers with experts."""
+        return len(self.kinds) - self.dense
+
+    @property
+    def linear(self) -> int:
+        """Number of layers with linear attention."""
+        return sum(kind.linear for kind in self.kinds)
+
+
+def chunks(cfg: Config) -> list[Chunk]:
+    """All model chunks, in the order of their layers."""
+    found, first = list[Chunk](), 0
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        layers = [
+            *range(first, first + letters.count("t")),
+            *[cfg.model.layers] * letters.count("m"),
+        ]
+        first += letters.count("t")
+        found.append(Chunk(i % cfg.parallel.pipeline, letters, _kinds(cfg, layers)))
+    return found
+
+
+def all_kinds(cfg: Config) -> list[LayerKind]:
+    """Kinds of all layers, in order."""
+    m = cfg.model
+    return _kinds(cfg, [*range(m.layers), *[m.layers] * m.mtp_layers])
+
+
+def _kinds(cfg: Config, layers: list[int]) -> list[LayerKind]:
     return [
         LayerKind(is_dense(cfg.model, i), quantized_layer(cfg, i), is_linear(cfg.model, i))
-        for i in (*decoder, *prediction)
+        for i in layers
     ]
 
 
-def dense_layers(cfg: Config, letters: str, first: int) -> int:
-    """Number of a chunk's layers, decoder layers from number `first`, with a dense MLP."""
-    return sum(kind.dense for kind in layer_kinds(cfg, letters, first))
-
-
-def linear_in(cfg: Config, letters: str, first: int) -> int:
-    """Number of a chunk's decoder layers, from number `first`, with linear attention."""
-    return sum(is_linear(cfg.model, i) for i in range(first, first + letters.count("t")))
-
-
-def _chunk(cfg: Config, world: int, letters: str, first: int) -> tuple[int, int]:
-    """(dense, expert) parameters of a rank in one chunk."""
+def _in_chunk(cfg: Config, world: int, chunk: Chunk, counted: Parameters) -> tuple[int, int]:
+    """(dense, expert) parameters of a rank in one chunk of a model with `counted` parameters."""
     m, tensor = cfg.model, cfg.parallel.tensor
     h, bias = m.hidden, int(m.bias)
-    p = parameters(m)
-    mtp = letters.count("m")
-    without_experts = dense_layers(cfg, letters, first)
-    sparse = letters.count("t") - without_experts + mtp
+    p, letters, mtp = counted, chunk.letters, chunk.mtp
+    without_experts, sparse, linear = chunk.dense, chunk.sparse, chunk.linear
     all_dense, all_sparse = mlp_layers(m)
-    layers = without_experts + sparse
+    layers = len(chunk.kinds)
 
     unsharded = bias * h  # the output bias of attention, and of a dense MLP
-    linear = linear_in(cfg, letters, first)
     full = layers - linear
     attention, state = (attention_parameters(m, linear=each) for each in (False, True))
     mlp = _share(p.dense_mlp, all_dense)
@@ -205,26 +239,22 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
         return [0] * cfg.parallel.pipeline
     h, up = m.hidden, ACTIVATIONS[m.moe.activation].halves
     stages: list[set[tuple[int, int]]] = [set() for _ in range(cfg.parallel.pipeline)]
-    first = 0
-    for i, letters in enumerate(pipeline_chunks(cfg)):
-        shapes = stages[i % cfg.parallel.pipeline]
-        dense, linear = dense_layers(cfg, letters, first), linear_in(cfg, letters, first)
-        first += letters.count("t")
-        sparse = letters.count("t") - dense + letters.count("m")
+    for chunk in chunks(cfg):
+        shapes, linear, sparse = stages[chunk.stage], chunk.linear, chunk.sparse
         if linear:
             (_, inside), (values, _) = linear_projections(m)
             shapes |= {(inside // t, h), (h, values // t)}
-        if dense + sparse > linear:
+        if len(chunk.kinds) > linear:
             *inner, (inputs, outputs) = projections(h, a)
             shapes |= {(rows // t, columns) for columns, rows in inner}
             shapes.add((outputs, inputs // t))
-        if dense:
+        if chunk.dense:
             shapes |= {(up * m.dense_ffn // t, h), (h, m.dense_ffn // t)}
         if sparse and m.moe.shared_ffn:
             shapes |= {(up * m.moe.shared_ffn // t, h), (h, m.moe.shared_ffn // t)}
-        if "m" in letters:
+        if chunk.mtp:
             shapes.add((h // t, 2 * h))
-        if "L" in letters:
+        if chunk.heads:
             shapes.add((m.vocab_size // t, h))
     return [sum(2 * rows * columns for rows, columns in shapes) for shapes in stages]
 
@@ -236,14 +266,12 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
         cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
         world: ranks.
     """
-    m, stages, first = cfg.model, [0] * cfg.parallel.pipeline, 0
+    m, stages = cfg.model, [0] * cfg.parallel.pipeline
+    if not multiplies_fp8(cfg):
+        return stages
     local = m.moe.experts // expert_parallel_size(cfg, world)
     layer = 2 * local * (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * m.moe.ffn
-    for i, letters in enumerate(pipeline_chunks(cfg)):
-        kinds = layer_kinds(cfg, letters, first)
-        first += letters.count("t")
-        stages[i % cfg.parallel.pipeline] += sum(k.fp8 and not k.dense for k in kinds)
-    if not multiplies_fp8(cfg):
-        return [0] * cfg.parallel.pipeline
+    for chunk in chunks(cfg):
+        stages[chunk.stage] += sum(k.fp8 and not k.dense for k in chunk.kinds)
     most = 1 if cfg.precision.weights == "scratch" else m.layers + m.mtp_layers
     return [layer * min(layers, most) for layers in stages]

@@ -3,6 +3,7 @@
 Recomputation (`run.recompute`) is part of the work.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from phalanx.configs.arithmetic.accounting import (
 )
 from phalanx.configs.arithmetic.layers import mlp_layers
 from phalanx.configs.formats import grad_width, multiplies_fp8, width
-from phalanx.configs.layout import expert_parallel_size, logit_interval, pipeline_chunks
+from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -22,7 +23,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs
-from phalanx.moe.estimate.weights import LayerKind, layer_kinds
+from phalanx.moe.estimate.weights import LayerKind, all_kinds, chunks
 
 
 class Flops(NamedTuple):
@@ -86,8 +87,9 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     """Work of every stage, in order; `cfg` has resolved kernels."""
     f, factors, tokens = flops(cfg), _work_factors(cfg), sizes(cfg, world).local_tokens
     core_work = factors.core + _logit_products(cfg)
-    saved, head_saved = _saved(cfg, world)
-    refilled, offloaded = _refilled(cfg, world), _offloaded(cfg, world)
+    act = _balanced(cfg, world)
+    saved, head_saved = act.per_layer_kind(), act.head().saved
+    refilled, actual = _refilled(cfg, act), Activations(cfg, world).per_layer_kind()
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
     read, _ = _memory_ps(cfg, world, machine)
@@ -95,12 +97,10 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     wgrads, dense_waits = layer_wgrads(cfg, world, machine), waits(cfg)
     routed_waits = experts_wait(cfg, world)
     stages = [none for _ in range(cfg.parallel.pipeline)]
-    first = 0
-    for i, letters in enumerate(pipeline_chunks(cfg)):
-        kinds, mtp, head = layer_kinds(cfg, letters, first), letters.count("m"), letters.count("L")
-        first += letters.count("t")
+    for chunk in chunks(cfg):
+        kinds, head = chunk.kinds, chunk.heads
         sparse = [kind for kind in kinds if not kind.dense]
-        gemm = (head * f.head + mtp * f.mtp_projection) / machine.dense_tflops
+        gemm = (head * f.head + chunk.mtp * f.mtp_projection) / machine.dense_tflops
         delayed = dense_waits * gemm / 3
         for kind in kinds:
             mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
@@ -113,22 +113,21 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
             experts += max(rows, read) + wgrads[kind].experts
         core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
-        stage = i % cfg.parallel.pipeline
-        before = stages[stage]
-        stages[stage] = Work(
+        before = stages[chunk.stage]
+        stages[chunk.stage] = Work(
             (
                 before.seconds[0] + more[0],
                 before.seconds[1] + more[1],
                 before.seconds[2] + more[2],
             ),
             before.delayed + tokens * delayed / 1e12,
-            before.written + sum(saved[kind] for kind in kinds) + head * head_saved,
+            before.written + sum(saved[kind].saved for kind in kinds) + head * head_saved,
             before.refilled + sum(refilled[kind] for kind in kinds),
-            before.offloaded + sum(offloaded[kind] for kind in kinds),
+            before.offloaded + sum(actual[kind].offloaded for kind in kinds),
             before.layers + len(kinds),
             before.mlps + len(kinds) - (0 if cfg.model.moe.shared_ffn else len(sparse)),
             before.sparse + len(sparse),
-            before.linear + sum(kind.linear for kind in kinds),
+            before.linear + chunk.linear,
             tokens,
         )
     return stages
@@ -171,11 +170,6 @@ def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, W
         experts = 0.0 if kind.dense else max(f.routed / rates.experts / 3, summed)
         found[kind] = Wgrads(f.projections / rates.dense / 3, mlp, experts)
     return found
-
-
-def all_kinds(cfg: Config) -> list[LayerKind]:
-    """Kinds of all layers, in order."""
-    return layer_kinds(cfg, "".join(pipeline_chunks(cfg)), 0)
 
 
 class ExpertBytes(NamedTuple):
@@ -254,20 +248,13 @@ def _work_factors(cfg: Config) -> _WorkFactors:
     )
 
 
-def _refilled(cfg: Config, world: int) -> dict[LayerKind, int]:
+def _refilled(cfg: Config, act: Activations) -> Counter[LayerKind]:
     """Bytes that selective recomputation restores, of a layer of each kind."""
-    act = _balanced(cfg, world)
-    names = [name for name in cfg.run.recompute if name in ("norm", "mla_up", "attention", "mlp")]
-    return {
-        kind: sum(act.bytes_freed(kind, name) for name in names) for kind in act.per_layer_kind()
-    }
-
-
-def _offloaded(cfg: Config, world: int) -> dict[LayerKind, int]:
-    """Bytes copied to host memory, of a layer of each kind, unused expert rows included."""
-    return {
-        kind: layer.offloaded for kind, layer in Activations(cfg, world).per_layer_kind().items()
-    }
+    restored = Counter[LayerKind]()
+    for name in cfg.run.recompute:
+        if name in ("norm", "mla_up", "attention", "mlp"):
+            restored.update(act.bytes_freed(name))
+    return restored
 
 
 _RECOMPUTE_PASSES = 6.0
@@ -300,18 +287,11 @@ def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     )
 
 
-def _saved(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
-    """Activation bytes of a layer of each kind and of the head if nothing is recomputed.
+def _balanced(cfg: Config, world: int) -> Activations:
+    """Activations without recomputation and offloading, with balanced experts.
 
     Unused expert rows are never touched and so not counted.
     """
-    act = _balanced(cfg, world)
-    saved = {kind: layer.saved for kind, layer in act.per_layer_kind().items()}
-    return saved, act.head().saved
-
-
-def _balanced(cfg: Config, world: int) -> Activations:
-    """Activations without recomputation and offloading, with balanced experts."""
     run = replace(cfg.run, recompute=[], offload=[])
     parallel = replace(cfg.parallel, capacity_factor=1.0)
     return Activations(replace(cfg, run=run, parallel=parallel), world)
