@@ -45,6 +45,7 @@ from phalanx.moe.estimate.gains.wgrad_pairs import pairs_refusal, sums_to_produc
 from phalanx.moe.estimate.memory import (
     StageMemory,
     exchange_bytes,
+    fits,
     host_needed,
     stage_memory,
     with_delayed,
@@ -73,30 +74,39 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     Raises:
         ConfigError: a forced kernel cannot run on this machine model.
     """
+    bodies, enough = sections(cfg, world)
+    texts = {head: "".join(f"\n  {line}" for line in lines) for head, lines in bodies.items()}
+    text = "\n\n".join(head + body for head, body in texts.items() if body)
+    return redacted(text) + "\n", 0 if enough else 2
+
+
+def sections(cfg: Config, world: int) -> tuple[dict[str, Iterator[str]], bool]:
+    """Lines of the page by heading, computed when they are read, and whether the run fits.
+
+    Arguments and errors are those of `dry_run`.
+    """
     machine = MACHINES[cfg.run.machine]
     known = resolved(cfg, world, machine.node_gpus)
-    available = machine.room
-    fits = needed(known, world) <= available and host_needed(known, world) <= machine.host_room
-    sections = [
-        ("Phalanx, dry run", _run(known, world, machine, cfg)),
-        ("Process groups", _groups(known, world)),
-        (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, available)),
-        (
-            "Activations to recompute or offload, each alone, cheapest per byte first",
-            _options(known, world, machine),
+    available, enough = machine.room, fits(known, world, machine)
+    bodies = {
+        "Phalanx, dry run": _run(known, world, machine, cfg),
+        "Process groups": _groups(known, world),
+        f"Memory of a rank, by stage ({machine.name})": _memory(known, world, machine, available),
+        "Activations to recompute or offload, each alone, cheapest per byte first": _options(
+            known, world, machine
         ),
-        *([("Experts of one layer", _experts(known, world))] if has_experts(cfg.model) else []),
-        ("Expected step", _time(known, world, machine)),
-    ]
-    if not fits:
-        sections.append(
-            ("Overrides that reduce memory, fastest first", _advice(cfg, world, machine, available))
-        )
-    elif lines := list(_opt_ins(cfg, world, machine, available)):
-        sections.append(("Off by default: costs accuracy or memory", iter(lines)))
-    sections.append(("In short", _short(cfg, known, world, machine, fits)))
-    text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
-    return redacted(text) + "\n", 0 if fits else 2
+    }
+    if has_experts(cfg.model):
+        bodies["Experts of one layer"] = _experts(known, world)
+    bodies["Expected step"] = _time(known, world, machine)
+    if enough:
+        optional = _opt_ins(cfg, world, machine, available)
+        bodies["Off by default: costs accuracy or memory"] = optional
+    else:
+        advice = _advice(cfg, world, machine, available)
+        bodies["Overrides that reduce memory, fastest first"] = advice
+    bodies["In short"] = _short(cfg, known, world, machine, enough)
+    return bodies, enough
 
 
 def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[str]:
@@ -278,8 +288,8 @@ def _verdict(cfg: Config, world: int, available: int) -> str:
         return f"fits{' with any routing' * has_experts(cfg.model)}"
     if expert_backend(cfg.kernels.backend).stock_layer:
         return f"fits, up to {factor:g} x the balanced rows"
-    fits = needed(cfg, world) <= available
-    verdict = "fits, up to" if fits else "does not fit; it would with"
+    enough = needed(cfg, world) <= available
+    verdict = "fits, up to" if enough else "does not fit; it would with"
     return f"{verdict} parallel.capacity_factor={factor:g}"
 
 
@@ -430,19 +440,19 @@ def _advice(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
         yield "no set of them is enough: use more ranks (parallel.world_size) or a smaller model"
 
 
-def _short(cfg: Config, known: Config, world: int, machine: Machine, fits: bool) -> Iterator[str]:
+def _short(cfg: Config, known: Config, world: int, machine: Machine, enough: bool) -> Iterator[str]:
     """Three lines: does it fit, how fast is it, and what to try next."""
     size = storage(_with_reserve(needed(known, world), machine))
-    yield f"memory    {size} of {machine.memory_gib} GiB: {'fits' if fits else 'does not fit'}"
+    yield f"memory    {size} of {machine.memory_gib} GiB: {'fits' if enough else 'does not fit'}"
     step = step_time(known, world, machine)
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world
     natural = with_natural_routing(step, busiest(known, world)).total
     slower = f", {tokens / natural:,.0f} with natural routing" if natural > step.total else ""
     yield f"speed     {tokens / step.total:,.0f} tokens/s/GPU{slower}"
-    best = next_override(cfg, world, machine, step.total if fits else None)
+    best = next_override(cfg, world, machine, step.total if enough else None)
     every = "run.dry_run=search looks at all layouts"
     if best is None:
-        yield f"next      nothing near is faster{' and fits' * (not fits)}; {every}"
+        yield f"next      nothing near is faster{' and fits' * (not enough)}; {every}"
     else:
         rate = f"{best.tokens:,.0f} tokens/s/GPU in {storage(_with_reserve(best.size, machine))}"
         yield f"next      {overrides(best.changes)}: {rate}; {every}"

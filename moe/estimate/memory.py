@@ -180,6 +180,11 @@ def host_needed(cfg: Config, world: int) -> int:
     return max(m.host for m in stage_memory(cfg, world))
 
 
+def fits(cfg: Config, world: int, machine: Machine) -> bool:
+    """True if GPU and host memory of the worst rank suffice; `cfg` has resolved kernels."""
+    return needed(cfg, world) <= machine.room and host_needed(cfg, world) <= machine.host_room
+
+
 def fp8_weights(cfg: Config, world: int, available: int) -> str:
     """Value of `precision.weights` on ranks that may need `available` bytes.
 

@@ -6,7 +6,8 @@ model chunks if there are several; or that of micro-batches that overlap
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
+from operator import sub
 
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
@@ -33,14 +34,11 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     elif chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * p.pipeline
     ahead = min(ahead, total)
-    saved = peak = 0
-    for step in range(total + ahead):
-        if step < total:
-            saved += chunk_bytes[_chunk(step, p.pipeline, chunks)]
-            peak = max(peak, saved)
-        if step >= ahead:
-            saved -= chunk_bytes[chunks - 1 - _chunk(step - ahead, p.pipeline, chunks)]
-    return peak
+    # Chunks of the passes: `pipeline` micro-batches each, in turn; backward from the last one.
+    passes = [step // p.pipeline % chunks for step in range(total)]
+    saved = accumulate(chunk_bytes[chunk] for chunk in passes)
+    freed = accumulate((chunk_bytes[-1 - chunk] for chunk in passes), initial=0)
+    return max(map(sub, saved, chain(repeat(0, ahead), freed)), default=0)
 
 
 def step_seconds(
@@ -72,8 +70,3 @@ def step_seconds(
         micro_batches * stage + (earlier - passes * late) / chunks
         for stage, earlier, passes, late in zip(seconds, before, held, delayed, strict=False)
     )
-
-
-def _chunk(pass_: int, stages: int, chunks: int) -> int:
-    """Chunk of a stage's `pass_`-th forward: `stages` micro-batches per chunk, in turn."""
-    return pass_ // stages % chunks

@@ -23,6 +23,7 @@ from phalanx.configs.formats import (
     in_bf16,
     multiplies_fp8,
     quantized_layer,
+    quantizes,
     width,
 )
 from phalanx.configs.layout import (
@@ -154,9 +155,9 @@ def all_kinds(cfg: Config) -> list[LayerKind]:
 
 
 def _kinds(cfg: Config, layers: list[int]) -> list[LayerKind]:
+    m, fp8 = cfg.model, quantizes(cfg)
     return [
-        LayerKind(is_dense(cfg.model, i), quantized_layer(cfg, i), is_linear(cfg.model, i))
-        for i in layers
+        LayerKind(is_dense(m, i), fp8 and quantized_layer(cfg, i), is_linear(m, i)) for i in layers
     ]
 
 
