@@ -200,7 +200,7 @@ RANGES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_named_overrides_together_always_fix_a_configuration(cases: int) -> None:
     draw = random.Random(0)
     broken = 0

@@ -1,7 +1,6 @@
 """The page of `run.dry_run`: every experiment, what it says, its exit code."""
 
 import copy
-import functools
 import re
 import shlex
 from dataclasses import replace
@@ -14,17 +13,26 @@ from phalanx.configs.arithmetic.accounting import bf16_peak, fp8_peak
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.records import Record, configured, launch, own, published
-from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
-from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.gains.natural_routing import busiest, with_natural_routing
 from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.report.units import model_size, storage
+from tests.moe.estimate.pages import (
+    EXPERTS,
+    GROUPS,
+    MEMORY,
+    RUN,
+    STEP,
+    fitting,
+    loaded,
+    page,
+    section,
+)
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
 WORLDS |= {"qwen3_235b_64gpu": 64, "mixtral_8x22b_64gpu": 64, "kimi_k2_256gpu": 256}
@@ -32,30 +40,20 @@ WORLDS |= {"glm_4_5_128gpu": 128, "glm_4_5_air_32gpu": 32, "minimax_m2_64gpu": 6
 WORLDS |= {"qwen3_next_16gpu": 16}
 
 
-@functools.cache
-def loaded(*overrides: str) -> Config:
-    return load(overrides)
-
-
-def page(*overrides: str, world: int) -> tuple[str, int]:
-    cfg = copy.deepcopy(loaded(*overrides))
-    validate(cfg, world)
-    return dry_run(cfg, world)
-
-
 def test_guests_are_reported() -> None:
     cloned = ["parallel.dispatch=alltoall", "parallel.expert_replication=2"]
-    text, _ = page("experiment=gpt_oss_20b_8gpu", "run=bench", *cloned, world=8)
+    base = ("experiment=gpt_oss_20b_8gpu", "run=bench")
+    text = section(EXPERTS, *base, *cloned, world=8)
     (line,) = [line for line in text.splitlines() if line.strip().startswith("replicas ")]
     assert "2 replica slots: " in line and "GiB for weights and gradients" in line
-    replicated = ["run=bench", "parallel.expert_replication=auto"]
-    text, _ = page("experiment=gpt_oss_20b_8gpu", *replicated, world=8)
-    assert "replica slots" not in text
+    assert "replica slots" not in section(
+        EXPERTS, *base, "parallel.expert_replication=auto", world=8
+    )
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_what_a_stage_holds_is_reported_in_full(optim: str) -> None:
-    text, _ = page("experiment=deepseek_v3_256gpu", f"optim.kind={optim}", world=256)
+    text = section(MEMORY, "experiment=deepseek_v3_256gpu", f"optim.kind={optim}", world=256)
     rows = [re.findall(r"([\d.]+) GiB", line) for line in text.splitlines() if " B  " in line]
     assert len(rows) == 3
     reported = re.findall(r"the peaks include (.*) of buffer padding", text)
@@ -91,8 +89,8 @@ def test_command_line_prints_the_page_without_a_run(
 
 def test_work_over_packed_documents_is_a_bound() -> None:
     bound = "(Megatron convention, upper bound: attention over full sequences)"
-    assert f"per token at sequence 256 {bound}" in page("data.document_mask=true", world=1)[0]
-    assert "upper bound" not in page(world=1)[0].partition("Process groups")[0]
+    assert f"per token at sequence 256 {bound}" in section(RUN, "data.document_mask=true", world=1)
+    assert "upper bound" not in section(RUN, world=1)
 
 
 def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
@@ -104,7 +102,7 @@ def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
     assert len(parts) == 1 and "not enough" not in text
     for helps in helping:
         world = int(dict(x.split("=") for x in shlex.split(helps)).get("parallel.world_size", 8))
-        assert page(*overrides, *shlex.split(helps), world=world)[1] == 0
+        assert fitting(*overrides, *shlex.split(helps), world=world)
 
 
 def test_overrides_of_which_none_is_enough_are_combined() -> None:
@@ -115,7 +113,7 @@ def test_overrides_of_which_none_is_enough_are_combined() -> None:
     several = [helps for helps in helping if "world_size" not in helps]
     assert several and all(" " in helps for helps in several)
     for helps in several:
-        assert page(*overrides, *shlex.split(helps), world=128)[1] == 0
+        assert fitting(*overrides, *shlex.split(helps), world=128)
 
 
 def test_no_advice_is_contained_in_other_advice() -> None:
@@ -134,9 +132,9 @@ def test_one_verdict_names_the_largest_capacity_factor(experiment: str, batch: i
     (verdict,) = re.findall(r"^  stage .*: (.*)$", text, re.M)
     assert re.findall(r"\bfits?\b", text.partition("In short")[0]) == ["fits"] and code == 0, text
     (factor,) = re.findall(r"^fits, up to parallel.capacity_factor=([\d.]+)$", verdict)
-    for more, expected in ((0, 0), (0.02, 2)):
+    for more, expected in ((0, True), (0.02, False)):
         changed = f"parallel.capacity_factor={float(factor) + more}"
-        assert page(*overrides, changed, world=8)[1] == expected
+        assert fitting(*overrides, changed, world=8) == expected
 
 
 def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
@@ -146,7 +144,7 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
         r"does not fit; it would with (parallel.capacity_factor=\S+)$", text, re.M
     )
     assert code == 2 and re.search(rf"^  {factor}: .*, fits$", text, re.M)
-    assert page(*overrides, factor, world=8)[1] == 0
+    assert fitting(*overrides, factor, world=8)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,7 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
     ],
 )
 def test_what_auto_comes_to(overrides: str, graph: str, overlap: str) -> None:
-    text, _ = page("experiment=moonlight_8gpu", *overrides.split(), world=8)
+    text = section(RUN, "experiment=moonlight_8gpu", *overrides.split(), world=8)
     assert f"\n  graph     {graph}\n  overlap   {overlap}\n" in text
 
 
@@ -184,7 +182,7 @@ def test_a_graph_that_no_such_gpu_captures_is_an_error(capsys: pytest.CaptureFix
 
 
 def test_any_routing_may_fit() -> None:
-    assert "fits with any routing" in page("experiment=moonlight_8gpu", world=8)[0]
+    assert "fits with any routing" in section(MEMORY, "experiment=moonlight_8gpu", world=8)
 
 
 def test_parameters_are_counted_as_in_the_table_of_models() -> None:
@@ -197,7 +195,7 @@ def test_parameters_are_counted_as_in_the_table_of_models() -> None:
 
 
 def test_rows_of_the_budget_and_of_the_worst_case_are_reported() -> None:
-    text, _ = page("experiment=gpt_oss_20b_8gpu", world=8)
+    text = section(EXPERTS, "experiment=gpt_oss_20b_8gpu", world=8)
     reported = re.findall(
         r"^  rows +(\d+) \((.*)\): (.*) of saved activations per layer, (.*) in total; "
         r"dispatch buffers (.*)$",
@@ -208,7 +206,7 @@ def test_rows_of_the_budget_and_of_the_worst_case_are_reported() -> None:
         ("24576", "capacity_factor 1.5", "270.2 MiB", "6.5 GiB", "724.0 MiB"),
         ("131072", "all tokens to one rank", "1.4 GiB", "35.7 GiB", "724.0 MiB"),
     ]
-    alone, _ = page("model=tiny", world=1)  # has rows for every case
+    alone = section(EXPERTS, "model=tiny", world=1)  # has rows for every case
     assert len(re.findall(r"^  rows ", alone, re.M)) == 1
 
 
@@ -234,17 +232,17 @@ def test_suggested_overrides_are_overrides_and_do_what_they_say() -> None:
 
 
 def test_experts_over_several_nodes_go_by_node() -> None:
-    base = ("experiment=deepseek_v3_1024gpu",)
-    text, _ = page(*base, world=1024)
+    base = "experiment=deepseek_v3_1024gpu"
+    text, _ = page(base, world=1024)
     crossing = r"^  (?:dispatch|combine) +3.97 rows per token over the network"
     assert len(re.findall(crossing, text, re.M)) == 2
     assert "experts on 7.36 ranks of 3.63 nodes on average, at most 4 nodes" in text
     assert "receive buffers of hier" in text
-    steps = [
-        float(re.findall(r"^  step ([\d.]+) s", page(*base, dispatch, world=1024)[0], re.M)[0])
-        for dispatch in ("parallel.dispatch=auto", "parallel.dispatch=alltoall")
-    ]
-    assert steps[0] < 0.5 * steps[1]
+    by_node, plain = (
+        step_time(resolved(loaded(base, *dispatch), 1024, 8), 1024, MACHINES["h200"]).total
+        for dispatch in ((), ("parallel.dispatch=alltoall",))
+    )
+    assert by_node < 0.5 * plain and f"\n  step {by_node:.3f} s: " in text
 
 
 @pytest.mark.parametrize("overrides", ["parallel.expert=8", "parallel.expert=4"])
@@ -267,7 +265,7 @@ def test_groups_are_those_of_megatron(name: str) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     world, cfg = WORLDS[name], load([f"experiment={name}"])
-    text, _ = page(f"experiment={name}", world=world)
+    text = section(GROUPS, f"experiment={name}", world=world)
     p = cfg.parallel
     data = world // (p.tensor * p.pipeline)
     order = "tp-cp-ep-dp-pp"  # of parallel_state.initialize_model_parallel
@@ -368,7 +366,7 @@ def test_published_layout_of_deepseek_v3() -> None:
     """1,061 tokens/s/GPU is beside the estimate, and below what the page calls the best."""
     overrides = ("experiment=deepseek_v3_1024gpu", "run.machine=h100")
     for dispatch in ("auto", "alltoall", "deepep"):
-        text, _ = page(*overrides, f"parallel.dispatch={dispatch}", world=1024)
+        text = section(STEP, *overrides, f"parallel.dispatch={dispatch}", world=1024)
         best = re.search(r"^  at best [\d.]+ s: ([\d,]+) tokens/s/GPU.* in bf16: ", text, re.M)
         assert best and 1061 < int(best[1].replace(",", "")) < 1700
         reported = re.findall(
@@ -391,19 +389,20 @@ def test_the_transport_of_the_published_run_explains_its_rate() -> None:
 
 def test_records_beside_the_estimate_are_of_the_same_model() -> None:
     """On the same layout if there are any, or else the fastest, on the same kind of GPU first."""
-    text, _ = page("experiment=qwen3_30b_8gpu", "run.machine=h100", world=8)
+    text = section(STEP, "experiment=qwen3_30b_8gpu", "run.machine=h100", world=8)
     assert re.findall(r"(published|measured) ([\d,]+) tokens", text) == [("published", "12,040")]
-    text, _ = page("experiment=qwen3_30b_8gpu", world=16)
+    text = section(STEP, "experiment=qwen3_30b_8gpu", world=16)
     reported = re.findall(
         r"(published|measured) ([\d,]+) tokens.* on (\d+ x \w+), .*another layout", text
     )
     assert reported == [("measured", "17,404", "4 x H200")]
-    assert "published" not in page("experiment=qwen3_30b_8gpu", "model.layers=24", world=8)[0]
+    shorter = section(STEP, "experiment=qwen3_30b_8gpu", "model.layers=24", world=8)
+    assert "published" not in shorter
 
 
 def test_records_of_the_same_kernels_come_first() -> None:
     """GPT-OSS-20B: own ones of fused experts, then published ones, then own ones of others."""
-    text, _ = page("experiment=gpt_oss_20b_8gpu", world=8)
+    text = section(STEP, "experiment=gpt_oss_20b_8gpu", world=8)
     reported = re.findall(r"^  (published|measured) ([\d,]+) tokens.*?: (.*?) on ", text, re.M)
     assert reported == [
         ("measured", "18,933", "Phalanx, experts fused"),
@@ -488,7 +487,7 @@ def test_heads_that_go_to_context_ranks_take_time(
     once = sent * (near / machine.node_gbs + far / machine.network_gbs) / 1e9
     assert seconds == pytest.approx([once, 3 / 2 * once])
     if (tensor, context) == (1, 2):
-        text, _ = page(*given, world=16)
+        text = section(STEP, *given, world=16)
         assert f"\n  heads       {once:9.3f} s" in text
 
 
@@ -496,7 +495,7 @@ FP8 = ("precision=fp8_block", "experiment=deepseek_v3_l4_8gpu")
 
 
 def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
-    text, _ = page(*FP8, "kernels=torch", world=8)
+    text = section(RUN, *FP8, "kernels=torch", world=8)
     assert "  ranks     8 x H200, fp8_block\n" in text
     assert "  kernels   experts torch, " in text
     assert "no FP8 copies: torch experts multiply FP8 values in bf16\n" in text
@@ -507,8 +506,11 @@ def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_emulated_recipes_take_the_time_of_bf16_and_say_so(recipe: str) -> None:
-    text, code = page(f"precision={recipe}", FP8[1], world=8)
-    assert code == 0 and f"  ranks     8 x H200, {recipe}\n" in text
+    text = section(RUN, f"precision={recipe}", FP8[1], world=8)
+    assert (
+        fitting(f"precision={recipe}", FP8[1], world=8)
+        and f"  ranks     8 x H200, {recipe}\n" in text
+    )
     assert "  kernels   experts torch, " in text
     assert f"  emulated  torch multiplies {recipe} values in bf16; the time to quantize" in text
     cfgs = [load([FP8[1], "kernels=torch", f"precision={p}"]) for p in ("bf16", recipe)]
@@ -554,7 +556,7 @@ def test_weight_gradients_wait_where_their_operands_fit() -> None:
     base = ["experiment=gpt_oss_20b_8gpu", "run=bench", "model.layers=8", "model.moe.experts=16"]
     base += ["parallel.pipeline=2", "parallel.expert=1", "data.micro_batch=1"]
     base += ["data.global_batch=64", "model.moe.top_k=8"]  # rows for whose products memory waits
-    text, _ = page(*base, world=8)
+    text = section((RUN, MEMORY), *base, world=8)
     (bubbles,) = re.findall(r"stages    .* wait for transfers: bubble (\S+) s, not (\S+) s", text)
     assert 0 <= float(bubbles[0]) < float(bubbles[1])
     assert "of operands of weight gradients that wait" in text
@@ -574,9 +576,9 @@ def test_weight_gradients_wait_where_their_operands_fit() -> None:
         "kernels.gradient_accumulation_fusion=false": "kernels.gradient_accumulation_fusion=false ",
         "kernels=megatron": "kernels=megatron computes them in the backward pass",
     }.items():
-        text, _ = page(*base, more, world=8)
+        text = section(RUN, *base, more, world=8)
         assert re.search(rf"stages .* in the backward pass, bubble \S+ s: {reason}", text), more
-    assert "stages    " not in page("experiment=gpt_oss_20b_8gpu", world=8)[0]
+    assert "stages    " not in section(RUN, "experiment=gpt_oss_20b_8gpu", world=8)
 
 
 def test_weight_gradients_of_two_micro_batches_at_once() -> None:
@@ -584,7 +586,7 @@ def test_weight_gradients_of_two_micro_batches_at_once() -> None:
     base = ["experiment=gpt_oss_20b_8gpu", "run=bench", "model.layers=8", "model.moe.experts=16"]
     base += ["parallel.pipeline=2", "parallel.expert=1", "data.micro_batch=1"]
     base += ["data.global_batch=64", "data.sequence_length=2048"]
-    text, _ = page(*base, world=8)
+    text = section(RUN, *base, world=8)
     (ratio,) = re.findall(r"pairs     experts .* one pass; .* need (\S+) x the time", text)
     # 2,048 tokens of 4 experts in 16, and 8 bytes of a sum beside 2 FLOP a row
     h200 = MACHINES["h200"]
@@ -605,10 +607,11 @@ def test_weight_gradients_of_two_micro_batches_at_once() -> None:
     for value, less in (("on", "off"), ("pairs", "on")):
         assert delay_wgrad(known, 8, with_room(memory[value][1])) == value
         assert delay_wgrad(known, 8, with_room(memory[value][1] - 1)) == less
-    alone, _ = page(*base, "parallel.pipeline=1", "parallel.delay_wgrad=pairs", world=8)
+    one_stage = ["parallel.pipeline=1", "parallel.delay_wgrad=pairs"]
+    alone = section((RUN, MEMORY), *base, *one_stage, world=8)
     assert "pairs     experts compute " in alone and "stages    " not in alone
     assert "of operands of weight gradients that wait" in alone
-    refused, _ = page(*base, "kernels=megatron", "parallel.delay_wgrad=pairs", world=8)
+    refused = section(RUN, *base, "kernels=megatron", "parallel.delay_wgrad=pairs", world=8)
     assert "pairs     weight gradients of one micro-batch at a time: kernels=megatron " in refused
 
 
@@ -622,7 +625,7 @@ def with_room(bytes_: int) -> Machine:
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:
     """Two bytes a parameter of the experts, of all layers or of one."""
     base = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")
-    layer, text = 2 * 4 * 3 * 2880 * 2880, page(*base, world=8)[0]
+    layer, text = 2 * 4 * 3 * 2880 * 2880, section(RUN, *base, world=8)
     assert f"weights   FP8 copies of experts resident, {storage(24 * layer)}\n" in text
     cfg = load(list(base))
     needs = {}

@@ -12,12 +12,12 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.advice import suggestions
-from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import host_needed, needed, stage_memory
 from phalanx.moe.estimate.memory_options import MemoryOption, memory_options
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 from phalanx.moe.estimate.weights import LayerKind
+from tests.moe.estimate.pages import MEMORY, fitting, section
 
 H100 = MACHINES["h100"]
 MOE = LayerKind(dense=False, fp8=False)
@@ -131,8 +131,8 @@ def test_large_models_fit_80_gb_with_what_is_proposed(name: str) -> None:
     """On the same ranks in the same layout, with nothing but parts and states that take less."""
     world, given = BARS[name], [f"experiment={name}", "run.machine=h100"]
     assert H100.memory_gib < 80e9 / 2**30 * 1.07
-    text, code = dry_run(load(given), world)
-    assert code == 2 and "does not fit" in text
+    assert not fitting(*given, world=world)
+    assert "does not fit" in section(MEMORY, *given, world=world)
     found = [
         (each.overrides, each.size)
         for each in suggestions(load(given), world, H100, H100.room)
@@ -143,10 +143,10 @@ def test_large_models_fit_80_gb_with_what_is_proposed(name: str) -> None:
     again = load([*given, *shlex.split(overrides)])
     assert size == needed(resolved(again, world, 8), world) <= H100.room
     assert "full" not in again.run.recompute and "moe" not in again.run.recompute
-    text, code = dry_run(again, world)
-    assert code == 0 and ", fits" not in text and ": fits" in text
+    given += shlex.split(overrides)
+    assert fitting(*given, world=world) and ": fits" in section(MEMORY, *given, world=world)
     # Cheaper than computing whole layers again.
-    full = load([*given, *shlex.split(overrides), "run.recompute=full", "run.offload=none"])
+    full = load([*given, "run.recompute=full", "run.offload=none"])
     spent, whole = (step_time(resolved(c, world, 8), world, H100).total for c in (again, full))
     assert spent < whole
 
@@ -175,8 +175,7 @@ def test_hosts_without_memory_get_no_copies() -> None:
 
 def test_the_page_names_parts_and_assumptions() -> None:
     given = ["experiment=moonlight_8gpu", "run.recompute=norm", "run.offload=residual"]
-    text, code = dry_run(load(given), 8)
-    assert code == 0
+    text = section("Activations to recompute or offload", *given, world=8)
     lines = [line.split() for line in text.splitlines() if line.startswith("  run.")]
     assert [line[0] for line in lines if line[-1] == "set"] == sorted(
         ["run.offload=residual", "run.recompute=norm"],

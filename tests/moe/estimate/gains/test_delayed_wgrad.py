@@ -9,11 +9,11 @@ from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
-from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.exchange import own_exchange
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap, overlap_effect
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
+from tests.moe.estimate.pages import RUN, STEP, section
 
 WORLD, TOKENS, PASSES = 2, 4096, 8 * 6
 """Ranks, tokens of a micro-batch, and MoE layers of all micro-batches of a step."""
@@ -125,7 +125,7 @@ def test_pairs_hide_the_gradients_of_tokens_in_every_second_pass() -> None:
 def test_the_page_says_what_hides_exchanges() -> None:
     MACHINES["h100"] = WIRE
     beside = "alltoall exchanges of the backward pass overlapped with weight gradients"
-    text, _ = dry_run(load([*MODEL, IN_TURN]), WORLD)
+    text = section((RUN, STEP), *MODEL, IN_TURN, world=WORLD)
     assert beside in text and "\n  wgrads    beside exchanges of the backward pass\n" in text
-    text, _ = dry_run(load([*MODEL, IN_TURN, OFF]), WORLD)
+    text = section((RUN, STEP), *MODEL, IN_TURN, OFF, world=WORLD)
     assert "alltoall exchanges not overlapped with experts" in text and "wgrads  " not in text

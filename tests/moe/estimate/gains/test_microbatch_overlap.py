@@ -10,11 +10,11 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import needed, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
+from tests.moe.estimate.pages import RUN, STEP, section
 
 KNOB = "parallel.overlap_microbatches"
 H200 = MACHINES["h200"]
@@ -103,9 +103,9 @@ def test_forced_overlap_that_cannot_run_is_an_error() -> None:
 
 
 def test_the_page_says_what_it_hides_and_costs() -> None:
-    text, _ = dry_run(load(NODES), WORLD)
+    text = section((RUN, STEP), *NODES, world=WORLD)
     effect = re.search(r"the next micro-batch hides (\d+)% of exchanges, (\d+)% of the step", text)
     assert effect and 50 < int(effect[1]) < 100 and int(effect[2]) >= 3
     assert "alltoall exchanges overlapped with another micro-batch" in text
-    text, _ = dry_run(load([*NODES, f"{KNOB}=off"]), WORLD)
+    text = section((RUN, STEP), *NODES, f"{KNOB}=off", world=WORLD)
     assert "next micro-batch" not in text and "alltoall exchanges of the backward pass" in text

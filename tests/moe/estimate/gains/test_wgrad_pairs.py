@@ -6,9 +6,9 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES
-from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import StepTime, step_time
+from tests.moe.estimate.pages import RUN, section
 
 H100 = MACHINES["h100"]
 MODEL = [
@@ -54,9 +54,9 @@ def test_pairs_read_and_write_the_sums_half_as_often() -> None:
 
 
 def test_the_page_names_what_auto_takes_and_the_step_without() -> None:
-    text, _ = dry_run(load([*MODEL, *STAGES]), 2)
+    text = section(RUN, *MODEL, *STAGES, world=2)
     assert re.search(r"stages    weight gradients wait .*; auto takes pairs\n", text)
     (without,) = re.findall(r"pairs     experts compute .*, and a step (\S+) s\n", text)
     assert float(without) == pytest.approx(0.470, rel=0.02)
-    text, _ = dry_run(load([*MODEL, *STAGES, "parallel.delay_wgrad=on"]), 2)
+    text = section(RUN, *MODEL, *STAGES, "parallel.delay_wgrad=on", world=2)
     assert "auto takes" not in text and "pairs     " not in text

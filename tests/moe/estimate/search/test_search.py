@@ -10,7 +10,6 @@ from phalanx.configs.load import load
 from phalanx.configs.records import launch
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
-from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.memory import host_needed, needed
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.search.best import best, estimated, sets_of
@@ -18,6 +17,7 @@ from phalanx.moe.estimate.search.layouts import layouts
 from phalanx.moe.estimate.search.nearby import next_override
 from phalanx.moe.estimate.search.page import search_page
 from phalanx.moe.estimate.timing import step_time
+from tests.moe.estimate.pages import STEP, fitting, section
 
 H100 = MACHINES["h100"]
 LARGE = ["experiment=deepseek_v3_256gpu", "parallel.expert=4"]
@@ -56,11 +56,9 @@ def test_every_command_is_valid_and_fits(words: list[str], world: int) -> None:
     for rate, command in found:
         ranks, overrides = launch(command)
         assert ranks == world and not any("dry_run" in word for word in overrides)
-        cfg = load(overrides)
-        validate(cfg, world)
-        page, fits = dry_run(cfg, world)
-        assert fits == 0
-        (again,) = re.findall(r"^  step .* s: ([\d,]+) tokens/s/GPU", page, re.M)
+        assert fitting(*overrides, world=world)
+        text = section(STEP, *overrides, world=world)
+        (again,) = re.findall(r"^  step .* s: ([\d,]+) tokens/s/GPU", text, re.M)
         assert float(again.replace(",", "")) == rate
 
 
@@ -132,15 +130,16 @@ def test_other_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_next_override_is_faster_and_fits() -> None:
-    cfg = load(["experiment=deepseek_v3_1024gpu", "run.machine=h100"])
+    given = ["experiment=deepseek_v3_1024gpu", "run.machine=h100"]
+    cfg = load(given)
     known = resolved(cfg, 1024, 8)
     seconds = step_time(known, 1024, H100).total
     found = next_override(cfg, 1024, H100, seconds)
     assert found is not None and found.seconds < seconds
     assert next_override(cfg, 1024, H100, found.seconds / 2) is None
-    text, _ = dry_run(cfg, 1024)
+    text = section("In short", *given, world=1024)
     (line,) = re.findall(r"^  next      (.*): [\d,]+ tokens/s/GPU in ", text, re.M)
-    again = load(["experiment=deepseek_v3_1024gpu", "run.machine=h100", *shlex.split(line)])
+    again = load([*given, *shlex.split(line)])
     validate(again, 1024)
     fit = resolved(again, 1024, 8)
     assert needed(fit, 1024) <= H100.room and host_needed(fit, 1024) <= H100.host_room
