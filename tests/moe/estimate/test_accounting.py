@@ -265,9 +265,8 @@ def count_built(names: list[str]) -> dict[str, int]:
 
 
 def test_the_model_that_is_built_has_the_parameters_that_are_counted() -> None:
-    few = {
-        name: min(model(name).layers, 8) for name in options("model")
-    }  # have layers of all kinds
+    # Eight have layers of every kind.
+    few = {name: min(model(name).layers, 8) for name in options("model")}
     names = [f"model={name} model.layers={layers}" for name, layers in few.items()]
     names += ["model=tiny model.attention.qk_norm=true", "model=tiny model.tie_embeddings=true"]
     names += ["model=tiny_gpt_oss model.moe.activation=squared_relu model.moe.activation_limit=0"]

@@ -1,5 +1,6 @@
 """Balancing losses as their papers state them, exact counts, and what is logged, on any layout."""
 
+import functools
 import math
 from typing import Any
 from unittest import mock
@@ -140,6 +141,11 @@ def _layout(sizes: dict[str, int], per_token: bool) -> Any:
     return grad, record, counts
 
 
+@functools.cache
+def on_one_rank(per_token: bool) -> Any:
+    return run_distributed(_layout, 1, {}, per_token)[0]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def test_losses_are_the_same_on_any_layout(sizes: dict[str, int], per_token: boo
     world = sizes.pop("n", max(2, math.prod(sizes.values())))
     data = world // math.prod(sizes.values())
     grad, record, counts = run_distributed(_layout, world, sizes, per_token)[0]
-    one_grad, one_record, one_counts = run_distributed(_layout, 1, {}, per_token)[0]
+    one_grad, one_record, one_counts = on_one_rank(per_token)
     assert torch.equal(counts, one_counts)
     assert record.load == one_record.load and record.dead == one_record.dead
     if data > 1:  # the batch loss is that of each replica's own tokens
