@@ -20,6 +20,7 @@ from tests.moe.hf.models import (
     words,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
 
@@ -83,7 +84,9 @@ def test_probabilities_of_all_experts_normalised_over_the_best(tmp_path: Path) -
     assert same(tmp_path / "theirs", tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@mostly_slow(
+    "name", MODELS, "deepseek_v3", "gpt_oss", "qwen3_next", "minimax_m2", "glm4_moe", "olmoe"
+)
 def test_bf16_logits_are_as_near_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, ids = models.theirs(name, torch.bfloat16), words()
     model.save_pretrained(tmp_path / "theirs")
