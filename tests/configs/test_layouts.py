@@ -191,7 +191,7 @@ def test_experiment_is_valid_at_its_size(name: str, world: int) -> None:
     assert problems(load([f"experiment={name}", f"parallel.world_size={world}"]), 1) == []
 
 
-def megatron_layouts(experiments: dict[str, int]) -> dict[str, tuple[int, int]]:
+def megatron_layouts(experiments: dict[str, tuple[Config, int]]) -> dict[str, tuple[int, int]]:
     """(stages, chunks) of every experiment as Megatron-Core reads its layout."""
     from phalanx.parallel.megatron import cpu
 
@@ -199,8 +199,7 @@ def megatron_layouts(experiments: dict[str, int]) -> dict[str, tuple[int, int]]:
     from phalanx.moe.model.megatron_config import Layout, transformer_config
 
     found = {}
-    for name, world in experiments.items():
-        cfg = load([f"experiment={name}"])
+    for name, (cfg, world) in experiments.items():
         p, expert = cfg.parallel, expert_parallel_size(cfg, world)
         layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
         config = transformer_config(cfg, layout, on_cpu=True)
@@ -210,7 +209,8 @@ def megatron_layouts(experiments: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 
 def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
-    (found,) = run_distributed(megatron_layouts, 1, EXPERIMENTS)
+    cfgs = {name: (load([f"experiment={name}"]), world) for name, world in EXPERIMENTS.items()}
+    (found,) = run_distributed(megatron_layouts, 1, cfgs)
     large = {
         "deepseek_v3_1024gpu": (8, 4),
         "deepseek_v3_256gpu": (16, 1),
