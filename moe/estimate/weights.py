@@ -69,9 +69,9 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     matrices: list[list[muon.Stack]] = [[] for _ in stages]
-    counted = parameters(cfg.model)
+    all_layers = parameters(cfg.model)
     for chunk in chunks(cfg):
-        dense, expert = _in_chunk(cfg, world, chunk, counted)
+        dense, expert = _in_chunk(cfg, world, chunk, all_layers)
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
         counts = dict(dense=chunk.dense, sparse=chunk.sparse, mtp=chunk.mtp, linear=chunk.linear)
@@ -161,14 +161,13 @@ def _kinds(cfg: Config, layers: list[int]) -> list[LayerKind]:
     ]
 
 
-def _in_chunk(cfg: Config, world: int, chunk: Chunk, counted: Parameters) -> tuple[int, int]:
-    """(dense, expert) parameters of a rank in one chunk of a model with `counted` parameters."""
+def _in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int, int]:
+    """(dense, expert) parameters of a rank in one chunk; `p` has those of all layers."""
     m, tensor = cfg.model, cfg.parallel.tensor
     h, bias = m.hidden, int(m.bias)
-    p, letters, mtp = counted, chunk.letters, chunk.mtp
+    letters, layers, mtp = chunk.letters, len(chunk.kinds), chunk.mtp
     without_experts, sparse, linear = chunk.dense, chunk.sparse, chunk.linear
     all_dense, all_sparse = mlp_layers(m)
-    layers = len(chunk.kinds)
 
     unsharded = bias * h  # the output bias of attention, and of a dense MLP
     full = layers - linear
