@@ -13,7 +13,7 @@ with importing_megatron():
     import megatron.core.dist_checkpointing.strategies.filesystem_async
     import megatron.core.dist_checkpointing.strategies.state_dict_saver
     import megatron.core.models.mimo.optimizer  # noqa: F401
-    import torch._dynamo  # noqa: F401; with the first optimizer, half a second
+    import torch._dynamo  # noqa: F401 - of the first optimizer, half a second
 
     import phalanx.kernels.expert_mlp.reference
     import phalanx.kernels.rms_norm.torch_norm
