@@ -78,8 +78,9 @@ MOMENTS = {
     "the last save": (SAVE, 2, [TERM], STEPS),
 }
 RARE = [
-    *["the start, in the model", "the first step", "a step, SIGINT", "a step, SIGUSR1"],
-    *["a step, SIGTERM twice", "a step, one of each", "a save", "the last save"],
+    *["the start, in the model", "the first step", "a step, SIGTERM", "a step, SIGINT"],
+    *["a step, SIGUSR1", "a step, SIGTERM twice", "a step, one of each", "a save"],
+    "the last save",
 ]
 
 

@@ -121,7 +121,7 @@ def test_what_is_packed(wheel: Path) -> None:
 def test_a_wheel_beside_another_kernels(wheel: Path, stranger: Path, tmp_path: Path) -> None:
     """They share no file (`test_what_is_packed`), so that the order does not matter."""
     site = tmp_path / "site"
-    pip("install", "--target", site, wheel, stranger)
+    pip("install", "--no-compile", "--target", site, wheel, stranger)
     commands = [site / "bin" / name for name in sorted(COMMANDS)]
     said = call([sys.executable, "-c", IMPORTS + HELP, *commands], tmp_path, site)
     first, _, rest = said.partition("\n")
