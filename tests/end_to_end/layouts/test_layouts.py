@@ -33,7 +33,7 @@ CHANGE, WEIGHT = 1e-4, 3e-7
 
 TRAINING = [
     "precision=fp32",
-    "run.steps=3",
+    "run.steps=2",
     # Rounding must not change a choice of experts. With this seed the last expert chosen and the
     # first one left out are never closer than 5e-5 of the largest score.
     "run.seed=3",
@@ -151,13 +151,12 @@ CASES = {
     "ep2": ["tiny"],
     "pp2": ["balanced", "deepseek_tied"],
     "tp2": ["dense_mtp", "gpt_oss", "glm_one_group", "qwen3_next_one_group"],
-    "tp2_ep2": ["balanced"],
+    "tp2_ep2": ["deepseek"],
     "cp2": ["gpt_oss", "olmoe", "qwen3_next"],
     "cp2_ep2": ["deepseek"],
     "ep2_edp2": ["deepseek"],
     "tp2_pp2": ["deepseek"],
-    "tp2_cp2": ["gpt_oss"],
-    "pp2_vp2_cp2": ["deepseek_4"],
+    "pp2_vp2": ["deepseek_4"],
     "pp4_mtp": ["deepseek"],
 }
 
@@ -169,13 +168,14 @@ CASES_TOO = {
     "pp2": ["qwen3_next", "dense"],
     "pp2_ep2": ["deepseek"],
     "tp2": ["glm", "qwen3_next"],
-    "pp2_vp2": ["gpt_oss_4", "deepseek_4", "dense_4"],
+    "pp2_vp2": ["gpt_oss_4", "dense_4"],
+    "pp2_vp2_cp2": ["deepseek_4"],
     "cp2": ["dense"],
     "pp4_mtp": ["dense_mtp"],
-    "tp2_ep2": ["gpt_oss", "deepseek"],
+    "tp2_ep2": ["gpt_oss", "balanced"],
     "cp2_ep2": ["balanced"],
     "pp2_cp2": ["qwen3_next"],
-    "tp2_cp2": ["qwen3_next_4_heads"],
+    "tp2_cp2": ["gpt_oss", "qwen3_next_4_heads"],
 }
 
 In = Callable[[str, str], Trained]
@@ -311,7 +311,7 @@ def test_expert_backends_agree(backend: str, layout: str, name: str, alone: Alon
 
 # One of each kind of state that a rerun could count twice or leave behind.
 ALL_LOSSES = [
-    *[*DEEPSEEK, "run.steps=2", "run.eval_interval=1"],
+    *[*DEEPSEEK, "run.eval_interval=1"],
     *[f"model.moe.router.{name}=1e-2" for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")],
     "model.moe.router.z_loss=1e-2",
     # Several micro-batches, of enough tokens that experts need more than one tile of rows.
