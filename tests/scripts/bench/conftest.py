@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.scripts.bench import timing
 from phalanx.scripts.bench.clocks import Cpu
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collecting garbage before every suite would take most of the time in a process of tests."""
     monkeypatch.setattr(Cpu, "free", lambda self: None)
-    monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
 
 
 @pytest.fixture
