@@ -152,7 +152,7 @@ CASES = {
     "pp2": ["balanced", "deepseek_tied"],
     "tp2": ["dense_mtp", "gpt_oss", "glm_one_group", "qwen3_next_one_group"],
     "tp2_ep2": ["deepseek"],
-    "cp2": ["gpt_oss", "olmoe", "qwen3_next"],
+    "cp2": ["gpt_oss", "olmoe"],
     "cp2_ep2": ["deepseek"],
     "ep2_edp2": ["deepseek"],
     "tp2_pp2": ["deepseek"],
@@ -170,7 +170,7 @@ CASES_TOO = {
     "tp2": ["glm", "qwen3_next"],
     "pp2_vp2": ["gpt_oss_4", "dense_4"],
     "pp2_vp2_cp2": ["deepseek_4"],
-    "cp2": ["dense"],
+    "cp2": ["dense", "qwen3_next"],
     "pp4_mtp": ["dense_mtp"],
     "tp2_ep2": ["gpt_oss", "balanced"],
     "cp2_ep2": ["balanced"],
@@ -321,6 +321,7 @@ HOW: dict[str, dict[str, Any]] = {
     "": {},
     "unsharded": {"parallel.distributed_optimizer": False},
     "unoverlapped": {"parallel.overlap": False},
+    "plain": {"parallel.distributed_optimizer": False, "parallel.overlap": False},
     "bf16": {"precision.recipe": "bf16", "optim.moments": "bf16"},
     "recomputed": {"run.recompute": ["full"]},
     "parts": {"run.recompute": ["norm", "mla_up", "attention", "mlp", "expert_h"]},
@@ -328,11 +329,11 @@ HOW: dict[str, dict[str, Any]] = {
 }
 ONE_REPLICA = ("one", "tp2", "tp2_ep2", "cp2", "cp2_ep2")
 RERUN = [
-    *[("dp2", "unsharded"), ("ep2", "bf16"), ("pp2_vp2", "")],
-    *[("cp2", "unoverlapped"), ("tp2_ep2", "recomputed"), ("one", "moved")],
+    *[("cp2", "plain"), ("ep2", "bf16"), ("pp2_vp2", "")],
+    *[("tp2_ep2", "recomputed"), ("one", "moved")],
 ]
 RERUN_TOO = [
-    *[("one", ""), ("ep2", "moved")],
+    *[("one", ""), ("ep2", "moved"), ("dp2", "unsharded"), ("cp2", "unoverlapped")],
     *[("pp2", "unsharded"), ("cp2_ep2", ""), ("pp2_cp2", ""), ("tp2_cp2", ""), ("pp2_vp2_cp2", "")],
     *[
         ("dp2", ""),
@@ -370,11 +371,11 @@ def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
 FP8 = {"precision.recipe": "fp8_block", "parallel.dispatch": "alltoall"}
 SAVING = [
     *[("pp2_vp2", "deepseek_4", "moved"), ("pp2", "balanced", "moved")],
-    *[("tp2_ep2", "deepseek", "parts"), ("one", "fp8", "parts"), ("ep2", "fp8", "moved")],
+    *[("tp2_ep2", "deepseek", "parts"), ("ep2", "fp8", "moved")],
 ]
 SAVING_TOO = [
     *[("pp2_vp2_ep2", "deepseek_4", "parts"), ("pp4_mtp", "deepseek", "parts")],
-    ("ep2", "deepseek", "parts"),
+    *[("ep2", "deepseek", "parts"), ("one", "fp8", "parts")],
     *[("tp2_pp2", "deepseek", "moved"), ("cp2_ep2", "deepseek", "parts"), ("one", "fp8", "moved")],
     *[("pp2_ep2", "fp8", "parts"), ("pp2_vp2", "deepseek_4", "recomputed")],
     *[("ep2", "fp8", "recomputed"), ("tp2", "glm", "moved"), ("cp2", "qwen3_next", "recomputed")],
