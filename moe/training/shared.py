@@ -8,8 +8,8 @@ ranks agree on them when they are chosen.
 
 import hashlib
 import json
+import os
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -70,13 +70,15 @@ def sources() -> str:
 
     It differs for uncommitted changes too, and needs no git.
     """
-    root, total = Path(phalanx.__file__).resolve().parent, hashlib.sha256()
+    root, total = os.path.realpath(os.path.dirname(phalanx.__file__)), hashlib.sha256()
     for part in _PARTS:
-        folder = root / part
-        for path in sorted(folder.resolve().rglob("*")):
-            if path.suffix in (".py", ".yaml") and path.is_file():
-                total.update(f"{part}/{path.relative_to(folder.resolve())}".encode())
-                total.update(path.read_bytes())
+        top = os.path.realpath(os.path.join(root, part))
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
+        for path in sorted(found):
+            if path.endswith((".py", ".yaml")) and os.path.isfile(path):
+                total.update(f"{part}{path[len(top) :]}".encode())
+                with open(path, "rb") as file:
+                    total.update(file.read())
     return total.hexdigest()
 
 

@@ -104,18 +104,19 @@ def last_state(rank: int) -> Iterator[dict[str, Any]]:
 
 
 def test_twice_and_resumed(corpus: list[str], tmp_path: Path) -> None:
-    """8 steps on two ranks twice, and 4 and 4: losses, gradient norms and the whole state."""
-    command = [*corpus, *DEEPSEEK, "run.skip_spikes=6"]
-    once = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'a'}"], last_state)
-    twice = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'b'}"], last_state)
-    run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'c'}"], last_state)
-    repeated = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'c'}"], last_state)
+    """4 steps on two ranks twice, and the last 2 again: losses, gradient norms, the whole state."""
+    command = [*corpus, *DEEPSEEK, "run.skip_spikes=6", "run.steps=4", "run.save_interval=2"]
+    once = run(2, [*command, f"run.dir={tmp_path / 'a'}"], last_state)
+    twice = run(2, [*command, f"run.dir={tmp_path / 'b'}"], last_state)
+    saved = tmp_path / "a/run/checkpoints/step_00000002"
+    resumed = [*command, f"run.dir={tmp_path / 'c'}", f"run.resume={saved}"]
+    repeated = run(2, resumed, last_state)
     actual = [exact(records(tmp_path / name / "run")) for name in "abc"]
-    assert len(actual[0]) == 8 and actual[0] == actual[1] == actual[2]
+    assert len(actual[0]) == 4 and actual[0] == actual[1] and actual[0][2:] == actual[2]
     for rank in (0, 1):
         first = once[rank].seen
-        assert first["cursor"] == {"consumed_samples": 64}
-        assert len(first["health"]["seen"]["loss"]) == 8
+        assert first["cursor"] == {"consumed_samples": 32}
+        assert len(first["health"]["seen"]["loss"]) == 4
         assert twice[rank].seen == first
         assert repeated[rank].seen == first
     assert once[0].seen["moments"] != once[1].seen["moments"], "ranks hold shards of their own"

@@ -12,6 +12,7 @@ from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, 
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
+from tests.support.scheduling import mostly_slow
 from tests.support.training import Trained, _loaded, _train, trained
 
 pytestmark = pytest.mark.dist
@@ -60,7 +61,7 @@ def check(got: Trained, want: Trained) -> None:
         assert (got.after[name] - value).norm() <= 0.1 * change + 1e-3 * value.norm(), name
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@mostly_slow("name", CHANGES, "bf16", "rows in FP8", "computed again")
 def test_two_ranks(name: str, uneven: str) -> None:
     got, want = (
         of(2, *CHANGES[name], uneven, "parallel.expert_replication=2"),

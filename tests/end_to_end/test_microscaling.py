@@ -1,5 +1,7 @@
 """Training with `precision=mxfp8` and `nvfp4`: layers, learning, resuming."""
 
+import functools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,15 +37,23 @@ def test_layers(recipe: str, overrides: list[str], linear: int, fc1: int, tmp_pa
     assert f"{recipe} emulated reference multiplies its values in bf16" in output
 
 
-@pytest.mark.parametrize(("recipe", "separate"), [("mxfp8", 0.02), ("nvfp4", 0.06)])
+def losses(recipe: str, folder: Path) -> list[float]:
+    (main,) = run(1, [*SMALL, f"precision={recipe}", f"run.dir={folder}", "run.steps=12"])
+    assert main.code == 0, main.err
+    return [r["loss"] for r in records(folder / "run")]
+
+
+@functools.cache
+def losses_in_bf16() -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return losses("bf16", Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "separate"), [pytest.param("mxfp8", 0.02, marks=pytest.mark.slow), ("nvfp4", 0.06)]
+)
 def test_it_learns_as_in_bf16(recipe: str, separate: float, tmp_path: Path) -> None:
-    losses = {}
-    for name in ("bf16", recipe):
-        given = [f"precision={name}", f"run.dir={tmp_path / name}", "run.steps=12"]
-        (main,) = run(1, [*SMALL, *given])
-        assert main.code == 0, main.err
-        losses[name] = [r["loss"] for r in records(tmp_path / name / "run")]
-    bf16, narrow = losses["bf16"], losses[recipe]
+    bf16, narrow = losses_in_bf16(), losses(recipe, tmp_path)
     assert narrow != bf16
     assert narrow[-1] < 0.9 * narrow[0]
     assert max(abs(a - b) / b for a, b in zip(narrow, bf16, strict=True)) < separate
@@ -53,15 +63,12 @@ def test_it_learns_as_in_bf16(recipe: str, separate: float, tmp_path: Path) -> N
 def test_the_same_on_two_ranks_and_again(recipe: str, tmp_path: Path) -> None:
     """Neither resuming nor recomputation changes a bit, with stochastic rounding or without."""
     given = [*SMALL, f"precision={recipe}", "parallel.expert=2", "parallel.dispatch=alltoall"]
-    repeated = "run.recompute=[expert_h,norm]"
-    runs = {"whole": ["steps=4"], "resumed": ["steps=2", "steps=4"], "again": ["steps=4"]}
-    for name, lengths in runs.items():
-        more = [repeated] if name == "again" else []
-        for length in lengths:
-            main, _ = run(2, [*given, *more, f"run.dir={tmp_path / name}", f"run.{length}"])
-            assert main.code == 0, main.err
-    full_run, *others = (exact(records(tmp_path / name / "run")) for name in runs)
-    assert others == [full_run, full_run]
+    again = "run.recompute=[expert_h,norm]"
+    for name, steps, more in (("whole", 4, []), ("again", 2, [again]), ("again", 4, [again])):
+        main, _ = run(2, [*given, *more, f"run.dir={tmp_path / name}", f"run.steps={steps}"])
+        assert main.code == 0, main.err
+    whole, resumed = (exact(records(tmp_path / name / "run")) for name in ("whole", "again"))
+    assert len(whole) == 4 and resumed == whole
 
 
 def test_a_run_goes_on_with_another_recipe(tmp_path: Path) -> None:

@@ -123,13 +123,14 @@ def test_no_credential_is_written(tmp_path: Path) -> None:
     ) as launch:
         assert launch.wait() == [0], launch.output(0)
     fails = [*command, "run.checkpoints=s3://no-such-bucket/x", "run.name=other"]
-    with Launch(1, fails, tmp_path / "out2", partial(reached, at)) as launch:
-        assert launch.wait() == [2], launch.output(0)
-    assert "cannot write to s3://no-such-bucket/x/other (run.checkpoints)" in launch.output(0)
+    (failed,) = run(1, fails, partial(reached, at))
+    assert failed.code == 2, failed.err
+    assert "cannot write to s3://no-such-bucket/x/other (run.checkpoints)" in failed.err
     with s3.credentials(at):
         stored = Remote(root).objects()
         assert len([name for name in stored if name.endswith("COMMIT.json")]) == 2
         kept = [(Remote(root) / name).read() for name in stored]
     kept += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    kept += [failed.out.encode(), failed.err.encode()]
     for secret in (s3.ACCESS, s3.SECRET):
         assert not [data for data in kept if secret.encode() in data]

@@ -1,8 +1,7 @@
 """build_kernels: a run only loads what it built; it skips, lists, selects, and names failures."""
 
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -16,7 +15,8 @@ from phalanx.kernels.sm90.jit.objects import symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels
 
-ROOT = Path(build_kernels.__file__).resolve().parent.parent
+KERNEL, CONFIG = next(one for one in SHIPPED if one[0].__name__ == "GatherKernel")  # soon compiled
+LABEL = f"{KERNEL.__name__} {CONFIG}"
 LABELS = [
     *(f"{kernel.__name__} {config}" for kernel, config in SHIPPED),
     *(f"flash-attn-4 {layer}" for layer in fa4_shipped.SHIPPED),
@@ -24,22 +24,18 @@ LABELS = [
 ]
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/build_kernels.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+class Here(ThreadPoolExecutor):
+    """Stands in for a pool of processes, each of which would import the compiler."""
+
+    def __init__(self, jobs: int, mp_context: Any) -> None:
+        super().__init__(jobs)
 
 
 def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
-    build = ("--dir", str(tmp_path), "--only", LABELS[0], "--jobs", "1")
-    first = script(*build)
-    assert first.returncode == 0, first.stderr
-    one, summary = first.stdout.splitlines()
-    assert one.startswith(f"[1/1] {LABELS[0]}  ") and one.endswith(" s")
+    build = ("--dir", str(tmp_path), "--only", LABEL, "--jobs", "1")
+    assert build_kernels.main(build) == 0
+    one, summary = capsys.readouterr().out.splitlines()
+    assert one.startswith(f"[1/1] {LABEL}  ") and one.endswith(" s")
     assert summary.startswith("1 kernel built, 0 were cached, 0 failed")
 
     assert build_kernels.main(build) == 0
@@ -47,22 +43,25 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
 
     assert build_kernels.main(["--list", "--dir", str(tmp_path)]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert listed == [f"cached  {LABELS[0]}", *(f"missing {label}" for label in LABELS[1:])]
+    assert listed == [f"{'cached ' if each == LABEL else 'missing'} {each}" for each in LABELS]
 
-    kernel, config = SHIPPED[0]
     before = vars(statistics()).copy()
-    data = launch.build(kernel, config, Cache(tmp_path))
-    launch.Program(symbols(data, launch.PREFIX), launch.arguments_of(kernel).kinds)
+    data = launch.build(KERNEL, CONFIG, Cache(tmp_path))
+    launch.Program(symbols(data, launch.PREFIX), launch.arguments_of(KERNEL).kinds)
     counts = {name: count - before[name] for name, count in vars(statistics()).items()}
     assert (counts["compiled"], counts["loaded"]) == (0, 1)
 
 
 def test_each_failure_has_a_line_and_the_code_is_1(tmp_path, monkeypatch, capsys):
-    lost = str(tmp_path / "lost.so")
-    monkeypatch.setenv("CUTE_DSL_LIBS", lost)
-    assert build_kernels.main(["--dir", str(tmp_path), "--only", LABELS[0]]) == 1
+    def broken(folder):
+        raise OSError("lost.so")
+
+    target = build_kernels.Target(LABEL, lambda: ["kernel"], broken)
+    monkeypatch.setattr(build_kernels, "targets", lambda: [target])
+    monkeypatch.setattr(build_kernels, "ProcessPoolExecutor", Here)
+    assert build_kernels.main(["--dir", str(tmp_path)]) == 1
     one, summary = capsys.readouterr().out.splitlines()
-    assert one.startswith(f"[1/1] {LABELS[0]}  FAILED  ") and lost in one
+    assert one == f"[1/1] {LABEL}  FAILED  OSError: lost.so"
     assert summary.startswith("0 kernels built, 0 were cached, 1 failed")
 
 

@@ -18,11 +18,6 @@ from tests.support import s3
 SCRIPT = Path(convert_hf.__file__)
 
 
-def convert(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def qwen3(folder: Path, **changes: Any) -> Path:
     """A Qwen3-MoE folder with random weights, made without transformers."""
     _, fields = MODELS["qwen3_moe"]
@@ -61,13 +56,13 @@ def test_there_and_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = qwen3(tmp_path / "theirs", router_aux_loss_coef=0.03, eos_token_id=9)
-    finished = convert("import", folder, tmp_path / "step")
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""  # it is no terminal, and was short
-    overrides = finished.stdout.split("train.py ")[1].splitlines()[0].split()
+    assert convert_hf.main(["import", str(folder), str(tmp_path / "step")]) == 0
+    told, shown = capsys.readouterr()
+    assert shown == ""  # it is no terminal, and was short
+    overrides = told.split("train.py ")[1].splitlines()[0].split()
     assert overrides[0] == "model=tiny" and "model.attention.qk_norm=true" in overrides
     assert overrides[-1] == f"run.resume={tmp_path / 'step'}"
-    _, lines = finished.stdout.split("config.json says:\n")
+    _, lines = told.split("config.json says:\n")
     reported, left = lines.split("what it does not say is yours to choose")
     assert reported.split() == ["model.moe.router.aux_loss=0.03"]
     assert "model.moe.router.aux_loss=0.03" in overrides

@@ -33,10 +33,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_scripts_have_help() -> None:
-    for script in (sample, evaluate):
+    for script, option in ((sample, "--tokenizer"), (evaluate, "--tokenizer"), (convert_hf, "")):
         given = [sys.executable, str(script.__file__), "--help"]
         output = subprocess.run(given, capture_output=True, text=True, timeout=60)
-        assert output.returncode == 0 and "--tokenizer" in output.stdout and not output.stderr
+        assert output.returncode == 0 and option in output.stdout and not output.stderr
 
 
 def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:

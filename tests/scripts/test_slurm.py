@@ -127,7 +127,6 @@ def test_checkpoints_in_an_object_store_are_progress_too(job: Job) -> None:
     root = Remote(f"s3://{s3.BUCKET}/slurm")
     with s3.credentials(s3.endpoint()):
         command = [f"run.checkpoints={root}", "run.resume=never", "data=synthetic"]
-        assert job.start(85, *command).stderr.endswith("newest checkpoint: \n")
         folder = commit.folder_of(root / "tiny", 5)
         write_checkpoint(folder)
         finished = job.start(85, *command)
@@ -135,15 +134,14 @@ def test_checkpoints_in_an_object_store_are_progress_too(job: Job) -> None:
 
 
 def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
-    for code in (85, 137, 45):
-        assert job.start(code).returncode == 0
+    assert job.start(85).returncode == 0
     job.start(1, saves="00000001")  # progress: the count starts again
-    for _ in range(3):
-        job.start(1, saves="00000001")
-    assert job.seen("scontrol") == ["requeue 30042"] * 7
+    for code in (85, 137, 45):
+        assert job.start(code, saves="00000001").returncode == 0
+    assert job.seen("scontrol") == ["requeue 30042"] * 5
     finished = job.start(1, saves="00000001")
     assert finished.returncode == 1 and "3 requeues brought no new checkpoint" in finished.stderr
-    assert len(job.seen("scontrol")) == 7
+    assert len(job.seen("scontrol")) == 5
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
     [
         ("data=indexed data.blend=[nowhere/text]", 2, "nowhere/text.bin does not exist"),
         ("run.resume=nowhere", 44, "run.resume=nowhere is no valid checkpoint"),
-        ("run.stesp=3", 2, "did you mean run.steps?"),
+        ("run.stesp=3", 2, "error: run.stesp: no such knob; did you mean run.steps?"),
     ],
 )
 def test_mistakes_end_it_before_a_rank_starts(
@@ -171,12 +169,6 @@ def test_an_error_that_would_come_again_ends_the_job(job: Job, code: int) -> Non
 def test_a_cancelled_job_does_not_come_back(job: Job) -> None:
     assert job.start(85, saves="00000005", state="CANCELLED").returncode == 85
     assert job.seen("scontrol") == []
-
-
-def test_mistakes_end_before_any_rank_starts(job: Job) -> None:
-    finished = job.start(0, "run.stesp=7")
-    assert finished.returncode == 2 and finished.stderr.startswith("error: run.stesp: no such knob")
-    assert job.seen("ranks") == []
 
 
 def test_shellcheck_finds_nothing() -> None:

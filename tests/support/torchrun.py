@@ -107,6 +107,45 @@ class Torchrun:
         return (self._folder / "err.txt").read_text()
 
 
+class Program:
+    """A script as the main program of a fork, started at once, with its output in files.
+
+    Args:
+        words: the script, from the root of the project or absolute, and its arguments.
+        folder: empty or new folder for the output.
+        environment: further variables.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._process = forkserver().Process(
+            target=_run_program, args=(list(words), folder, dict(environment))
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid or 0
+
+    def wait(self, timeout: float = 150) -> int | None:
+        """The exit code, None if it still ran after `timeout` seconds; it is killed then."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        self._process.kill()
+        self._process.join()
+        return code
+
+    def out(self) -> str:
+        """Standard output."""
+        return (self._folder / "out.txt").read_text()
+
+    def err(self) -> str:
+        """Standard error."""
+        return (self._folder / "err.txt").read_text()
+
+
 class _Rank:
     """Stands in for a subprocess.Popen of `python -u <script> <arguments>`."""
 
@@ -137,12 +176,23 @@ def _launch(words: list[str], folder: Path, environment: Mapping[str, str]) -> N
     for name in _LAUNCHERS:
         os.environ.pop(name, None)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", **environment}
+    _redirect(folder)
+    SubprocessHandler._popen = lambda self, args, env: _Rank(args, env, folder)
+    run.main(words)
+
+
+def _run_program(words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+    keep_imports()
+    _redirect(folder)
+    _as_main([sys.executable, "-u", *words], os.environ | environment)
+
+
+def _redirect(folder: Path) -> None:
+    """Go to the root of the project, and write what is printed to files of a folder."""
     os.chdir(ROOT)
     for number, name in ((1, "out.txt"), (2, "err.txt")):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), number)
-    SubprocessHandler._popen = lambda self, args, env: _Rank(args, env, folder)
-    run.main(words)
 
 
 def _as_main(command: Sequence[str], environment: dict[str, str]) -> None:

@@ -29,7 +29,7 @@ from tests.support.launch import Launch
 from tests.support.runs import SMALL, before_step
 from tests.support.torchrun import Torchrun
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone]
+pytestmark = pytest.mark.dist
 
 TIMEOUT = 3
 SLACK = 1.0
@@ -64,11 +64,13 @@ CASES = {
 """Message and exit code of the faulty rank by kind of `run.inject`."""
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("case", "culprit"),
     [
-        *[("stop", 1), ("exit", 1), ("kill", 0), ("hang", 1), ("raise", 1)],
+        *[("stop", 1), ("kill", 0), ("hang", 1), ("raise", 1)],
         *[pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "kill"],
+        pytest.param("exit", 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_path: Path) -> None:
@@ -156,13 +158,14 @@ def check_named(launch: Launch, culprit: int, codes: list[int | None], when: Pat
     return took
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("phase", "culprit"),
     [
-        *[("groups", 1), ("model", 1), ("first step", 0)],
+        *[("groups", 1), ("first step", 0)],
         *[
             pytest.param(phase, rank, marks=pytest.mark.slow)
-            for phase, rank in (("groups", 0), ("data", 0), ("checkpoint", 1))
+            for phase, rank in (("groups", 0), ("model", 1), ("data", 0), ("checkpoint", 1))
         ],
     ],
 )
@@ -178,6 +181,7 @@ def test_a_rank_killed_while_the_others_start_is_named(
     print(f"{phase}, rank {culprit}: all ended after {took:.2f} s")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
     """None of their threads and signal handlers runs, as in compilers and drivers."""
@@ -215,6 +219,7 @@ train._leave(train.main(sys.argv[1:], ends_process=True))
 """
 
 
+@pytest.mark.alone
 def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(tmp_path: Path) -> None:
     """torchrun names it, but would wait 30 s for ranks that wait for the dead one."""
     program = tmp_path / "before.py"

@@ -12,7 +12,7 @@ import pytest
 from phalanx.moe.training.faults import FOLDER
 from phalanx.scripts import convert_hf
 from tests.scripts.test_convert_hf import qwen3
-from tests.support.runs import SMALL, exact, records, run
+from tests.support.runs import SMALL, records, run
 from tests.support.torchrun import Torchrun
 
 pytestmark = pytest.mark.dist
@@ -36,35 +36,26 @@ def happened(folder: Path) -> list[str]:
     return sorted(os.listdir(folder / "run" / FOLDER))
 
 
-def test_a_number_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
-    args = [*TINY, f"run.dir={tmp_path}", "run.bad_steps=skip", "run.inject=nan@3:rank1"]
-    main, other = run(2, args)
-    assert main.code == other.code == 0
-    assert "-- warning: faults are injected (run.inject): to come nan@3:rank1\n" in main.out
-    assert main.out.count("-- skipped: the gradient norm of step 3 is nan") == 1
-    assert [r.get("skipped", 0) for r in records(tmp_path / "run")] == [0, 0, 1, 1, 1, 1]
-    assert happened(tmp_path) == ["nan@3:rank1"]
-    (line,) = (tmp_path / "run" / FOLDER / "nan@3:rank1").read_text().splitlines()
-    assert json.loads(line)["rank"] == 1
-
-
 def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
-    """Step 4 is bad, and is not when it is reached again, nor after a resume to before it."""
+    """Step 4 is bad on a rank, and is not when reached again, nor after a resume to before it."""
     args = [*TINY, f"run.dir={tmp_path}", "run.bad_steps=rollback", "run.save_interval=3"]
-    main, other = run(2, [*args, "run.inject=nan@4"])
+    main, other = run(2, [*args, "run.inject=nan@4:rank1"])
     assert main.code == other.code == 0
+    assert "-- warning: faults are injected (run.inject): to come nan@4:rank1\n" in main.out
+    (line,) = (tmp_path / "run" / FOLDER / "nan@4:rank1").read_text().splitlines()
+    assert json.loads(line)["rank"] == 1
     assert main.out.count("-- rolled back to ") == 1 and "rollbacks 1" in main.out
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     repeated = [f"run.resume={tmp_path / 'run/checkpoints/step_00000003'}", "run.bad_steps=stop"]
     repeated += ["run.start_over=from-3"]
-    main, _ = run(2, [*args, *repeated, "run.inject=nan@4,term@5:rank1"])
+    main, _ = run(2, [*args, *repeated, "run.inject=nan@4:rank1,term@5:rank1"])
     assert main.code == 0 and "stopping after step 5: a signal asked for it" in main.out
     folder = tmp_path / "run" / FOLDER
     assert (
-        "injected (run.inject): to come term@5:rank1; happened already nan@4 "
+        "injected (run.inject): to come term@5:rank1; happened already nan@4:rank1 "
         f"(delete {folder} to repeat them)\n"
     ) in main.out
-    assert happened(tmp_path) == ["nan@4", "term@5:rank1"]
+    assert happened(tmp_path) == ["nan@4:rank1", "term@5:rank1"]
 
 
 def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
@@ -73,9 +64,7 @@ def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
     assert [rank.code for rank in run(2, args)] == [43, 43]
     main, _ = run(2, args)
     assert main.code == 0 and "resumed from step 2" in main.out
-    straight = run(2, [*TINY, f"run.dir={tmp_path / 'straight'}"])
-    assert straight[0].code == 0
-    assert exact(records(tmp_path / "run")) == exact(records(tmp_path / "straight/run"))
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 @contextmanager
@@ -92,11 +81,10 @@ def test_a_spike_is_seen(tmp_path: Path) -> None:
     assert main.out.count("-- skipped: the gradient norm of step 6 is ") == 1
 
 
-@pytest.mark.alone
 def test_a_killed_rank_does_not_kill_itself_again(tmp_path: Path) -> None:
     """Nor does another hang again: torchrun starts the job anew after each, from its newest
     checkpoint, though the command says from scratch, and it ends as if nothing had been."""
-    command = [*TINY, "run.steps=16", "run.save_interval=4", "parallel.timeout=3"]
+    command = [*TINY, "run.steps=16", "run.save_interval=4", "parallel.timeout=8"]
     command += ["run.bad_steps=skip", "run.resume=never"]
     faults = "run.inject=nan@3:rank1,kill@6:rank1,hang@11:rank0"
     script = ["train.py", *command, f"run.dir={tmp_path}", faults]
@@ -117,7 +105,6 @@ def test_a_killed_rank_does_not_kill_itself_again(tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(tmp_path / "straight")
 
 
-@pytest.mark.alone
 def test_torchrun_neither_imports_again_nor_starts_over_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +126,7 @@ def test_torchrun_neither_imports_again_nor_starts_over_again(
     assert [r["step"] for r in records(folder)] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_an_error_is_told_with_its_rank(tmp_path: Path) -> None:
     args = [*TINY, f"run.dir={tmp_path}", "run.inject=raise@2"]
     ranks = run(2, args)

@@ -61,12 +61,12 @@ def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
     "model", ["tiny_deepseek", pytest.param("tiny_gpt_oss", marks=pytest.mark.slow)]
 )
 def test_overflows_every_ten_steps_change_nothing(model: str, tmp_path: Path) -> None:
-    seen = {}
+    seen, printed = {}, {}
     for tight in (True, False):
         more = ["parallel.capacity_factor=8", f"run.dir={tmp_path}", f"run.name={tight}"]
         ranks = run(2, [*TRAINING, *MODELS[model], *more], partial(followed, tight=tight))
         assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
-        seen[tight] = [rank.seen for rank in ranks]
+        seen[tight], printed[tight] = [rank.seen for rank in ranks], ranks[0].out
         assert all(len(rank.seen) > 20 for rank in ranks)
     often, never = (records(tmp_path / str(tight)) for tight in (True, False))
     assert exact(often) == exact(never) and seen[True] == seen[False]
@@ -78,6 +78,7 @@ def test_overflows_every_ten_steps_change_nothing(model: str, tmp_path: Path) ->
     reruns = [r["reruns"] for r in often]
     before = [0, *reruns]
     assert all(reruns[n] > before[n] for n in range(0, STEPS, EVERY))
+    assert f"reruns {reruns[-1]}" in printed[True] and "reruns" not in printed[False]
     assert {r["reruns"] for r in never} == {0} and {r["capacity_factor"] for r in never} == {8.0}
     lines = (tmp_path / "True/metrics.jsonl").read_text().splitlines()
     events = [e for line in lines if "experts needed" in (e := json.loads(line).get("event", ""))]

@@ -4,7 +4,6 @@ import ast
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +78,21 @@ FLOW = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def with_example_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configuration folder with the YAML of docs/models.md in it."""
-    folder = tmp_path / "configs"
+    folder = tmp_path_factory.mktemp("example") / "configs"
     shutil.copytree(loading.FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (example,) = blocks("yaml")
     name = OmegaConf.create(example).name
     assert f"`configs/model/{name}.yaml`" in prose(TEXTS["docs/models.md"])
     (folder / "model" / f"{name}.yaml").write_text(example)
-    monkeypatch.setattr(loading, "FOLDER", folder)
-    return
+    return folder
+
+
+@pytest.fixture
+def with_example_model(example_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "FOLDER", example_folder)
 
 
 def test_readme_is_one_page() -> None:

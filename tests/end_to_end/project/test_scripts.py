@@ -30,12 +30,12 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+def started(*command: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A process with pipes that has ended when the context exits."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -52,9 +52,13 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.dist
 def test_train_script_until_a_rank_is_told_to_stop(tmp_path: Path) -> None:
+    """Beside another package named `kernels`, as that of Hugging Face."""
+    (tmp_path / "site/kernels").mkdir(parents=True)
+    (tmp_path / "site/kernels/__init__.py").touch()
     services = ["run.wandb=offline", "run.tensorboard=true"]
     command = [*TINY, *services, "run.steps=1000", "data=synthetic", f"run.dir={tmp_path}"]
-    with started("bash", "scripts/train.sh", *command) as process:
+    path = {"PYTHONPATH": str(tmp_path / "site")}
+    with started("bash", "scripts/train.sh", *command, environment=path) as process:
         seen = ""
         assert process.stdout and process.stderr
         for line in process.stdout:

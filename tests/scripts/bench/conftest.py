@@ -8,6 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.scripts.bench.clocks import Cpu
+
+
+@pytest.fixture(autouse=True)
+def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage before every suite would take most of the time in a process of tests."""
+    monkeypatch.setattr(Cpu, "free", lambda self: None)
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:

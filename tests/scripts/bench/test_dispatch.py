@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (impo
 from phalanx.parallel.dispatcher import alltoall
 from phalanx.parallel.megatron import cpu
 from phalanx.scripts import bench_dispatch
-from phalanx.scripts.bench import models, records, routing
+from phalanx.scripts.bench import models, records, routing, timing
 from phalanx.scripts.bench.clocks import Cpu
 from phalanx.scripts.bench.dispatch import exchange
 from phalanx.scripts.bench.dispatch.whole import exposed, fitting, targeted
@@ -32,7 +33,11 @@ PASSES = {"forward", "backward"}
 def program(arguments: list[str]) -> tuple[int, str]:
     """Exit code and output of `main` on a rank of `run_distributed`."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        mock.patch.object(timing, "WARM_ROUNDS", 1),
+    ):
         code = bench_dispatch.main([*arguments, "--device", "cpu", "--rounds", "2"])
     return code, out.getvalue()
 

@@ -13,6 +13,7 @@ from phalanx.kernels.core_attention import core
 from phalanx.kernels.routing.topk.scores import choose, probabilities
 from phalanx.moe.router import fused_topk
 from phalanx.scripts import bench_libraries
+from phalanx.scripts.bench import timing
 from phalanx.scripts.bench.clocks import Cpu
 from phalanx.scripts.bench.comparison import Operation, Row, compare, gap
 from phalanx.scripts.bench.libraries import attention, libraries, loss, quantize
@@ -51,7 +52,8 @@ def cross_entropy_(logits: Tensor, target: Tensor, scale: Tensor | None = None) 
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models, our kernels in torch, and no library."""
+    """Small models, our kernels in torch, no library, and one round to warm up."""
+    monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     for name in LIBRARIES:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(fused_topk, "topk", topk)

@@ -13,44 +13,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.torchrun import ROOT, Program, Torchrun
+
 SCRIPT = "scripts/check_cluster.py"
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "PHALANX_NODE_GPUS": "2", "OMP_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.dist
-
-
-def start(words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-class Ended(NamedTuple):
-    """A process that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def ended(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
-    try:
-        said = [process.communicate(timeout=150) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [Ended(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
 
 
 def free_port() -> str:
@@ -58,23 +30,31 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def two_torchruns(*words: str) -> list[subprocess.Popen[str]]:
-    """Launchers of two nodes of two ranks."""
-    where = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *where]
-    return [start([*launch, "--node-rank", str(node), SCRIPT, *words]) for node in (0, 1)]
+def two_torchruns(folder: Path, *words: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of the launchers of two nodes of two ranks."""
+    where = ["--nnodes", "2", "--rdzv-backend", "static"]
+    where += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    first, second = (
+        Torchrun(
+            *(2, [SCRIPT, *words], folder / str(node), [*where, "--node-rank", str(node)]),
+            environment=ENVIRONMENT,
+        )
+        for node in (0, 1)
+    )
+    with first, second:
+        return [(launch.wait(), launch.out(), launch.err()) for launch in (first, second)]
 
 
-def ranks(numbers: Sequence[int], *words: str, world: int = 4) -> list[subprocess.Popen[str]]:
+def ranks(folder: Path, numbers: Sequence[int], *words: str, world: int = 4) -> list[Program]:
     """Ranks without a launcher, as srun starts them."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
     return [
-        start(
+        Program(
             [SCRIPT, *words],
-            **meeting,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank % 2),
-            LOCAL_WORLD_SIZE="2",
+            folder / str(rank),
+            ENVIRONMENT
+            | meeting
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"},
         )
         for rank in numbers
     ]
@@ -82,10 +62,10 @@ def ranks(numbers: Sequence[int], *words: str, world: int = 4) -> list[subproces
 
 def test_two_torchruns_are_fine_and_have_all_results(tmp_path: Path) -> None:
     path = tmp_path / "check.json"
-    first, second = ended(two_torchruns("--json", str(path)))
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "fine: 4 ranks, nothing below expectation" in first.out and second.out == ""
-    lines = first.out.splitlines()
+    (code, out, err), other = two_torchruns(tmp_path, "--json", str(path))
+    assert code == other[0] == 0, err + other[2]
+    assert "fine: 4 ranks, nothing below expectation" in out and other[1] == ""
+    lines = out.splitlines()
     assert [line.split()[:3] for line in lines[1:5]] == [
         [str(rank), socket.gethostname(), str(rank // 2)] for rank in range(4)
     ]
@@ -99,18 +79,18 @@ def test_two_torchruns_are_fine_and_have_all_results(tmp_path: Path) -> None:
     assert rail["ranks"] in ([0, 2], [1, 3])
 
 
-def test_a_slow_rank_is_named_and_all_ranks_say_so() -> None:
-    processes = ended(ranks(range(4), "--inject", "slow:rank2"))
-    assert [process.code for process in processes] == [1] * 4
+def test_a_slow_rank_is_named_and_all_ranks_say_so(tmp_path: Path) -> None:
+    processes = ranks(tmp_path, range(4), "--inject", "slow:rank2")
+    assert [process.wait() for process in processes] == [1] * 4
     line = r"\n  rank 2 \(\S+\) is slow: \S+ TFLOP/s, where the median is \S+\n"
-    assert re.search(line, processes[0].out.partition("below expectation")[2])
-    assert [process.out for process in processes[1:]] == [""] * 3
+    assert re.search(line, processes[0].out().partition("below expectation")[2])
+    assert [process.out() for process in processes[1:]] == [""] * 3
 
 
-def test_a_hanging_rank_is_named_and_both_torchruns_end() -> None:
-    first, second = ended(two_torchruns("--inject", "hang:rank3", "--timeout", "15"))
-    assert (first.code, second.code) == (1, 1)
-    said = first.err + second.err
+def test_a_hanging_rank_is_named_and_both_torchruns_end(tmp_path: Path) -> None:
+    first, second = two_torchruns(tmp_path, "--inject", "hang:rank3", "--timeout", "8")
+    assert first[0] == second[0] == 1
+    said = first[2] + second[2]
     host = re.escape(socket.gethostname())
     assert re.search(
         rf"error: rank 3 \({host}, pid \d+\) hangs, \S+ s in rehearsal of a hang", said
@@ -118,42 +98,45 @@ def test_a_hanging_rank_is_named_and_both_torchruns_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named() -> None:
-    processes = ranks(range(4), "--inject", "hang:rank3", "--timeout", "60")
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    processes = ranks(tmp_path, range(4), "--inject", "hang:rank3", "--timeout", "60")
     # It has met the others when it hangs, and they wait for it in the process group.
     until = time.monotonic() + 60
     while time.monotonic() < until and not _watched(processes[3]):
         time.sleep(0.1)
-    processes[3].send_signal(signal.SIGKILL)
-    *others, last = ended(processes)
-    assert last.code == -signal.SIGKILL and [other.code for other in others] == [45] * 3
-    assert sum("error: rank 3 (" in other.err and "died" in other.err for other in others) == 1
+    os.kill(processes[3].pid, signal.SIGKILL)
+    assert [process.wait() for process in processes] == [45] * 3 + [-signal.SIGKILL]
+    errors = [process.err() for process in processes[:3]]
+    assert sum("error: rank 3 (" in error and "died" in error for error in errors) == 1
 
 
-def _watched(process: subprocess.Popen[str]) -> bool:
+def _watched(process: Program) -> bool:
     """Return whether a rank has started its watchdog: its guard is connected to rank 0's."""
     guards = psutil.Process(process.pid).children()
     return any(c.status == "ESTABLISHED" for guard in guards for c in guard.net_connections())
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_come_are_named() -> None:
-    processes = ended(ranks([0, 1, 3], "--timeout", "20"))
-    assert [process.code for process in processes] == [2] * 3
-    assert processes[0].err == (
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    processes = ranks(tmp_path, [0, 1, 3], "--timeout", "20")
+    assert [process.wait() for process in processes] == [2] * 3
+    assert processes[0].err() == (
         "error: rank 2, on node 1 of the launch counted from 0, did not come within 20 s; here are "
         f"the ranks of {socket.gethostname()} (0-1, 3)\n"
     )
-    assert [process.err for process in processes[1:]] == ["", ""]
+    assert [process.err() for process in processes[1:]] == ["", ""]
 
 
-def test_a_missing_rank_0_is_named() -> None:
-    (process,) = ended(ranks([2], "--timeout", "3"))
-    assert process.code == 2 and "rank 2 on " in process.err
-    assert "cannot reach rank 0 at 127.0.0.1:" in process.err and process.err.count("\n") == 1
+def test_a_missing_rank_0_is_named(tmp_path: Path) -> None:
+    (process,) = ranks(tmp_path, [2], "--timeout", "1")
+    assert process.wait() == 2 and "rank 2 on " in process.err()
+    assert "cannot reach rank 0 at 127.0.0.1:" in process.err()
+    assert process.err().count("\n") == 1
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
-    (process,) = ended([start([SCRIPT, "--json", str(tmp_path / "none" / "check.json")])])
-    assert process.code == 2 and "fine: 1 rank," in process.out
-    assert process.err.startswith("error: --json: cannot write ") and "none" in process.err
+    command = [sys.executable, SCRIPT, "--json", str(tmp_path / "none" / "check.json")]
+    environment = os.environ | ENVIRONMENT
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2 and "fine: 1 rank," in ended.stdout
+    assert ended.stderr.startswith("error: --json: cannot write ") and "none" in ended.stderr

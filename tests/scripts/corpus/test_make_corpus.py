@@ -42,8 +42,7 @@ def vocabulary() -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def write_recipe(folder: Path) -> Path:
     """Two packages, of which one has an archive inside, and one with a vocabulary."""
     texts = {f"a-1/lib{i % 5}/f{i}.py": prose(i).encode() for i in range(25)}
     near = prose(3).replace(prose(3).split()[60], "another")
@@ -57,12 +56,12 @@ def recipe(tmp_path: Path) -> Path:
         "a-1/LICENSE": b"the terms",
         "a-1/src.tar.xz": inner,
     }
-    (tmp_path / "a-1.tar.gz").write_bytes(tar(texts))
-    with zipfile.ZipFile(tmp_path / "b-1.whl", "w") as wheel:
+    (folder / "a-1.tar.gz").write_bytes(tar(texts))
+    with zipfile.ZipFile(folder / "b-1.whl", "w") as wheel:
         wheel.writestr("b/long.py", "\n".join(prose(i) for i in range(200, 320)))
         wheel.writestr("b/again.py", prose(8))
-    (tmp_path / "v-1.tar.gz").write_bytes(tar({"v-1/bpe.tiktoken": vocabulary()}))
-    path = tmp_path / "packages.yaml"
+    (folder / "v-1.tar.gz").write_bytes(tar({"v-1/bpe.tiktoken": vocabulary()}))
+    path = folder / "packages.yaml"
     path.write_text(
         """
 tokenizer: {manager: file, name: v-1.tar.gz, license: MIT, file: "*/bpe.tiktoken"}
@@ -72,6 +71,11 @@ packages:
 """
     )
     return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
 
 
 def run(recipe: Path, output: Path, *more: str) -> dict[str, Any]:
@@ -85,9 +89,16 @@ def rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_corpus_has_each_text_once_in_one_part(recipe: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    manifest = run(recipe, output)
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with its tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    run(write_recipe(folder), folder / "out")
+    return folder / "out"
+
+
+def test_a_corpus_has_each_text_once_in_one_part(output: Path) -> None:
+    manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["left_out"] == {
         "duplicate": 2,
         "near-duplicate": 1,
@@ -112,9 +123,7 @@ def test_a_corpus_has_each_text_once_in_one_part(recipe: Path, tmp_path: Path) -
     assert manifest["parts"]["train"]["documents"] == len(train)
 
 
-def test_the_tokens_are_those_of_the_texts(recipe: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    run(recipe, output)
+def test_the_tokens_are_those_of_the_texts(output: Path) -> None:
     tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
     ids = np.fromfile(output / "train.bin", np.uint16)
     end = tokenizer.token_to_id(tiktoken_file.END)
