@@ -17,14 +17,16 @@ from tests.support.training import trained
 pytestmark = pytest.mark.dist
 
 RUN = [
-    *["run.steps=3", "run.eval_interval=0", "parallel.expert=2", "kernels.backend=torch"],
-    *["data.sequence_length=32", "data.micro_batch=1", "data.global_batch=8"],
+    *["run.steps=2", "run.eval_interval=0", "parallel.expert=2", "kernels.backend=torch"],
+    *["data.sequence_length=32", "data.micro_batch=1", "data.global_batch=4"],
+    *["model.vocab_size=64", "model.hidden=32", "model.dense_ffn=48", "model.layers=2"],
+    *["model.moe.ffn=16", "model.init_std=0.1"],
 ]
 CASES: dict[str, tuple[int, list[str]]] = {
     "alltoall": (2, ["model=tiny", "parallel.dispatch=alltoall"]),
     "recomputed": (2, ["model=tiny_deepseek", "run.recompute=[moe,norm]"]),
     "fp8": (2, ["model=tiny", "precision=fp8_block", "model.hidden=128"]),
-    "data parallel": (4, ["model=tiny", "parallel.overlap=true"]),
+    "data parallel": (4, ["model=tiny", "parallel.overlap=true", "data.global_batch=8"]),
     "replicas": (2, ["model=tiny", "parallel.expert_replication=1"]),
     "two micro-batches": (2, ["model=tiny", "parallel.overlap_microbatches=on"]),
 }
