@@ -21,6 +21,7 @@ from tests.moe.cases import (
     transformer,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import matrix
 from tests.support.sync_free import sync_free
 
 SEQUENCE, BATCH = 8, 4
@@ -227,9 +228,8 @@ def test_bf16_chooses_alike_and_stays_close(name: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@matrix(("ranks", "backend"), (2, "reference"), (4, "torch"))
 def test_expert_parallel_sizes_agree(ranks: int, name: str, backend: str) -> None:
     one = whole(run_distributed(_run, 1, name, backend))
     many = whole(run_distributed(_run, ranks, name, backend))

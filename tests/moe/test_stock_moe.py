@@ -27,6 +27,7 @@ from tests.moe.cases import (
 )
 from tests.support.advice import advised
 from tests.support.distributed import RankFailed, run_distributed
+from tests.support.scheduling import matrix
 
 SEQUENCE, BATCH = 8, 4
 
@@ -227,8 +228,7 @@ def _layers(name: str, backend: str, recompute: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@matrix(("backend", "ranks"), ("reference", 1), ("torch", 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_agree(name: str, backend: str, ranks: int) -> None:
     run_distributed(_layers, ranks, name, backend, "none")

@@ -225,7 +225,7 @@ sys.stdin.read()
 
 def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
     """With a dead run's lock there, and without one."""
-    rounds, many = 20, 4
+    rounds, many = 10, 4
     for number in range(rounds):
         (tmp_path / str(number)).mkdir()
         if number % 2:

@@ -12,11 +12,15 @@ with importing_megatron():
     import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader
     import megatron.core.dist_checkpointing.strategies.filesystem_async
     import megatron.core.dist_checkpointing.strategies.state_dict_saver
+    import megatron.core.models.hybrid.hybrid_block
     import megatron.core.models.mimo.optimizer  # noqa: F401
     import torch._dynamo  # noqa: F401 - of the first optimizer, half a second
 
     import phalanx.kernels.expert_mlp.reference
+    import phalanx.kernels.expert_mlp.torch_grouped
+    import phalanx.kernels.quantize.emulated_fp8
     import phalanx.kernels.rms_norm.torch_norm
     import phalanx.parallel.dispatcher.alltoall
     import phalanx.parallel.dispatcher.hierarchical
+    import phalanx.parallel.dispatcher.symm
 phalanx.configs.load.load(["model=tiny", "data=synthetic"])  # with Hydra's plugins

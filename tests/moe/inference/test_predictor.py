@@ -82,12 +82,12 @@ def test_logits_are_those_of_training_in_bits(model: str, precision: str, tmp_pa
 
 def test_two_ranks_save_what_one_rank_reads(tmp_path: Path) -> None:
     """Experts of two ranks, expert parallel; and by tensor and pipeline parallelism."""
-    first = step_of(train(tmp_path, "one", 1, "run.steps=4"), 4)
+    first = step_of(train(tmp_path, "one", 1, "run.steps=2"), 2)
     ours = run_distributed(of_predictor, 1, first, *words())[0]
     for name, layout in (("expert", []), ("tensor", ["parallel.expert=1"])):
-        more = [f"parallel.{name}=2", *layout, "run.steps=5"]
+        more = [f"parallel.{name}=2", *layout, "run.steps=3"]
         folder = untrained(tmp_path, name, 2, first, *more)
-        second = step_of(folder, 5)
+        second = step_of(folder, 3)
         assert read_commit(second).world == 2
         again = run_distributed(of_predictor, 1, second, *words())[0]
         assert torch.equal(again[0], ours[0]) and torch.equal(again[1], ours[1]), name

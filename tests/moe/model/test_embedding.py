@@ -36,8 +36,6 @@ def adding(rank: int) -> Iterator[None]:
 
 CASES = {
     "one rank": (1, {}),
-    "tied": (1, {"model.tie_embeddings": True}),
-    "prediction": (1, {"model.mtp_layers": 1}),
     "tied, with prediction": (1, {"model.tie_embeddings": True, "model.mtp_layers": 1}),
     "tensor parallel": (2, {"parallel.tensor": 2}),
     "tied, over two stages": (2, {"model.tie_embeddings": True, "parallel.pipeline": 2}),

@@ -129,9 +129,9 @@ def _results(tensor: int, context: int) -> list[Result]:
 
 
 @functools.cache
-def alone() -> list[Result]:
-    (results,) = run_distributed(_results, 1, 1, 1)
-    return results
+def results_of(tensor: int, context: int) -> list[list[Result]]:
+    """Of each rank."""
+    return run_distributed(_results, tensor * context, tensor, context)
 
 
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
@@ -146,9 +146,9 @@ def whole_input(x: Tensor, mask: bool) -> Tensor:
 
 @pytest.mark.parametrize(("tensor", "context"), [(1, 2), (1, 4), (2, 2)])
 def test_ranks_that_share_sequences_are_one(tensor: int, context: int) -> None:
-    ranks = run_distributed(_results, tensor * context, tensor, context)
-    assert not torch.allclose(alone()[0].out, whole_input(alone()[1].out, True), atol=1e-2)
-    for mask, want in zip((False, True), alone(), strict=True):
+    ranks, (alone,) = results_of(tensor, context), results_of(1, 1)
+    assert not torch.allclose(alone[0].out, whole_input(alone[1].out, True), atol=1e-2)
+    for mask, want in zip((False, True), alone, strict=True):
         sums: dict[tuple[str, int], Tensor] = {}
         for i, results in enumerate(ranks):
             got, at, rank = results[mask], (context, i // tensor), (tensor, i % tensor)
@@ -167,6 +167,6 @@ def test_ranks_that_share_sequences_are_one(tensor: int, context: int) -> None:
 
 def test_heads_of_other_ranks_have_no_gradient() -> None:
     """Each of two context ranks has the gradients of half of the heads: none counts twice."""
-    for results in run_distributed(_results, 2, 1, 2):
+    for results in results_of(1, 2):
         for name in ("A_log", "dt_bias"):
             assert (results[0].grads[name] != 0).sum() == VALUES // 2

@@ -21,7 +21,7 @@ SMALL = [
     "run.steps=2",
     "data.sequence_length=16",
     "data.micro_batch=1",
-    "data.global_batch=8",
+    "data.global_batch=4",
     "model.vocab_size=64",
     "model.hidden=32",
     "model.dense_ffn=48",
@@ -68,7 +68,7 @@ def both(world: int, model: str, changes: dict[str, Any]) -> tuple[list, list]:
         steps, after, calls = run(world, model, {**changes, **knob})
         parameters = 4 if model == "tiny_gpt_oss" else 2
         first = 2 * 2 * parameters  # of both steps and layers
-        assert calls == ((8 // world * first, first) if fused else (0, 0))
+        assert calls == ((4 // world * first, first) if fused else (0, 0))
         series = torch.tensor([[step["loss"], step["grad_norm"]] for step in steps])
         results.append([series, after])
     return results[0], results[1]
@@ -119,7 +119,7 @@ def test_stages_of_a_pipeline() -> None:
     for fused in (True, False):
         knob = {"kernels.gradient_accumulation_fusion": fused}
         results.append(run(2, "tiny", {**changes, **knob}))
-    assert results[0][2] == (2 * 8 * 2, 2 * 2)  # steps, micro-batches, w1 and w2
+    assert results[0][2] == (2 * 4 * 2, 2 * 2)  # steps, micro-batches, w1 and w2
     assert results[1][2] == (0, 0)
     for key, value in results[1][1].items():
         assert torch.equal(results[0][1][key], value), key

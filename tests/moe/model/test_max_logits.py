@@ -155,7 +155,7 @@ def test_what_is_computed_again_is_not_measured_again(what: str) -> None:
 
 EP1, EP2, TP2 = {"parallel.expert": 1}, {"parallel.expert": 2}, {"parallel.tensor": 2}
 CP2, PP2 = {"parallel.context": 2}, {"parallel.pipeline": 2}
-STEPS = {"run.steps": 2, "optim.lr": 1e-3, "optim.eps": 1e-2}
+STEPS = {"run.steps": 1, "optim.lr": 1e-3, "optim.eps": 1e-2}
 MODELS = {"gpt_oss": GPT_OSS, "deepseek": DEEPSEEK, "one group": [*TINY, "model.layers=4"]}
 
 
@@ -172,9 +172,10 @@ def _more(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "world", "layout"),
     [
-        ("gpt_oss", 2, EP1),
-        ("deepseek", 2, EP2),
-        ("deepseek", 2, TP2 | EP1),
+        *(
+            pytest.param(name, 2, layout, marks=pytest.mark.slow)
+            for name, layout in [("gpt_oss", EP1), ("deepseek", EP2), ("deepseek", TP2 | EP1)]
+        ),
         ("one group", 2, TP2 | EP1),
         ("gpt_oss", 2, CP2 | EP1),
         ("gpt_oss", 2, CP2 | EP2 | {"kernels.attention": "reference"}),

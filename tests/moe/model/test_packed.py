@@ -24,6 +24,7 @@ from tests.moe.model.test_features import (
 from tests.support.distributed import run_distributed
 
 TOKENS = 48
+TWO = "model.layers=2"
 ROWS = ((21, 1, 3, 2, 22), (49,), (20, 28, 1))
 """Rows of S + 1 tokens: ends inside and at the end of sequences, and a document longer than one."""
 
@@ -119,11 +120,11 @@ def _packed_and_alone(overrides: list[str]) -> None:
     [
         [*SMALL, "model.attention.kv_heads=2"],
         [*SMALL, *YARN, "model.attention.qk_norm=true", "model.bias=true"],
-        TINY_GPT_OSS,
-        [*TINY_GPT_OSS, "run.recompute=full"],
+        [*TINY_GPT_OSS, TWO],
+        [*TINY_GPT_OSS, TWO, "run.recompute=full"],
         [*MLA, *YARN],
-        TINY_DEEPSEEK,
-        [*TINY_DEEPSEEK, "run.recompute=attention"],
+        [*TINY_DEEPSEEK, TWO],
+        [*TINY_DEEPSEEK, TWO, "run.recompute=attention"],
         [*SMALL, "model.mtp_layers=2", "model.mtp_loss=0.3"],
         TINY_QWEN3_NEXT,
         [*LINEAR, "run.recompute=full"],

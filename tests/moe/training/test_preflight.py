@@ -62,14 +62,16 @@ def test_more_than_a_few_epochs_are_told(
 
 
 @pytest.mark.parametrize(
-    ("source", "held", "steps"),
-    [("embedded", "a test corpus of 1.0 M tokens", 1000), ("synthetic", "random tokens", 25000)],
+    ("source", "held", "steps", "saves"),
+    [
+        ("embedded", "a test corpus of 1.0 M tokens", 1000, "run=pretrain"),
+        ("synthetic", "random tokens", 25000, "run.save_interval=7"),
+    ],
 )
-@pytest.mark.parametrize("saves", [["run=pretrain"], ["run.save_interval=7"]])
 def test_a_long_run_on_test_data_is_refused_with_what_to_set(
-    source: str, held: str, steps: int, saves: list[str], tmp_path: Path
+    source: str, held: str, steps: int, saves: str, tmp_path: Path
 ) -> None:
-    given = [*STEP, f"run.dir={tmp_path}", f"data={source}", *saves, "run.steps=99999"]
+    given = [*STEP, f"run.dir={tmp_path}", f"data={source}", saves, "run.steps=99999"]
     (line,) = errors(load(given))
     assert line.startswith(f"data.source={source} is {held}, and this run of 99999 steps with ")
     corpus = write_corpus(tmp_path / "text", [[1] * 100] * 400)

@@ -7,6 +7,7 @@ import torch
 
 from tests.end_to_end.layouts.test_layouts import LOSS
 from tests.support.runs import SMALL, records, run, text, write_corpus
+from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
 
@@ -17,7 +18,7 @@ TRAINING = [
     *STILL,
     *["model=tiny", "model.attention.head_dim=8", "model.layers=4"],
     *["precision=fp32", "run.seed=3", "run.save_interval=-1", "parallel.capacity_factor=16"],
-    *["data=indexed", "data.split='50,50'", "data.micro_batch=1", "run.eval_interval=1"],
+    *["data=indexed", "data.split='50,50'", "data.micro_batch=2", "run.eval_interval=1"],
 ]
 LAYOUTS = {
     "data": ["parallel.expert=1"],
@@ -70,13 +71,7 @@ def test_a_source_has_the_loss_that_it_has_alone(
     assert alone["valid_loss"] == pytest.approx(mean, rel=LOSS)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("data", "pipeline") else name
-        for name in LAYOUTS
-    ],
-)
+@mostly_slow("layout", LAYOUTS, "expert", "tensor", "context", "interleaved")
 def test_layouts_agree(
     layout: str, alone: dict[str, float], sources: list[str], tmp_path: Path
 ) -> None:
@@ -86,7 +81,7 @@ def test_layouts_agree(
     assert found == pytest.approx(alone, rel=5 * LOSS)
 
 
-@pytest.mark.parametrize("layout", ["context", "tensor"])
+@mostly_slow("layout", ["context", "tensor"], "context")
 def test_sources_of_documents_add_up(layout: str, tmp_path: Path) -> None:
     """Sources are weighted by their labels, of which one of short documents has few."""
     random = torch.Generator().manual_seed(1)
