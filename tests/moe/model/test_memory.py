@@ -28,9 +28,9 @@ MODELS = {
     "bias_sinks_window": GPT_OSS,
     "mla": MLA,
     "mla_direct_query": [*MLA, "model.attention.q_lora_rank=0"],
-    "mla_dense_shared_mtp": [*DEEPSEEK, *SIZES, "model.moe.shared_ffn=24"],
+    "mla_dense_shared_mtp": [*DEEPSEEK, *SIZES, "model.moe.shared_ffn=24", "model.layers=3"],
     "dense": [*SMALL, "model.moe.dense_layers=1"],
-    "dense_bias": [*GPT_OSS, "model.moe.dense_layers=1"],
+    "dense_bias": [*GPT_OSS, "model.moe.dense_layers=1", "model.layers=3"],
 }
 PARTS = ("norm", "attention", "mlp", "expert_h")
 PLANS: dict[str, list[str]] = {
