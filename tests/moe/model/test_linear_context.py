@@ -130,7 +130,7 @@ def _results(tensor: int, context: int) -> list[Result]:
 
 @functools.cache
 def results_of(tensor: int, context: int) -> list[list[Result]]:
-    """Of each rank."""
+    """Results of each rank."""
     return run_distributed(_results, tensor * context, tensor, context)
 
 

@@ -36,10 +36,9 @@ SMALL = [
 STAGES = {"parallel.pipeline": 2}
 INTERLEAVED = STAGES | {"parallel.virtual_pipeline": 2}
 UNEVEN = ["model=tiny", "parallel.pipeline_layout='Ettt|tL'"]
-"""Of two stages the second holds a pass longer."""
+"""Overrides for two stages, the second of which holds a pass longer."""
 CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "four stages": (4, ["model=tiny"], {"parallel.pipeline": 4, "data.global_batch": 6}),
-    "data parallel": (4, UNEVEN, STAGES),
     "no overlap": (4, ["model=tiny"], INTERLEAVED | {"parallel.overlap": False}),
     "interleaved, data parallel": (
         4,
@@ -48,7 +47,7 @@ CASES: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     ),
     "expert parallel": (
         4,
-        ["model=tiny", "data.sequence_length=128"],  # whose balanced load is two tiles
+        [*UNEVEN, "data.sequence_length=128"],  # whose balanced load is two tiles
         STAGES | {"parallel.expert": 2},
     ),
     "tied, tokens ahead, recomputed": (

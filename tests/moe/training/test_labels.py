@@ -148,7 +148,7 @@ def trainer_of(overrides: Sequence[str]) -> Any:
 
 
 def _losses(overrides: list[str], shares: list[float]) -> list[Seen]:
-    """Of a step for each share of labels that count."""
+    """Losses and totals of a step, for each share of labels that count."""
     from phalanx.kernels.library_objects import replaced
     from phalanx.moe.model.gpt import LanguageModel
     from phalanx.moe.router import balance

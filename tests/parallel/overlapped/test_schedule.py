@@ -44,7 +44,10 @@ CHUNKS = "parallel.virtual_pipeline=2"
 STAGES: dict[str, tuple[int, list[str]]] = {
     "two": (
         4,
-        ["model=tiny", "precision=bf16", "parallel.pipeline=2", "data.micro_batch=2", *BALANCE],
+        [
+            *["model=tiny", "precision=fp8_block", "parallel.pipeline=2", "data.micro_batch=2"],
+            *BALANCE,
+        ],
     ),
     # Embedding and output layer share weights; the step has fewer micro-batches than the first
     # stage runs ahead.
@@ -59,13 +62,7 @@ STAGES: dict[str, tuple[int, list[str]]] = {
         2,
         ["model=tiny", "parallel.pipeline=2", "parallel.expert=1", "parallel.dispatch=local"],
     ),
-    "chunks": (
-        4,
-        [
-            *["model=tiny_deepseek", "model.layers=4", "parallel.pipeline=2", CHUNKS],
-            "precision=fp8_block",
-        ],
-    ),
+    "chunks": (4, ["model=tiny_deepseek", "model.layers=4", "parallel.pipeline=2", CHUNKS]),
     "three": (
         6,
         [
