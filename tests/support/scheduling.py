@@ -16,6 +16,7 @@ SLOW_HELPERS = (
     "tests.kernels.sm90.sass",
     "tests.kernels.sm90.simt",
     "tests.kernels.triton_code",
+    "tests.support.compiling",
     "tests.support.launch",
     "tests.kernels.sm100.offline_cudnn",
     "tests.support.torchrun",
