@@ -7,9 +7,7 @@ with importing_megatron():
     import phalanx.moe.training.entry
     import phalanx.train
 
-# Modules that every run imports lazily: the first optimizer imports TorchDynamo.
-import torch._dynamo  # noqa: F401
-
+# Modules that every run imports lazily.
 with importing_megatron():
     import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader
     import megatron.core.dist_checkpointing.strategies.filesystem_async
