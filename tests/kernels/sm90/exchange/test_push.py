@@ -155,7 +155,7 @@ def test_sums_of_a_wave_leave_for_different_ranks_at_a_time(count: int, R: int) 
 class Sums:
     """The way back from one of two ranks, whose experts' rows are there."""
 
-    T, D, K, tile_rows, counts = 21, 264, 3, 8, 3
+    T, D, K, tile_rows, counts = 13, 264, 3, 8, 3
     begin, rest = 1, 2
     """CTAs of the two launches."""
 
