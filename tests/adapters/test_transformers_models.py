@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import phalanx.adapters.transformers  # noqa: F401  (registers)
 from tests.adapters.hf_models import MODELS, close, model, tokens
-from tests.support.compiling import compiling
+from tests.kernels.compiling import compiling
 
 
 def gradients(made: Any) -> dict[str, Tensor]:

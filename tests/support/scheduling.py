@@ -11,12 +11,12 @@ import pytest
 
 SLOW_HELPERS = (
     "subprocess",
+    "tests.kernels.compiling",
     "tests.kernels.interpreter",
     "tests.kernels.sm90.recording",
     "tests.kernels.sm90.sass",
     "tests.kernels.sm90.simt",
     "tests.kernels.triton_code",
-    "tests.support.compiling",
     "tests.support.launch",
     "tests.kernels.sm100.offline_cudnn",
     "tests.support.torchrun",

@@ -10,8 +10,8 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.routing import plan
+from tests.kernels.compiling import compiling
 from tests.kernels.problems import Problem, leaves_of, make
-from tests.support.compiling import compiling
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 BACKENDS = ["reference", "torch"]

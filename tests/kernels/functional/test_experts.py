@@ -20,8 +20,8 @@ from phalanx.kernels.api import (
     grouped_experts_sorted,
 )
 from phalanx.kernels.functional import experts
+from tests.kernels.compiling import compiling
 from tests.kernels.problems import error, formula
-from tests.support.compiling import compiling
 from tests.support.sync_free import sync_free
 
 E, D, WIDTH, K = 6, 32, 24, 3

@@ -589,7 +589,7 @@ def _fails_to_load(root: str, at: str, folder: Path) -> list[str]:
 
 @pytest.mark.dist
 def test_a_store_that_fails_a_load(tmp_path: Path) -> None:
-    """Of metadata or of shards: one line on every rank, nothing is said against the checkpoint."""
+    """One line on every rank, and nothing is said against the checkpoint."""
     ranks = run_distributed(_fails_to_load, 2, f"{S3}/load", s3.endpoint(), tmp_path)
     for first, second in zip(*ranks, strict=True):
         assert first == second and "\n" not in first
