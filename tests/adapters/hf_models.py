@@ -76,13 +76,13 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6 * (1 + want.abs().max().item()))
 
 
-def model(name: str, implementation: str) -> Any:
+def model(name: str, implementation: str, layers: int = 2) -> Any:
     """A model in fp32, with weights that do not depend on the implementation of its experts."""
     model_class, config = MODELS[name]
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
     torch.manual_seed(0)
-    made = model_class._from_config(
-        copy.deepcopy(config), experts_implementation=implementation
-    ).train()
+    made = model_class._from_config(config, experts_implementation=implementation).train()
     generator = torch.Generator().manual_seed(1)
     state = made.state_dict()  # in transformers' layout
     for key, value in state.items():

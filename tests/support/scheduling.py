@@ -11,6 +11,7 @@ import pytest
 
 SLOW_HELPERS = (
     "subprocess",
+    "tests.kernels.compiling",
     "tests.kernels.interpreter",
     "tests.kernels.sm90.recording",
     "tests.kernels.sm90.sass",

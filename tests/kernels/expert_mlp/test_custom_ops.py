@@ -1,9 +1,5 @@
 """The custom ops under torch's own checks, in fake tensors, and compiled as one graph."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx.kernels.expert_mlp import custom_ops
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.routing import plan
+from tests.kernels.compiling import compiling
 from tests.kernels.problems import Problem, leaves_of, make
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
@@ -69,27 +67,16 @@ def test_fake_tensors_have_the_shapes(backend: str) -> None:
         assert made.row_prob_S.shape == (64,) and made.inverse_NK.shape == (40, 3)
 
 
-_COMPILED = """
-import torch
-from phalanx.kernels.expert_mlp.module import GroupedMLP
-m = GroupedMLP(experts=4, hidden=32, ffn=24, top_k=2)
-x, idx = torch.randn(9, 32, requires_grad=True), torch.randint(0, 4, (9, 2))
-prob = torch.rand(9, 2, requires_grad=True)
-leaves = [x, prob, *m.parameters()]
-whole = torch.compile(m, fullgraph=True, backend="aot_eager")
-for autocast in (False, True):
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_as_one_graph(autocast: bool) -> None:
+    m = GroupedMLP(experts=4, hidden=32, ffn=24, top_k=2)
+    x, idx = torch.randn(9, 32, requires_grad=True), torch.randint(0, 4, (9, 2))
+    prob = torch.rand(9, 2, requires_grad=True)
+    leaves = [x, prob, *m.parameters()]
+    with compiling(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        whole = torch.compile(m, fullgraph=True, backend="aot_eager")
         out = [f(x, idx, prob) for f in (whole, m)]
     assert all(o.dtype == (torch.bfloat16 if autocast else torch.float32) for o in out)
     got, want = (torch.autograd.grad(o.float().square().sum(), leaves) for o in out)
     for ours, eager in zip(got, want, strict=True):
         torch.testing.assert_close(ours, eager)
-"""
-
-
-def test_compiles_as_one_graph() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILED], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

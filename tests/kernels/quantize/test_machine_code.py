@@ -22,6 +22,7 @@ from phalanx.kernels.quantize import (
 )
 from phalanx.kernels.quantize.blocks import Quantized
 from tests.kernels.triton_code import Code, launched
+from tests.support.scheduling import matrix, mostly_slow
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 META = torch.device("meta")
@@ -57,9 +58,9 @@ def x_of(R: int, C: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(R, C, dtype=dtype, device=META)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize(("C", "parts"), [(7168, 1), (5760, 2)])
-def test_rows(C: int, parts: int, dtype: torch.dtype, tmp_path: Path) -> None:
+@matrix(("shape", "dtype"), ((7168, 1), E4M3), ((5760, 2), E5M2))
+def test_rows(shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    C, parts = shape
     x = x_of(65536, C, BF16)
     to = quantize.empty_rows(65536, C, parts, dtype=dtype, device=META)
     code = launched(rows_triton, "fp8_rows", lambda: rows_triton.quantize(x, to, parts), tmp_path)
@@ -96,8 +97,7 @@ def test_weights(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["square", "vector"])
-@pytest.mark.parametrize("indexed", [False, True], ids=["in place", "indexed"])
-@pytest.mark.parametrize("C", [7168, 2880])
+@matrix(("C", "indexed"), (7168, False), (2880, True))
 def test_transpose(C: int, indexed: bool, kind: str, tmp_path: Path) -> None:
     rows, offsets = 32768, torch.empty(33, dtype=torch.int32, device=META)
     index = torch.empty(rows, dtype=torch.int32, device=META) if indexed else None
@@ -137,9 +137,9 @@ def counts(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.int32, device=META)
 
 
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4", "random"])
-@pytest.mark.parametrize(("C", "parts"), [(2048, 1), (5760, 2)])
-def test_emulated_rows(form: str, C: int, parts: int, tmp_path: Path) -> None:
+@matrix(("form", "shape"), ("mxfp8", (5760, 2)), ("nvfp4", (2048, 1)), ("random", (5760, 2)))
+def test_emulated_rows(form: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    C, parts = shape
     x, rows = x_of(65536, C, BF16), counts(65536)
     block, given = 32, dict[str, object]()
     if form != "mxfp8":
@@ -150,7 +150,7 @@ def test_emulated_rows(form: str, C: int, parts: int, tmp_path: Path) -> None:
     assert ("div.rn.f32" in code.ptx) == (form != "mxfp8")
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@mostly_slow("parts", [1, 2], 2)
 def test_emulated_rows_of_any_width_have_one_code(parts: int, tmp_path: Path) -> None:
     def code(width: int) -> str:
         x = x_of(4096, parts * width, BF16)

@@ -118,8 +118,9 @@ def _writer_killed(folder: Path, name: str, call: int, found_by: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "call"), [("_write", 1), ("_write_item", 5)])
-@pytest.mark.parametrize("found_by", ["poll", "next save"])
+@pytest.mark.parametrize(
+    ("name", "call", "found_by"), [("_write", 1, "poll"), ("_write_item", 5, "next save")]
+)
 def test_a_killed_writer_is_reported_and_the_next_save_is_sound(
     tmp_path: Path, name: str, call: int, found_by: str
 ) -> None:

@@ -11,6 +11,7 @@ from tests.parallel.checkpoint.checkpoints import build, checkpointer, find_newe
 from tests.support.distributed import RankFailed, run_distributed
 from tests.support.runs import SMALL, announced, exact, records
 from tests.support.runs import run as train_run
+from tests.support.scheduling import mostly_slow
 
 
 def flip(folder: Path) -> str:
@@ -126,7 +127,7 @@ TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "r
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("damage", [flip, empty])
+@mostly_slow("damage", [flip, empty], flip)
 def test_a_run_falls_back_bit_for_bit_or_ends_with_44(tmp_path: Path, damage: Any) -> None:
     command = [*TINY, f"run.dir={tmp_path}", "run.steps=4"]
     assert train_run(1, [*command[:-1], "run.steps=3"])[0].code == 0

@@ -137,7 +137,11 @@ def expected() -> list[tuple[float, float]]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("phase", "async_save"),
-    [(phase, False) for phase in PHASES] + [("not renamed", True), ("older one not removed", True)],
+    [
+        *((phase, False) for phase in PHASES),
+        pytest.param("not renamed", True, marks=pytest.mark.slow),
+        ("older one not removed", True),
+    ],
 )
 def test_killed_while_saving(
     tmp_path: Path, phase: str, async_save: bool, expected: list[tuple[float, float]]

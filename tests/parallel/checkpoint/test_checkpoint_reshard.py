@@ -41,7 +41,7 @@ def _through(folders: list[Path], steps: int, layouts: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     "chain",
     [
-        [(4, {"expert": 4}), (2, {"expert": 2}), (1, {}), (2, {"expert": 2}), (4, {"expert": 4})],
+        [(4, {"expert": 4}), (1, {}), (2, {"expert": 2})],
         pytest.param([(4, {"expert": 2}), (4, {"expert": 4}), (4, {})], marks=pytest.mark.slow),
         [(2, {"tensor": 2, "experts": 0}), (1, {"experts": 0}), (2, {"tensor": 2, "experts": 0})],
         pytest.param(
@@ -50,7 +50,6 @@ def _through(folders: list[Path], steps: int, layouts: list[dict[str, Any]]) -> 
         ),
         [
             (2, {"pipeline": 2, "virtual_pipeline": 2, "layers": 4}),
-            (2, {"pipeline": 2, "layers": 4}),
             (1, {"layers": 4}),
             (2, {"pipeline": 2, "virtual_pipeline": 2, "layers": 4}),
         ],

@@ -77,8 +77,8 @@ def _values(kw: dict[str, Any]) -> None:
         (1, {"kind": "muon", "moments": "bf16"}),
         (2, {"expert": 2}),
         (2, {"moments": "bf16"}),
-        (2, {"kind": "muon"}),
-        (2, {"distributed_optimizer": False}),
+        pytest.param(2, {"kind": "muon"}, marks=pytest.mark.slow),
+        pytest.param(2, {"distributed_optimizer": False}, marks=pytest.mark.slow),
     ],
 )
 def test_averages_follow_the_master_weights_and_change_nothing(
@@ -100,7 +100,9 @@ def _begins(folder: Path, kw: dict[str, Any]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kw", [{}, {"moments": "bf16"}, {"bf16": False}])
+@pytest.mark.parametrize(
+    "kw", [{}, {"moments": "bf16"}, pytest.param({"bf16": False}, marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_without_averages_begins_them(tmp_path: Path, kw: dict[str, Any]) -> None:
     run_distributed(_begins, 2, tmp_path, kw)
 

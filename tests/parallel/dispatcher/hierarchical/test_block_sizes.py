@@ -4,6 +4,7 @@ EP64 of DeepSeek-V3 on 8 nodes: the eight ranks of one rail, 8,192 tokens each. 
 n ** -exponent in a random order of the experts, which all ranks share.
 """
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +26,17 @@ CPU = torch.device("cpu")
 EXPONENTS = (0.0, 0.3, 0.6, 1.0)
 
 
+@functools.cache
+def noise(source: int) -> Tensor:
+    """Gumbel noise of the scores of a rank's tokens, fp32 [T, E]."""
+    generator = torch.Generator().manual_seed(source)
+    return -torch.log(-torch.log(torch.rand(TOKENS, EXPERTS, generator=generator)))
+
+
 def chosen(exponent: float, limit: int, source: int) -> Tensor:
     """int32 [T, K] of a rank: experts by popularity, of the `limit` groups with the best two."""
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(source)
-    noise = -torch.log(-torch.log(torch.rand(TOKENS, EXPERTS, generator=generator)))
-    scores = noise - exponent * torch.log(order + 1.0)
+    scores = noise(source) - exponent * torch.log(order + 1.0)
     if limit == NODES:
         return scores.topk(TOP_K, dim=1).indices.int()
     positive = (0.1 * scores).exp()  # Megatron-Core puts zeros for experts of other groups

@@ -39,6 +39,7 @@ from tests.parallel.dispatcher.test_base import (
     run_layer,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
 RANKS, SIZE = 4, 2
@@ -86,8 +87,17 @@ def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
         assert_near(result, case, kind)
 
 
-@NODES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "size"),
+    [
+        (torch.float32, 4, 2),
+        (torch.bfloat16, 8, 2),
+        (torch.bfloat16, 8, 4),
+        pytest.param(torch.bfloat16, 4, 2, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 8, 2, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 8, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_exact_on_integers(dtype: torch.dtype, ranks: int, size: int) -> None:
     """Over two nodes of two and of four, and over four nodes; some that no token goes to."""
     cases = [make_case(kind, dtype, integer=True) for kind in ROUTINGS]
@@ -196,7 +206,7 @@ def nodes_of_one(cases: list[Case]) -> None:
             assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@mostly_slow("ranks", [2, 4], 4)
 def test_nodes_of_one_rank_equal_collectives_bit_for_bit(ranks: int) -> None:
     run_distributed(nodes_of_one, ranks, [make_case(kind, torch.bfloat16) for kind in ROUTINGS])
 
@@ -233,7 +243,7 @@ def counted_rows(cases: list[Case]) -> None:
                 assert torch.equal(all_rows, counted), (factor, name)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@mostly_slow("ranks", [4, 8], 8)
 def test_rows_that_are_not_counted_are_never_read(ranks: int) -> None:
     """Empty nodes, blocks with room, and blocks that are too small, forward and backward."""
     kinds = ("even", "none to the first half")

@@ -116,7 +116,9 @@ def on_any_node(made: Made) -> Made:
     return made._replace(replicas=int(replicas))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow(
+    "kind", KINDS, "even", "one hot expert", "one rank of each node", "several hot experts"
+)
 def test_the_bits_of_the_layer_without_replication(kind: str) -> None:
     made = run_distributed(ways, RANKS, kind, "reference", 2, {}, SIZE)
     same(made, replicas=KINDS[kind], near=1e-5 if KINDS[kind] else 0.0)
@@ -134,8 +136,8 @@ def test_torch_experts() -> None:
 @mostly_slow(
     "name",
     CHANGES,
-    *("biases", "h computed again", "gradients returned", "two micro-batches under way"),
-    *("a shared expert", "rows in FP8, two micro-batches", "rows in FP8, biases, h again"),
+    *("biases, a shared expert, h again", "gradients returned", "two micro-batches under way"),
+    *("rows in FP8, two micro-batches", "rows in FP8, biases, h again"),
 )
 def test_variants(name: str) -> None:
     options = dict(CHANGES[name])
@@ -226,7 +228,7 @@ def gradients(kind: str) -> list[Tensor]:
     return flat.gradients(flat.problem(kind, torch.bfloat16), replicating())
 
 
-@pytest.mark.parametrize("kind", ["one expert with all", "several hot experts"])
+@mostly_slow("kind", ["one expert with all", "several hot experts"], "several hot experts")
 def test_rows_of_an_expert_are_parted_in_the_order_of_ranks(kind: str) -> None:
     """FP8 blocks are those without replication, though rows arrive in another order.
 

@@ -46,14 +46,14 @@ def stepped(ranks: int, overlaps: bool, keep: bool, fp8: bool = False) -> Progra
     return p
 
 
-@pytest.mark.parametrize(("ranks", "runs"), [(2, 100), (3, 30), (4, 10)])
+@pytest.mark.parametrize(("ranks", "runs"), [(2, 50), (3, 15), (4, 5)])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_no_order_of_events_breaks_it(overlaps: bool, keep: bool, ranks: int, runs: int) -> None:
     explore(stepped(ranks, overlaps, keep), runs)
 
 
-@pytest.mark.parametrize(("ranks", "runs"), [(2, 100), (3, 30)])
+@pytest.mark.parametrize(("ranks", "runs"), [(2, 50), (3, 15)])
 def test_nor_where_tokens_in_fp8_are_kept_and_weights_sent_again(ranks: int, runs: int) -> None:
     explore(stepped(ranks, overlaps=False, keep=False, fp8=True), runs)
 

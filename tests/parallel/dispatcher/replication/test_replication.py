@@ -28,6 +28,7 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import matrix
 from tests.support.sync_free import sync_free
 
 pytestmark = pytest.mark.dist
@@ -172,9 +173,8 @@ def check(made: list[tuple[Made, Made]], *, replicas: bool = True, near: float =
             assert (a.float() - b.float()).norm() <= near * b.float().norm()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@matrix(("backend", "ranks"), ("reference", 4), ("torch", 2))
 def test_the_bits_of_the_layer_without_replication(backend: str, kind: str, ranks: int) -> None:
     made = run_distributed(both, ranks, kind, torch.bfloat16, backend, {})
     check(made, near=1e-5 if backend == "reference" else 4e-3)  # torch rounds each part to bf16
@@ -182,8 +182,7 @@ def test_the_bits_of_the_layer_without_replication(backend: str, kind: str, rank
 
 CHANGES: dict[str, dict[str, Any]] = {
     "weights kept": {"keep": True},
-    "biases": {"bias": True},
-    "h computed again": {"recompute_h": True},
+    "biases, h computed again": {"bias": True, "recompute_h": True},
     "fp8_block": {"recipe": Fp8Block()},
     "fp8_block, bf16 weight gradients": {"recipe": Fp8Block(wgrad="bf16")},
     "gradients returned": {"main_grad": False},
@@ -247,8 +246,7 @@ def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
     return [w.main_grad for w in weights[:2]]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@matrix(("kind", "ranks"), *((kind, 4) for kind in KINDS), ("several hot experts", 2))
 def test_gradients_are_those_that_the_plan_predicts(kind: str, ranks: int) -> None:
     p, slots = problem(kind, torch.bfloat16), 2
     plan = reference_replication_plan(count_rows(p.idx, EXPERTS), ReplicationSize(ranks, slots, 10))

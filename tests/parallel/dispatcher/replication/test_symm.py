@@ -160,7 +160,7 @@ def same(by_rank: list[list[Made]], *, replicas: bool = True, near: float = 1e-5
                 assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@mostly_slow("ranks", [2, 4], 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_of_the_layer_without_replication(kind: str, ranks: int) -> None:
     same(run_distributed(ways, ranks, kind, "reference", 2, {}))
@@ -170,19 +170,16 @@ def test_torch_experts() -> None:
     same(run_distributed(ways, 2, "several hot experts", "torch", 2, {}), near=4e-3)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@mostly_slow("ranks", [2, 4], 4)
 def test_even_routing_replicates_nothing(ranks: int) -> None:
     same(run_distributed(ways, ranks, "even", "reference", 2, {}), replicas=False, near=0.0)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "biases": {"bias": True},
-    "h computed again": {"recompute_h": True},
+    "biases, a shared expert, h again": {"bias": True, "shared": True, "recompute_h": True},
     "gradients returned": {"accumulate": False},
     "two micro-batches under way": {"crossed": True},
-    "a shared expert": {"shared": True},
     "rows that become FP8 where they arrive": {"recipe": Fp8Block()},
-    "rows in FP8": {"recipe": Fp8Block(), "fp8_rows": True},
     "rows in FP8, two micro-batches": {"recipe": Fp8Block(), "fp8_rows": True, "crossed": True},
     "rows in FP8, biases, h again": {
         "recipe": Fp8Block(grad_format="e5m2"),
@@ -205,14 +202,14 @@ def test_variants(name: str) -> None:
     same(run_distributed(ways, 2, "several hot experts", "reference", 2, options), near=near)
 
 
-@mostly_slow("kind", [*KINDS, "even"], "one rank with all", "several hot experts")
+@mostly_slow("kind", [*KINDS, "even"], "one rank with all")
 def test_rows_in_fp8(kind: str) -> None:
     options = {"recipe": Fp8Block(), "fp8_rows": True}
     made = run_distributed(ways, 4, kind, "reference", 2, options)
     same(made, replicas=kind != "even", near=1e-5 if kind != "even" else 0.0)
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@mostly_slow("slots", [1, 3], 3)
 def test_slots(slots: int) -> None:
     same(run_distributed(ways, 4, "several hot experts", "reference", slots, {}))
 
