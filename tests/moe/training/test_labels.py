@@ -254,7 +254,8 @@ def ran(folder: Path, lengths: Sequence[int], *more: str) -> tuple[Rank, list[di
 
 
 def test_a_step_without_a_label_is_skipped_and_said(tmp_path: Path) -> None:
-    main, steps = ran(tmp_path, [1] * 400, "run.max_bad_steps=2", "model.mtp_layers=1")
+    more = "run.steps=3", "run.max_bad_steps=2", "model.mtp_layers=1"
+    main, steps = ran(tmp_path, [1] * 400, *more)
     assert main.code == 43
     assert main.out.count("-- skipped: step 1 has no loss: none of its labels counts\n") == 1
     assert main.err.startswith("error: step 3 has no loss: none of its labels counts, and 2 steps")
