@@ -35,7 +35,7 @@ RANKS = 8
 
 TILE = 256
 """The largest side of a tile."""
-FAST = ("deepseek_v2_lite", "gpt_oss_20b")
+FAST = ("deepseek_v2_lite", "gpt_oss_20b", "tiny")
 """Compiled by default: together they have all that tells models apart, but for the sizes
 themselves; see `kinds`."""
 
