@@ -25,6 +25,7 @@ from phalanx.moe.data.text_rows import read_keys
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
+from phalanx.moe.report.text_table import aligned
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.reader import may_leave
 
@@ -144,14 +145,7 @@ def table(scores: dict[str, "Score"]) -> str:
                 "?" if bits is None else f"{bits:.4f}",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def content(score: "Score") -> dict[str, Any]:

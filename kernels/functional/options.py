@@ -3,7 +3,7 @@
 import functools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, TypedDict
@@ -56,15 +56,24 @@ _DEFAULTS: dict[str, Any] = dict(
 
 
 def with_defaults(options: KernelOptions) -> dict[str, Any]:
-    """All options.
+    """All options of experts.
+
+    Raises:
+        TypeError: an option that does not exist.
+    """
+    return filled(options, _DEFAULTS, "experts")
+
+
+def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> dict[str, Any]:
+    """All options of the owner.
 
     Raises:
         TypeError: an option that does not exist.
     """
     for name in options:
-        if name not in _DEFAULTS:
-            raise TypeError(f"{name} is no option of experts: use {', '.join(_DEFAULTS)}")
-    return _DEFAULTS | dict(options)
+        if name not in defaults:
+            raise TypeError(f"{name} is no option of {owner}: use {', '.join(defaults)}")
+    return defaults | dict(options)
 
 
 def activation_named(activation: str | Activation) -> Activation:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.availability import hopper_kernels
-from phalanx.kernels.functional.options import constant, decoded
+from phalanx.kernels.functional.options import constant, decoded, filled
 from phalanx.kernels.registry import Facts, KernelUnavailable
 from phalanx.kernels.routing.topk import custom_ops
-from phalanx.kernels.routing.topk.refusal import topk_refusal
+from phalanx.kernels.routing.topk.refusal import impossible_groups, topk_refusal
 from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
 
 
@@ -63,7 +63,13 @@ class _Weights(NamedTuple):
 
 
 _DEFAULTS: dict[str, Any] = dict(
-    score="softmax", softmax_over="all", normalize=False, scale=1.0, groups=1, backend="auto"
+    score="softmax",
+    softmax_over="all",
+    normalize=False,
+    scale=1.0,
+    groups=1,
+    group_topk=None,
+    backend="auto",
 )
 
 
@@ -94,18 +100,13 @@ def router_topk(
         TypeError: an option that does not exist.
         ValueError: shapes, dtypes or options that do not fit, or a backend that cannot run here.
     """
-    for name in options:
-        if name not in RouterOptions.__annotations__:
-            known = ", ".join(RouterOptions.__annotations__)
-            raise TypeError(f"{name} is no option of router_topk: use {known}")
-    chosen = _DEFAULTS | dict(options)
-    chosen.setdefault("group_topk", chosen["groups"])
+    chosen = filled(options, _DEFAULTS, "router_topk")
+    if chosen["group_topk"] is None:
+        chosen["group_topk"] = chosen["groups"]
     logits_TE = logits.reshape(-1, logits.shape[-1]).contiguous()
     _check(logits_TE, top_k, bias, chosen)
-    backend, groups = (
-        _BACKENDS[chosen.pop("backend")],
-        [chosen.pop("groups"), chosen.pop("group_topk")],
-    )
+    backend = _BACKENDS[chosen.pop("backend")]
+    groups = chosen.pop("groups"), chosen.pop("group_topk")
     weights = _Weights(**chosen)
     sizes = (constant(logits_TE.shape[1]), constant(top_k), *groups)
     fused = _is_fused(*backend, logits.device, sizes, *map(constant, weights))
@@ -132,11 +133,8 @@ def _check(logits_TE: Tensor, top_k: int, bias: Tensor | None, options: dict[str
     for name, known in (("score", _SCORES), ("softmax_over", _SOFTMAXES), ("backend", _BACKENDS)):
         if options[name] not in known:
             raise ValueError(f"{name}={options[name]} is unknown: use {', '.join(known)}")
-    if not 1 <= chosen <= groups or E % groups or top_k > chosen * (E // groups):
-        raise ValueError(
-            f"groups={groups}, group_topk={chosen}: {top_k} of {E} experts cannot come from "
-            f"{chosen} of {groups} equal groups"
-        )
+    if why := impossible_groups(groups, chosen, experts=E, top_k=top_k):
+        raise ValueError(f"groups={groups}, group_topk={chosen}: {why}")
     if bias is None:
         return
     if options["score"] != "sigmoid":

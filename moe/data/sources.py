@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.configs.arithmetic.data_stages import Stage
+from phalanx.moe.report.text_table import aligned
 from phalanx.moe.report.units import count
 
 
@@ -63,11 +64,4 @@ def table(training: Sequence[Source], validation: Sequence[Source]) -> str:
         ]
     if len(rows) == 1:
         return ""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return aligned(rows, texts=2)

@@ -125,7 +125,9 @@ class OverlappedSchedule:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        passes = _Passes(self._chunks, self._streams, slots, forward_step, batches)
+        passes = _Passes(
+            self._chunks, self._streams, slots, forward_step, batches, groups.cp.size()
+        )
         self._layers.reached, self._experts.reached = [], []
         arrived = Arrived()
         for slot in range(len(slots)):
@@ -174,11 +176,11 @@ class _Passes:
         slots: Slots,
         forward_step: Callable[..., Any],
         batches: Sequence[Iterator[Any]],
+        context: int,
     ) -> None:
         self._chunks, self._streams, self._slots = chunks, streams, slots
         self._forward_step, self._batches = forward_step, batches
-        self._config = get_model_config(chunks[0])
-        self._context = schedules._build_default_pg_collection().cp.size()
+        self._config, self._context = get_model_config(chunks[0]), context
         self.reports: list[Any] = []
         """Reports of the loss function."""
         self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}

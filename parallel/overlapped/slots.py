@@ -36,11 +36,12 @@ class Slots:
     def __init__(self, stage: int, stages: int, chunks: int, microbatches: int) -> None:
         self._stage, self._stages, self._chunks = stage, stages, chunks
         self._passes = microbatches * chunks
+        self._ahead = passes_ahead(stage, stages, chunks)
         self.microbatches = microbatches
 
     def __len__(self) -> int:
         """Number of slots of the step, the same on all stages."""
-        return self._passes + self._stages * (self._chunks + 1) - 1
+        return self._passes + passes_ahead(0, self._stages, self._chunks)
 
     def forward(self, slot: int) -> Pass | None:
         """Forward pass in a slot, if there is one."""
@@ -49,7 +50,7 @@ class Slots:
 
     def backward(self, slot: int) -> Pass | None:
         """Backward pass in a slot, if there is one."""
-        k = slot + self._stage - self._stages * (self._chunks + 1) + 1
+        k = slot - self._stage - self._ahead
         return self._pass(k, self._chunks - 1 - self._chunk(k)) if 0 <= k < self._passes else None
 
     def first(self, pass_: Pass) -> bool:

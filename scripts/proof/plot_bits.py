@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that 
 
 from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
+from phalanx.moe.report.text_table import aligned
 from phalanx.moe.report.units import count
 from phalanx.scripts.output.pictures import common_title, pyplot
 from phalanx.scripts.output.reader import may_leave
@@ -113,7 +114,7 @@ def table(runs: dict[str, list[Point]]) -> str:
         bits = ["-" if part is None else f"{part:.4f}" for part in parts]
         spent = [count(round(end.tokens)), f"{end.flops:.2e}", f"{end.seconds:.1f}"]
         rows.append([name, *spent, f"{end.bits:.4f}", *bits])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def reached(run: list[Point], bits: float) -> dict[str, float] | None:
@@ -152,18 +153,7 @@ def reached_table(runs: dict[str, list[Point]]) -> str:
         numbers = [count(round(spent["tokens"])), f"{spent['flops']:.2e}"]
         faster = f"{whole['seconds'] / spent['seconds']:.2f}x" if spent["seconds"] else "-"
         rows.append([name, *numbers, f"{spent['seconds']:.1f}", faster])
-    return _aligned(rows)
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def plot(runs: dict[str, list[Point]], path: Path, title: str) -> None:

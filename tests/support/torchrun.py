@@ -35,7 +35,23 @@ _LAUNCHERS = [
 ]
 
 
-class Torchrun:
+class _Forked:
+    """A process whose output is in files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def out(self) -> str:
+        """Standard output, that of its ranks included."""
+        return (self._folder / "out.txt").read_text()
+
+    def err(self) -> str:
+        """Standard error, that of its ranks included."""
+        return (self._folder / "err.txt").read_text()
+
+
+class Torchrun(_Forked):
     """A launcher on this machine; leaving the context kills it and its ranks.
 
     Args:
@@ -56,10 +72,9 @@ class Torchrun:
         limit: float = 150,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder)
         words = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         words += ["--rdzv-endpoint", "localhost:0", *options, *command]
-        self._folder = folder
         self._process = forkserver().Process(
             target=_launch, args=(words, folder, environment or {})
         )
@@ -98,16 +113,8 @@ class Torchrun:
         self._process.join()
         return self._process.exitcode
 
-    def out(self) -> str:
-        """Standard output of the launcher and its ranks."""
-        return (self._folder / "out.txt").read_text()
 
-    def err(self) -> str:
-        """Standard error of the launcher and its ranks."""
-        return (self._folder / "err.txt").read_text()
-
-
-class Program:
+class Program(_Forked):
     """A script as the main program of a fork, started at once, with its output in files.
 
     Args:
@@ -117,8 +124,7 @@ class Program:
     """
 
     def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        super().__init__(folder)
         self._process = forkserver().Process(
             target=_run_program, args=(list(words), folder, dict(environment))
         )
@@ -136,14 +142,6 @@ class Program:
         self._process.kill()
         self._process.join()
         return code
-
-    def out(self) -> str:
-        """Standard output."""
-        return (self._folder / "out.txt").read_text()
-
-    def err(self) -> str:
-        """Standard error."""
-        return (self._folder / "err.txt").read_text()
 
 
 class _Rank:

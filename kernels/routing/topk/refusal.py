@@ -35,6 +35,20 @@ def topk_refusal(
     return None
 
 
+def impossible_groups(groups: int, chosen: int, *, experts: int, top_k: int) -> Refusal:
+    """Reason for which a token cannot choose from some groups of experts; None if it can.
+
+    Args:
+        groups: number of groups.
+        chosen: how many a token chooses from.
+        experts: number of experts.
+        top_k: experts per token.
+    """
+    if 1 <= chosen <= groups and not experts % groups and top_k <= chosen * (experts // groups):
+        return None
+    return f"{top_k} of {experts} experts cannot come from {chosen} of {groups} equal groups"
+
+
 def _refuse_groups(
     options: Weighting, experts: int, top_k: int, groups: int, chosen: int
 ) -> Refusal:

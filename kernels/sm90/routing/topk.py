@@ -30,6 +30,7 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from torch import Tensor
 
+from phalanx.kernels.routing.topk.refusal import impossible_groups
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, Fp32VecPtr, IntPtr, WordVecPtr
@@ -409,11 +410,8 @@ def _config(
 
 def _expert_groups(number: int, chosen: int, *, experts: int, top_k: int) -> ExpertGroups | None:
     """Groups that limit the choice to the best `chosen` of `number`; None without a limit."""
-    if not 1 <= chosen <= number or experts % number or top_k > chosen * (experts // number):
-        raise ValueError(
-            f"groups={(number, chosen)}: {top_k} of {experts} experts cannot come from {chosen} of "
-            f"{number} equal groups"
-        )
+    if why := impossible_groups(number, chosen, experts=experts, top_k=top_k):
+        raise ValueError(f"groups={(number, chosen)}: {why}")
     if chosen == number:
         return None
     return ExpertGroups(number, experts // number, chosen, max(1, top_k // chosen))

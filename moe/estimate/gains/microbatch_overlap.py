@@ -48,19 +48,8 @@ def microbatch_overlap(
         if wanted == "on":
             raise ConfigError(forced_overlap_error(reason))
         return MicrobatchOverlap("off", f"{setting}; {reason}")
-    if wanted == "auto" and cfg.run.device == "cpu":
-        return MicrobatchOverlap("off", f"{setting}; a CPU computes one pass at a time")
-    if wanted == "auto" and expert_backend(cfg.kernels.backend).host_counts:
-        reason = f"{cfg.kernels.backend} experts have the host wait for each pass"
+    if wanted == "auto" and (reason := _left_by_auto(cfg, world)):
         return MicrobatchOverlap("off", f"{setting}; {reason}")
-    if wanted == "auto" and TRANSPORTS[cfg.parallel.dispatch].one_rank:
-        reason = "all experts are on one rank, which exchanges nothing"
-        return MicrobatchOverlap("off", f"{setting}; {reason}")
-    if wanted == "auto" and cfg.parallel.pipeline > 1:
-        # Not timed on GPUs yet.
-        return MicrobatchOverlap("off", f"{setting}; with pipeline stages it is to be asked for")
-    if wanted == "auto" and micro_batches(cfg, world) == 1:
-        return MicrobatchOverlap("off", f"{setting}; a step has one micro-batch")
     effect = overlap_effect(cfg, world, machine)
     if wanted == "auto" and effect.saved < _WORTHWHILE:
         return MicrobatchOverlap("off", f"{setting}; not worth it: {effect}")
@@ -68,6 +57,21 @@ def microbatch_overlap(
         short = f"{storage(effect.needed)} of {storage(available)} would be needed"
         return MicrobatchOverlap("off", f"{setting}; {short}: {effect}")
     return MicrobatchOverlap("on", f"{setting}; {effect}")
+
+
+def _left_by_auto(cfg: Config, world: int) -> str | None:
+    """Reason for which `auto` leaves it, whatever the estimate says; None if there is none."""
+    if cfg.run.device == "cpu":
+        return "a CPU computes one pass at a time"
+    if expert_backend(cfg.kernels.backend).host_counts:
+        return f"{cfg.kernels.backend} experts have the host wait for each pass"
+    if TRANSPORTS[cfg.parallel.dispatch].one_rank:
+        return "all experts are on one rank, which exchanges nothing"
+    if cfg.parallel.pipeline > 1:  # not timed on GPUs yet
+        return "with pipeline stages it is to be asked for"
+    if micro_batches(cfg, world) == 1:
+        return "a step has one micro-batch"
+    return None
 
 
 class OverlapEffect(NamedTuple):

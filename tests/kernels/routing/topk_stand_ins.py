@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.routing.topk.scores import choose, probabilities
+from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
 
 
 def topk(
@@ -19,11 +19,9 @@ def topk(
     **weights: Any,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.sm90.routing.topk.topk` in torch."""
-    grouped = groups[1] < groups[0]
-    score_TE = logits_TE if bias_E is None and not grouped else logits_TE.sigmoid()
-    score_TE = score_TE if bias_E is None else score_TE + bias_E
-    idx_TK = choose(score_TE, top_k, *groups)
     options: Any = SimpleNamespace(**weights)
+    score_TE = choice_scores(logits_TE, options, bias_E, groups[1] < groups[0])
+    idx_TK = choose(score_TE, top_k, *groups)
     return idx_TK.to(torch.int32), probabilities(logits_TE, idx_TK, options)
 
 
