@@ -144,8 +144,13 @@ def _check(logits_TE: Tensor, top_k: int, bias: Tensor | None, options: dict[str
 
 
 @torch.compiler.assume_constant_result
+def _is_fused(*problem: Any) -> bool:
+    """`_fused`, which Dynamo would trace through its cache."""
+    return _fused(*problem)
+
+
 @functools.cache
-def _is_fused(
+def _fused(
     kernel: bool, forced: bool, device: torch.device, sizes: tuple[int, ...], *weights: Any
 ) -> bool:
     """True if the kernel routes.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, which has a `megatron`
 
 from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
 from tests.parallel.dispatcher.gpu_ranks import join

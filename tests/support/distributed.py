@@ -212,11 +212,11 @@ def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -
     return fn(*args)
 
 
-_SCALERS = {
-    "megatron.core.transformer.moe.moe_utils": "MoEAuxLossAutoScaler",
-    "megatron.core.transformer.multi_token_prediction": "MTPLossAutoScaler",
+_SCALERS: dict[str, tuple[str, torch.Tensor | None]] = {
+    "megatron.core.transformer.moe.moe_utils": ("MoEAuxLossAutoScaler", None),
+    "megatron.core.transformer.multi_token_prediction": ("MTPLossAutoScaler", torch.tensor(1.0)),
 }
-"""Classes that have scales of auxiliary losses as attributes, by module."""
+"""Classes that have scales of auxiliary losses as attributes, and the first scale, by module."""
 
 
 def _forget_models() -> None:
@@ -225,9 +225,9 @@ def _forget_models() -> None:
     The keys of these are modules, whose hooks reference a model and its process groups, each with
     threads.
     """
-    for name, scaler in _SCALERS.items():
+    for name, (scaler, first) in _SCALERS.items():
         if (module := sys.modules.get(name)) is not None:
-            getattr(module, scaler).main_loss_backward_scale = torch.tensor([1.0])
+            getattr(module, scaler).main_loss_backward_scale = first
     if (losses := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         losses.set_moe_metrics_tracker(None)  # it has the layer count of the previous model
     for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):

@@ -28,8 +28,8 @@ from phalanx.moe.report.loggers import read
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-_PAIRS = 4
-"""Pairs of processes at a time."""
+_PAIRS = max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+"""Pairs of processes at a time, each process with a core for itself and one for its threads."""
 _MOST_STARTS = 3
 """Starts of a pair, after which its remaining runs count as failed: the tree is broken."""
 
