@@ -412,7 +412,7 @@ class ParallelConfig:
     capacity_factor: float = knob(1.5, above_zero=True)
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
 
-    Blocks of rows that `hier` sends between nodes have half of the excess: 1.25 x at 1.5. A step
+    Blocks of rows that `hier` sends between nodes have 0.48 of the excess: 1.24 x at 1.5. A step
     that needs more rows is rerun with larger buffers; no token is dropped.
     """
     expert_replication: int | str = knob(0, choices=("auto",), formerly="parallel.clones")

@@ -234,7 +234,7 @@ def test_suggested_overrides_are_overrides_and_do_what_they_say() -> None:
 def test_experts_over_several_nodes_go_by_node() -> None:
     base = "experiment=deepseek_v3_1024gpu"
     text, _ = page(base, world=1024)
-    crossing = r"^  (?:dispatch|combine) +3.97 rows per token over the network"
+    crossing = r"^  (?:dispatch|combine) +3.94 rows per token over the network"
     assert len(re.findall(crossing, text, re.M)) == 2
     assert "experts on 7.36 ranks of 3.63 nodes on average, at most 4 nodes" in text
     assert "receive buffers of hier" in text

@@ -98,10 +98,11 @@ def test_rows_over_the_network(computed: dict[tuple[int, float], Sizes]) -> None
 def test_blocks_are_at_most_a_quarter_larger_than_their_rows(
     computed: dict[tuple[int, float], Sizes],
 ) -> None:
-    """With Zipf's exponent at 0.6. A run's have the quarter over uniform routing, which is more."""
+    """With Zipf's exponent at 0.6, static blocks and those of a run, which has no rerun."""
     skewed = computed[NODES, 0.6]
-    assert skewed.least / skewed.exact <= 1.25
-    assert skewed.run == [pytest.approx(1.25 * computed[NODES, 0.0].exact, rel=0.003)]
+    (run,) = skewed.run
+    assert skewed.least <= run <= 1.25 * skewed.exact
+    assert run == pytest.approx(1.24 * computed[NODES, 0.0].exact, rel=0.003)
     assert all(max(s.run) <= NODES - 1 for s in computed.values())  # the rows of an all-gather
 
 
