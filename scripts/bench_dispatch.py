@@ -21,6 +21,8 @@ Suites (default: all):
   replication
   rail      dispatch and combine between nodes and their parts, by rows and routing, against the
             times that the cost model expects; on several nodes, or with PHALANX_NODE_GPUS
+  between   layer of DeepSeek-V3 over nodes, by hier and alltoall, with weight gradients beside
+            exchanges as in training, and the part of its exchanges that it waits for; where rail is
 
 Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and
 captured in CUDA graphs. Times are medians of interleaved rounds, the L2 cache flushed before each,
@@ -62,6 +64,7 @@ RUNS = {
     "replication": "dispatch.replication",
     "rows": "dispatch.replication",
     "rail": "dispatch.rail",
+    "between": "dispatch.between",
 }
 """Module of each suite, which is a function of the same name."""
 

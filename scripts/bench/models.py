@@ -84,6 +84,10 @@ PLAN_TARGET = 0.040
 """Milliseconds."""
 PLAN_RANKS = 8
 EXPOSED_TARGET = 0.4
+BETWEEN_TOKENS = 4096
+"""Tokens of a rank of suite `between`; its targets are for this number."""
+BETWEEN_TARGETS = (0.6, 0.45)
+"""Target and goal of the exposed part of the exchanges between nodes, over both passes."""
 SCALING_TARGET = 0.90
 """Target of the time on two ranks over that on all."""
 SKEW_TARGET = 1 / 1.15
@@ -116,6 +120,8 @@ def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:
     if tiny:
         layers = {"layer": (TINY, TINY_BIASED), "flash": (TINY_FLASH,), "scaling": (TINY_FLASH,)}
         return [(model, tokens or 32) for model in layers.get(suite, (TINY,))]
+    if suite == "between":
+        return [(DEEPSEEK, tokens or BETWEEN_TOKENS)]
     if suite == "flash":
         return [(FLASH, t) for t in ([tokens] if tokens else FLASH_TOKENS)]
     models = (DEEPSEEK, QWEN3, GPT_OSS)

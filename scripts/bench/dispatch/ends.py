@@ -13,12 +13,15 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
+from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.scripts.bench.models import Model
 from phalanx.scripts.bench.problems import BF16, random
 from phalanx.scripts.bench.routing import fullest, probabilities
@@ -29,7 +32,7 @@ TIMEOUT = 120
 ALL_SMS = SymmOptions(timeout=TIMEOUT)
 """Options of exchanges that use all SMs and have ended when they return."""
 CAPACITY_FACTOR = 1.25
-"""Least capacity factor."""
+"""Least capacity factor, if no other is given."""
 _SCALE = 0.2
 PLAN_NAMES = ("row_index", "row_prob", "offsets", "inverse", "needed")
 
@@ -59,8 +62,23 @@ def inputs(bench: Bench, model: Model, idx_TK: Tensor) -> Inputs:
     return Inputs(x.requires_grad_(), idx_TK, prob.requires_grad_(), dout)
 
 
+def joined_nodes(bench: Bench) -> Nodes | str:
+    """The nodes of all ranks, of one GPU or more; or the reason that nothing crosses between nodes.
+
+    Collective.
+    """
+    names = bench.gather(nodes.names_here(bench.rank)[1])
+    count, refusal = len(set(names)), nodes.refuse(names)
+    if count == 1 or (refusal and count < len(names)):
+        one_host = bench.ranks > 1 and count == 1
+        return f"{refusal}{': PHALANX_NODE_GPUS=1 makes a node of each GPU' * one_host}"
+    joined = nodes.join({tuple(range(bench.ranks)): names})
+    assert joined is not None
+    return joined
+
+
 def dispatcher(
-    name: str,
+    transport: str | Transport,
     bench: Bench,
     model: Model,
     batch: Inputs,
@@ -70,19 +88,24 @@ def dispatcher(
     recipe: Fp8Block | None = None,
     *,
     fp8_rows: bool = True,
+    capacity_factor: float = CAPACITY_FACTOR,
 ) -> Dispatcher:
     """A dispatcher whose buffers hold every row of this routing.
 
     Args:
+        transport: its name, or the choice itself.
         exchange: options of its exchanges.
         recipe: recipe of the experts; their rows are sent in FP8 unless `fp8_rows` is false.
+        capacity_factor: least capacity factor.
 
     Raises:
         ValueError: the transport cannot run on this group.
     """
-    factor = max(CAPACITY_FACTOR, fullest(batch.idx_TK, model.experts, group))
+    factor = max(capacity_factor, fullest(batch.idx_TK, model.experts, group))
+    if isinstance(transport, str):
+        transport = choose_transport(transport, group, BF16)
     return make_dispatcher(
-        replace(choose_transport(name, group, BF16), replication=replication),
+        replace(transport, replication=replication),
         group=group,
         experts=model.experts,
         slots=TokenChoices(model.top_k, model.top_k),

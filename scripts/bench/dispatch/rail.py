@@ -20,14 +20,13 @@ from torch import Tensor
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.machines import machine_of
 from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, plan_blocks, sum_rows
-from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.passes.paced import Wire, wire
 from phalanx.parallel.dispatcher.rail.engine import rail_of
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import send_routing
-from phalanx.scripts.bench.dispatch.ends import all_ranks
+from phalanx.scripts.bench.dispatch.ends import all_ranks, joined_nodes
 from phalanx.scripts.bench.models import (
     DEEPSEEK,
     PACK_TARGETS,
@@ -46,17 +45,12 @@ _PARTS = ("plan", "pack", "exchange", "unpack")
 
 def rail(bench: Bench, model: Model, tokens: int) -> list[Record]:
     shape = model.shape(tokens)
-    names = bench.gather(nodes.names_here(bench.rank)[1])
-    count, refusal = len(set(names)), nodes.refuse(names)
-    if count == 1 or (refusal and count < len(names)):
-        one_host = bench.ranks > 1 and count == 1
-        why = f"{refusal}{': PHALANX_NODE_GPUS=1 makes a node of each GPU' * one_host}"
+    group = joined_nodes(bench)
+    if isinstance(group, str):
+        return [Record("rail", shape, "-", "-", bench.mode, note=group)]
+    if model.experts % group.count:
+        why = f"{model.experts} experts do not divide over {group.count} nodes"
         return [Record("rail", shape, "-", "-", bench.mode, note=why)]
-    if model.experts % count:
-        why = f"{model.experts} experts do not divide over {count} nodes"
-        return [Record("rail", shape, "-", "-", bench.mode, note=why)]
-    group = nodes.join({tuple(range(bench.ranks)): names})
-    assert group is not None
     timings = bench.timings("rail", shape)
     problems = {kind: _Problem(bench, model, tokens, group, kind) for kind in OVER_NODES}
     cases = [(problem, case) for problem in problems.values() for case in problem.cases()]

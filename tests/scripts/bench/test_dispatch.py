@@ -200,7 +200,7 @@ def _over_nodes(node_gpus: int, arguments: list[str]) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_NODE_GPUS", str(node_gpus))
         patch.setenv("PHALANX_WIRE", "1e7,1e-3")
-        return program(["rail", "--tokens", "512", *arguments])
+        return program(arguments)
 
 
 @pytest.mark.dist
@@ -208,7 +208,8 @@ def _over_nodes(node_gpus: int, arguments: list[str]) -> tuple[int, str]:
 def test_rail(ranks: int, node_gpus: int, tmp_path: Path) -> None:
     """Two nodes: blocks for half of the tokens of a limited one have the capacity of a run."""
     path = tmp_path / "out.json"
-    (code, _), *others = run_distributed(_over_nodes, ranks, node_gpus, ["--json", str(path)])
+    options = ["rail", "--tokens", "512", "--json", str(path)]
+    (code, _), *others = run_distributed(_over_nodes, ranks, node_gpus, options)
     assert code == 0 and others == [(0, "")] * (ranks - 1)
     _, made = records.read(path)
     parts = ("dispatch", "combine", "plan", "pack", "exchange", "unpack", "pack and unpack")
@@ -239,8 +240,52 @@ def test_rail(ranks: int, node_gpus: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_rail_needs_nodes() -> None:
-    ((code, out), _) = run_distributed(program, 2, ["rail"])
+@pytest.mark.parametrize(("ranks", "node_gpus"), [(2, 1), (4, 2)])
+def test_between(ranks: int, node_gpus: int, tmp_path: Path) -> None:
+    """The exposed part is what the layer takes longer than its experts, over its exchanges."""
+    path = tmp_path / "out.json"
+    options = ["between", "--json", str(path)]
+    (code, out), *others = run_distributed(_over_nodes, ranks, node_gpus, options)
+    assert code == 0 and others == [(0, "")] * (ranks - 1)
+    assert out.splitlines()[-1] == "0 of 0 bars met, 0 missed, 0 failures"
+    _, made = records.read(path)
+    by = {(r.side, r.pass_name): r for r in made}
+    ends = [f"{end}{suffix}" for end in ("dispatch", "combine") for suffix in ("", " backward")]
+    sides = {"hier", "alltoall"}
+    timed = {(side, name) for side in sides for name in (*PASSES, *ends)}
+    alone = {("experts alone, random", name) for name in PASSES}
+    shares = {(side, f"exposed, {name}") for side in sides for name in ("forward", "both")}
+    assert by.keys() == timed | alone | shares
+    for side in sides:
+        # Rows of 64 channels in bf16, routing of two experts, gradients of their probabilities.
+        rows, routed, of_prob = 32 * 64 * 2, 32 * 2 * 4 * 2, 32 * 2 * 4
+        wire = 1e3 * (6e-3 + (4 * rows + routed + of_prob) / 1e7)
+        passed = {
+            name: sum(by[side, f"{end}{name}"].ms for end in ("dispatch", "combine"))
+            for name in ("", " backward")
+        }
+        total = passed[""] + passed[" backward"]
+        assert total > 0.9 * wire
+        share, exchanges = _share(by[side, "exposed, both"].note)
+        assert exchanges == pytest.approx(total, abs=0.01)
+        layer = by[side, "forward"].ms + by[side, "backward"].ms
+        waited = layer - sum(by["experts alone, random", name].ms for name in PASSES)
+        assert share == pytest.approx(waited / total, abs=0.02)
+        share, exchanges = _share(by[side, "exposed, forward"].note)
+        assert exchanges == pytest.approx(passed[""], abs=0.01)
+
+
+def _share(note: str) -> tuple[float, float]:
+    """Exposed part, and milliseconds of exchanges."""
+    found = re.fullmatch(r"(\S+) of (\S+) ms of exchanges", note)
+    assert found is not None, note
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("suite", ["rail", "between"])
+def test_exchanges_between_nodes_need_nodes(suite: str) -> None:
+    ((code, out), _) = run_distributed(program, 2, [suite])
     assert code == 0
     assert "all ranks are on one node: PHALANX_NODE_GPUS=1 makes a node of each GPU" in out
 
@@ -329,6 +374,7 @@ def test_layers_of_suites() -> None:
     ]
     assert [t for _, t in models.cases("flash", None, tiny=False)] == [4096, 8192, 16384]
     assert models.cases("flash", 512, tiny=False) == [(FLASH, 512)]
+    assert models.cases("between", None, tiny=False) == [(DEEPSEEK, 4096)]
     assert models.cases("skew", 16, tiny=True) == [(TINY, 16)]
 
 
