@@ -83,11 +83,12 @@ def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
     waits for the collective. Without them and with one group, the collective is on that stream.
     """
     backward, both = in_backward(), isinstance(ranks, PassGroups)
-    hides = backward and wgrad_queue.waits_for_exchange()
     if isinstance(ranks, PassGroups):
         group = ranks.backward if backward else ranks.forward
     else:
         group = ranks
+    # One rank exchanges nothing: weight gradients wait for the next exchange.
+    hides = backward and wgrad_queue.waits_for_exchange() and group.size() > 1
     if not x.is_cuda or not (both or hides):
         yield group
         if hides:  # on a CPU, in the order of a GPU
