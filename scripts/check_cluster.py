@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace, guard: Guard) -> int:
 
     from phalanx.parallel.fault.same_settings import compare
     from phalanx.parallel.fault.watchdog import Watchdog
-    from phalanx.scripts.cluster.measure import Place, measure
+    from phalanx.scripts.cluster.measure import Place, end_groups, measure
     from phalanx.scripts.cluster.meeting import NotMet, Unreachable, leave, meet
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -130,6 +130,7 @@ def _check(args: argparse.Namespace, guard: Guard) -> int:
             _emit(f"error: rank {rank}: {line}")
         return 2
     code = _conclude(args, cluster, shown=rank == 0)
+    end_groups()  # while the watchdog sees ranks that die
     watchdog.close()
     leave(store, rank, world)
     return code

@@ -94,6 +94,12 @@ def measure(place: Place, store: dist.Store, timeout: float, fault: str = "") ->
     )
 
 
+def end_groups() -> None:
+    """End the process groups of `measure`. NCCL may wait for the other ranks, as in a stage."""
+    _stage("end of the process groups")
+    dist.destroy_process_group()
+
+
 def _stage(name: str) -> None:
     set_activity(name, limited=True)
 

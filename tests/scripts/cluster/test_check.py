@@ -45,12 +45,14 @@ def two_torchruns(folder: Path, *words: str) -> list[tuple[int, str, str]]:
         return [(launch.wait(), launch.out(), launch.err()) for launch in (first, second)]
 
 
-def ranks(folder: Path, numbers: Sequence[int], *words: str, world: int = 4) -> list[Program]:
+def ranks(
+    folder: Path, numbers: Sequence[int], *words: str, world: int = 4, script: str = SCRIPT
+) -> list[Program]:
     """Ranks without a launcher, as srun starts them."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
     return [
         Program(
-            [SCRIPT, *words],
+            [script, *words],
             folder / str(rank),
             ENVIRONMENT
             | meeting
@@ -95,6 +97,38 @@ def test_a_hanging_rank_is_named_and_both_torchruns_end(tmp_path: Path) -> None:
     assert re.search(
         rf"error: rank 3 \({host}, pid \d+\) hangs, \S+ s in rehearsal of a hang", said
     )
+
+
+_ENDING = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from phalanx.scripts import check_cluster
+import torch.distributed as dist
+
+def destroy_process_group():  # of NCCL, which waits for a rank that dies
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+if {dies}:
+    dist.destroy_process_group = destroy_process_group
+code = check_cluster.main()
+assert not dist.is_initialized()
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("dies", "codes"), [(False, [0, 0]), (True, [45, -signal.SIGKILL])])
+def test_groups_end_and_a_rank_that_dies_there_is_named(
+    dies: bool, codes: list[int], tmp_path: Path
+) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(_ENDING.format(root=str(ROOT), dies=dies))
+    processes = ranks(tmp_path, range(2), world=2, script=str(script))
+    assert [process.wait() for process in processes] == codes
+    assert "fine: 2 ranks" in processes[0].out()
+    named = re.search(r"error: rank 1 \(\S+, pid \d+\) died", processes[0].err())
+    assert bool(named) == dies
 
 
 @pytest.mark.slow
