@@ -404,10 +404,10 @@ class ParallelConfig:
     overlap_microbatches: str = knob("auto", choices=("auto", "on", "off"))
     """Run the forward pass of a micro-batch beside the backward pass of another one.
 
-    `alltoall` then exchanges tokens of one while the GPU computes the other (docs/dispatch.md).
-    Results are the same bit for bit; activations of two micro-batches are in memory, with pipeline
-    stages those of up to twice as many as otherwise. `auto` is `on` without stages where the
-    estimate of `run.dry_run` expects a shorter step and has memory for it.
+    Tokens of one are exchanged while the GPU computes the other (docs/dispatch.md). Results are the
+    same bit for bit; activations of two micro-batches are in memory, with pipeline stages those of
+    up to twice as many as otherwise. `auto` is `on` with `alltoall` and `hier` where the estimate
+    of `run.dry_run` expects a shorter step and has memory for it.
     """
     capacity_factor: float = knob(1.5, above_zero=True)
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.

@@ -29,8 +29,7 @@ class TransportFacts:
     over_nodes: bool = False
     """It takes another transport inside each node, where experts are replicated by that one."""
     overlaps_microbatches: bool = False
-    """`parallel.overlap_microbatches` is allowed: exchanges of two passes may be in flight, and no
-    kernel that fills the GPU waits for other ranks."""
+    """`parallel.overlap_microbatches` is allowed: exchanges of two passes may be in flight."""
     collective: bool = False
     """Exchanges are collectives of NCCL or gloo, which weight gradients hide in backward passes."""
     fp8: bool = False
@@ -60,6 +59,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         takes_sms=True,
         replicated="phalanx.parallel.dispatcher.replication.symm:ReplicatedSymm",
+        overlaps_microbatches=True,
         fp8=True,
     ),
     "hier": TransportFacts(
@@ -67,6 +67,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "sends it once to each node with one of its experts, and inside by `symm` or `alltoall`",
         takes_sms=True,
         over_nodes=True,
+        overlaps_microbatches=True,
         collective=True,
         # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),

@@ -164,9 +164,11 @@ def _validation(cfg: Config, layers: list[LayerMemory]) -> int:
 def exchange_bytes(cfg: Config, world: int) -> int:
     """Receive buffers and replica slots of one-sided exchanges, with any load.
 
-    They are outside of torch's allocator.
+    They are outside of torch's allocator. Where passes of two micro-batches run beside each other,
+    each kind of pass has buffers.
     """
     row, buffers = 2 * cfg.model.hidden + 8 * cfg.model.moe.top_k, costs(cfg, world).buffers
+    buffers *= 2 if cfg.parallel.overlap_microbatches == "on" else 1
     return buffers * row + (Activations(cfg, world).replica_slot_bytes() if buffers else 0)
 
 

@@ -96,6 +96,8 @@ def costs(cfg: Config, world: int) -> TransportCosts:
 
 def overlap_sms(cfg: Config, world: int) -> int | str:
     """SMs that exchange while experts compute, or `auto` before the choice; 0: no overlap."""
+    if cfg.parallel.overlap_microbatches == "on":
+        return 0
     waits = waits_for_tokens(cfg.kernels.backend, quantizes_on_arrival(cfg))
     return cfg.parallel.comm_sms if waits and costs(cfg, world).exposed < 1 else 0
 

@@ -48,12 +48,12 @@ from phalanx.moe.training.choices import (
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.passes.pass_groups import EXCHANGE_SMS, pass_groups
 from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
 from phalanx.parallel.dispatcher.transport import choices as transport_choices
 from phalanx.parallel.dispatcher.transport import (
     choose_transport,
     exchange_options,
+    for_two_passes,
     of_megatron,
 )
 from phalanx.parallel.dispatcher.transport_class import Transport
@@ -188,8 +188,6 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     for choice in weights:
         resolved.precision.weights = choice.backend
     overlaps, overlap_line = choose_overlap(resolved, runtime)
-    if overlaps:
-        transport = replace(transport, pass_groups=pass_groups(groups.pg.ep))
     how = replace(resolved.parallel, overlap_microbatches="on" if overlaps else "off")
     overlapped = replace(resolved, parallel=how)
     delayed = choose_delayed_wgrad(overlapped, runtime)
@@ -198,7 +196,14 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     quantizes = quantizes_on_arrival(resolved)
     overlap = overlap_line
     if has_experts(cfg.model):
-        lines = transport_choices(transport, p, backend=waiting, shared=shared, quantizes=quantizes)
+        lines = transport_choices(
+            transport,
+            p,
+            backend=waiting,
+            shared=shared,
+            quantizes=quantizes,
+            two_passes=overlaps,
+        )
         overlap = [*lines, *overlap_line]
     replicating = replication_choices(p.expert_replication, transport)
     gain = fp8_gain(resolved, runtime.world, machine_here(cfg, runtime))
@@ -208,12 +213,14 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)
     exchange = exchange_options(p, transport, waiting, quantizes)
+    if overlaps:
+        transport, exchange = for_two_passes(transport, exchange, p.comm_sms, groups.pg.ep)
     options = _moe_options(cfg, experts, transport, budget, exchange, runtime.connections)
     resident = any(choice.backend == "resident" for choice in weights)
     # Gradients are summed over ranks, which must have the same order of channels.
     everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
     interleaved = options.spec.activation.gated and everywhere
-    margins = options.spec.margins.at_least(EXCHANGE_SMS if overlaps else 0)
+    margins = options.spec.margins.at_least(exchange.comm_sms if overlaps else 0)
     spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved, margins=margins)
     options = replace(options, spec=spec)
     chunks = _chunks(cfg, config, groups, backends, options)

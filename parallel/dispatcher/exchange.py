@@ -10,7 +10,7 @@ Legend: T tokens per rank, D hidden, K expert ids of a token.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 from phalanx.parallel.connections import Connections
+from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange
@@ -131,6 +132,24 @@ class Connection:
         return f"rank {peer} has not reached exchange {epoch} of experts, only {reached}"
 
 
+class PassExchanges(NamedTuple):
+    """Exchanges of forward and of backward passes, where two passes exchange at a time.
+
+    Each has its own buffers, flags and epochs, since exchanges of one are waited for in the order
+    of their starts.
+    """
+
+    forward: "Exchange"
+    backward: "Exchange"
+
+
+def of_pass(exchange: "Exchange | PassExchanges") -> "Exchange":
+    """The exchange of the present pass."""
+    if isinstance(exchange, PassExchanges):
+        return exchange.backward if in_backward() else exchange.forward
+    return exchange
+
+
 def exchange_of(
     connections: Connections,
     group: dist.ProcessGroup,
@@ -138,7 +157,8 @@ def exchange_of(
     hidden: int,
     slots: int,
     options: ExchangeOptions,
+    kind: str = "",
 ) -> "Exchange":
-    """The exchange of a group and a shape: one, as all layers take its buffers in turn."""
-    key = (group, tokens, hidden, slots, options)
-    return connections.get(key, lambda: Connection(*key)).exchange
+    """The exchange of a group, a shape and a kind of pass: all layers take its buffers in turn."""
+    given = (group, tokens, hidden, slots, options)
+    return connections.get((*given, kind), lambda: Connection(*given)).exchange

@@ -128,7 +128,7 @@ class Hier(Dispatcher):
             c.plan,
             c.budget,
             c.draw,
-            rail_of(c.options, nodes.rail, c.connections),
+            rail_of(c.options, c.transport.pass_groups or nodes.rail, c.connections),
             local=c.local,
             local_slots=c.local_slots,
             inside=inside,

@@ -1,17 +1,24 @@
-"""A transfer of a layer between its start and its end, which may be in different passes."""
+"""A transfer of a layer between its start and its end, which may be in different functions."""
 
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from phalanx.parallel.dispatcher.exchange import PassExchanges, of_pass
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
 
 
 class InFlight:
-    """One of the transfers of a layer, from its start until it has been waited for."""
+    """One of the transfers of a layer, from its start until it has been waited for.
 
-    def __init__(self, exchange: "Exchange") -> None:
+    Args:
+        exchange: exchange of the group, or those of both passes. A transfer starts and ends in the
+            same pass.
+    """
+
+    def __init__(self, exchange: "Exchange | PassExchanges") -> None:
         self._exchange = exchange
         self._transfer: Transfer | None = None
         self.rows: Tensor | None = None
@@ -40,16 +47,16 @@ class InFlight:
     def wait_side(self) -> "Transfer":
         """Wait for its side data; kernels wait for its rows from then on."""
         transfer = self.get()
-        self._exchange.wait(transfer, side_only=True)
+        of_pass(self._exchange).wait(transfer, side_only=True)
         return transfer
 
     def wait_rows(self) -> None:
         """Wait for all of it, without ending it: `wait` follows."""
-        self._exchange.wait(self.get())
+        of_pass(self._exchange).wait(self.get())
 
     def wait(self) -> "Transfer":
         """Wait for all of it, and end it."""
         transfer = self.get()
         self._transfer = self.rows = None
-        self._exchange.wait(transfer)
+        of_pass(self._exchange).wait(transfer)
         return transfer

@@ -59,8 +59,6 @@ def refuse(names: Sequence[str]) -> Refusal:
         return "all ranks are on one node"
     if len(set(sizes)) > 1:
         return f"the nodes hold {', '.join(map(str, sizes))} ranks, not the same number"
-    if sizes[0] == 1:
-        return "every node holds one rank"
     if any(name != order[i // sizes[0]] for i, name in enumerate(names)):
         return "the ranks of a node do not follow one another"
     return None

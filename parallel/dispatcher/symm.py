@@ -9,6 +9,9 @@ With reserved SMs pushes overlap other kernels; results are the same:
     data gradient  the gradient of tokens leaves under the weight gradients
     shared expert  runs while tokens and the rest of the sums are in flight
 
+Where passes of two micro-batches run beside each other, each kind of pass has an exchange of its
+own, and experts wait for no row: a pass computes while the other one exchanges.
+
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows.
 """
 
@@ -28,7 +31,12 @@ from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.kernels.sm90.jit import libraries
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
-from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
+from phalanx.parallel.dispatcher.exchange import (
+    PassExchanges,
+    SymmOptions,
+    exchange_of,
+    of_pass,
+)
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
 from phalanx.parallel.dispatcher.received import Planner, Received
@@ -175,19 +183,26 @@ class Symm(Dispatcher):
         self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None
     ) -> LayerCall:
         """State of a call."""
-        exchange = self._exchange(x_TD, idx_TK)
-        sent = sent_routing(idx_TK, prob_TK, ranks=exchange.ranks, local=self._local)
-        kwargs = self._call_options(exchange, x_TD, fp8)
+        exchange = self._exchanges(x_TD, idx_TK)
+        ranks = of_pass(exchange).ranks
+        sent = sent_routing(idx_TK, prob_TK, ranks=ranks, local=self._local)
+        kwargs = self._call_options(x_TD, fp8)
         return LayerCall(exchange, idx_TK, sent, local=self._local, **kwargs)
 
-    def _exchange(self, x_TD: Tensor, idx_TK: Tensor) -> "Exchange":
-        """The exchange of the group for tokens of this shape."""
-        (T, D), K = x_TD.shape, idx_TK.shape[1]
-        return exchange_of(self._connections, self._group, T, D, K, self._options)
+    def _exchanges(self, x_TD: Tensor, idx_TK: Tensor) -> "Exchange | PassExchanges":
+        """The exchange, or those of both passes."""
+        if not self._options.two_passes:
+            return self._exchange(x_TD, idx_TK)
+        # A forward pass creates both: all ranks are at the same place in it.
+        kinds = ("forward", "backward")
+        return PassExchanges(*(self._exchange(x_TD, idx_TK, kind) for kind in kinds))
 
-    def _call_options(
-        self, exchange: "Exchange", x_TD: Tensor, fp8: FP8Rows | None
-    ) -> dict[str, Any]:
+    def _exchange(self, x_TD: Tensor, idx_TK: Tensor, kind: str = "") -> "Exchange":
+        """The exchange of the group for tokens of this shape, and for a kind of pass."""
+        (T, D), K = x_TD.shape, idx_TK.shape[1]
+        return exchange_of(self._connections, self._group, T, D, K, self._options, kind)
+
+    def _call_options(self, x_TD: Tensor, fp8: FP8Rows | None) -> dict[str, Any]:
         """Arguments of `LayerCall` that a subclass shares."""
-        overlaps = exchange.overlaps and self._waits
+        overlaps = self._options.in_waves and self._waits
         return dict(hidden=x_TD.shape[1], overlaps=overlaps, keep=self._options.keep, fp8=fp8)

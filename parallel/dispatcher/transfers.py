@@ -29,6 +29,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.peer_buffers import padded, unpadded
+from phalanx.parallel.dispatcher.exchange import PassExchanges, of_pass
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatcher.in_flight import InFlight
 
@@ -66,7 +67,7 @@ class LayerCall:
     """State of one call of a layer.
 
     Args:
-        exchange: exchange of the group.
+        exchange: exchange of the group, or those of both passes.
         idx_TK: expert ids of this rank's tokens.
         sent: their routing.
         hidden: D.
@@ -78,7 +79,7 @@ class LayerCall:
 
     def __init__(
         self,
-        exchange: "Exchange",
+        exchange: "Exchange | PassExchanges",
         idx_TK: Tensor,
         sent: SentRouting,
         *,
@@ -88,7 +89,7 @@ class LayerCall:
         keep: bool,
         fp8: FP8Rows | None = None,
     ) -> None:
-        self.exchange, self.idx_TK, self.sent = exchange, idx_TK, sent
+        self._exchange, self.idx_TK, self.sent = exchange, idx_TK, sent
         self.hidden, self.local = hidden, local
         self.overlaps, self.keep, self.fp8 = overlaps, keep, fp8
         self.phase = Phase.TOKENS
@@ -106,6 +107,11 @@ class LayerCall:
         """Tokens for the backward pass: the sent ones, to be resent, or the received ones."""
         self.send_rest: Callable[[], None] | None = None
         """Function that sends the sums that are left after the experts, with overlap."""
+
+    @property
+    def exchange(self) -> "Exchange":
+        """Exchange of the present pass."""
+        return of_pass(self._exchange)
 
     @property
     def count(self) -> int:

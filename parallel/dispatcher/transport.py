@@ -18,6 +18,7 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.passes.pass_groups import EXCHANGE_SMS, pass_groups
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
     Dispatcher,
@@ -159,6 +160,34 @@ def _best(ranks: Sequence[Rank]) -> Transport:
     raise AssertionError("no transport runs everywhere")
 
 
+def for_two_passes(
+    transport: Transport, options: SymmOptions, wanted: int | str, group: dist.ProcessGroup
+) -> tuple[Transport, SymmOptions]:
+    """The transport and its options where passes of two micro-batches run beside each other.
+
+    Collectives have process groups for each kind of pass; pushes take reserved SMs alone.
+    Collective over the job.
+
+    Args:
+        transport: transport of this rank's group.
+        options: result of `exchange_options`.
+        wanted: `parallel.comm_sms`.
+        group: this rank's expert-parallel group.
+    """
+    sms = wanted if isinstance(wanted, int) and wanted else EXCHANGE_SMS
+    options = replace(options, comm_sms=sms, two_passes=True)
+    facts = TRANSPORTS.get(transport.name)
+    if facts is None or not facts.collective:
+        return transport, options
+    if (inside := transport.inside) is None:
+        return replace(transport, pass_groups=pass_groups(group)), options
+    assert transport.nodes is not None
+    rail, node = transport.nodes.rail, transport.nodes.inside
+    if TRANSPORTS[inside.name].collective:
+        inside = replace(inside, pass_groups=pass_groups(node))
+    return replace(transport, pass_groups=pass_groups(rail), inside=inside), options
+
+
 def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: bool = False) -> int:
     """Number of SMs of exchanges: the value of `parallel.comm_sms`, or the choice of `auto`.
 
@@ -195,6 +224,7 @@ def choices(
     backend: str,
     shared: bool,
     quantizes: bool = False,
+    two_passes: bool = False,
 ) -> list[Choice]:
     """Lines of `kernels.registry.table` on the transport and its overlap.
 
@@ -204,6 +234,7 @@ def choices(
         backend: backend of the experts.
         shared: True if layers have shared experts.
         quantizes: as in `sms_of`.
+        two_passes: True if passes of two micro-batches run beside each other.
     """
     lines = [Choice("transport", transport.name, transport.reason)]
     if transport.inside is not None:
@@ -216,6 +247,8 @@ def choices(
         refusal = f"{backend} experts cannot wait for tokens"
     elif quantizes:
         refusal = "experts quantise tokens once all have arrived (precision.dispatch=bf16)"
+    if two_passes:
+        sms, refusal = 0, "exchanges overlap another micro-batch"
     asked = "auto" if wanted == "auto" else f"parallel.comm_sms={wanted}"
     return [*lines, _overlap(transport, sms, asked, refusal, shared)]
 

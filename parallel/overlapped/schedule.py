@@ -30,9 +30,10 @@ one pass is beside the k-th of the other, the last one of the chunk if that is t
     backward:  sums'  EXPERTS'                tokens' ATTENTION'      ' is the gradient of
     forward:   ATTENTION      tokens          EXPERTS sums            lower case is an exchange
 
-Nothing of one pass waits for the other inside a kernel: transports whose kernels fill the GPU and
-wait for other ranks are refused (`configs.layout.not_overlappable`). Shared state, and the reason
-that two passes at a time do not spoil it:
+Kernels that wait for other ranks take few SMs: NCCL's, pushes on their reserved SMs
+(`ExchangeOptions.two_passes`), and waits of one CTA. So those of both passes run at a time, and the
+ones that compute end by themselves. Ranks issue passes in the same order, hence none waits for what
+comes later on another rank. Shared state, and the reason that two passes at a time do not spoil it:
 
 - Parameters, and FP8 copies of weights, which the first forward pass makes, are only read.
 - Gradient buffers are written by backward passes alone, each on its own stream
@@ -47,7 +48,8 @@ that two passes at a time do not spoil it:
 - Tables that are computed once (rotary angles, masks) are made by a forward pass before the first
   backward pass ends, and every other pass waits for that one.
 - Megatron-Core's scales of auxiliary losses are set by each forward pass, to the same value.
-- Exchanges have a process group for each kind of pass (`parallel.dispatcher.passes.pass_groups`).
+- Exchanges have a process group for each kind of pass (`parallel.dispatcher.passes.pass_groups`),
+  or buffers, flags and epochs (`parallel.dispatcher.exchange.PassExchanges`).
 - Activations belong to one micro-batch, and their memory to its stream, which frees it; emptied and
   recomputed ones too. Reports, inputs and gradients cross to the caller's stream, which is waited
   for at the start and waits for both at the end.

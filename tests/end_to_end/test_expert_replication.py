@@ -9,11 +9,11 @@ from phalanx.configs.tables.machines import CPU_RANKS
 from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_costs
-from tests.parallel.dispatcher.hierarchical.test_hierarchical import SIZE, pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import SIZE
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
 from tests.support.scheduling import mostly_slow
-from tests.support.training import Trained, _loaded, _train, trained
+from tests.support.training import Trained, _loaded, _train, pretended_nodes, trained
 
 pytestmark = pytest.mark.dist
 
@@ -111,7 +111,7 @@ def test_token_rounding() -> None:
 
 def over_nodes(overrides: list[str]) -> list[dict[str, float]]:
     """Steps on ranks that act as nodes of two."""
-    with pretended(SIZE):
+    with pretended_nodes(SIZE):
         return [step for step in _train(_loaded(*overrides)).records if "grad_norm" in step]
 
 

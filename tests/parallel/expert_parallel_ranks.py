@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, which has a `megatron`
+sys.path.pop(0)  # this folder, which has a `megatron`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
 from tests.parallel.dispatcher.gpu_ranks import join

@@ -1,9 +1,9 @@
-"""Many runs of the trainer in a few pairs of processes, each process with a GPU.
+"""Many runs of the trainer in a few groups of processes, each process of a group with a GPU.
 
 A small run takes a second or two, starting processes ten times that. `run_all` starts torchrun with
-this file as the program, which trains run after run, runs of one rank on both GPUs concurrently.
-Most of the time is spent compiling on one CPU core, so several pairs share the GPUs. A failed run
-ends its pair, as the other rank may wait for it; the remaining runs continue in a new pair.
+this file as the program, which trains run after run, runs of one rank on all GPUs concurrently.
+Most of the time is spent compiling on one CPU core, so several groups share the GPUs. A failed run
+ends its group, as the other ranks may wait for it; the remaining runs continue in a new one.
 """
 
 import contextlib
@@ -28,10 +28,13 @@ from phalanx.moe.report.loggers import read
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-_PAIRS = max(1, min(8, len(os.sched_getaffinity(0)) // 4))
-"""Pairs of processes at a time, each process with a core for itself and one for its threads."""
+_GROUPS = 32
+"""Groups of processes at a time, divided by the square of the GPUs of each: 8 of two, 2 of four.
+Processes take turns on a GPU, and an exchange needs those of all ranks at once."""
+_CORES = 2
+"""CPU cores of a process: one for itself and one for its threads."""
 _MOST_STARTS = 3
-"""Starts of a pair, after which its remaining runs count as failed: the tree is broken."""
+"""Starts of a group, after which its remaining runs count as failed: the tree is broken."""
 
 
 class Outcome(NamedTuple):
@@ -48,35 +51,42 @@ class Case(NamedTuple):
     """A run."""
 
     ranks: int
-    """1 or 2."""
+    """1, or as many as the group has."""
     overrides: list[str]
 
 
-def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str, Outcome]:
+def run_all(
+    cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int = RANKS
+) -> dict[str, Outcome]:
     """Train every case; `run.dir` is `folder` and `run.name` the name of the case.
 
     Args:
         cases: cases by name, in their order, but those of one rank run first. Neighbours share a
-            pair of processes, so cases that share kernels should be neighbours.
+            group of processes, so cases that share kernels should be neighbours.
         folder: parent of the run folders.
         timeout: seconds for all cases.
+        gpus: number of processes of a group.
     """
     listed = list(cases.items())
-    size = -(-len(listed) // _PAIRS)
+    cores = len(os.sched_getaffinity(0))
+    groups = max(1, min(_GROUPS // gpus**2, cores // (_CORES * gpus)))
+    size = -(-len(listed) // groups)
     parts = [dict(listed[i : i + size]) for i in range(0, len(listed), size)]
     deadline = time.monotonic() + timeout
     with ThreadPoolExecutor(len(parts)) as pool:
         done = pool.map(
-            lambda i: _run_part(parts[i], folder / f"pair{i}", deadline), range(len(parts))
+            lambda i: _run_part(parts[i], folder / f"group{i}", deadline, gpus), range(len(parts))
         )
         return {name: outcome for part in done for name, outcome in part.items()}
 
 
-def run_on_hopper(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str, Outcome]:
-    """`run_all`; skips the test on a machine without two Hopper GPUs."""
-    if torch.cuda.device_count() < RANKS or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs two Hopper GPUs")
-    return run_all(cases, folder, timeout)
+def run_on_hopper(
+    cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int = RANKS
+) -> dict[str, Outcome]:
+    """`run_all`; skips the test on a machine without so many Hopper GPUs."""
+    if torch.cuda.device_count() < gpus or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(f"needs {gpus} Hopper GPUs")
+    return run_all(cases, folder, timeout, gpus)
 
 
 def steps_of(
@@ -97,13 +107,15 @@ def losses_of(
     return [(s["loss"], s["grad_norm"]) for s in steps_of(outcomes, folder, name, count)]
 
 
-def _run_part(cases: Mapping[str, Case], folder: Path, deadline: float) -> dict[str, Outcome]:
+def _run_part(
+    cases: Mapping[str, Case], folder: Path, deadline: float, gpus: int
+) -> dict[str, Outcome]:
     done: dict[str, Outcome] = {}
     for _ in range(_MOST_STARTS):
         left = {name: case for name, case in cases.items() if name not in done}
         if not left or time.monotonic() > deadline:
             break
-        log = _torchrun(left, folder, deadline - time.monotonic())
+        log = _torchrun(left, folder, deadline - time.monotonic(), gpus)
         finished = _finished(folder)
         done |= finished
         lost = [name for name in left if name not in finished]
@@ -113,8 +125,8 @@ def _run_part(cases: Mapping[str, Case], folder: Path, deadline: float) -> dict[
     return {name: done.get(name, Outcome(-1, "was not run", 0.0)) for name in cases}
 
 
-def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float) -> str:
-    """Run the cases in a pair of processes, which write to `folder`; returns their output."""
+def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int) -> str:
+    """Run the cases in a group of processes, which write to `folder`; returns their output."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("outcomes.*"):
         old.unlink()
@@ -123,7 +135,7 @@ def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float) -> str:
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # every run starts a guard, which imports
     command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone")]
-    command += ["--nproc-per-node", str(RANKS), "-m", "tests.support.gpu_runs", str(listed)]
+    command += ["--nproc-per-node", str(gpus), "-m", "tests.support.gpu_runs", str(listed)]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ def trained(
     overrides: Sequence[str],
     changes: Mapping[str, Any] | None = None,
     within: Change | None = None,
+    node_ranks: int = 0,
 ) -> Trained:
     """Train on `world` ranks, from scratch, on synthetic tokens, without saving.
 
@@ -75,13 +77,14 @@ def trained(
         changes: further values of knobs by dotted path; cheaper than overrides. Without
             `run.eval_interval` there is one validation, after the last step.
         within: context in which each rank trains.
+        node_ranks: ranks of each pretended node; 0: one node has all.
     """
     cfg = copy.deepcopy(_loaded(*overrides))
     for path, value in (changes or {}).items():
         put(cfg, path, value)
     cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.eval_interval or cfg.run.steps, 1
     validate(cfg, world)
-    ranks = run_distributed(_train, world, cfg, within, timeout=300)
+    ranks = run_distributed(_train, world, cfg, within, node_ranks, timeout=300)
     records = ranks[0].records
     before, after = (
         joined([getattr(rank, when) for rank in ranks]) for when in ("before", "after")
@@ -104,7 +107,23 @@ class _Rank(NamedTuple):
     left: dict[str, str]
 
 
-def _train(cfg: Config, within: Change | None = None) -> _Rank:
+def _train(cfg: Config, within: Change | None = None, node_ranks: int = 0) -> _Rank:
+    with pretended_nodes(node_ranks):
+        return _train_here(cfg, within)
+
+
+@contextlib.contextmanager
+def pretended_nodes(size: int) -> Iterator[None]:
+    """Nodes of `size` ranks, in a rank that other tests use again; 0: one node."""
+    if size:
+        os.environ["PHALANX_NODE_GPUS"] = str(size)
+    try:
+        yield
+    finally:
+        os.environ.pop("PHALANX_NODE_GPUS", None)
+
+
+def _train_here(cfg: Config, within: Change | None) -> _Rank:
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 

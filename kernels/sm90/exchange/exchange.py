@@ -122,11 +122,6 @@ class Exchange:
         self._rows = [layout.rows(memory, slot) for slot in slots]
         self._side = [layout.side(memory, slot) for slot in slots]
 
-    @property
-    def overlaps(self) -> bool:
-        """True if pushes run under other kernels."""
-        return self._options.overlaps
-
     def start(
         self,
         rows: Tensor,
@@ -342,7 +337,7 @@ class Exchange:
 
     def _waves(self, local: int) -> int:
         """Number of waves of tokens to a rank's experts."""
-        return min(WAVES, local) if self.overlaps else 1
+        return min(WAVES, local) if self._options.in_waves else 1
 
     def restart(self) -> None:
         """Restart at the first buffer, after a barrier of all ranks on their streams."""

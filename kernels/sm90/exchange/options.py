@@ -13,11 +13,20 @@ class ExchangeOptions:
     """Number of SMs that push while other kernels run; 0 takes all, and nothing overlaps."""
     timeout: float = 600
     """Timeout in seconds of a wait for a peer."""
+    two_passes: bool = False
+    """True if passes of two micro-batches exchange at a time. Each pass then pushes with its
+    reserved SMs alone, and no kernel that computes waits for rows: with SMs left in any case, every
+    push runs, and no pass can keep the other one from what it waits for."""
 
     @property
     def overlaps(self) -> bool:
         """True if exchanges run under other kernels, on SMs of their own."""
         return self.comm_sms > 0
+
+    @property
+    def in_waves(self) -> bool:
+        """True if kernels that compute may wait for parts of an exchange."""
+        return self.overlaps and not self.two_passes
 
     @property
     def limit_ms(self) -> int:
@@ -29,8 +38,9 @@ class ExchangeOptions:
 
         Args:
             device: the GPU.
-            all_sms: take all SMs, as nothing is to overlap; so do kernels without reserved ones.
+            all_sms: take all SMs, as no other kernel of this pass runs; so do kernels without
+                reserved ones.
         """
-        if self.overlaps and not all_sms:
+        if self.overlaps and (self.two_passes or not all_sms):
             return self.comm_sms
         return torch.cuda.get_device_properties(device).multi_processor_count

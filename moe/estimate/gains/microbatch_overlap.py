@@ -65,10 +65,11 @@ def _left_by_auto(cfg: Config, world: int) -> str | None:
         return "a CPU computes one pass at a time"
     if expert_backend(cfg.kernels.backend).host_counts:
         return f"{cfg.kernels.backend} experts have the host wait for each pass"
-    if TRANSPORTS[cfg.parallel.dispatch].one_rank:
+    facts = TRANSPORTS[cfg.parallel.dispatch]
+    if facts.one_rank:
         return "all experts are on one rank, which exchanges nothing"
-    if cfg.parallel.pipeline > 1:  # not timed on GPUs yet
-        return "with pipeline stages it is to be asked for"
+    if not facts.collective:
+        return f"{cfg.parallel.dispatch} overlaps its exchanges with experts"
     if micro_batches(cfg, world) == 1:
         return "a step has one micro-batch"
     return None

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     expert: int
     micro_batch: int
     overlap: bool
-    """Exchanges by `alltoall` overlap another micro-batch."""
+    """Exchanges between nodes overlap another micro-batch."""
 
     def changes(self, cfg: Config) -> Changes:
         """Knobs of the layout; stages are balanced, unless `cfg` lays out as many chunks."""
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
             "data.micro_batch": self.micro_batch,
         }
         if self.overlap:
-            changes["parallel.dispatch"] = "alltoall"
+            changes["parallel.overlap_microbatches"] = "on"
         elif is_fp8(cfg) and p.dispatch == "auto":
             # Rows that experts would round anyway travel in FP8 where they can.
             inside = 1 < self.expert <= MACHINES[cfg.run.machine].node_gpus
@@ -69,7 +69,7 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                 most = math.gcd(max(1, each), _MOST_MICRO_BATCH)
                 group = math.gcd(e.experts, world // pipeline) if has_experts(cfg.model) else 1
                 sizes = _powers(min(group, _MOST_EXPERT_NODES * node_gpus))
-                one = tensor * context * pipeline == 1 and cfg.parallel.dispatch == "auto"
+                overlaps = tensor * context == 1 and cfg.parallel.overlap_microbatches == "auto"
                 for chunks in _powers(_MOST_CHUNKS if pipeline > 1 else 1):
                     if pipeline * chunks > cfg.model.layers:
                         break
@@ -77,7 +77,7 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                         for micro in {*_powers(most), cfg.data.micro_batch}:
                             sizes_ = (tensor, context, pipeline, chunks, expert, micro)
                             yield Layout(*sizes_, overlap=False)
-                            if one and expert > 1:
+                            if overlaps and expert > node_gpus:
                                 yield Layout(*sizes_, overlap=True)
 
 

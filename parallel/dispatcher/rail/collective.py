@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.dispatcher.passes.paced import paced, swapped
-from phalanx.parallel.dispatcher.passes.pass_groups import group_of_pass
+from phalanx.parallel.dispatcher.passes.pass_groups import Ranks, group_of_pass
 
 
 class RowCounts(NamedTuple):
@@ -47,18 +47,18 @@ class CollectiveRail:
     """A rail of one even all-to-all of gloo or NCCL.
 
     Args:
-        group: the ranks of the rail, in the order of nodes.
+        ranks: those of the rail, in the order of nodes; or groups of them for both passes.
     """
 
     counts = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
     def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
         """`Rail.swap`."""
         blocks = blocks.contiguous()
         received = torch.empty_like(blocks)
-        with group_of_pass(self._group, blocks) as group, paced(group, blocks, swapped):
+        with group_of_pass(self._ranks, blocks) as group, paced(group, blocks, swapped):
             dist.all_to_all_single(received, blocks, group=group)
         return received

@@ -131,7 +131,7 @@ class ReplicatedSymm(Symm):
             # Tokens go by slots, and their routing has been sent.
             sent._replace(table_TK=slot_NK.narrow(0, rank * T, T), side=x_TD.new_empty(0)),
             ExpertOwner(rank, local, local + self._replication.slots),
-            **self._call_options(exchange, x_TD, fp8),
+            **self._call_options(x_TD, fp8),
         )
 
     def _memory(self, own: MLPWeights) -> Memory:

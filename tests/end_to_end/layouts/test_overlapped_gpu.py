@@ -1,8 +1,8 @@
 """On two GPUs, forward passes beside backward passes repeat the bits of passes one after the other.
 
-Eager and captured in a graph, in bf16 and FP8, with multi-token prediction and recomputation, and
-with pipeline stages whose experts are on one rank each. The 30 steps of each run also show that the
-exchanges of two passes at a time do not block each other.
+Eager and captured in a graph, in bf16 and FP8, with multi-token prediction and recomputation, with
+each transport, and with pipeline stages whose experts are on one rank each. The 30 steps of each
+run also show that the exchanges of two passes at a time do not block each other.
 
     python -m pytest -m gpu tests/end_to_end/layouts/test_overlapped_gpu.py
 """
@@ -39,6 +39,8 @@ EXPERTS = ["parallel.expert=2", "parallel.dispatch=alltoall"]
 STAGES = ["parallel.expert=1", "parallel.pipeline=2"]
 LAYOUTS = {
     "experts": EXPERTS,
+    "symm": ["parallel.expert=2", "parallel.dispatch=symm"],
+    "nodes": ["parallel.expert=2", "parallel.dispatch=hier"],
     "stages": STAGES,
     "chunks": [*STAGES, "parallel.virtual_pipeline=2"],
 }
@@ -51,6 +53,8 @@ def _cases() -> dict[str, Case]:
     each: Any = ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
     runs = [
         *product(["experts"], MODELS, *each),
+        *product(["symm"], ["tiny", "deepseek"], *each),
+        *product(["nodes"], ["tiny"], *each),
         *product(["stages"], ["tiny"], *each),
         *product(["chunks"], ["tiny"], ["bf16"], *each[1:]),
     ]
@@ -73,10 +77,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    return run_on_hopper(CASES, folder, SECONDS)
+    over_nodes = {name: case for name, case in CASES.items() if name.startswith("nodes")}
+    in_node = {name: case for name, case in CASES.items() if name not in over_nodes}
+    done = run_on_hopper(in_node, folder, SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_NODE_GPUS", "1")
+        return done | run_on_hopper(over_nodes, folder / "nodes", SECONDS)
 
 
 def _losses(outcomes: dict[str, Outcome], folder: Path, name: str) -> list[tuple[float, float]]:
+    folder = folder / "nodes" if name.startswith("nodes") else folder
     return losses_of(outcomes, folder, name, STEPS)
 
 

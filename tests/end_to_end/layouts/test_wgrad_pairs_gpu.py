@@ -78,7 +78,9 @@ def test_pairs_train_as_single_micro_batches(
     assert found["graph"] == found["eager"]
     # nothing was trained before the first loss, which tells whether the routing is the same
     assert found["eager"][0][0] == found["single"][0][0]
-    if "wgrad_bf16" not in name:  # there one micro-batch is added after the other
+    # With wgrad_bf16 one micro-batch is added after the other; the one pair of `alone` differs in
+    # last bits of FP8 sums, which rounded weights may not show.
+    if "wgrad_bf16" not in name and "fp8_block-alone" not in name:
         assert found["eager"] != found["single"]
     for i, tolerance in enumerate((LOSS, NORM)):
         want = pytest.approx([step[i] for step in found["single"]], rel=tolerance)

@@ -195,7 +195,7 @@ def _overlap(overrides: list[str], transports: tuple[str, str]) -> str:
     ("value", "transports", "start"),
     [
         ("on", ("alltoall", "alltoall"), "True micro-batches overlap {knob}=on; hides "),
-        ("on", ("alltoall", "symm"), "{knob}=on cannot run: kernels of parallel.dispatch=symm "),
+        ("on", ("alltoall", "deepep"), "{knob}=on cannot run: parallel.dispatch=deepep has one "),
         ("off", ("alltoall", "alltoall"), "False micro-batches in turn {knob}=off"),
         ("auto", ("alltoall", "symm"), "False "),
         ("auto", ("alltoall", "alltoall"), "False "),  # on a CPU

@@ -30,9 +30,9 @@ from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 from tests.kernels.problems import error, make
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
-from tests.parallel.dispatcher.hierarchical.test_hierarchical import pretended
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import matrix
+from tests.support.training import pretended_nodes
 
 T, D, F, E, K = 40, 160, 136, 8, 2
 DEFAULTS, OTHERS = Fp8Block(), Fp8Block(grad_format="e5m2", hidden="fp8")
@@ -64,7 +64,7 @@ def drawn(rank: int, ranks: int) -> Given:
 
 
 def dispatcher_of(
-    transport: Transport, recipe: Fp8Block, fp8_rows: bool = True, **how: Any
+    transport: Transport, recipe: Fp8Block | None, fp8_rows: bool = True, **how: Any
 ) -> Dispatcher:
     return make_dispatcher(
         transport,
@@ -80,7 +80,7 @@ def dispatcher_of(
 
 
 def experts(
-    received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block, again: bool = False
+    received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block | None, again: bool = False
 ) -> Tensor:
     """`grouped_mlp`, which refuses overlap on a CPU; with `again` h is computed again."""
     spec = MLPSpec(Activation("swiglu"), "torch", recipe=recipe, recompute_h=again)
@@ -133,7 +133,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def over(name: str, size: int = 2) -> Transport:
-    with pretended(size):
+    with pretended_nodes(size):
         return choose_transport(name, dist.group.WORLD, torch.bfloat16)
 
 

@@ -25,9 +25,9 @@ from phalanx.parallel.dispatcher.transport import (
     sms_of,
 )
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
-from tests.parallel.dispatcher.hierarchical.test_hierarchical import pretended
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
+from tests.support.training import pretended_nodes
 
 BF16 = torch.bfloat16
 NO_PEER = "the GPUs of a host cannot write to each other's memory"
@@ -123,7 +123,7 @@ def _hopper_without_peers(monkeypatch: pytest.MonkeyPatch, broken: Sequence[int]
 
 def _chosen(wanted: str, broken: Sequence[int], size: int) -> tuple[str, str, str]:
     """Transport, the one in its nodes, and the last reason; or what was raised."""
-    with pytest.MonkeyPatch.context() as patch, pretended(size):
+    with pytest.MonkeyPatch.context() as patch, pretended_nodes(size):
         _hopper_without_peers(patch, broken)
         try:
             taken = choose_transport(wanted, dist.group.WORLD, BF16)

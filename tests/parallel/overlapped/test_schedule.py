@@ -93,8 +93,18 @@ def test_results_with_pipeline_stages(case: str) -> None:
     same_results(*STAGES[case])
 
 
-def same_results(world: int, overrides: list[str]) -> None:
-    off, on = (trained(world, [*RUN, *overrides], {KNOB: value}) for value in ("off", "on"))
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["deepseek", "full"])
+def test_results_over_nodes(case: str) -> None:
+    """The rail and the collectives inside nodes have groups for each pass."""
+    hier = [*CASES[case], "parallel.dispatch=hier", "parallel.expert=4"]
+    same_results(4, hier, node_ranks=2)
+
+
+def same_results(world: int, overrides: list[str], node_ranks: int = 0) -> None:
+    off, on = (
+        trained(world, [*RUN, *overrides], {KNOB: v}, node_ranks=node_ranks) for v in ("off", "on")
+    )
     assert len(series(on)) == 2 and series(on) == series(off)
     assert on.left == off.left
     assert on.after.keys() == off.after.keys()
@@ -190,8 +200,11 @@ def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["parallel.dispatch=symm"], "kernels of parallel.dispatch=symm fill the GPU"),
-        (["parallel.dispatch=hier"], "kernels of parallel.dispatch=hier fill the GPU"),
+        (["parallel.dispatch=deepep"], "parallel.dispatch=deepep has one exchange for both passes"),
+        (
+            ["parallel.dispatch=hier", "parallel.rail=gin"],
+            "parallel.rail=gin has one connection for both passes",
+        ),
         (["kernels=megatron"], "kernels.backend=megatron has its own exchanges"),
         (["parallel.tensor=2"], "parallel.tensor=2 has one communicator for both passes"),
         (["parallel.context=2"], "parallel.context=2 has one communicator for both passes"),

@@ -72,7 +72,8 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
         ([f"{KNOB}=off"], "off", f"{KNOB}=off"),
         ([f"{KNOB}=on"], "on", f"{KNOB}=on; hides "),
         (["data.global_batch=16", "data.micro_batch=1"], "off", "auto; a step has one micro-batch"),
-        (["parallel.dispatch=hier"], "off", "auto; kernels of parallel.dispatch=hier fill the GPU"),
+        (["parallel.dispatch=hier"], "on", "auto; hides "),
+        (["parallel.dispatch=symm", "parallel.expert=8"], "off", "auto; symm overlaps its"),
         (["kernels=reference"], "off", "auto; reference experts have the host wait"),
         (["run.offload=[residual]"], "off", "auto; run.offload has host buffers"),
     ],
@@ -97,7 +98,7 @@ def test_auto_leaves_it_where_it_does_not_fit_or_gain() -> None:
 
 
 def test_forced_overlap_that_cannot_run_is_an_error() -> None:
-    cfg = changed(known("parallel.dispatch=hier"), {KNOB: "on"})
+    cfg = changed(known("run.offload=[residual]"), {KNOB: "on"})
     with pytest.raises(ConfigError, match=f"{KNOB}=on cannot run: .* set {KNOB}=auto"):
         microbatch_overlap(cfg, WORLD, H200, H200.room)
 

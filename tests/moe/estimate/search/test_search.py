@@ -91,10 +91,13 @@ def test_forced_choices_stay() -> None:
 
 
 def test_overlap_of_micro_batches_is_searched() -> None:
-    overlapping = [layout for layout in layouts(load(QWEN), 16, 8) if layout.overlap]
-    assert overlapping and all(layout[:3] == (1, 1, 1) for layout in overlapping)
+    """Between nodes, also with stages."""
+    overlapping = [layout for layout in layouts(load(QWEN), 32, 8) if layout.overlap]
+    assert overlapping and all(layout[:2] == (1, 1) for layout in overlapping)
+    assert {layout.pipeline for layout in overlapping} == {1, 2}
+    assert all(layout.expert > 8 for layout in overlapping)
     changes = overlapping[0].changes(load(QWEN))
-    assert changes["parallel.dispatch"] == "alltoall"
+    assert changes["parallel.overlap_microbatches"] == "on"
 
 
 def test_rows_of_fp8_experts_travel_in_fp8_inside_a_node() -> None:

@@ -4,8 +4,6 @@ Everything is compared with the dense statement of test_dispatch, or with `allto
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,27 +38,18 @@ from tests.parallel.dispatcher.test_base import (
 )
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import mostly_slow
+from tests.support.training import pretended_nodes
 
 pytestmark = pytest.mark.dist
 RANKS, SIZE = 4, 2
 NODES = pytest.mark.parametrize(("ranks", "size"), [(4, 2), (8, 2), (8, 4)])
 
 
-@contextmanager
-def pretended(size: int) -> Iterator[None]:
-    """Nodes of `size` ranks, in a rank that other tests use again."""
-    os.environ["PHALANX_NODE_GPUS"] = str(size)
-    try:
-        yield
-    finally:
-        del os.environ["PHALANX_NODE_GPUS"]
-
-
 def made(
     name: str, slots: TokenChoices = SLOTS, budget: Budget | None = None, size: int = SIZE
 ) -> Dispatcher:
     given: dict[str, Any] = dict(experts=EXPERTS, slots=slots, budget=budget or Budget(8.0, CPU))
-    with pretended(size):
+    with pretended_nodes(size):
         return dispatcher_of(name, dist.group.WORLD, **given)
 
 
@@ -351,7 +340,7 @@ def sent(case: Case, factor: float, fp8: bool) -> list[tuple[int, bool]]:
     T = len(case.x_TD) // dist.get_world_size()
     own = slice(rank * T, rank * T + T)
     recipe: dict[str, Any] = dict(recipe=Fp8Block(), fp8_rows=True) if fp8 else {}
-    with pretended(SIZE):
+    with pretended_nodes(SIZE):
         given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(factor, CPU))
         dispatcher = dispatcher_of("hier", dist.group.WORLD, **given, **recipe)
     dist.all_gather_into_tensor, dist.all_to_all_single = count(gather), count(exchange)
@@ -378,7 +367,7 @@ def test_a_token_crosses_the_network_once_to_each_node_with_its_experts(fp8: boo
 
 def taken(size: int) -> tuple[str, str]:
     """Choice of `auto`, and the reason of `hier`."""
-    with pretended(size):
+    with pretended_nodes(size):
         given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
         auto = type(dispatcher_of("auto", dist.group.WORLD, **given)).__name__
         try:
@@ -389,7 +378,7 @@ def taken(size: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("size", "reason"),
-    [(3, "the nodes hold 3, 1 ranks"), (1, "every node holds one rank"), (4, "on one node")],
+    [(3, "the nodes hold 3, 1 ranks"), (4, "on one node")],
 )
 def test_nodes_that_do_not_fit_are_refused_and_auto_takes_collectives(
     size: int, reason: str
@@ -430,7 +419,7 @@ def groups_of_eight() -> tuple[int, int, list[int], list[int]]:
     """Two expert-parallel groups of four."""
     halves = [dist.new_group(ranks) for ranks in (range(4), range(4, 8))]
     group = halves[dist.get_rank() // 4]
-    with pretended(2):
+    with pretended_nodes(2):
         found = choose_transport("hier", group, torch.bfloat16).nodes
     assert found is not None
     members = (dist.get_process_group_ranks(g) for g in (found.inside, found.rail))

@@ -7,9 +7,9 @@ import pytest
 
 from phalanx.parallel.dispatcher import capacity
 from phalanx.parallel.dispatcher.capacity import Budget, Growth
-from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE, pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE
 from tests.support.distributed import run_distributed
-from tests.support.training import _loaded, _train
+from tests.support.training import _loaded, _train, pretended_nodes
 
 pytestmark = pytest.mark.dist
 SMALL = (
@@ -19,7 +19,7 @@ SMALL = (
 
 
 def _steps(overrides: list[str]) -> list[tuple[float, float]]:
-    with pretended(SIZE):
+    with pretended_nodes(SIZE):
         records = _train(_loaded(*overrides)).records
     return [(r["loss"], r["grad_norm"]) for r in records if "grad_norm" in r]
 
@@ -59,7 +59,7 @@ def small_blocks(overrides: list[str]) -> tuple[list[tuple[float, float]], list[
         return found
 
     with (
-        pretended(SIZE),
+        pretended_nodes(SIZE),
         mock.patch.object(capacity, "block_factor", return_value=1.0),
         mock.patch.object(Budget, "grow", noted),
     ):

@@ -31,12 +31,13 @@ from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
-from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE, pretended
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE
 from tests.parallel.dispatcher.replication import test_replication as flat
 from tests.parallel.dispatcher.replication.test_replication import EXPERTS, TOP_K, Made
 from tests.parallel.dispatcher.replication.test_symm import CHANGES, WAYS, layer, same
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import mostly_slow
+from tests.support.training import pretended_nodes
 
 pytestmark = pytest.mark.dist
 
@@ -54,7 +55,7 @@ KINDS = {
 
 
 def over_nodes(size: int = SIZE) -> Transport:
-    with pretended(size):
+    with pretended_nodes(size):
         return choose_transport("hier", dist.group.WORLD, torch.bfloat16)
 
 

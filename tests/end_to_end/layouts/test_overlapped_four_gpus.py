@@ -1,0 +1,69 @@
+"""On four GPUs, exchanges of passes beside each other: over nodes of two, and with pipeline stages.
+
+Overlapped passes repeat the bits of passes in turn. Inside a node `hier` pushes over NVLink, and
+collectives carry blocks between the nodes, two of each kind at a time; stages send activations
+beside exchanges of experts.
+
+    python -m pytest -m gpu tests/end_to_end/layouts/test_overlapped_four_gpus.py
+"""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from phalanx.configs.capture import CAPTURED, EAGER
+from phalanx.configs.load import load
+from phalanx.configs.validate import validate
+from tests.end_to_end.layouts.test_overlapped_gpu import MODELS, STEPS, TRAINING
+from tests.support.gpu_runs import Case, Outcome, losses_of, names, run_on_hopper
+
+GPUS = 4
+STAGES = ["parallel.expert=2", "parallel.pipeline=2"]
+LAYOUTS = {
+    "nodes": ["parallel.expert=4", "parallel.dispatch=hier"],
+    "stages": [*STAGES, "parallel.dispatch=alltoall"],
+    "chunks": [*STAGES, "parallel.virtual_pipeline=2", "parallel.dispatch=symm"],
+}
+SECONDS = 300
+
+
+def _cases() -> dict[str, Case]:
+    cases = {}
+    each = ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
+    for layout, recipe, graph, overlap in product(LAYOUTS, *each):
+        how = [f"run.graph={graph}", f"parallel.overlap_microbatches={overlap}"]
+        # Weight gradients of two micro-batches in one sum have other bits.
+        how.append("parallel.delay_wgrad=on")
+        model = MODELS["deepseek" if layout == "nodes" else "tiny"]
+        overrides = [*model, f"precision={recipe}", *TRAINING, *LAYOUTS[layout], *how]
+        cases[names((layout, recipe, graph, overlap))] = Case(GPUS, overrides)
+    return cases
+
+
+CASES = _cases()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("overlapped")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, Outcome]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_NODE_GPUS", "2")
+        return run_on_hopper(CASES, folder, SECONDS, GPUS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("-on")])
+def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
+    plain = name.removesuffix("on") + "off"
+    got, want = (losses_of(outcomes, folder, run, STEPS) for run in (name, plain))
+    assert got == want
+
+
+def test_every_run_is_a_valid_configuration() -> None:
+    for case in CASES.values():
+        validate(load(case.overrides), case.ranks)
