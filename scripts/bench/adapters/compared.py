@@ -33,14 +33,29 @@ class Comparison:
         self._ours: Tensor | None = None
         self._gaps: dict[str, str] = {}
 
-    def add(self, side: str, forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
-        """Add a side, whose gradients of `leaves` are computed and dropped."""
+    def add(
+        self,
+        side: str,
+        forward: Callable[[], Tensor],
+        leaves: Sequence[Tensor],
+        *,
+        captured: bool = True,
+    ) -> None:
+        """Add a side, whose gradients of `leaves` are computed and dropped.
+
+        Args:
+            side: name.
+            forward: function that returns the output.
+            leaves: tensors with gradients.
+            captured: False where the host waits for the device, so that no graph can be captured.
+        """
 
         def both() -> None:
             out = forward()
             torch.autograd.grad(out, leaves, _gradient(out), allow_unused=True)
 
-        self.timings.add(Case(side, "both", both, modes=self.modes, ours=side.startswith(OURS)))
+        modes = tuple(m for m in self.modes if captured or m == "eager")
+        self.timings.add(Case(side, "both", both, modes=modes, ours=side.startswith(OURS)))
         try:
             with torch.no_grad():
                 out = forward().float()

@@ -1,7 +1,7 @@
 """Every layout of two GPUs trains like one GPU, and captured steps equal eager ones bit for bit.
 
 All that the defaults choose on a Hopper GPU: fused kernels, `symm`, SMs for exchanges. This is what
-runs before a release, in about four minutes on two H100s (docs/measured/training/two_gpus.md):
+runs before a release, in two to four minutes on two GPUs (docs/measured/training/two_gpus.md):
 
     python -m pytest -m gpu tests/end_to_end/layouts/test_two_gpus.py
 """
