@@ -10,7 +10,8 @@ nodes, the router's `group_topk` is a bound on the nodes of a token.
 
 On the way back a token's expert rows are added by the experts of each rank, these sums over the
 ranks of a node in their order, and those over the nodes in their order: each time in fp32, rounded
-once to the tokens' dtype. Gradients of tokens take the same path.
+once to the tokens' dtype. Gradients of tokens take the same path. Shared experts compute while rows
+are between nodes, in both passes.
 
 The transport inside receives rows in the order of (local rank, node, row of the block), not of
 ranks. The plan is computed from routing in the order of ranks, in which rows of a block are in the
@@ -38,10 +39,11 @@ from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, Tra
 from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
 from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
+from phalanx.parallel.dispatcher.rail import rows as rail_rows
 from phalanx.parallel.dispatcher.rail.collective import Rail
 from phalanx.parallel.dispatcher.rail.engine import rail_of
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
-from phalanx.parallel.dispatcher.rail.rows import SentBlocks, collect_over, send_over, send_routing
+from phalanx.parallel.dispatcher.rail.rows import RailCall, send_routing
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport import build
@@ -57,17 +59,24 @@ Inside = Symm | AllToAll
 """Transports inside a node, which forward rows that arrived in FP8."""
 
 
-class _Route(NamedTuple):
-    """State of a call of this transport: what was sent, then `Received.route`."""
+class _Sent(NamedTuple):
+    """Tokens on their way over the rail."""
 
-    inside: Any
-    """State of the transport inside a node: what its `receive_tokens` needs, or its `combine`."""
-    blocks: SentBlocks
-    """Blocks of the rank's tokens."""
-    over_rail: RailRows | None
-    """Rows of the rail in FP8; None: they travel as they are."""
+    call: RailCall
+    rows_BD: Tensor
+    prob_BK: Tensor
+    forwarded: ForwardedRows | None
+    """Format in which rows go on inside the node; None: they travel as they are."""
     tokens: int
     """T."""
+
+
+class _Route(NamedTuple):
+    """State that the way back needs."""
+
+    call: RailCall
+    inside: Any
+    """State of the transport inside the node."""
 
 
 class Hier(Dispatcher):
@@ -185,24 +194,25 @@ class Hier(Dispatcher):
             over_rail = RailRows(self._recipe)
             forwarded = ForwardedRows(self._recipe, over_rail)
         blocks = send_routing(self._rail, self._blocks(topk_idx_TK, topk_prob_TK))
-        rows_BD, idx_BK, prob_BK = send_over(self._rail, x_TD, topk_prob_TK, blocks, over_rail)
-        self._node_plan.tokens = len(x_TD)
-        sent = self._inside.send_tokens(rows_BD, idx_BK, prob_BK, forwarded)
-        return _Route(sent, blocks, over_rail, len(x_TD))
+        call = RailCall(self._rail, blocks, over_rail)
+        return _Sent(call, *rail_rows.send_tokens(call, x_TD, topk_prob_TK), forwarded, len(x_TD))
 
-    def receive_tokens(self, sent: _Route) -> Received:
-        self._node_plan.tokens = sent.tokens
-        received = self._inside.receive_tokens(sent.inside)
-        return received._replace(route=sent._replace(inside=received.route))
+    def receive_tokens(self, sent: _Sent) -> Received:
+        call, *on_the_way, forwarded, self._node_plan.tokens = sent
+        rows_BD, prob_BK = rail_rows.receive_tokens(call, *on_the_way)
+        in_node = self._inside.send_tokens(rows_BD, call.blocks.idx_BK, prob_BK, forwarded)
+        received = self._inside.receive_tokens(in_node)
+        return received._replace(route=_Route(call, received.route))
 
     def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Tensor:
-        return self._inside.combine(out_ND, received._replace(route=received.route.inside))
+        call, inside = received.route
+        sums_BD = self._inside.combine(out_ND, received._replace(route=inside))
+        return rail_rows.send_sums(call, sums_BD)
 
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        route: _Route = received.route
-        return collect_over(self._rail, sent, route.blocks, addends, route.over_rail)
+        return rail_rows.receive_sums(received.route.call, sent, addends)
 
     def _blocks(self, idx_TK: Tensor, prob_TK: Tensor) -> RailBlocks:
         """Blocks of the rank's tokens, within the budget."""

@@ -273,7 +273,8 @@ def _overlap(
     if sms and no_overlap is None and (shared or refusal is None):
         reason = f"{asked}; with the shared experts only: {refusal}" if refusal else asked
         if transport.inside is not None:
-            reason += "; inside nodes only: the exchange between nodes is exposed"
+            beside = "beside the shared experts" if shared else "exposed"
+            reason += f"; inside nodes only: the exchange between nodes is {beside}"
         return Choice("overlap", f"{sms} SMs", reason)
     if sms:
         used = no_overlap is not None and facts is not None and facts.takes_sms

@@ -21,7 +21,7 @@ are freed, so their memory needs no record of the other stream.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,32 +75,70 @@ def _new(ranks: tuple[int, ...]) -> Any:
     return dist.new_group(list(ranks), timeout=time_limit(), pg_options=options)
 
 
+def start_collective(
+    ranks: Ranks, x: Tensor, collective: Callable[[dist.ProcessGroup], None]
+) -> Callable[[], None]:
+    """Start a collective of `x` in the present pass, on a stream for exchanges.
+
+    The current stream computes the weight gradients that wait for an exchange beside it.
+
+    Args:
+        ranks: its ranks.
+        x: what it sends.
+        collective: function that calls it over a group.
+
+    Returns:
+        A function that lets the current stream wait for it, before which none of its tensors may be
+        freed.
+    """
+    group, hides = _of_pass(ranks)
+    done = None
+    if x.is_cuda:
+        stream = _stream(x.device, in_backward())
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            collective(group)
+            done = stream.record_event()
+    else:
+        collective(group)
+    if hides:
+        wgrad_queue.run_beside_exchange()
+
+    def wait() -> None:
+        if done is not None:
+            torch.cuda.current_stream(x.device).wait_event(done)
+
+    return wait
+
+
 @contextmanager
 def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
-    """The group for a collective of `x` in the present pass, on a stream for exchanges.
+    """The group for a collective of `x`, which the current stream waits for, in the present pass.
 
-    The stream that was current computes the weight gradients that wait for an exchange, and then
-    waits for the collective. Without them and with one group, the collective is on that stream.
+    As `start_collective`; without weight gradients and with one group it is on the current stream.
     """
-    backward, both = in_backward(), isinstance(ranks, PassGroups)
-    if isinstance(ranks, PassGroups):
-        group = ranks.backward if backward else ranks.forward
-    else:
-        group = ranks
-    # One rank exchanges nothing: weight gradients wait for the next exchange.
-    hides = backward and wgrad_queue.waits_for_exchange() and group.size() > 1
-    if not x.is_cuda or not (both or hides):
+    group, hides = _of_pass(ranks)
+    if not x.is_cuda or not (hides or isinstance(ranks, PassGroups)):
         yield group
         if hides:  # on a CPU, in the order of a GPU
             wgrad_queue.run_beside_exchange()
         return
-    caller, stream = torch.cuda.current_stream(x.device), _stream(x.device, backward)
+    caller, stream = torch.cuda.current_stream(x.device), _stream(x.device, in_backward())
     stream.wait_stream(caller)
     with torch.cuda.stream(stream):
         yield group
     if hides:
         wgrad_queue.run_beside_exchange()
     caller.wait_stream(stream)
+
+
+def _of_pass(ranks: Ranks) -> tuple[dist.ProcessGroup, bool]:
+    """The group for a collective in the present pass, and whether weight gradients hide it."""
+    backward = in_backward()
+    if isinstance(ranks, PassGroups):
+        ranks = ranks.backward if backward else ranks.forward
+    # One rank exchanges nothing: weight gradients wait for the next exchange.
+    return ranks, backward and wgrad_queue.waits_for_exchange() and ranks.size() > 1
 
 
 @functools.cache

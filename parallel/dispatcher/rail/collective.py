@@ -4,6 +4,7 @@ A rail connects the ranks with the same local rank on the M nodes of a group. Bl
 that no host needs a count, and a CUDA graph can capture the exchange.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.dispatcher.passes.paced import paced, swapped
-from phalanx.parallel.dispatcher.passes.pass_groups import Ranks, group_of_pass
+from phalanx.parallel.dispatcher.passes.pass_groups import Ranks, start_collective
 
 
 class RowCounts(NamedTuple):
@@ -28,19 +29,36 @@ class RowCounts(NamedTuple):
         return RowCounts(self.arriving_M, self.sent_M)
 
 
+class Started(NamedTuple):
+    """An exchange that has started."""
+
+    received: Tensor
+    """Rows that arrive, [M * C, ...] with block m from node m, after `wait`."""
+    sent: Tensor
+    """Rows that are being sent, referenced until then."""
+    wait: Callable[[], None]
+    """Function that lets the current stream wait for the exchange."""
+
+
 class Rail(Protocol):
     """Exchange of blocks between the ranks of a rail."""
 
     counts: bool
     """True if `swap` sends less with counts."""
 
-    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
-        """Send block m of M to node m: [M * C, ...] -> [M * C, ...], with block m from node m.
+    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
+        """Start to send block m of M to node m: [M * C, ...].
 
-        Collective over the rail. The current stream waits for it. Rows beyond `counts` may hold
-        anything; None: all rows hold data.
+        Collective over the rail. Rows beyond `counts` may hold anything; None: all rows hold data.
         """
         ...
+
+
+def swap(rail: Rail, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
+    """`Rail.start`, for which the current stream waits: [M * C, ...], with block m from node m."""
+    started = rail.start(blocks, counts)
+    started.wait()
+    return started.received
 
 
 class CollectiveRail:
@@ -55,10 +73,13 @@ class CollectiveRail:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
-        """`Rail.swap`."""
+    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
+        """`Rail.start`."""
         blocks = blocks.contiguous()
         received = torch.empty_like(blocks)
-        with group_of_pass(self._ranks, blocks) as group, paced(group, blocks, swapped):
-            dist.all_to_all_single(received, blocks, group=group)
-        return received
+
+        def exchange(group: dist.ProcessGroup) -> None:
+            with paced(group, blocks, swapped):
+                dist.all_to_all_single(received, blocks, group=group)
+
+        return Started(received, blocks, start_collective(self._ranks, blocks, exchange))

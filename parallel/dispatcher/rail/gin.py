@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.connections import Connections
-from phalanx.parallel.dispatcher.rail.collective import RowCounts
+from phalanx.parallel.dispatcher.rail.collective import RowCounts, Started
 
 PACKAGE, NCCL = "0.6.0", "2.32.3"
 """Versions of nccl4py and NCCL, whose device code has to be that of the library."""
@@ -82,11 +82,12 @@ class GinRail:
             (group, "gin", limit_ms), lambda: _Connection(group, limit_ms)
         )
 
-    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
-        """`Rail.swap`."""
+    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
+        """`Rail.start`; the exchange is on the current stream."""
         rows = _in_words(blocks)
-        received = self._connection.exchange(rows, counts)
-        return received[:, : blocks[:1].nbytes].view(blocks.dtype).view(blocks.shape)
+        words = self._connection.exchange(rows, counts)
+        received = words[:, : blocks[:1].nbytes].view(blocks.dtype).view(blocks.shape)
+        return Started(received, rows, lambda: None)
 
 
 def _in_words(blocks: Tensor) -> Tensor:

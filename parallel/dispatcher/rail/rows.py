@@ -1,7 +1,13 @@
 """Rows over a rail, with gradients: tokens to the nodes of their experts, sums of nodes back.
 
 Both directions send the same blocks (`kernels.routing.rail_blocks`), so that only the first of four
-exchanges in both passes sends routing.
+exchanges in both passes sends routing. Each of two pairs of functions starts an exchange in one
+pass and ends one in the other, so that shared experts compute in between:
+
+                send_tokens         receive_tokens      send_sums           receive_sums
+    forward     sends tokens        waits for them      sends sums          waits for them, adds
+    backward    waits, adds         sends gradients     waits for           sends gradients of
+                                    of tokens           gradients of sums   sums
 
 Legend: T tokens of a rank, D hidden, K expert ids of a token, M nodes, B rows of the blocks of all
 nodes.
@@ -15,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, sum_rows
-from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.rail.collective import Rail, RowCounts
+from phalanx.parallel.dispatcher.fp8_rows import RailRows
+from phalanx.parallel.dispatcher.rail.collective import Rail, RowCounts, Started, swap
 
 
 class SentBlocks(NamedTuple):
@@ -37,7 +43,7 @@ class SentBlocks(NamedTuple):
 def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:
     """Send routing to the nodes of the experts."""
     # One small collective instead of two: latency, not bytes, is what the routing costs.
-    routing_B2K = rail.swap(blocks.routing_B2K)
+    routing_B2K = swap(rail, blocks.routing_B2K)
     idx_BK, bits_BK = routing_B2K[:, 0].contiguous(), routing_B2K[:, 1].contiguous()
     counts = None
     if rail.counts:
@@ -47,108 +53,146 @@ def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:
     return SentBlocks(blocks.row_TM, blocks.token_B, idx_BK, bits_BK, counts)
 
 
-def send_over(
-    rail: Rail, x_TD: Tensor, prob_TK: Tensor, blocks: SentBlocks, fp8: FP8Rows | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Send tokens to the nodes of their experts.
+class RailCall:
+    """State of one call over a rail.
 
     Args:
         rail: the rail.
+        blocks: blocks of the tokens, whose routing has been sent.
+        fp8: format in which tokens and gradients of sums travel; None: they travel as they are.
+    """
+
+    def __init__(self, rail: Rail, blocks: SentBlocks, fp8: RailRows | None = None) -> None:
+        self.blocks, self.fp8, self._rail = blocks, fp8, rail
+        self._started: list[Started] = []
+
+    def to_nodes(self, rows: Tensor) -> Tensor:
+        """Start to send rows of tokens to the nodes of their experts: [B, ...] after `wait`."""
+        return self._start(pack_rows(rows, self.blocks.token_B), self.blocks.counts)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Start to send rows back to the ranks of their tokens: [B, ...] after `wait`."""
+        return self._start(rows, self.blocks.counts and self.blocks.counts.back)
+
+    def _start(self, rows: Tensor, counts: RowCounts | None) -> Tensor:
+        self._started.append(self._rail.start(rows, counts))
+        return self._started[-1].received
+
+    def wait(self) -> None:
+        """Let the current stream wait for all that was started."""
+        for started in self._started:
+            started.wait()
+        self._started.clear()
+
+    def added(self, rows: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+        """Rows that have come back, added in fp32 in the order of nodes, with addends: [T, ...]."""
+        return sum_rows(rows, self.blocks.row_TM, addends)
+
+
+def send_tokens(call: RailCall, x_TD: Tensor, prob_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Start to send tokens to the nodes of their experts.
+
+    Args:
+        call: the call.
         x_TD: tokens.
         prob_TK: fp32 probabilities, which have been sent; their gradient returns here.
-        blocks: blocks of these tokens.
-        fp8: format in which the rows travel; None: they travel as they are.
 
     Returns:
-        Rows of the tokens that other ranks sent, [B, D], or without data if they are in `fp8`;
-        their ids of this node's experts, int32 [B, K], and probabilities, fp32 [B, K]. Gradients
-        of rows and probabilities return to the tokens' ranks and are summed there in fp32.
+        The arguments of `receive_tokens`.
     """
-    rows_BD, prob_BK = _Send.apply(x_TD, prob_TK, blocks, rail, fp8)
-    return rows_BD, blocks.idx_BK, prob_BK
+    rows_BD, prob_BK = _SendTokens.apply(x_TD, prob_TK, call)
+    return rows_BD, prob_BK
 
 
-def collect_over(
-    rail: Rail,
-    sums_BD: Tensor,
-    blocks: SentBlocks,
-    addends: Sequence[Tensor] = (),
-    fp8: FP8Rows | None = None,
-) -> Tensor:
-    """Return sums of this node to the ranks of their tokens: [T, D].
+def receive_tokens(call: RailCall, rows_BD: Tensor, prob_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Wait for tokens.
 
-    They are summed there in fp32 in the order of nodes, with addends [T, D]. The gradient travels
-    in `fp8`, if it is given.
+    Returns:
+        Rows of the tokens that other ranks sent, [B, D], or without data if they are in `call.fp8`,
+        and probabilities, fp32 [B, K]. Gradients of both return to the tokens' ranks and are summed
+        there in fp32.
     """
-    return _Collect.apply(sums_BD, blocks, rail, fp8, *addends)
+    rows_BD, prob_BK = _ReceiveTokens.apply(rows_BD, prob_BK, call)
+    return rows_BD, prob_BK
 
 
-class _Send(torch.autograd.Function):
-    """Tokens to nodes; backward, sums of gradients of tokens and probabilities over nodes."""
+def send_sums(call: RailCall, sums_BD: Tensor) -> Tensor:
+    """Start to return sums of this node to the ranks of their tokens, for `receive_sums`."""
+    return _SendSums.apply(sums_BD, call)
+
+
+def receive_sums(call: RailCall, sums_BD: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+    """Wait for sums, and add them in fp32 in the order of nodes, with addends [T, D]: [T, D]."""
+    return _ReceiveSums.apply(sums_BD, call, *addends)
+
+
+class _SendTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: RailCall) -> tuple[Tensor, Tensor]:
+        ctx.call = call
+        move = call.to_nodes
+        rows_BD = move(x_TD) if call.fp8 is None else call.fp8.bring_tokens(x_TD, move)
+        sent = rows_BD, call.blocks.bits_BK.view(torch.float32)
+        needed = zip(sent, ctx.needs_input_grad, strict=False)
+        # No gradient travels back that nobody needs.
+        ctx.mark_non_differentiable(*(each for each, needs in needed if not needs))
+        return sent
 
     @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BD: Tensor, grad_BK: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.wait()
+        grad_TD, grad_TK = (
+            ctx.call.added(grad) if needed else None
+            for grad, needed in zip((grad_BD, grad_BK), ctx.needs_input_grad, strict=False)
+        )
+        return grad_TD, grad_TK, None
+
+
+class _ReceiveTokens(torch.autograd.Function):
+    @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        prob_TK: Tensor,
-        blocks: SentBlocks,
-        rail: Rail,
-        fp8: FP8Rows | None,
+        ctx: Any, rows_BD: Tensor, prob_BK: Tensor, call: RailCall
     ) -> tuple[Tensor, Tensor]:
-        ctx.blocks, ctx.rail = blocks, rail
-        return _bring(x_TD, blocks, rail, fp8), blocks.bits_BK.view(torch.float32)
+        ctx.call = call
+        call.wait()
+        return rows_BD.view_as(rows_BD), prob_BK.view_as(prob_BK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BD: Tensor, grad_BK: Tensor) -> tuple[Tensor | None, ...]:
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        grad_TD, grad_TK = (
-            _sums(grad, ctx.blocks, ctx.rail) if needed else None
+        back_BD, back_BK = (
+            ctx.call.back(grad) if needed else None
             for grad, needed in zip((grad_BD, grad_BK), ctx.needs_input_grad, strict=False)
         )
-        return grad_TD, grad_TK, None, None, None
+        return back_BD, back_BK, None
 
 
-class _Collect(torch.autograd.Function):
-    """Sums over nodes at the tokens' ranks, with addends; backward, gradients to the nodes."""
+class _SendSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums_BD: Tensor, call: RailCall) -> Tensor:
+        ctx.call = call
+        return call.back(sums_BD)
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        sums_BD: Tensor,
-        blocks: SentBlocks,
-        rail: Rail,
-        fp8: FP8Rows | None,
-        *addends: Tensor,
-    ) -> Tensor:
-        ctx.blocks, ctx.rail, ctx.fp8, ctx.addends = blocks, rail, fp8, len(addends)
-        return _sums(sums_BD, blocks, rail, addends)
+    @once_differentiable
+    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.wait()
+        return grad_BD, None
+
+
+class _ReceiveSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums_BD: Tensor, call: RailCall, *addends: Tensor) -> Tensor:
+        ctx.call, ctx.addends = call, len(addends)
+        call.wait()
+        return call.added(sums_BD, addends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        fp8: FP8Rows | None = ctx.fp8
-        grad_BD = _bring(grad_TD, ctx.blocks, ctx.rail, fp8, gradient=True)
-        return grad_BD, None, None, None, *[grad_TD] * ctx.addends
-
-
-def _sums(
-    rows_BD: Tensor, blocks: SentBlocks, rail: Rail, addends: Sequence[Tensor] = ()
-) -> Tensor:
-    """Rows return to the ranks of their tokens, where they are added: [T, ...]."""
-    back = blocks.counts and blocks.counts.back
-    return sum_rows(rail.swap(rows_BD, back), blocks.row_TM, addends)
-
-
-def _bring(
-    x_TD: Tensor, blocks: SentBlocks, rail: Rail, fp8: FP8Rows | None, *, gradient: bool = False
-) -> Tensor:
-    """Rows of tokens, or of a gradient, to the nodes of the tokens' experts: [B, D]."""
-
-    def move(rows: Tensor) -> Tensor:
-        return rail.swap(pack_rows(rows, blocks.token_B), blocks.counts)
-
-    if fp8 is None:
-        return move(x_TD)
-    bring = fp8.bring_gradient if gradient else fp8.bring_tokens
-    return bring(x_TD, move)
+        call: RailCall = ctx.call
+        move = call.to_nodes
+        grad_BD = move(grad_TD) if call.fp8 is None else call.fp8.bring_gradient(grad_TD, move)
+        return grad_BD, None, *[grad_TD] * ctx.addends

@@ -24,7 +24,6 @@ from phalanx.configs.schema import ParallelConfig
 from phalanx.kernels import wgrad_queue
 from phalanx.parallel.dispatcher.base import Dispatcher
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Transport
@@ -54,10 +53,7 @@ def between(bench: Bench, model: Model, tokens: int) -> list[Record]:
     fitted_model, timings = fitted(bench, model), bench.timings("between", shape)
     problem = Layer(bench, fitted_model, all_ranks(), accumulate=True)
     batch = problem.batch(_ROUTING, tokens)
-    transports = {
-        "hier": _over_nodes(joined),
-        "alltoall": choose_transport("alltoall", all_ranks(), BF16),
-    }
+    transports = {name: choose_transport(name, all_ranks(), BF16) for name in ("hier", "alltoall")}
     all_sms = replace(ALL_SMS, rail=bench.exchange.rail)
     cases = list(_without_exchange(problem, batch))
     for side, transport in transports.items():
@@ -70,14 +66,6 @@ def between(bench: Bench, model: Model, tokens: int) -> list[Record]:
     for side in transports:
         records += _exposed(timings, side, judged=judged and side == "hier")
     return records
-
-
-def _over_nodes(joined: Nodes) -> Transport:
-    """The transport `hier`, which no run chooses on nodes of one rank."""
-    if joined.size > 1:
-        return choose_transport("hier", all_ranks(), BF16)
-    inside = Transport("alltoall", "one rank")
-    return Transport("hier", "nodes of one rank", inside=inside, nodes=joined)
 
 
 def _dispatcher(

@@ -23,6 +23,7 @@ from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, plan_bloc
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.passes.paced import Wire, wire
+from phalanx.parallel.dispatcher.rail.collective import swap
 from phalanx.parallel.dispatcher.rail.engine import rail_of
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import send_routing
@@ -106,7 +107,7 @@ class _Problem:
         self._sent = send_routing(self._rail, self._blocks)
         self._counts_back = self._sent.counts and self._sent.counts.back
         packed_BD = pack_rows(self._x_TD, self._blocks.token_B)
-        self._rows_BD = self._rail.swap(packed_BD, self._sent.counts)
+        self._rows_BD = swap(self._rail, packed_BD, self._sent.counts)
 
     def cases(self) -> list[Case]:
         """Dispatch and combine, and their parts."""
@@ -120,10 +121,10 @@ class _Problem:
 
         def dispatch() -> Tensor:
             sent = send_routing(self._rail, self._plan(self._rows))
-            return self._rail.swap(pack_rows(self._x_TD, sent.token_B), sent.counts)
+            return swap(self._rail, pack_rows(self._x_TD, sent.token_B), sent.counts)
 
         def combine() -> Tensor:
-            return sum_rows(self._rail.swap(self._rows_BD, self._counts_back), row_TM)
+            return sum_rows(swap(self._rail, self._rows_BD, self._counts_back), row_TM)
 
         def arrived(rows_BD: Tensor) -> str:
             return differing([rows_BD[used_B]], [expected_BD], ["rows"])
@@ -134,7 +135,7 @@ class _Problem:
         calls = (
             lambda: self._plan(self._rows),
             lambda: pack_rows(self._x_TD, token_B),
-            lambda: self._rail.swap(packed_BD, self._sent.counts),
+            lambda: swap(self._rail, packed_BD, self._sent.counts),
             lambda: sum_rows(packed_BD, row_TM),
         )
         parts = [Case(side, *part) for part in zip(_PARTS, calls, strict=True)]
@@ -198,7 +199,7 @@ class _Problem:
         x_TD, count = self._x_TD, self._nodes
         everywhere = x_TD.new_empty(count * len(x_TD), x_TD.shape[1])
         dist.all_gather_into_tensor(everywhere, x_TD, group=self._group)
-        token_MC = self._rail.swap(self._blocks.token_B).view(count, -1)
+        token_MC = swap(self._rail, self._blocks.token_B).view(count, -1)
         first_M = len(x_TD) * torch.arange(count, device=x_TD.device)
         used_B = (token_MC >= 0).flatten()
         return used_B, everywhere[(token_MC + first_M[:, None]).flatten()[used_B]]

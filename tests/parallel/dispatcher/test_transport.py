@@ -280,9 +280,10 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
             "torch experts cannot wait for tokens",
         ),
         (
-            dict(transport=HIER),
+            dict(transport=HIER, shared=True),
             "16 SMs",
-            "parallel.comm_sms=16; inside nodes only: the exchange between nodes is exposed",
+            "parallel.comm_sms=16; inside nodes only: the exchange between nodes is beside the "
+            "shared experts",
         ),
         (
             dict(transport=Transport("alltoall", "auto")),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.rail import gin
-from phalanx.parallel.dispatcher.rail.collective import RowCounts
+from phalanx.parallel.dispatcher.rail.collective import RowCounts, swap
 from phalanx.parallel.dispatcher.rail.gin import INSTALL, GinRail, refuse
 
 
@@ -87,7 +87,7 @@ def test_rows_of_any_size_and_dtype_are_swapped(
         ((8, 272), torch.uint8),
     ):
         blocks = torch.randint(100, shape).to(dtype)
-        received = first.swap(blocks, counts)
+        received = swap(first, blocks, counts)
         assert received.dtype == dtype
         assert torch.equal(received, torch.cat((blocks[4:], blocks[:4])))
     assert first._connection.counts == [counts] * 4

@@ -16,7 +16,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget, Capacity, Growth
-from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, RowCounts
+from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, RowCounts, Started
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.budgets import overflowed
@@ -205,14 +205,16 @@ class ExactRail(CollectiveRail):
 
     counts = True
 
-    def swap(self, blocks: Tensor, counts: RowCounts | None = None) -> Tensor:
-        received = super().swap(blocks)
+    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
+        started = super().start(blocks)
         if counts is None:
-            return received
+            return started
+        received = started.received
         row_C = torch.arange(len(blocks) // len(counts.arriving_M))
         used_B = (row_C < counts.arriving_M[:, None]).flatten()
         # Finite, as the experts of test_base multiply it by the zeros of padding.
-        return received.masked_fill(~used_B[:, None], torch.finfo(received.dtype).max)
+        largest = torch.finfo(received.dtype).max
+        return started._replace(received=received.masked_fill(~used_B[:, None], largest))
 
 
 def counted_rows(cases: list[Case]) -> None:

@@ -1,0 +1,70 @@
+"""Work between the calls of `hier` runs while rows are between nodes, in both passes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.dispatcher.rail.collective import RowCounts, Started
+from tests.parallel.dispatcher.hierarchical.test_hierarchical import made
+from tests.parallel.dispatcher.test_base import EXPERTS, TOKENS, Case, experts, make_case
+from tests.support.distributed import run_distributed
+
+
+class Logged:
+    """A rail that logs its starts and waits."""
+
+    counts = False
+
+    def __init__(self, rail: Any, log: list[str]) -> None:
+        self._rail, self._log = rail, log
+
+    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
+        started: Started = self._rail.start(blocks, counts)
+        self._log.append("start")
+        return started._replace(wait=lambda: self._log.append("wait"))
+
+
+class Part(torch.autograd.Function):
+    """A part of the shared experts, which logs its passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
+        ctx.log, ctx.name = log, name
+        log.append(name)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append(f"{ctx.name}'")
+        return 2 * grad, None, None
+
+
+def order(case: Case) -> tuple[list[str], list[str]]:
+    """What happens in a forward and in a backward pass, in its order."""
+    rank, ranks, log = dist.get_rank(), dist.get_world_size(), list[str]()
+    tokens, local = TOKENS // ranks, EXPERTS // ranks
+    own_T, own_E = (slice(rank * n, (rank + 1) * n) for n in (tokens, local))
+    dispatcher = made("hier")
+    dispatcher._rail = Logged(dispatcher._rail, log)  # type: ignore[attr-defined]
+    x, prob = (t[own_T].clone().requires_grad_() for t in (case.x_TD, case.prob_TK))
+    sent = dispatcher.send_tokens(x, case.idx_TK[own_T], prob)
+    half = Part.apply(x, log, "fc1")
+    received = dispatcher.receive_tokens(sent)
+    sums = dispatcher.send_sums(experts(received, case.w_EDD[own_E]), received, alone=False)
+    out = dispatcher.receive_sums(sums, received, [Part.apply(half, log, "fc2")])
+    forward, log[:] = log.copy(), []
+    out.backward(case.dout_TD[own_T])
+    return forward, log
+
+
+@pytest.mark.dist
+def test_shared_experts_compute_while_rows_are_between_nodes() -> None:
+    forward, backward = run_distributed(order, 4, make_case("random", torch.float32))[0]
+    routing, tokens, sums = ["start", "wait"], ["start", "fc1", "wait"], ["start", "fc2", "wait"]
+    assert forward == [*routing, *tokens, *sums]
+    # Gradients of sums, then those of tokens and of probabilities.
+    gradients = ["start", "start", "fc1'", "wait", "wait"]
+    assert backward == ["start", "fc2'", "wait", *gradients]
