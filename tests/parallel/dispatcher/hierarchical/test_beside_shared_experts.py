@@ -43,7 +43,7 @@ class Part(torch.autograd.Function):
 
 
 def order(case: Case) -> tuple[list[str], list[str]]:
-    """What happens in a forward and in a backward pass, in its order."""
+    """Order of starts, waits and parts in a forward and in a backward pass."""
     rank, ranks, log = dist.get_rank(), dist.get_world_size(), list[str]()
     tokens, local = TOKENS // ranks, EXPERTS // ranks
     own_T, own_E = (slice(rank * n, (rank + 1) * n) for n in (tokens, local))
