@@ -121,7 +121,10 @@ def collect(
 
 def all_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
-    out, x = x.new_empty(_number(ranks) * x.shape[0], *x.shape[1:]), x.contiguous()
+    x = x.contiguous()
+    if _number(ranks) == 1:  # inside a node of `hier` with one rank: nothing to copy
+        return x
+    out = x.new_empty(_number(ranks) * x.shape[0], *x.shape[1:])
     with group_of_pass(ranks, x) as group, paced(group, x, gathered):
         dist.all_gather_into_tensor(out, x, group=group)
     return out
@@ -133,9 +136,11 @@ def sum_to_owner(x: Tensor, ranks: Ranks, addends: Sequence[Tensor] = ()) -> Ten
     Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
     """
     x = x.contiguous()
-    received = torch.empty_like(x)
-    with group_of_pass(ranks, x) as group, paced(group, x, swapped):
-        dist.all_to_all_single(received, x, group=group)
+    received = x
+    if _number(ranks) > 1:
+        received = torch.empty_like(x)
+        with group_of_pass(ranks, x) as group, paced(group, x, swapped):
+            dist.all_to_all_single(received, x, group=group)
     return block_sum(received.unflatten(0, (_number(ranks), -1)), addends)
 
 
