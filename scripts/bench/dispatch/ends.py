@@ -68,9 +68,8 @@ def joined_nodes(bench: Bench) -> Nodes | str:
     Collective.
     """
     names = bench.gather(nodes.names_here(bench.rank)[1])
-    count, refusal = len(set(names)), nodes.refuse(names)
-    if count == 1 or (refusal and count < len(names)):
-        one_host = bench.ranks > 1 and count == 1
+    if refusal := nodes.refuse(names):
+        one_host = bench.ranks > 1 and len(set(names)) == 1
         return f"{refusal}{': PHALANX_NODE_GPUS=1 makes a node of each GPU' * one_host}"
     joined = nodes.join({tuple(range(bench.ranks)): names})
     assert joined is not None
