@@ -1,13 +1,12 @@
 """The examples of docs/use_it.md and docs/adapters.md as they are written, section by section."""
 
-import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.pages import TEXTS, blocks
+from tests.support.torchrun import Program
 
 SECTIONS = {
     title: code
@@ -33,14 +32,12 @@ END = "\nimport os\nos._exit(0)"
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_examples_run(title: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SECTIONS[title] + END],
-        env=os.environ | ALONE,
-        capture_output=True,
-        text=True,
-    )
-    missing = re.search(r"ModuleNotFoundError: No module named '(?!phalanx)(\w+)", done.stderr)
+def test_examples_run(title: str, tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(SECTIONS[title] + END)
+    program = Program([str(example)], tmp_path, ALONE)
+    code = program.wait()
+    missing = re.search(r"ModuleNotFoundError: No module named '(?!phalanx)(\w+)", program.err())
     if missing:
         pytest.skip(f"needs {missing[1]}")
-    assert done.returncode == 0, done.stderr
+    assert code == 0, program.err()

@@ -327,7 +327,7 @@ HOW: dict[str, dict[str, Any]] = {
     "parts": {"run.recompute": ["norm", "mla_up", "attention", "mlp", "expert_h"]},
     "moved": {"run.recompute": ["norm"], "run.offload": ["residual", "attention", "expert_h"]},
 }
-ONE_REPLICA = ("one", "tp2", "tp2_ep2", "cp2", "cp2_ep2")
+ONE_REPLICA = ("one", "tp2", "tp2_ep2", "cp2", "cp2_ep2", "pp2_vp2")
 RERUN = [
     *[("cp2", "plain"), ("ep2", "bf16"), ("pp2_vp2", "")],
     *[("tp2_ep2", "recomputed"), ("one", "moved")],

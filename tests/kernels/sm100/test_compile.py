@@ -35,7 +35,7 @@ RANKS = 8
 
 TILE = 256
 """The largest side of a tile."""
-FAST = ("deepseek_v2_lite", "gpt_oss_20b", "tiny")
+FAST = ("deepseek_v2_lite", "gpt_oss_20b")
 """Compiled by default: together they have all that tells models apart, but for the sizes
 themselves; see `kinds`."""
 
@@ -56,9 +56,10 @@ def needed(name: str) -> tuple[int, int, int, Activation, bool]:
 
 
 def kinds(name: str) -> set[tuple[object, ...]]:
-    """Properties of a model that select code: its epilogue, and the used part of a last tile."""
+    """Properties of a model that select code: its epilogue, and the used part of a last tile, of
+    products of which each has both sizes as sides."""
     hidden, ffn, _, act, bias = needed(name)
-    return {("epilogue", act, bias), ("hidden", hidden % TILE), ("ffn", ffn % TILE)}
+    return {("epilogue", act, bias), ("side", hidden % TILE), ("side", ffn % TILE)}
 
 
 def test_those_compiled_by_default_are_of_every_kind() -> None:

@@ -174,12 +174,13 @@ def _more(name: str) -> dict[str, Any]:
     [
         *(
             pytest.param(name, 2, layout, marks=pytest.mark.slow)
-            for name, layout in [("gpt_oss", EP1), ("deepseek", EP2), ("deepseek", TP2 | EP1)]
+            for name, layout in [
+                *[("gpt_oss", EP1), ("gpt_oss", CP2 | EP1)],
+                *[("deepseek", EP2), ("deepseek", TP2 | EP1), ("deepseek", PP2)],
+            ]
         ),
         ("one group", 2, TP2 | EP1),
-        ("gpt_oss", 2, CP2 | EP1),
         ("gpt_oss", 2, CP2 | EP2 | {"kernels.attention": "reference"}),
-        ("deepseek", 2, PP2),
         ("one group", 2, PP2 | {"parallel.virtual_pipeline": 2}),
         ("deepseek", 4, CP2 | TP2 | EP2),
         ("gpt_oss", 2, EP2 | {"kernels.backend": "megatron"}),

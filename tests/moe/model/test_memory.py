@@ -107,7 +107,7 @@ def test_no_bit_changes(name: str) -> None:
     ("name", "layout"),
     [
         ("mla_dense_shared_mtp", {"tensor": 2, "expert": 2}),
-        ("gqa_norms", {"tensor": 2}),
+        pytest.param("gqa_norms", {"tensor": 2}, marks=pytest.mark.slow),
         ("mla", {"context": 2}),
         ("gqa", {"expert": 2}),
     ],

@@ -239,17 +239,13 @@ class SumsOfOwn(Sums):
         return plan._replace(offsets=offsets, inverse_NK=inverse_NK.masked_fill(alone_NK, -1))
 
 
-WAYS = pytest.mark.parametrize(
-    ("local", "bits", "waves"),
-    [(37, 0, 4), pytest.param(2, 3, 7, marks=pytest.mark.slow), (3, 1, 5)],
-)
+WAYS = [(37, 0, 4), (2, 3, 7), (3, 1, 5)]
+"""Arguments of `Sums`."""
 
 
-@WAYS
-def test_sums_are_those_of_combine_where_their_tokens_are(
-    local: int, bits: int, waves: int
-) -> None:
-    way = Sums(local, bits, waves)
+@mostly_slow("given", WAYS, (3, 1, 5))
+def test_sums_are_those_of_combine_where_their_tokens_are(given: tuple[int, int, int]) -> None:
+    way, waves = Sums(*given), given[-1]
     way.launch(way.begin)
     assert way.ranks.state[1][0] == 0  # the rest is still to come, though it has nothing to do
     way.launch(way.rest)
@@ -290,11 +286,9 @@ def test_rows_that_are_in_no_sum_go_by_themselves(once: bool) -> None:
     assert len(pairs) > 2 * SUMS.WARPS * way.rest, "some warps have several"
 
 
-@WAYS
-def test_gradients_take_side_data_along_and_wait_for_nothing(
-    local: int, bits: int, waves: int
-) -> None:
-    way = Sums(local, bits, waves)
+@mostly_slow("given", WAYS, (37, 0, 4))
+def test_gradients_take_side_data_along_and_wait_for_nothing(given: tuple[int, int, int]) -> None:
+    way, waves = Sums(*given), given[-1]
     way.progress = [0] * SUMS.PROGRESS
     way.launch_once(side := list(range(8)))
     for target in range(2):
@@ -304,7 +298,7 @@ def test_gradients_take_side_data_along_and_wait_for_nothing(
     assert way.ranks.state[1] == [1, *[0] * (PUSH.STATE - 1)] and not any(way.progress)
 
 
-@mostly_slow("given", [(37, 0, 4), (2, 3, 7), (3, 1, 5)], (3, 1, 5))
+@mostly_slow("given", WAYS, (3, 1, 5))
 def test_sums_wait_for_every_tile_of_their_experts(given: tuple[int, int, int]) -> None:
     for wave in range(given[-1]):
         way = Sums(*given)

@@ -72,10 +72,20 @@ def run(forward, logits: Tensor, K: int, weights: str, scale=1.0, bias=None, gro
     return torch.tensor(idx).view(T, K), torch.tensor(prob).view(T, K)
 
 
-@pytest.mark.parametrize("kind", ["different", "coarse", "same", "two values", "extreme"])
+ALL_EXPERTS = [  # E, K, bf16
+    *[(8, 3, False), (16, 16, True), (40, 1, False), (128, 8, True), (512, 10, False)],
+]
+
+
 @pytest.mark.parametrize(
-    ("E", "K", "bf16"),
-    [(8, 3, False), (16, 16, True), (40, 1, False), (128, 8, True), (512, 10, False)],
+    ("E", "K", "bf16", "kind"),
+    [
+        # Of the largest number the kind with most ties between different values.
+        pytest.param(*case, kind, marks=() if small or kind == "coarse" else pytest.mark.slow)
+        for case in ALL_EXPERTS
+        for small in [case[0] < 512]
+        for kind in ("different", "coarse", "same", "two values", "extreme")
+    ],
 )
 def test_the_best_come_first_and_ties_go_to_the_lower(forward, bf16, E, K, kind):
     x = draw(kind, 2, E).to(torch.bfloat16 if bf16 else torch.float32)
