@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+if not torch.cuda.is_available():  # before an import of seconds
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("transformers")
 
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
