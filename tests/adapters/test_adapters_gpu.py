@@ -1,6 +1,9 @@
 """The fused kernels inside models of other frameworks, in bf16, eagerly and in CUDA graphs."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +121,20 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(name: str) -> None:
             assert torch.equal(a, b), key
             experts += 1
     assert experts >= 4
+
+
+def test_experts_over_two_gpus_are_one_model(tmp_path: Path) -> None:
+    """Over `symm`, in programs of their own."""
+    pytest.importorskip("accelerate")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    program = Path(__file__).with_name("transformers_ranks.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.stdout.count("over symm") == 2
