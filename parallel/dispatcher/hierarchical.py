@@ -198,11 +198,12 @@ class Hier(Dispatcher):
         return _Sent(call, *rail_rows.send_tokens(call, x_TD, topk_prob_TK), forwarded, len(x_TD))
 
     def receive_tokens(self, sent: _Sent) -> Received:
-        call, *on_the_way, forwarded, self._node_plan.tokens = sent
-        rows_BD, prob_BK = rail_rows.receive_tokens(call, *on_the_way)
-        in_node = self._inside.send_tokens(rows_BD, call.blocks.idx_BK, prob_BK, forwarded)
+        self._node_plan.tokens = sent.tokens
+        rows_BD, prob_BK = rail_rows.receive_tokens(sent.call, sent.rows_BD, sent.prob_BK)
+        idx_BK = sent.call.blocks.idx_BK
+        in_node = self._inside.send_tokens(rows_BD, idx_BK, prob_BK, sent.forwarded)
         received = self._inside.receive_tokens(in_node)
-        return received._replace(route=_Route(call, received.route))
+        return received._replace(route=_Route(sent.call, received.route))
 
     def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Tensor:
         call, inside = received.route

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from transformers.distributed import DistributedConfig
 
 import phalanx.adapters.transformers
-from tests.adapters.hf_models import VOCABULARY, model
+from tests.adapters.hf_models import MODELS as TINY
+from tests.adapters.hf_models import VOCABULARY
 from tests.adapters.test_transformers_expert_parallel import plan
 
 ROUNDING = {torch.bfloat16: 3e-2, torch.float32: 1e-5}
@@ -47,10 +48,10 @@ def near(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def check(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    rank, config = dist.get_rank(), copy.deepcopy(model(name, "eager").config)
+    rank, (model_class, config) = dist.get_rank(), TINY[name]
+    config = copy.deepcopy(config)
     for key, value in (SIZES | MODELS[name]).items():
         setattr(config, key, value)
-    model_class = type(model(name, "eager"))
     torch.manual_seed(0)
     whole: Any = model_class._from_config(config, dtype=dtype, experts_implementation="eager")
     if rank == 0:

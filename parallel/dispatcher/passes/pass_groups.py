@@ -94,9 +94,7 @@ def start_collective(
     group, hides = _of_pass(ranks)
     done = None
     if x.is_cuda:
-        stream = _stream(x.device, in_backward())
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
+        with _exchange_stream(x.device) as stream:
             collective(group)
             done = stream.record_event()
     else:
@@ -123,13 +121,11 @@ def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
         if hides:  # on a CPU, in the order of a GPU
             wgrad_queue.run_beside_exchange()
         return
-    caller, stream = torch.cuda.current_stream(x.device), _stream(x.device, in_backward())
-    stream.wait_stream(caller)
-    with torch.cuda.stream(stream):
+    with _exchange_stream(x.device) as stream:
         yield group
     if hides:
         wgrad_queue.run_beside_exchange()
-    caller.wait_stream(stream)
+    torch.cuda.current_stream(x.device).wait_stream(stream)
 
 
 def _of_pass(ranks: Ranks) -> tuple[dist.ProcessGroup, bool]:
@@ -139,6 +135,15 @@ def _of_pass(ranks: Ranks) -> tuple[dist.ProcessGroup, bool]:
         ranks = ranks.backward if backward else ranks.forward
     # One rank exchanges nothing: weight gradients wait for the next exchange.
     return ranks, backward and wgrad_queue.waits_for_exchange() and ranks.size() > 1
+
+
+@contextmanager
+def _exchange_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Context of the stream for exchanges in the present pass, which waits for the current one."""
+    stream = _stream(device, in_backward())
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 @functools.cache

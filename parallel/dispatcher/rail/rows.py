@@ -13,7 +13,7 @@ Legend: T tokens of a rank, D hidden, K expert ids of a token, M nodes, B rows o
 nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,27 +126,29 @@ def receive_sums(call: RailCall, sums_BD: Tensor, addends: Sequence[Tensor] = ()
     return _ReceiveSums.apply(sums_BD, call, *addends)
 
 
+def _needed(ctx: Any, of: Callable[[Tensor], Tensor], *grads: Tensor) -> list[Tensor | None]:
+    """`of` gradients of outputs, where the input of the same place needs a gradient."""
+    pairs = zip(grads, ctx.needs_input_grad, strict=False)
+    return [of(grad) if needs else None for grad, needs in pairs]
+
+
 class _SendTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: RailCall) -> tuple[Tensor, Tensor]:
         ctx.call = call
         move = call.to_nodes
         rows_BD = move(x_TD) if call.fp8 is None else call.fp8.bring_tokens(x_TD, move)
-        sent = rows_BD, call.blocks.bits_BK.view(torch.float32)
-        needed = zip(sent, ctx.needs_input_grad, strict=False)
+        prob_BK = call.blocks.bits_BK.view(torch.float32)
         # No gradient travels back that nobody needs.
+        needed = zip((rows_BD, prob_BK), ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(each for each, needs in needed if not needs))
-        return sent
+        return rows_BD, prob_BK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BD: Tensor, grad_BK: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.wait()
-        grad_TD, grad_TK = (
-            ctx.call.added(grad) if needed else None
-            for grad, needed in zip((grad_BD, grad_BK), ctx.needs_input_grad, strict=False)
-        )
-        return grad_TD, grad_TK, None
+        return *_needed(ctx, ctx.call.added, grad_BD, grad_BK), None
 
 
 class _ReceiveTokens(torch.autograd.Function):
@@ -162,11 +164,7 @@ class _ReceiveTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BD: Tensor, grad_BK: Tensor) -> tuple[Tensor | None, ...]:
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        back_BD, back_BK = (
-            ctx.call.back(grad) if needed else None
-            for grad, needed in zip((grad_BD, grad_BK), ctx.needs_input_grad, strict=False)
-        )
-        return back_BD, back_BK, None
+        return *_needed(ctx, ctx.call.back, grad_BD, grad_BK), None
 
 
 class _SendSums(torch.autograd.Function):

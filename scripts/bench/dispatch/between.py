@@ -32,7 +32,7 @@ from phalanx.scripts.bench.dispatch.ends import (
     Inputs,
     all_ranks,
     dispatcher,
-    joined_nodes,
+    hier_of_nodes,
 )
 from phalanx.scripts.bench.dispatch.whole import ALONE, Layer, fitted
 from phalanx.scripts.bench.models import BETWEEN_TARGETS, BETWEEN_TOKENS, DEEPSEEK, Model
@@ -47,17 +47,18 @@ _ROUNDING = 0.01
 
 
 def between(bench: Bench, model: Model, tokens: int) -> list[Record]:
-    shape, joined = model.shape(tokens), joined_nodes(bench)
-    if isinstance(joined, str):
-        return [Record("between", shape, "-", "-", bench.mode, note=joined)]
+    shape, hier = model.shape(tokens), hier_of_nodes(bench)
+    if isinstance(hier, str):
+        return [Record("between", shape, "-", "-", bench.mode, note=hier)]
+    assert hier.nodes is not None
     fitted_model, timings = fitted(bench, model), bench.timings("between", shape)
     problem = Layer(bench, fitted_model, all_ranks(), accumulate=True)
     batch = problem.batch(_ROUTING, tokens)
-    transports = {name: choose_transport(name, all_ranks(), BF16) for name in ("hier", "alltoall")}
+    transports = {"hier": hier, "alltoall": choose_transport("alltoall", all_ranks(), BF16)}
     all_sms = replace(ALL_SMS, rail=bench.exchange.rail)
     cases = list(_without_exchange(problem, batch))
     for side, transport in transports.items():
-        cases += _layer(problem, side, transport, batch, exact=joined.size == 1)
+        cases += _layer(problem, side, transport, batch, exact=hier.nodes.size == 1)
         cases += _exchanges(side, _dispatcher(problem, transport, batch, all_sms), batch)
     fewer = f"{fitted_model.experts} of {model.experts} experts"
     note = fewer if fitted_model.experts < model.experts else ""

@@ -17,7 +17,6 @@ from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
@@ -62,8 +61,8 @@ def inputs(bench: Bench, model: Model, idx_TK: Tensor) -> Inputs:
     return Inputs(x.requires_grad_(), idx_TK, prob.requires_grad_(), dout)
 
 
-def joined_nodes(bench: Bench) -> Nodes | str:
-    """The nodes of all ranks, of one GPU or more; or the reason that nothing crosses between nodes.
+def hier_of_nodes(bench: Bench) -> Transport | str:
+    """The transport `hier` of all ranks, or the reason that nothing crosses between nodes.
 
     Collective.
     """
@@ -71,9 +70,7 @@ def joined_nodes(bench: Bench) -> Nodes | str:
     if refusal := nodes.refuse(names):
         one_host = bench.ranks > 1 and len(set(names)) == 1
         return f"{refusal}{': PHALANX_NODE_GPUS=1 makes a node of each GPU' * one_host}"
-    joined = nodes.join({tuple(range(bench.ranks)): names})
-    assert joined is not None
-    return joined
+    return choose_transport("hier", all_ranks(), BF16)
 
 
 def dispatcher(

@@ -27,7 +27,7 @@ from phalanx.parallel.dispatcher.rail.collective import swap
 from phalanx.parallel.dispatcher.rail.engine import rail_of
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import send_routing
-from phalanx.scripts.bench.dispatch.ends import all_ranks, joined_nodes
+from phalanx.scripts.bench.dispatch.ends import all_ranks, hier_of_nodes
 from phalanx.scripts.bench.models import (
     DEEPSEEK,
     PACK_TARGETS,
@@ -46,9 +46,11 @@ _PARTS = ("plan", "pack", "exchange", "unpack")
 
 def rail(bench: Bench, model: Model, tokens: int) -> list[Record]:
     shape = model.shape(tokens)
-    group = joined_nodes(bench)
-    if isinstance(group, str):
-        return [Record("rail", shape, "-", "-", bench.mode, note=group)]
+    transport = hier_of_nodes(bench)
+    if isinstance(transport, str):
+        return [Record("rail", shape, "-", "-", bench.mode, note=transport)]
+    group = transport.nodes
+    assert group is not None
     if model.experts % group.count:
         why = f"{model.experts} experts do not divide over {group.count} nodes"
         return [Record("rail", shape, "-", "-", bench.mode, note=why)]

@@ -15,7 +15,7 @@ import pytest
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from tests.end_to_end.layouts.test_overlapped_gpu import MODELS, STEPS, TRAINING
+from tests.end_to_end.layouts.test_overlapped_gpu import STEPS, overrides
 from tests.support.gpu_runs import Case, Outcome, losses_of, names, run_on_hopper
 
 GPUS = 4
@@ -31,13 +31,9 @@ SECONDS = 300
 def _cases() -> dict[str, Case]:
     cases = {}
     each = ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
-    for layout, recipe, graph, overlap in product(LAYOUTS, *each):
-        how = [f"run.graph={graph}", f"parallel.overlap_microbatches={overlap}"]
-        # Weight gradients of two micro-batches in one sum have other bits.
-        how.append("parallel.delay_wgrad=on")
-        model = MODELS["deepseek" if layout == "nodes" else "tiny"]
-        overrides = [*model, f"precision={recipe}", *TRAINING, *LAYOUTS[layout], *how]
-        cases[names((layout, recipe, graph, overlap))] = Case(GPUS, overrides)
+    for layout, *how in product(LAYOUTS, *each):
+        model = "deepseek" if layout == "nodes" else "tiny"
+        cases[names((layout, *how))] = Case(GPUS, overrides(model, LAYOUTS[layout], *how))
     return cases
 
 

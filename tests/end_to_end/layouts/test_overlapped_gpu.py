@@ -47,6 +47,14 @@ LAYOUTS = {
 SECONDS = 500
 
 
+def overrides(model: str, layout: list[str], recipe: str, graph: str, overlap: str) -> list[str]:
+    """Overrides of a run."""
+    how = [f"run.graph={graph}", f"parallel.overlap_microbatches={overlap}"]
+    # Weight gradients of two micro-batches in one sum have other bits.
+    how.append("parallel.delay_wgrad=on")
+    return [*MODELS[model], f"precision={recipe}", *TRAINING, *layout, *how]
+
+
 def _cases() -> dict[str, Case]:
     """Runs by name: with overlap and without, of every model, recipe and way to run a step."""
     cases = {}
@@ -58,12 +66,8 @@ def _cases() -> dict[str, Case]:
         *product(["stages"], ["tiny"], *each),
         *product(["chunks"], ["tiny"], ["bf16"], *each[1:]),
     ]
-    for layout, model, recipe, graph, overlap in runs:
-        how = [f"run.graph={graph}", f"parallel.overlap_microbatches={overlap}"]
-        # Weight gradients of two micro-batches in one sum have other bits.
-        how.append("parallel.delay_wgrad=on")
-        overrides = [*MODELS[model], f"precision={recipe}", *TRAINING, *LAYOUTS[layout], *how]
-        cases[names((layout, model, recipe, graph, overlap))] = Case(RANKS, overrides)
+    for layout, model, *how in runs:
+        cases[names((layout, model, *how))] = Case(RANKS, overrides(model, LAYOUTS[layout], *how))
     return cases
 
 

@@ -20,14 +20,15 @@ def compare(
     least: int = 48,
     one_gpu: bool = False,
     timeout: float = 300,
-) -> None:
-    """Run a program with arguments on a number of GPUs, or in as many processes on one."""
+) -> str:
+    """Output of a program with arguments on a number of GPUs, or in as many processes on one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(ranks), str(program), *given]
     env = os.environ | {"PHALANX_ONE_GPU": str(int(one_gpu))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert done.stdout.count("equal:") >= least
+    return done.stdout
 
 
 def gpus() -> int:
