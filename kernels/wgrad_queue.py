@@ -3,8 +3,9 @@
 A pipeline stage computes the gradient of its input, sends it, and computes the gradients of its
 weights while it would wait for the next transfer (zero-bubble pipelines, arXiv 2401.10241). Without
 stages a layer sends the gradients of tokens to the ranks of these, and computes the gradients of
-its weights beside that exchange. Backward passes submit the work here; whoever runs the schedule
-opens a queue. Without an open queue work runs at once.
+its weights beside that exchange; those that it submits beside another exchange are computed there.
+Backward passes submit the work here; whoever runs the schedule opens a queue. Without an open queue
+work runs at once.
 
 Work runs in the order in which it was submitted. All writes of a gradient buffer, and all that
 follows them, such as the reduction of the buffer, go through the queue, so that results are the
@@ -76,6 +77,8 @@ class WgradQueue:
         self._current: list[_Entry] = []
         self._alone: dict[int, PairedWork] = {}
         """Work without a partner yet, by the identity of each of its parameters."""
+        self.in_flight = 0
+        """Number of exchanges that work need not wait for: they have started, and not ended."""
 
     @property
     def delays(self) -> bool:
@@ -84,7 +87,7 @@ class WgradQueue:
 
     def append(self, entry: _Entry) -> None:
         """Add work of the current backward pass."""
-        if self.delays:
+        if self.delays and not self.in_flight:
             self._current.append(entry)
         else:
             self._run(entry)
@@ -179,10 +182,26 @@ def waits_for_exchange() -> bool:
     return _open is not None and _open.waiting.exchanges
 
 
-def run_beside_exchange() -> None:
-    """Run the work that waits for an exchange; one has started, and has not been waited for."""
+def begin_exchange() -> None:
+    """Run the work that waits for an exchange, and what is submitted until `end_exchange`, at once.
+
+    An exchange of the backward pass has started, and nothing waits for it until then.
+    """
     if _open is not None and _open.waiting.exchanges:
         _open.run_older()
+        _open.in_flight += 1
+
+
+def end_exchange() -> None:
+    """End what `begin_exchange` began, before the current stream waits for the exchange."""
+    if _open is not None and _open.waiting.exchanges:
+        _open.in_flight -= 1
+
+
+def run_beside_exchange() -> None:
+    """Run the work that waits for an exchange; one has started, and is waited for next."""
+    begin_exchange()
+    end_exchange()
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class MoE(MoELayer):
         x_TD = hidden_SBD.flatten(0, 1)
         residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
         shared_fc1 = shared_fc2 = None
-        if self.shared_experts is not None:  # each part overlaps one exchange of tokens
+        if self.shared_experts is not None:
             shared_fc1, shared_fc2 = self.shared_experts.halves(hidden_SBD, memory)
 
         # 1. K experts and their weights for every token.
@@ -175,7 +175,7 @@ class MoE(MoELayer):
         # 2. Tokens go to the ranks of their experts, and come as rows in the order of experts.
         with record_function("moe/dispatch"):
             sent = self.dispatcher.send_tokens(x_TD, topk_idx_TK, topk_prob_TK)
-            if shared_fc1 is not None:
+            if shared_fc1 is not None and self.dispatcher.splits_shared_experts:
                 shared_fc1()  # while tokens are in flight
             received = self.dispatcher.receive_tokens(sent)
             del sent  # it may hold rows that nobody else needs
@@ -193,7 +193,9 @@ class MoE(MoELayer):
         # 4. Rows go back, and those of a token are added, with shared experts and residual.
         with record_function("moe/combine"):
             sums = self.dispatcher.send_sums(out_ND, received, alone=shared_fc2 is None)
-            # The shared experts' second projection runs while sums are in flight.
+            # The shared experts, or the rest of them, compute while sums are in flight.
+            if shared_fc1 is not None and not self.dispatcher.splits_shared_experts:
+                shared_fc1()
             added = _addends(shared_fc2, residual_TD)
             out_TD = self.dispatcher.receive_sums(sums, received, added)
         return out_TD.view_as(hidden_SBD)

@@ -10,8 +10,8 @@ nodes, the router's `group_topk` is a bound on the nodes of a token.
 
 On the way back a token's expert rows are added by the experts of each rank, these sums over the
 ranks of a node in their order, and those over the nodes in their order: each time in fp32, rounded
-once to the tokens' dtype. Gradients of tokens take the same path. Shared experts compute while rows
-are between nodes, in both passes.
+once to the tokens' dtype. Gradients of tokens take the same path. Shared experts compute while sums
+and gradients of sums are between nodes; weight gradients hide those of tokens.
 
 The transport inside receives rows in the order of (local rank, node, row of the block), not of
 ranks. The plan is computed from routing in the order of ranks, in which rows of a block are in the
@@ -94,6 +94,8 @@ class Hier(Dispatcher):
             nodes.
         recipe: recipe of rows that travel in FP8, inside nodes too.
     """
+
+    splits_shared_experts = False
 
     def __init__(
         self,

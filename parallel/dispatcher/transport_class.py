@@ -108,6 +108,9 @@ class Dispatcher(ABC):
     """Reason that experts cannot run while rows are in flight; None: they can, if kernels wait."""
     sends_back: ClassVar[bool] = True
     """True if sums travel to the ranks of their tokens; else this rank's sums are complete."""
+    splits_shared_experts: ClassVar[bool] = True
+    """True if shared experts compute fc1 while tokens are in flight, and fc2 while sums are; else
+    both while sums are, so that all of their backward pass runs beside the gradients of sums."""
     bf16_only: ClassVar[bool] = False
     """True if it moves tokens in bf16 only."""
 

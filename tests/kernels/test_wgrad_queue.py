@@ -165,6 +165,25 @@ def test_work_waits_for_the_next_exchange() -> None:
         assert done[-1] == "0+1" and not wgrad_queue.waits_for_exchange()
 
 
+def test_work_submitted_while_an_exchange_is_in_flight_runs_at_once() -> None:
+    """Also between the ends of two exchanges that are in flight; then work waits again."""
+    done: list[str] = []
+    submit = lambda name: wgrad_queue.submit(partial(done.append, name))  # noqa: E731
+    with wgrad_queue.opened(Waiting(exchanges=True)):
+        submit("before")
+        wgrad_queue.begin_exchange()
+        assert done == ["before"]
+        wgrad_queue.begin_exchange()
+        wgrad_queue.end_exchange()
+        submit("beside")
+        assert done == ["before", "beside"]
+        wgrad_queue.end_exchange()
+        submit("after")
+        assert done == ["before", "beside"]
+        wgrad_queue.begin_exchange()
+    assert done == ["before", "beside", "after"]
+
+
 def test_only_work_for_transfers_and_exchanges_is_delayed() -> None:
     assert not wgrad_queue.delays()
     with wgrad_queue.opened(Waiting(pairs=True)):

@@ -80,8 +80,6 @@ def start_collective(
 ) -> Callable[[], None]:
     """Start a collective of `x` in the present pass, on a stream for exchanges.
 
-    The current stream computes the weight gradients that wait for an exchange beside it.
-
     Args:
         ranks: its ranks.
         x: what it sends.
@@ -91,16 +89,13 @@ def start_collective(
         A function that lets the current stream wait for it, before which none of its tensors may be
         freed.
     """
-    group, hides = _of_pass(ranks)
-    done = None
+    group, done = _of_pass(ranks), None
     if x.is_cuda:
         with _exchange_stream(x.device) as stream:
             collective(group)
             done = stream.record_event()
     else:
         collective(group)
-    if hides:
-        wgrad_queue.run_beside_exchange()
 
     def wait() -> None:
         if done is not None:
@@ -113,9 +108,12 @@ def start_collective(
 def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
     """The group for a collective of `x`, which the current stream waits for, in the present pass.
 
-    As `start_collective`; without weight gradients and with one group it is on the current stream.
+    In a backward pass the current stream computes the weight gradients that wait for an exchange
+    beside it. Without them and with one group the collective is on the current stream.
     """
-    group, hides = _of_pass(ranks)
+    group = _of_pass(ranks)
+    # One rank exchanges nothing: weight gradients wait for the next exchange.
+    hides = in_backward() and wgrad_queue.waits_for_exchange() and group.size() > 1
     if not x.is_cuda or not (hides or isinstance(ranks, PassGroups)):
         yield group
         if hides:  # on a CPU, in the order of a GPU
@@ -128,13 +126,11 @@ def group_of_pass(ranks: Ranks, x: Tensor) -> Iterator[dist.ProcessGroup]:
     torch.cuda.current_stream(x.device).wait_stream(stream)
 
 
-def _of_pass(ranks: Ranks) -> tuple[dist.ProcessGroup, bool]:
-    """The group for a collective in the present pass, and whether weight gradients hide it."""
-    backward = in_backward()
+def _of_pass(ranks: Ranks) -> dist.ProcessGroup:
+    """The group for a collective in the present pass."""
     if isinstance(ranks, PassGroups):
-        ranks = ranks.backward if backward else ranks.forward
-    # One rank exchanges nothing: weight gradients wait for the next exchange.
-    return ranks, backward and wgrad_queue.waits_for_exchange() and ranks.size() > 1
+        return ranks.backward if in_backward() else ranks.forward
+    return ranks
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Both directions send the same blocks (`kernels.routing.rail_blocks`), so that only the first of four
 exchanges in both passes sends routing. Each of two pairs of functions starts an exchange in one
-pass and ends one in the other, so that shared experts compute in between:
+pass and ends one in the other, so that shared experts and weight gradients compute in between:
 
                 send_tokens         receive_tokens      send_sums           receive_sums
     forward     sends tokens        waits for them      sends sums          waits for them, adds
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels import wgrad_queue
 from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, sum_rows
 from phalanx.parallel.dispatcher.fp8_rows import RailRows
 from phalanx.parallel.dispatcher.rail.collective import Rail, RowCounts, Started, swap
@@ -65,6 +66,7 @@ class RailCall:
     def __init__(self, rail: Rail, blocks: SentBlocks, fp8: RailRows | None = None) -> None:
         self.blocks, self.fp8, self._rail = blocks, fp8, rail
         self._started: list[Started] = []
+        self._hidden = False
 
     def to_nodes(self, rows: Tensor) -> Tensor:
         """Start to send rows of tokens to the nodes of their experts: [B, ...] after `wait`."""
@@ -78,8 +80,16 @@ class RailCall:
         self._started.append(self._rail.start(rows, counts))
         return self._started[-1].received
 
+    def hide(self) -> None:
+        """Compute weight gradients beside all that was started in this backward pass."""
+        wgrad_queue.begin_exchange()
+        self._hidden = True
+
     def wait(self) -> None:
         """Let the current stream wait for all that was started."""
+        if self._hidden:
+            wgrad_queue.end_exchange()
+            self._hidden = False
         for started in self._started:
             started.wait()
         self._started.clear()
@@ -164,7 +174,9 @@ class _ReceiveTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BD: Tensor, grad_BK: Tensor) -> tuple[Tensor | None, ...]:
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        return *_needed(ctx, ctx.call.back, grad_BD, grad_BK), None
+        gradients = _needed(ctx, ctx.call.back, grad_BD, grad_BK)
+        ctx.call.hide()
+        return *gradients, None
 
 
 class _SendSums(torch.autograd.Function):
@@ -193,4 +205,5 @@ class _ReceiveSums(torch.autograd.Function):
         call: RailCall = ctx.call
         move = call.to_nodes
         grad_BD = move(grad_TD) if call.fp8 is None else call.fp8.bring_gradient(grad_TD, move)
+        call.hide()
         return grad_BD, None, *[grad_TD] * ctx.addends

@@ -1,5 +1,6 @@
 """Work between the calls of `hier` runs while rows are between nodes, in both passes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels import wgrad_queue
 from phalanx.parallel.dispatcher.rail.collective import RowCounts, Started
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import made
 from tests.parallel.dispatcher.test_base import EXPERTS, TOKENS, Case, experts, make_case
@@ -28,7 +30,7 @@ class Logged:
 
 
 class Part(torch.autograd.Function):
-    """A part of the shared experts, which logs its passes."""
+    """A part of the shared experts, which logs its passes and its weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
@@ -39,6 +41,7 @@ class Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.log.append(f"{ctx.name}'")
+        wgrad_queue.submit(partial(ctx.log.append, f"d{ctx.name}"))
         return 2 * grad, None, None
 
 
@@ -51,20 +54,24 @@ def order(case: Case) -> tuple[list[str], list[str]]:
     dispatcher._rail = Logged(dispatcher._rail, log)  # type: ignore[attr-defined]
     x, prob = (t[own_T].clone().requires_grad_() for t in (case.x_TD, case.prob_TK))
     sent = dispatcher.send_tokens(x, case.idx_TK[own_T], prob)
-    half = Part.apply(x, log, "fc1")
+    assert not dispatcher.splits_shared_experts
     received = dispatcher.receive_tokens(sent)
     sums = dispatcher.send_sums(experts(received, case.w_EDD[own_E]), received, alone=False)
+    half = Part.apply(x, log, "fc1")
     out = dispatcher.receive_sums(sums, received, [Part.apply(half, log, "fc2")])
     forward, log[:] = log.copy(), []
-    out.backward(case.dout_TD[own_T])
+    with wgrad_queue.opened(wgrad_queue.Waiting(exchanges=True)):
+        wgrad_queue.submit(partial(log.append, "before"))
+        out.backward(case.dout_TD[own_T])
+        wgrad_queue.submit(partial(log.append, "after"))
     return forward, log
 
 
 @pytest.mark.dist
 def test_shared_experts_compute_while_rows_are_between_nodes() -> None:
     forward, backward = run_distributed(order, 4, make_case("random", torch.float32))[0]
-    routing, tokens, sums = ["start", "wait"], ["start", "fc1", "wait"], ["start", "fc2", "wait"]
+    routing, tokens, sums = ["start", "wait"], ["start", "wait"], ["start", "fc1", "fc2", "wait"]
     assert forward == [*routing, *tokens, *sums]
     # Gradients of sums, then those of tokens and of probabilities.
-    gradients = ["start", "start", "fc1'", "wait", "wait"]
-    assert backward == ["start", "fc2'", "wait", *gradients]
+    shared = ["fc2'", "dfc2", "fc1'", "dfc1"]
+    assert backward == ["start", "before", *shared, "wait", "start", "start", "wait", "wait"]
