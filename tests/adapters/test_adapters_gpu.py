@@ -106,6 +106,7 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(name: str) -> None:
         return torch.autograd.grad(hidden.float().square().mean(), parameters, allow_unused=True)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # model and ids come from it
     with torch.cuda.stream(stream):
         want = step()
     torch.cuda.synchronize()

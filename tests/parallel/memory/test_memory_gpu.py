@@ -49,6 +49,7 @@ def stepped(name: str, captured: bool) -> tuple[Tensor, Tensor, int]:
         model(x).square().mean().backward()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # model and x come from it
     with torch.cuda.stream(stream):
         step()
         torch.cuda.synchronize()
