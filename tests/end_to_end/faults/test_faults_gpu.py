@@ -85,17 +85,17 @@ def _two_hoppers() -> None:
 
 
 class Ranks:
-    """Two processes like torchrun's; neither is ended because of the other."""
+    """Processes like torchrun's, two by default; none is ended because of another."""
 
-    def __init__(self, folder: Path, program: Sequence[str], *more: str) -> None:
+    def __init__(self, folder: Path, program: Sequence[str], *more: str, count: int = 2) -> None:
         command = [sys.executable, *program, *OVERRIDES, f"run.dir={folder}", *more]
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = s.getsockname()[1]
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "run"
-        self.files = [folder / f"{rank}.txt" for rank in (0, 1)]
+        self.files = [folder / f"{rank}.txt" for rank in range(count)]
         self.ranks = []
         for rank, path in enumerate(self.files):
             env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -123,6 +123,11 @@ class Ranks:
         lines = [line for path in self.files for line in path.read_text().splitlines()]
         return [line for line in lines if line.startswith("error: ")]
 
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
 
 @contextmanager
 def launched(folder: Path, program: Sequence[str], *more: str) -> Iterator[Ranks]:
@@ -132,9 +137,7 @@ def launched(folder: Path, program: Sequence[str], *more: str) -> Iterator[Ranks
         assert ranks.codes() == [None, None], ranks.output()
         yield ranks
     finally:
-        for rank in ranks.ranks:
-            rank.kill()
-            rank.wait()
+        ranks.end()
 
 
 @pytest.mark.parametrize(
@@ -188,9 +191,7 @@ def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
         assert f"{where} died" in line, ranks.output()
         assert ranks.codes() == [LOST, -signal.SIGKILL] and took <= 5, (took, ranks.output())
     finally:
-        for rank in ranks.ranks:
-            rank.kill()
-            rank.wait()
+        ranks.end()
 
 
 def test_a_device_that_hangs_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
@@ -227,6 +228,4 @@ def test_a_capture_that_fails_on_one_rank_is_given_up_by_both(tmp_path: Path) ->
         assert 1 in runs["forced"].codes()
     finally:
         for ranks in runs.values():
-            for rank in ranks.ranks:
-                rank.kill()
-                rank.wait()
+            ranks.end()
