@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import nn
 
 from phalanx.configs import capture
@@ -55,6 +56,9 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
     if EXPERT_BACKENDS[experts.backend].fuses_router and reason is not None:
         experts = replace(experts, reason=f"{experts.reason}; routing by torch: {reason}")
+    if e.experts and EXPERT_BACKENDS[experts.backend].stock_layer:
+        by = "Transformer Engine's grouped GEMM" if HAVE_TE else "a loop over experts"
+        experts = replace(experts, reason=f"{experts.reason}; {by}")
     return [
         experts,
         resolve("attention", cfg.kernels.attention, machine_facts),

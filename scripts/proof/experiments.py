@@ -46,10 +46,20 @@ class Experiment:
         ]
         return [sys.executable, str(_TRAIN), *self.overrides, *schedule, *more]
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the run saves a checkpoint when it is ended, and goes on from it."""
+        return "run.save_interval=0" in self.overrides
+
+    def steps_left(self, results: Path) -> int:
+        """Steps that the run in a folder of results still has to do."""
+        ends = [r for r in lines(results / self.name / "metrics.jsonl") if _is_end(r)]
+        left = self.steps - (ends[-1]["at"] if ends else 0)
+        return left if left == 0 or self.resumes else self.steps
+
     def is_done(self, results: Path) -> bool:
         """Return whether the run in a folder of results is complete."""
-        ends = [r for r in lines(results / self.name / "metrics.jsonl") if _is_end(r)]
-        return bool(ends) and ends[-1]["at"] == self.steps
+        return self.steps_left(results) == 0
 
 
 def _is_end(record: dict[str, Any]) -> bool:
@@ -69,15 +79,27 @@ class Plan:
         return [e for e in self.experiments if e.rate and e.model == model]
 
     def rate(self, experiment: Experiment, results: Path) -> str:
-        """Learning rate of an experiment: its own, or the best one of the complete sweep runs."""
+        """Learning rate of an experiment: its own, or the best one of the complete sweep runs.
+
+        A run that goes on keeps the one that it began with.
+        """
         if experiment.rate:
             return experiment.rate
+        begun = results / experiment.name / "config.yaml"
+        if experiment.resumes and begun.exists():
+            config = yaml.safe_load(begun.read_text(encoding="utf-8"))
+            return f"{float(config['optim']['lr']):g}"
         known = {
             e.rate: final_bits(results / e.name)
             for e in self.sweep(experiment.model)
             if e.is_done(results)
         }
         return min(known, key=lambda rate: known[rate], default=self.assumed)
+
+    def is_at_end(self, experiment: Experiment, rate: str) -> bool:
+        """Return whether a rate is the smallest or largest of an experiment's sweep."""
+        rates = sorted(float(e.rate) for e in self.sweep(experiment.model))
+        return not experiment.rate and float(rate) in (*rates[:1], *rates[-1:])
 
 
 def final_bits(run: Path) -> float:
@@ -102,16 +124,16 @@ def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
     def experiment(
         name: str, model: str, steps: int, more: list[str], rate: str = ""
     ) -> Experiment:
-        overrides = [*sweep["models"][model], *common, *more]
+        overrides = [*sweep["models"][model]["overrides"], *common, *more]
         if tiny:
             overrides += [*small["overrides"], *small.get(model, ())]
         return Experiment(name, model, small["steps"] if tiny else steps, tuple(overrides), rate)
 
     def every() -> Iterator[Experiment]:
-        for model in sweep["models"]:
-            for rate in sweep["rates"]:
+        for model, swept in sweep["models"].items():
+            for rate in swept["rates"]:
                 name = f"sweep_{model}_{rate}"
-                yield experiment(name, model, sweep["steps"], ["run.seed=1"], rate)
+                yield experiment(name, model, sweep["steps"], sweep["overrides"], rate)
         for each in listed["experiments"]:
             steps = each.get("steps", listed["steps"])
             yield experiment(each["name"], each["model"], steps, each["overrides"])
@@ -138,8 +160,10 @@ def step_seconds(experiment: Experiment, machine: str) -> float:
     return float(found[1])
 
 
-def expected_seconds(plan: Plan, machine: str) -> dict[str, float]:
-    """Expected seconds of each run by its name; runs that differ in seeds alone share a dry run.
+def expected_seconds(plan: Plan, machine: str, results: Path) -> dict[str, float]:
+    """Expected seconds of what is left of each run in a folder of results, by its name.
+
+    Runs that differ in seeds alone share a dry run.
 
     Raises:
         ValueError: a dry run failed.
@@ -152,4 +176,6 @@ def expected_seconds(plan: Plan, machine: str) -> dict[str, float]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = pool.map(lambda each: step_seconds(each, machine), kinds.values())
         seconds = dict(zip(kinds, steps, strict=True))
-    return {e.name: START + e.steps * seconds[kind(e)] / REACHED for e in plan.experiments}
+    return {
+        e.name: START + e.steps_left(results) * seconds[kind(e)] / REACHED for e in plan.experiments
+    }

@@ -6,9 +6,11 @@
 
 Complete runs in the folder of results are skipped, so that the same command continues. A run starts
 only if its expected time fits into the rest of --seconds; expected times are those of dry runs,
-and follow what the runs before took. A GPU for each run gives more runs than all GPUs for each:
-nothing is exchanged, and a GPU is idle only while its own run starts. No checkpoints are saved.
---plan prints the expected times and what fits, and runs nothing.
+and follow what the runs before took. A run with run.save_interval=0 also starts if it does not fit:
+it saves a checkpoint before the time is up, and the next call goes on from there. A run waits for
+all runs of its sweep. A GPU for each run gives more runs than all GPUs for each: nothing is
+exchanged, and a GPU is idle only while its own run starts. --list names another list than
+experiments.yaml. --plan prints the expected times and what fits, and runs nothing.
 """
 
 import argparse
@@ -29,7 +31,11 @@ from phalanx.configs.knobs import pluralize
 from phalanx.scripts.proof.experiments import Experiment, Plan, expected_seconds, read_plan
 
 _STOPPING = 10.0
-"""Seconds that a run has to end after the time is up."""
+"""Seconds that a run has to end after it is told to."""
+_SAVING = 60.0
+"""Seconds before the time is up at which a run that goes on later is told to save and end."""
+_WORTH = 120.0
+"""Seconds that have to be left for a run that goes on later."""
 _KEPT = ("metrics.jsonl", "console.log", "config.yaml", "output.txt")
 
 
@@ -39,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     plan = read_plan(args.list, args.corpus, args.tiny)
     try:
-        expected = expected_seconds(plan, args.machine)
+        expected = expected_seconds(plan, args.machine, args.results)
     except ValueError as error:
         print(f"run_experiments: {error}", file=sys.stderr)
         return 2
@@ -72,17 +78,20 @@ def timetable(
 ) -> str:
     """Expected times of the runs that are left, on `gpus` GPUs, and those that fit into `limit`."""
     free = [0.0] * gpus
-    rows = [f"{'run':<18} {'steps':>5} {'seconds':>8} {'ends at':>8}"]
+    width = max(len(each.name) for each in plan.experiments)
+    rows = [f"{'run':<{width}} {'steps':>5} {'seconds':>8} {'ends at':>8}"]
     for each in plan.experiments:
-        if each.is_done(results):
-            rows.append(f"{each.name:<18} {each.steps:>5} {'done':>8}")
+        left = each.steps_left(results)
+        if left == 0:
+            rows.append(f"{each.name:<{width}} {each.steps:>5} {'done':>8}")
             continue
         gpu = free.index(min(free))
-        free[gpu] += expected[each.name]
-        late = "" if free[gpu] <= limit else "  does not fit"
-        rows.append(
-            f"{each.name:<18} {each.steps:>5} {expected[each.name]:>8.0f} {free[gpu]:>8.0f}{late}"
-        )
+        begin, free[gpu] = free[gpu], free[gpu] + expected[each.name]
+        row = f"{each.name:<{width}} {left:>5} {expected[each.name]:>8.0f} {free[gpu]:>8.0f}"
+        if free[gpu] > limit:
+            goes_on = _is_worth(each, limit - begin)
+            row += "  goes on in another call" if goes_on else "  does not fit"
+        rows.append(row)
     on = pluralize(gpus, "GPU")
     return "\n".join([*rows, f"all: {max(free):.0f} s on {on}; the limit is {limit:.0f} s"])
 
@@ -123,41 +132,42 @@ class Queue:
             self._do(experiment, gpu)
 
     def _take(self) -> Experiment | None:
-        """The first run that fits; None if there is none.
-
-        A run waits while the sweep of its model is under way.
-        """
+        """The first run that fits and whose sweep is over; None if there is none."""
         with self._lock:
             while True:
                 rest = self._end - time.monotonic()
                 scale = self._took / self._promised if self._took else 1.0
-                fit = [e for e in self._left if self._expected[e.name] * scale <= rest]
-                sweeping = {e.model for e in self._running if e.rate}
-                for each in fit:
-                    if each.rate or each.model not in sweeping:
+                sweeping = {e.model for e in [*self._left, *self._running] if e.rate}
+                for each in self._left:
+                    fits = self._expected[each.name] * scale <= rest or _is_worth(each, rest)
+                    if fits and (each.rate or each.model not in sweeping):
                         self._left.remove(each)
                         self._running.append(each)
                         return each
-                if not fit:
+                if not self._running:
                     return None
                 self._lock.wait(1.0)
 
     def _do(self, experiment: Experiment, gpu: int) -> None:
         args, name = self._args, experiment.name
         folder, begin = args.results / name, time.monotonic()
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        if not experiment.resumes:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
         rate = self._plan.rate(experiment, args.results)
         more = [f"run.dir={args.results}", f"run.name={name}"]
-        print(f"{name}: begins on GPU {gpu} at optim.lr={rate}", flush=True)
-        with (folder / "output.txt").open("w") as output:
+        at_end = ", an end of its sweep" if self._plan.is_at_end(experiment, rate) else ""
+        print(f"{name}: begins on GPU {gpu} at optim.lr={rate}{at_end}", flush=True)
+        told = self._end - (_SAVING if experiment.resumes else 0.0)
+        grace = _SAVING if experiment.resumes else _STOPPING
+        with (folder / "output.txt").open("a") as output:
             process = subprocess.Popen(
                 experiment.command(rate, *more),
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            code = _wait(process, self._end)
+            code = _wait(process, told, grace)
         took, done = time.monotonic() - begin, experiment.is_done(args.results)
         with self._lock:
             self._running.remove(experiment)
@@ -165,7 +175,7 @@ class Queue:
             if done:
                 self._took += took
                 self._promised += self._expected[name]
-            elif time.monotonic() >= self._end:
+            elif time.monotonic() >= told:
                 state = "ended by the limit, not complete,"
             else:
                 self._failed.append(name)
@@ -176,14 +186,22 @@ class Queue:
             self._lock.notify_all()
 
 
-def _wait(process: subprocess.Popen[bytes], end: float) -> int:
-    """Exit code of a run, which is ended at the time `end` of the monotonic clock."""
+def _is_worth(experiment: Experiment, rest: float) -> bool:
+    """Return whether a run that does not fit into `rest` seconds begins: it goes on later."""
+    return experiment.resumes and rest >= _WORTH
+
+
+def _wait(process: subprocess.Popen[bytes], end: float, grace: float) -> int:
+    """Exit code of a run, which is told to end at the time `end` of the monotonic clock.
+
+    It is killed `grace` seconds later.
+    """
     for stop in (process.terminate, process.kill):
         try:
             return process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             stop()
-            end = time.monotonic() + _STOPPING
+            end = time.monotonic() + grace
     return process.wait()
 
 

@@ -25,6 +25,7 @@ from phalanx.moe.training.choices import (
     choose_delayed_wgrad,
     choose_fp8_weights,
     choose_graph,
+    choose_kernels,
     choose_overlap,
     machine_here,
     with_choices,
@@ -207,6 +208,18 @@ def test_all_ranks_overlap_micro_batches_or_none(
     knob = "parallel.overlap_microbatches"
     lines_ = run_distributed(_overlap, 2, [f"{knob}={value}"], transports)
     assert all(line.startswith(start.format(knob=knob)) for line in lines_), lines_
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_page_has_what_computes_experts_of_megatron_core(here: bool) -> None:
+    def told(*overrides: str) -> str:
+        cfg, machine = load(["kernels=megatron", *overrides]), Runtime(0, 1, 0, torch.device("cpu"))
+        with mock.patch.object(choices, "HAVE_TE", here):
+            return choose_kernels(cfg, machine)[0].reason
+
+    by = "Transformer Engine's grouped GEMM" if here else "a loop over experts"
+    assert told() == f"kernels.backend=megatron; {by}"
+    assert told("model=tiny_dense") == "kernels.backend=megatron"
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from phalanx.configs.load import load
 from phalanx.scripts.proof import experiments, run_experiments
 from phalanx.scripts.proof.experiments import read_plan
 
-LIST = Path(run_experiments.__file__).with_name("experiments.yaml")
+LISTS = Path(run_experiments.__file__).parent
 
 TRAIN = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 given = dict(each.split("=", 1) for each in sys.argv[1:])
 if "run.dry_run" in given:
@@ -23,9 +23,15 @@ with open(folder.parent / "order.txt", "a") as file:
     print(given["run.name"], given["optim.lr"], os.environ["CUDA_VISIBLE_DEVICES"], file=file)
 if given["run.name"] in os.environ.get("FAILING", ""):
     sys.exit("no luck")
-if given["run.name"] == os.environ.get("SLOW"):
-    time.sleep(60)
 steps = int(given["run.steps"])
+if given["run.name"] == os.environ.get("SLOW"):
+    if given.get("run.save_interval") == "0":
+        def save(*_):
+            (folder / "metrics.jsonl").write_text(json.dumps({"event": "summary", "at": 50}))
+            (folder / "config.yaml").write_text("optim: {lr: " + given["optim.lr"] + "}")
+            sys.exit()
+        signal.signal(signal.SIGTERM, save)
+    time.sleep(60)
 bits = {"model=dense": 3.0, "model=moe": 2.0}["model=" + given["model"]]
 bits += abs(float(given["optim.lr"]) - 2e-3)
 rows = [{"step": steps, "valid_bits_per_byte": bits}, {"event": "summary", "at": steps}]
@@ -38,8 +44,10 @@ steps: 80
 sweep:
   steps: 20
   assumed: "5e-4"
-  rates: ["1e-3", "2e-3"]
-  models: {dense: [model=dense], moe: [model=moe]}
+  overrides: [run.seed=1]
+  models:
+    dense: {overrides: [model=dense], rates: ["1e-3", "2e-3"]}
+    moe: {overrides: [model=moe], rates: ["1e-3", "2e-3"]}
 experiments:
   - {name: one, model: dense, overrides: [run.seed=1]}
   - {name: two, model: moe, overrides: [run.seed=1]}
@@ -131,16 +139,79 @@ def test_a_run_that_outlasts_the_limit_is_ended_and_runs_again(
     assert [name for name, *_ in order(tmp_path)][:2] == ["sweep_dense_1e-3"] * 2
 
 
+def test_a_run_that_saves_goes_on_in_the_next_call_at_its_rate(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command += ["--seconds", "1000", "--gpus", "1"]
+    two = "  - {name: two, model: moe, overrides: [run.seed=1]}\n"
+    (tmp_path / "list.yaml").write_text(YAML.replace(two, ""))
+    assert run_experiments.main(command) == 0
+    saving = two.replace(
+        "overrides: [run.seed=1]", "steps: 900000, overrides: [run.save_interval=0]"
+    )
+    (tmp_path / "list.yaml").write_text(YAML.replace(two, saving))
+    monkeypatch.setattr(run_experiments, "_SAVING", 994.0)
+    monkeypatch.setenv("SLOW", "two")
+    assert run_experiments.main(command) == 0
+    out = capsys.readouterr().out
+    assert "goes on in another call" in out and "two: ended by the limit, not complete" in out
+    assert order(tmp_path)[-1] == ["two", "2e-3", "0"]
+    monkeypatch.delenv("SLOW")
+    (tmp_path / "results/sweep_moe_2e-3/metrics.jsonl").unlink()
+    assert run_experiments.main(command) == 0
+    assert "two              899950" in capsys.readouterr().out
+    assert [row[0] for row in order(tmp_path)[-2:]] == ["sweep_moe_2e-3", "two"]
+    assert float(order(tmp_path)[-1][1]) == 2e-3
+    assert (tmp_path / "results/two/config.yaml").exists()
+
+
+def test_a_run_waits_for_all_of_its_sweep(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving = "{name: one, model: dense, overrides: [run.save_interval=0]}"
+    text = YAML.replace("{name: one, model: dense, overrides: [run.seed=1]}", saving)
+    (tmp_path / "list.yaml").write_text(text.replace("steps: 20", "steps: 900000"))
+    assert run_experiments.main([*command, "--seconds", "1000", "--gpus", "1"]) == 0
+    assert not (tmp_path / "results/order.txt").exists()
+    assert "not begun for want of time: sweep_dense_1e-3, " in capsys.readouterr().out
+
+
+def test_a_rate_at_an_end_of_its_sweep_is_told(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = YAML.replace('[model=moe], rates: ["1e-3", ', '[model=moe], rates: ["1e-3", "3e-3", ')
+    (tmp_path / "list.yaml").write_text(text)
+    assert run_experiments.main([*command, "--seconds", "1000", "--gpus", "1"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "one: begins on GPU 0 at optim.lr=2e-3, an end of its sweep" in out
+    assert "two: begins on GPU 0 at optim.lr=2e-3" in out
+
+
 @pytest.mark.parametrize("tiny", [False, True])
-def test_every_experiment_of_the_list_is_a_valid_run(tiny: bool, tmp_path: Path) -> None:
-    plan = read_plan(LIST, tmp_path, tiny)
+@pytest.mark.parametrize("name", ["experiments", "longer"])
+def test_every_experiment_of_the_lists_is_a_valid_run(
+    name: str, tiny: bool, tmp_path: Path
+) -> None:
+    plan = read_plan(LISTS / f"{name}.yaml", tmp_path, tiny)
     names = [each.name for each in plan.experiments]
     assert len(set(names)) == len(names)
     for each in plan.experiments:
         cfg = load(each.command("1e-3")[2:])
         assert (cfg.run.steps, cfg.optim.lr, cfg.optim.min_lr) == (each.steps, 1e-3, 1e-4)
         assert cfg.data.blend == [f"{tmp_path}/train"]
-        assert cfg.run.save_interval == -1
+        assert cfg.run.save_interval == (0 if "long" in each.name else -1)
+        assert each.model in each.name
         assert (cfg.optim.kind == "muon") == ("muon" in each.name)
         assert (cfg.precision.recipe == "fp8_block") == ("fp8" in each.name)
     assert plan.rate(plan.experiments[-1], tmp_path) == plan.assumed
+
+
+def test_results_of_the_lists_may_lie_in_one_folder(tmp_path: Path) -> None:
+    plans = [
+        read_plan(LISTS / f"{name}.yaml", tmp_path, False) for name in ("experiments", "longer")
+    ]
+    first, second = ({each.name for each in plan.experiments} for plan in plans)
+    assert not first & second
