@@ -10,6 +10,7 @@ from phalanx.scripts.proof import experiments, run_experiments
 from phalanx.scripts.proof.experiments import read_plan
 
 LISTS = Path(run_experiments.__file__).parent
+NAMES = ["experiments", "longer", "shapes"]
 
 TRAIN = """
 import json, os, signal, sys, time
@@ -191,7 +192,7 @@ def test_a_rate_at_an_end_of_its_sweep_is_told(
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("name", ["experiments", "longer"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_of_the_lists_is_a_valid_run(
     name: str, tiny: bool, tmp_path: Path
 ) -> None:
@@ -210,8 +211,6 @@ def test_every_experiment_of_the_lists_is_a_valid_run(
 
 
 def test_results_of_the_lists_may_lie_in_one_folder(tmp_path: Path) -> None:
-    plans = [
-        read_plan(LISTS / f"{name}.yaml", tmp_path, False) for name in ("experiments", "longer")
-    ]
-    first, second = ({each.name for each in plan.experiments} for plan in plans)
-    assert not first & second
+    plans = [read_plan(LISTS / f"{name}.yaml", tmp_path, False) for name in NAMES]
+    names = [each.name for plan in plans for each in plan.experiments]
+    assert len(set(names)) == len(names)
