@@ -1,0 +1,84 @@
+"""Layouts that need four GPUs train like one GPU, and captured steps equal eager ones bit for bit.
+
+Tensor parallelism with stages, experts over ranks of tensor and context groups, four stages.
+
+    python -m pytest -m gpu tests/end_to_end/layouts/test_four_gpus.py
+"""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from phalanx.configs.capture import CAPTURED, EAGER
+from phalanx.configs.load import load
+from phalanx.configs.validate import validate
+from tests.end_to_end.layouts.test_two_gpus import LOSS, NORM, STEPS, TRAINING
+from tests.support.gpu_runs import Case, Outcome, losses_of, names, run_on_hopper
+
+GPUS = 4
+MODELS = ["tiny", "tiny_deepseek"]
+RECIPES = ["bf16", "fp8_block"]
+LAYOUTS = {
+    "expert": ["parallel.expert=4"],
+    "tensor": ["parallel.tensor=2", "parallel.expert=4"],
+    "tensor_stages": ["parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2"],
+    "context": ["parallel.context=2", "parallel.expert=4"],
+    "stages": ["parallel.pipeline=4"],
+    "chunks": ["parallel.pipeline=4", "parallel.virtual_pipeline=2"],
+    "expert_stages": ["parallel.pipeline=2", "parallel.expert=2"],
+}
+SECONDS = 300
+
+
+def _cases() -> dict[str, Case]:
+    """Runs by name: every model and layout, eager and captured in bf16, captured in FP8."""
+    cases = {}
+    for model, recipe in product(MODELS, RECIPES):
+        common = [f"model={model}", "model.layers=8", f"precision={recipe}", *TRAINING]
+        cases[names((model, recipe, "one"))] = Case(1, [*common, f"run.graph={EAGER}"])
+        for layout, how in LAYOUTS.items():
+            for graph in (EAGER, CAPTURED) if recipe == "bf16" else (CAPTURED,):
+                overrides = [*common, *how, f"run.graph={graph}"]
+                cases[names((model, recipe, layout, graph))] = Case(GPUS, overrides)
+    return cases
+
+
+CASES = _cases()
+OVER_FOUR = [name for name, case in CASES.items() if case.ranks == GPUS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("four_gpus")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, Outcome]:
+    return run_on_hopper(CASES, folder, SECONDS, GPUS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OVER_FOUR)
+def test_four_gpus_train_as_one(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
+    got = losses_of(outcomes, folder, name, STEPS)
+    model, recipe, *_ = name.split("-")
+    want = losses_of(outcomes, folder, names((model, recipe, "one")), STEPS)
+    for i, tolerance in enumerate((LOSS, NORM)):
+        assert [step[i] for step in got] == pytest.approx([s[i] for s in want], rel=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in OVER_FOUR if n.endswith(CAPTURED) and "bf16" in n])
+def test_a_graph_repeats_the_bits_of_eager_steps(
+    name: str, outcomes: dict[str, Outcome], folder: Path
+) -> None:
+    eager = name.replace(CAPTURED, EAGER)
+    got, want = (losses_of(outcomes, folder, run, STEPS) for run in (name, eager))
+    assert got == want
+
+
+def test_every_run_is_a_valid_configuration() -> None:
+    for name, case in CASES.items():
+        if "bf16" in name:
+            validate(load(case.overrides), case.ranks)
