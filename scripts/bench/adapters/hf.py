@@ -118,10 +118,12 @@ def _add(
         model.config._experts_implementation_internal = side.removesuffix(_FUSED)
         for norm, function in fused:
             norm.forward = function
+        # Without a cache transformers builds a mask in a capture, as it cannot look whether
+        # sequences are packed there, and SDPA has no flash attention with a mask.
         out: torch.Tensor = (
             model(ids, labels=ids).loss
             if with_loss
-            else body(inputs_embeds=embedded, use_cache=False)[0]
+            else body(inputs_embeds=embedded, use_cache=True)[0]
         )
         for norm, _ in fused:
             del norm.forward
