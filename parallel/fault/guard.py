@@ -113,6 +113,11 @@ class Guard:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def end_receiving(self) -> None:
+        """Make `receive` raise EOFError at once, in other threads too."""
+        with suppress(OSError):  # the guard is gone
+            self._socket.shutdown(socket.SHUT_RD)
+
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a message that has one.
 

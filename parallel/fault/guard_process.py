@@ -54,7 +54,7 @@ class GuardProcess:
         self._period, self._timeout = 0.2, 60.0
         self._signalled: float | None = None
         self._state: dict[str, Any] = {}
-        self._stated = self._sent = self._heard = self._gone = 0.0
+        self._stated = self._sent = self._heard = 0.0
         self._failed = False
         self._at = "start"  # of rank 0
         self._verdict: dict[str, Any] | None = None
@@ -63,20 +63,16 @@ class GuardProcess:
 
     def run(self) -> None:
         """Serve; returns when nothing is left to do."""
-        while not self._done():
+        while self._here:
             for key, _ in self._selector.select(self._period):
                 key.data()
             self._look(time.monotonic())
+        if self._hub is not None and self._link is not None:
+            self._hub.thread.join(self._timeout)
 
     def signalled(self, *_: object) -> None:
         """The launcher ends this rank."""
         self._signalled = self._signalled or time.monotonic()
-
-    def _done(self) -> bool:
-        if self._here:
-            return False
-        waiting = self._hub is not None and self._hub.thread.is_alive() and self._link is not None
-        return not waiting or time.monotonic() - self._gone > self._timeout
 
     # --- the rank ---------------------------------------------------------------------------------
 
@@ -132,7 +128,7 @@ class GuardProcess:
 
     def _rank_is_gone(self) -> None:
         self._selector.unregister(self._rank)
-        self._here, self._gone = False, time.monotonic()
+        self._here = False
         if self._link is not None:
             with suppress(KeyError):
                 self._selector.unregister(self._link)

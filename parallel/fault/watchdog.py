@@ -115,6 +115,7 @@ class Watchdog:
             return
         self._closing.set()
         self._guard.send({"do": "left"})
+        self._guard.end_receiving()  # wakes the thread
         self._thread.join()
 
     def report(self, error: str, reason: str, *, own: bool) -> bool:
@@ -178,8 +179,9 @@ class Watchdog:
                     speaker = message.pop("speaker")
                     return Verdict(**message | {"where": Where(**message["where"])}), speaker
         except EOFError:
-            text = f"{self._where} has lost its guard process, which somebody killed"
-            return Verdict(self._where, "died", text), self._rank
+            if not self._closing.is_set():
+                text = f"{self._where} has lost its guard process, which somebody killed"
+                return Verdict(self._where, "died", text), self._rank
         return None
 
 
