@@ -8,6 +8,7 @@ import pytest
 from tests.support.pages import ROOT
 
 pytest.importorskip("mkdocs")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

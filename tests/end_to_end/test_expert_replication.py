@@ -12,7 +12,7 @@ from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, 
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import SIZE
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
-from tests.support.scheduling import mostly_slow
+from tests.support.scheduling import mostly_slow, slow
 from tests.support.training import Trained, _loaded, _train, pretended_nodes, trained
 
 pytestmark = pytest.mark.dist
@@ -61,7 +61,7 @@ def check(got: Trained, want: Trained) -> None:
         assert (got.after[name] - value).norm() <= 0.1 * change + 1e-3 * value.norm(), name
 
 
-@mostly_slow("name", CHANGES, "bf16", "rows in FP8", "computed again")
+@mostly_slow("name", CHANGES, "rows in FP8", "computed again")
 def test_two_ranks(name: str, uneven: str) -> None:
     got, want = (
         of(2, *CHANGES[name], uneven, "parallel.expert_replication=2"),
@@ -79,7 +79,7 @@ def test_two_ranks(name: str, uneven: str) -> None:
     assert got.steps[0]["rank_load"] == pytest.approx(want.steps[0]["rank_load"], abs=1e-6)
 
 
-@pytest.mark.parametrize("slots", [0, 2])
+@mostly_slow("slots", [0, 2], 2)
 def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) -> None:
     """It fits into the counted rows, but not into a hundredth less."""
     costs = copy_costs(CPU_RANKS, weights=3 * 128 * 256, width=2, keep=False)  # of model=tiny
@@ -166,9 +166,11 @@ def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
             ["parallel.expert_replication=auto"],
             "replication off auto alltoall does not hide the exchange of replicas",
         ),
-        (
-            ["parallel.expert=1", "parallel.expert_replication=2"],
-            "replication off all experts are on one rank",
+        *slow(
+            (
+                ["parallel.expert=1", "parallel.expert_replication=2"],
+                "replication off all experts are on one rank",
+            )
         ),
     ],
 )

@@ -85,13 +85,13 @@ def test_it_learns_as_in_bf16(tmp_path: Path) -> None:
 def test_tensor_parallel_ranks_learn_what_one_learns(model: str, tmp_path: Path) -> None:
     """Attention, dense and shared MLPs; a rank's part of a block has a scale of its own."""
     losses = []
-    given = [*FP8, f"model={model}", "run.steps=4"]
+    given = [*FP8, f"model={model}", "run.steps=3"]
     given += ["model.moe.shared_ffn=32"] if model == "tiny_deepseek" else []
     for tensor in (1, 2):
         at = [f"run.dir={tmp_path / str(tensor)}", f"parallel.tensor={tensor}"]
         main, *_ = run(tensor, [*given, *at], products)
         assert main.code == 0, main.err
-        assert main.seen is not None and main.seen["linear"] > 4 * (6 if "deep" in model else 3)
+        assert main.seen is not None and main.seen["linear"] > 3 * (6 if "deep" in model else 3)
         losses.append([r["loss"] for r in records(tmp_path / str(tensor) / "run")])
     assert losses[0] != losses[1] and losses[0][-1] < losses[0][0]
     assert max(abs(a - b) / b for a, b in zip(*losses, strict=True)) < 5e-3
@@ -100,9 +100,9 @@ def test_tensor_parallel_ranks_learn_what_one_learns(model: str, tmp_path: Path)
 def test_the_same_on_two_ranks_whatever_travels_and_again(tmp_path: Path) -> None:
     """Neither FP8 rows in exchanges nor resuming changes a bit."""
     command = [*FP8, "parallel.expert=2", "parallel.dispatch=alltoall"]
-    for name, steps in (("bf16", 4), ("fp8", 2), ("fp8", 4)):
+    for name, steps in (("bf16", 2), ("fp8", 1), ("fp8", 2)):
         given = [f"run.dir={tmp_path / name}", f"precision.dispatch={name}", f"run.steps={steps}"]
         main, _ = run(2, [*command, *given])
         assert main.code == 0, main.err
     bf16, resumed = (exact(records(tmp_path / name / "run")) for name in ("bf16", "fp8"))
-    assert len(bf16) == 4 and resumed == bf16
+    assert len(bf16) == 2 and resumed == bf16

@@ -64,11 +64,11 @@ def test_the_same_on_two_ranks_and_again(recipe: str, tmp_path: Path) -> None:
     """Neither resuming nor recomputation changes a bit, with stochastic rounding or without."""
     given = [*SMALL, f"precision={recipe}", "parallel.expert=2", "parallel.dispatch=alltoall"]
     again = "run.recompute=[expert_h,norm]"
-    for name, steps, more in (("whole", 4, []), ("again", 2, [again]), ("again", 4, [again])):
+    for name, steps, more in (("whole", 2, []), ("again", 1, [again]), ("again", 2, [again])):
         main, _ = run(2, [*given, *more, f"run.dir={tmp_path / name}", f"run.steps={steps}"])
         assert main.code == 0, main.err
     whole, resumed = (exact(records(tmp_path / name / "run")) for name in ("whole", "again"))
-    assert len(whole) == 4 and resumed == whole
+    assert len(whole) == 2 and resumed == whole
 
 
 def test_a_run_goes_on_with_another_recipe(tmp_path: Path) -> None:

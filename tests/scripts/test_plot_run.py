@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.scripts import plot_run
+from tests.support.scheduling import mostly_slow
 
 FACTS = {"event": "start", "at": 0, "model": "tiny", "ranks": 2, "device": "CPU process"}
 
@@ -39,7 +40,7 @@ def test_the_script_has_help() -> None:
     assert output.returncode == 0 and "--steps" in output.stdout
 
 
-@pytest.mark.parametrize("steps", [1, 2, 30, 900])
+@mostly_slow("steps", [1, 2, 30, 900], 1, 900)
 def test_six_panels_show_the_numbers_of_the_run(
     steps: int, tmp_path: Path, figures: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +99,7 @@ def test_the_run_has_its_name_in_the_title(tmp_path: Path, figures: list[Any]) -
     assert figures[0].get_suptitle() == "first: tiny on 2 x CPU process"
 
 
-@pytest.mark.parametrize("steps", [7, 60])
+@mostly_slow("steps", [7, 60], 60)
 def test_cells_lie_at_their_steps(steps: int, tmp_path: Path, figures: list[Any]) -> None:
     assert plot_run.main([str(_run(tmp_path / "run", steps))]) == 0
     (cells,) = panels(figures[0])["load of the busiest expert"].collections

@@ -12,6 +12,7 @@ from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latte
 from phalanx.parallel.object_store import Remote
 from tests.support import s3
 from tests.support.runs import write_checkpoint
+from tests.support.scheduling import mostly_slow, slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts/slurm.sbatch"
@@ -101,7 +102,7 @@ def test_ranks_know_their_place(job: Job) -> None:
     assert job.seen("scontrol") == []
 
 
-@pytest.mark.parametrize(("code", "trained"), [(0, 4), (1, 0), (2, 0)])
+@pytest.mark.parametrize(("code", "trained"), [(0, 4), (1, 0), *slow((2, 0))])
 def test_a_job_may_check_the_cluster_first(
     job: Job, monkeypatch: pytest.MonkeyPatch, code: int, trained: int
 ) -> None:
@@ -149,7 +150,7 @@ def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
     [
         ("data=indexed data.blend=[nowhere/text]", 2, "nowhere/text.bin does not exist"),
         ("run.resume=nowhere", 44, "run.resume=nowhere is no valid checkpoint"),
-        ("run.stesp=3", 2, "error: run.stesp: no such knob; did you mean run.steps?"),
+        *slow(("run.stesp=3", 2, "error: run.stesp: no such knob; did you mean run.steps?")),
     ],
 )
 def test_mistakes_end_it_before_a_rank_starts(
@@ -160,7 +161,7 @@ def test_mistakes_end_it_before_a_rank_starts(
     assert job.seen("ranks") == [] and job.seen("scontrol") == []
 
 
-@pytest.mark.parametrize("code", [2, 43, 44])
+@mostly_slow("code", [2, 43, 44], 43)
 def test_an_error_that_would_come_again_ends_the_job(job: Job, code: int) -> None:
     assert job.start(code).returncode == code
     assert job.seen("scontrol") == []

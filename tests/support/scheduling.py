@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 SLOW_HELPERS = (
     "subprocess",
+    "phalanx.kernels.sm90.jit.launch",
     "tests.kernels.compiling",
     "tests.kernels.interpreter",
     "tests.kernels.sm90.recording",
@@ -42,33 +44,39 @@ def is_unit(item: pytest.Item) -> bool:
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Sort test files: those with ranks first, then those that need an idle machine, then others.
+    """Sort test files: those with ranks, other slow ones, those that need an idle machine, others.
 
-    The first take longest, so that the processes end together; those in the middle then seldom
-    wait for ranks of other processes.
+    The first take longest, so that the processes end together; when one comes to those that need an
+    idle machine, the others have no more ranks, for which it would wait.
     """
-    place = {}
+    place: dict[Path, int] = {}
     for item in items:
-        alone, ranks = (item.get_closest_marker(name) is not None for name in ("alone", "dist"))
-        own = 1 if alone else 0 if ranks else 2
+        alone, ranks, unit = (
+            item.get_closest_marker(n) is not None for n in ("alone", "dist", "unit")
+        )
+        own = 2 if alone else 0 if ranks else 3 if unit else 1
         known = place.setdefault(item.path, own)
-        place[item.path] = 1 if 1 in (own, known) else min(own, known)
+        place[item.path] = 2 if 2 in (own, known) else min(own, known)
     return sorted(items, key=lambda item: place[item.path])
+
+
+def slow(*cases: object) -> list[Any]:
+    """Values of one parameter, or tuples of those of several, of tests that are slow."""
+    together = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in together]
 
 
 def mostly_slow(name: str, values: Iterable[object], *default: object) -> pytest.MarkDecorator:
     """Parametrize by values that make slow tests, but for these."""
     others = [value for value in values if value not in default]
-    slow = (pytest.param(value, marks=pytest.mark.slow) for value in others)
-    return pytest.mark.parametrize(name, [*default, *slow])
+    return pytest.mark.parametrize(name, [*default, *slow(*((value,) for value in others))])
 
 
 def matrix(names: tuple[str, str], *default: tuple[object, object]) -> pytest.MarkDecorator:
     """Parametrize by these pairs, and by all other pairs of their values as slow tests."""
     values = (dict.fromkeys(column) for column in zip(*default, strict=True))
     others = [pair for pair in itertools.product(*values) if pair not in default]
-    slow = (pytest.param(*pair, marks=pytest.mark.slow) for pair in others)
-    return pytest.mark.parametrize(names, [*default, *slow])
+    return pytest.mark.parametrize(names, [*default, *slow(*others)])
 
 
 @contextmanager

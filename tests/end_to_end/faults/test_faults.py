@@ -27,6 +27,7 @@ from phalanx.moe.training.faults import FOLDER
 from phalanx.parallel.fault.watchdog import LOST
 from tests.support.launch import Launch
 from tests.support.runs import SMALL, before_step
+from tests.support.scheduling import mostly_slow, slow
 from tests.support.torchrun import Torchrun
 
 pytestmark = pytest.mark.dist
@@ -68,9 +69,9 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "culprit"),
     [
-        *[("stop", 1), ("kill", 0), ("hang", 1), ("raise", 1)],
-        *[pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "kill"],
-        pytest.param("exit", 1, marks=pytest.mark.slow),
+        *[("kill", 0), ("hang", 1)],
+        *slow(*((case, 0) for case in CASES if case != "kill")),
+        *slow(*((case, 1) for case in ("stop", "exit", "raise"))),
     ],
 )
 def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_path: Path) -> None:
@@ -162,11 +163,8 @@ def check_named(launch: Launch, culprit: int, codes: list[int | None], when: Pat
 @pytest.mark.parametrize(
     ("phase", "culprit"),
     [
-        *[("groups", 1), ("first step", 0)],
-        *[
-            pytest.param(phase, rank, marks=pytest.mark.slow)
-            for phase, rank in (("groups", 0), ("model", 1), ("data", 0), ("checkpoint", 1))
-        ],
+        ("groups", 1),
+        *slow(("groups", 0), ("model", 1), ("data", 0), ("checkpoint", 1), ("first step", 0)),
     ],
 )
 def test_a_rank_killed_while_the_others_start_is_named(
@@ -182,7 +180,7 @@ def test_a_rank_killed_while_the_others_start_is_named(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])
+@mostly_slow("culprit", [0, 1], 0)
 def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
     """None of their threads and signal handlers runs, as in compilers and drivers."""
     when, other = tmp_path / "when", 1 - culprit

@@ -19,6 +19,7 @@ import pytest
 from phalanx.parallel import runtime
 from tests.support.distributed import forkserver
 from tests.support.runs import SMALL, exact, records, run
+from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
 
@@ -80,7 +81,7 @@ MOMENTS = {
 RARE = [
     *["the start, in the model", "the first step", "a step, SIGTERM", "a step, SIGINT"],
     *["a step, SIGUSR1", "a step, SIGTERM twice", "a step, one of each", "a save"],
-    "the last save",
+    *["the end of a save", "the last step", "the last save"],
 ]
 
 
@@ -92,10 +93,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, s
     return exact(records(folder / "run"))
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [pytest.param(m, marks=pytest.mark.slow) if m in RARE else m for m in MOMENTS],
-)
+@mostly_slow("moment", MOMENTS, *(moment for moment in MOMENTS if moment not in RARE))
 def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
     moment: str, straight: list[tuple[int, str, str]], tmp_path: Path
 ) -> None:

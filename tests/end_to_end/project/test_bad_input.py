@@ -25,6 +25,7 @@ from phalanx.configs import load
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, announced, run, text, write_corpus
+from tests.support.scheduling import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
@@ -648,7 +649,7 @@ def test_all_mistakes_are_told_by_one_rank() -> None:
     assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
 
 
-@pytest.mark.parametrize("args", [["run.steps=7"], ["--help"], ["--cfg", "job"]])
+@mostly_slow("args", [["run.steps=7"], ["--help"], ["--cfg", "job"]], ["run.steps=7"])
 def test_a_check_of_what_is_right_is_silent(args: list[str]) -> None:
     finished = train_py("--check", *args)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")

@@ -16,7 +16,7 @@ from tests.parallel.checkpoint.checkpoints import assert_equal, stored
 from tests.parallel.checkpoint.test_checkpoint_kernels import MODELS, saved_before_step_3
 from tests.support.fake_cudnn.training import experts_on_cpu
 from tests.support.runs import SMALL, records, run
-from tests.support.scheduling import matrix
+from tests.support.scheduling import slow
 
 SIZES = ["model.hidden=64", "model.moe.ffn=64", "run.save_interval=-1"]
 
@@ -46,7 +46,9 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 
 
 @pytest.mark.dist
-@matrix(("model", "world"), ("tiny", 1), ("tiny_gpt_oss", 2))
+@pytest.mark.parametrize(
+    ("model", "world"), [("tiny_gpt_oss", 2), *slow(("tiny_gpt_oss", 1), ("tiny", 1), ("tiny", 2))]
+)
 def test_losses_are_those_of_the_reference(losses: Losses, model: str, world: int) -> None:
     """Losses are as near as those of another backend in bf16, or as the rounding of bf16."""
     found = {kernels: losses(world, kernels, model) for kernels in ("reference", "torch", "cudnn")}
@@ -57,7 +59,13 @@ def test_losses_are_those_of_the_reference(losses: Losses, model: str, world: in
 
 
 @pytest.mark.dist
-@matrix(("model", "form"), ("tiny", "mxfp8"), ("tiny_gpt_oss", "nvfp4"))
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        ("tiny", "nvfp4"),
+        *slow(("tiny", "mxfp8"), ("tiny_gpt_oss", "mxfp8"), ("tiny_gpt_oss", "nvfp4")),
+    ],
+)
 def test_losses_of_a_recipe_are_those_of_its_emulation(
     losses: Losses, model: str, form: str
 ) -> None:
@@ -78,7 +86,7 @@ def saved_with_cudnn(rank: int) -> Iterator[None]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("model", "optimizer", "ranks"), [("tiny", "adamw", 2), ("tiny_gpt_oss", "muon", 1)]
+    ("model", "optimizer", "ranks"), [("tiny_gpt_oss", "muon", 1), *slow(("tiny", "adamw", 2))]
 )
 def test_checkpoints_are_canonical(tmp_path: Path, model: str, optimizer: str, ranks: int) -> None:
     """cudnn saves torch's checkpoint bit for bit, weights, masters and moments; torch continues

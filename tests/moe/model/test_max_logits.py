@@ -16,6 +16,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow, slow
 from tests.support.training import Trained, trained
 
 SMALL = [
@@ -142,7 +143,7 @@ def test_every_head_of_a_step(overrides: list[str], layers: int) -> None:
     assert passes == layers * cfg.data.global_batch // cfg.data.micro_batch
 
 
-@pytest.mark.parametrize("what", ["full", "attention"])
+@mostly_slow("what", ["full", "attention"], "full")
 def test_what_is_computed_again_is_not_measured_again(what: str) -> None:
     plain, again = (
         run_distributed(_measured, 1, configured(DEEPSEEK, EVERY | {"run.recompute": how}))[0]
@@ -172,18 +173,12 @@ def _more(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "world", "layout"),
     [
-        *(
-            pytest.param(name, 2, layout, marks=pytest.mark.slow)
-            for name, layout in [
-                *[("gpt_oss", EP1), ("gpt_oss", CP2 | EP1)],
-                *[("deepseek", EP2), ("deepseek", TP2 | EP1), ("deepseek", PP2)],
-            ]
-        ),
-        ("one group", 2, TP2 | EP1),
         ("gpt_oss", 2, CP2 | EP2 | {"kernels.attention": "reference"}),
         ("one group", 2, PP2 | {"parallel.virtual_pipeline": 2}),
         ("deepseek", 4, CP2 | TP2 | EP2),
-        ("gpt_oss", 2, EP2 | {"kernels.backend": "megatron"}),
+        *slow(("gpt_oss", 2, EP1), ("gpt_oss", 2, CP2 | EP1), ("one group", 2, TP2 | EP1)),
+        *slow(("deepseek", 2, EP2), ("deepseek", 2, TP2 | EP1), ("deepseek", 2, PP2)),
+        *slow(("gpt_oss", 2, EP2 | {"kernels.backend": "megatron"})),
     ],
 )
 def test_layouts_measure_the_same(

@@ -26,7 +26,7 @@ from tests.moe.model.test_max_logits import (
 )
 from tests.support.distributed import run_distributed
 from tests.support.runs import exact, records, run
-from tests.support.scheduling import mostly_slow
+from tests.support.scheduling import mostly_slow, slow
 from tests.support.sync_free import sync_free
 from tests.support.training import Trained, trained
 
@@ -126,12 +126,11 @@ def alone() -> dict[str, Trained]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param("gpt_oss", EP1, marks=pytest.mark.slow),
-        ("gpt_oss", TP2 | EP1),
         ("deepseek", TP2 | EP2),
         ("gpt_oss", CP2 | EP1),
         ("deepseek", PP2),
-        ("deepseek", EP2 | {"parallel.distributed_optimizer": False}),
+        *slow(("gpt_oss", EP1), ("gpt_oss", TP2 | EP1)),
+        *slow(("deepseek", EP2 | {"parallel.distributed_optimizer": False})),
     ],
 )
 def test_layouts_clip_alike(name: str, layout: dict[str, Any], alone: dict[str, Trained]) -> None:
@@ -148,11 +147,7 @@ def test_layouts_clip_alike(name: str, layout: dict[str, Any], alone: dict[str, 
 
 @pytest.mark.parametrize(
     "how",
-    [
-        pytest.param(BF16, marks=pytest.mark.slow),
-        BF16 | {"optim.moments": "bf16"} | MUON,
-        {},
-    ],
+    [BF16 | {"optim.moments": "bf16"} | MUON, *slow(BF16, {})],
 )
 def test_below_the_limit_nothing_changes(how: dict[str, Any]) -> None:
     with_limit, without = (
@@ -200,10 +195,9 @@ def _kept(cfg: Config) -> list[str]:
     "how",
     [
         {},
-        MUON,
-        {"optim.moments": "bf16"},
         MUON | {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"},
         {"parallel.distributed_optimizer": False},
+        *slow(MUON, {"optim.moments": "bf16"}),
     ],
 )
 def test_weights_are_those_of_their_masters(how: dict[str, Any]) -> None:
@@ -216,14 +210,14 @@ def test_weights_are_those_of_their_masters(how: dict[str, Any]) -> None:
 def test_a_resumed_run_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
     command = [*DEEPSEEK, "precision=bf16", *how.split(), "optim.qk_clip=2", "run.name=run"]
     command += ["data=embedded", "model.vocab_size=256", "optim.decay_steps=8"]
-    folders = tmp_path / "whole", tmp_path / "parts"
-    for folder, stops in zip(folders, ([4], [2, 4]), strict=True):
-        for stop in stops:
-            more = [f"run.steps={stop}", "run.save_interval=0", f"run.dir={folder}"]
-            assert [r.code for r in run(2, [*command, *more])] == [0, 0]
-    whole, parts = (exact(records(folder / "run")) for folder in folders)
-    assert whole == parts and len(whole) == 4
-    assert max(r["max_logit"] for r in records(folders[0] / "run")) > 3
+    command += ["run.steps=4", "run.save_interval=2"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    resume = f"run.resume={whole}/run/checkpoints/step_00000002"
+    for more in ([f"run.dir={whole}"], [f"run.dir={part}", resume]):
+        assert [r.code for r in run(2, [*command, *more])] == [0, 0]
+    expected = exact(records(whole / "run"))
+    assert len(expected) == 4 and exact(records(part / "run")) == expected[2:]
+    assert max(r["max_logit"] for r in records(whole / "run")) > 3
 
 
 @pytest.mark.dist

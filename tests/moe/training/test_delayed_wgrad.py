@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from tests.support.distributed import run_distributed
 from tests.support.row_overflow import overflow_always
-from tests.support.scheduling import matrix
+from tests.support.scheduling import slow
 from tests.support.training import Trained, _train, trained
 
 pytestmark = pytest.mark.dist
@@ -76,11 +77,15 @@ def in_turn(case: str) -> Trained:
     return run(case, "off")
 
 
-@matrix(
+DEFAULT = [
+    *[("expert parallel", "pairs"), ("interleaved, data parallel", "on"), ("fp8", "pairs")],
+    *[("tied, tokens ahead, recomputed", "pairs"), ("offloaded", "pairs")],
+]
+
+
+@pytest.mark.parametrize(
     ("case", "delay"),
-    *[("four stages", "on"), ("expert parallel", "on"), ("expert parallel", "pairs")],
-    *[("no overlap", "pairs"), ("interleaved, data parallel", "on"), ("offloaded", "pairs")],
-    *[("tied, tokens ahead, recomputed", "pairs"), ("fp8", "pairs")],
+    [*DEFAULT, *slow(*(c for c in itertools.product(CASES, ("on", "pairs")) if c not in DEFAULT))],
 )
 def test_bits_are_the_same(case: str, delay: str) -> None:
     """In pairs too: `kernels=torch` adds one micro-batch after the other to a sum."""
@@ -115,7 +120,7 @@ def _pairs_counted(rank: int, alone: int = 0) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("world", "expert", "microbatches", "alone"),
-    [(1, 1, 4, 0), (2, 1, 3, 1), (2, 2, 3, 1)],
+    [(1, 1, 4, 0), (2, 2, 3, 1), *slow((2, 1, 3, 1))],
 )
 def test_pairs_without_stages(world: int, expert: int, microbatches: int, alone: int) -> None:
     """Two micro-batches together, and the last one of an odd number alone, beside exchanges too."""
@@ -227,7 +232,7 @@ def _as_on_a_gpu(cfg: Config) -> tuple[dict[str, str], int]:
         return _train(cfg).left, sum(delayed)
 
 
-@matrix(("tied", "tensor"), (True, 1), (False, 2))
+@pytest.mark.parametrize(("tied", "tensor"), [(True, 1), *slow((True, 2), (False, 1), (False, 2))])
 def test_linear_layers_of_megatron(tied: bool, tensor: int) -> None:
     """Also an output layer whose weight the embeddings of tokens ahead write to as well."""
     left = {}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.kernels import wgrad_queue
+from tests.support.scheduling import mostly_slow
 from tests.support.training import trained
 
 pytestmark = pytest.mark.dist
@@ -32,7 +33,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@mostly_slow("case", CASES, *(case for case in CASES if case != "alltoall"))
 def test_bits_are_the_same(case: str) -> None:
     world, given = CASES[case]
     off, on = (

@@ -19,6 +19,7 @@ from phalanx.configs.load import load
 from tests.end_to_end.layouts.test_layouts import DEEPSEEK, EP1, TINY
 from tests.support.distributed import run_distributed
 from tests.support.runs import Rank, records, run, write_corpus
+from tests.support.scheduling import mostly_slow, slow
 from tests.support.training import Trained, trained
 
 pytestmark = pytest.mark.dist
@@ -55,7 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MOST = {"data": 8, "data_4": 4, "expert": 8, "interleaved": 4, "context_data": 8}
 MOST |= {"interleaved_data": 4}
 """Sequences of a micro-batch, of the 16 of the global batch, where not all are of one."""
-CASES = [(layout, 4) for layout in ("one", "data_4", "context", "interleaved", "tensor")]
+CASES = [(layout, 4) for layout in ("one", "data_4", "context", "interleaved")]
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +83,14 @@ def alone(corpus: dict[str, Any]) -> Callable[[str], Trained]:
     ("name", "layout", "micro_batch"),
     [
         *(("deepseek", *case) for case in CASES),
-        *(
-            pytest.param(name, layout, size, marks=pytest.mark.slow)
-            for name in MODELS
-            for layout in LAYOUTS
-            for size in (1, 4, 16)
-            if size <= MOST.get(layout, 16) and (name == "tiny" or (layout, size) not in CASES)
+        *slow(
+            *(
+                (name, layout, size)
+                for name in MODELS
+                for layout in LAYOUTS
+                for size in (1, 4, 16)
+                if size <= MOST.get(layout, 16) and (name == "tiny" or (layout, size) not in CASES)
+            )
         ),
     ],
 )
@@ -175,7 +178,7 @@ def _losses(overrides: list[str], shares: list[float]) -> list[Seen]:
     return steps
 
 
-@pytest.mark.parametrize("layout", ["one", "data", "context"])
+@mostly_slow("layout", ["one", "data", "context"], "data", "context")
 def test_the_loss_is_the_sum_over_labels_by_their_number(layout: str, tmp_path: Path) -> None:
     """Also of less than one label a micro-batch."""
     world, sizes = LAYOUTS[layout]
@@ -208,7 +211,7 @@ ROUTERS = [f"model.moe.router.{name}=0.1" for name in ("aux_loss", "seq_aux_loss
 NONE = [text.replace("0.1", "0") for text in ROUTERS]
 
 
-@pytest.mark.parametrize("layout", ["data", "context"])
+@mostly_slow("layout", ["data", "context"], "context")
 def test_losses_of_routers_are_means_over_all_tokens(layout: str, tmp_path: Path) -> None:
     """Tokens are routed whether their labels count or not.
 
@@ -228,16 +231,16 @@ def test_losses_of_routers_are_means_over_all_tokens(layout: str, tmp_path: Path
             assert (added - whole).norm() < 1e-5 * whole.norm()
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.slow), "fp8_block"])
+@mostly_slow("size", [2, 8], 2)
+@mostly_slow("recipe", ["bf16", "fp8_block"], "fp8_block")
 def test_gradients_of_few_digits_keep_their_magnitude(
-    recipe: str, corpus: dict[str, Any], alone: Callable[[str], Trained]
+    recipe: str, size: int, corpus: dict[str, Any], alone: Callable[[str], Trained]
 ) -> None:
     """Reduced bf16 gradients and FP8 operands, as without masks, are of divided losses."""
     numbers = {"precision.recipe": recipe, "parallel.grad_dtype": "bf16"}
     exact = alone("deepseek").series("grad_norm")
-    for size in (2, 8):
-        run = trained(2, MODELS["deepseek"], corpus | EP1 | numbers | {"data.micro_batch": size})
-        assert run.series("grad_norm") == pytest.approx(exact, rel=0.03)
+    run = trained(2, MODELS["deepseek"], corpus | EP1 | numbers | {"data.micro_batch": size})
+    assert run.series("grad_norm") == pytest.approx(exact, rel=0.03)
 
 
 # --- no label ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from phalanx.moe.training.samples import Sample, Samples
 from phalanx.scripts import prepare_data
 from tests.support.distributed import run_distributed
 from tests.support.runs import run
+from tests.support.scheduling import slow
 from tests.support.tiny_runs import TINY, step_of
 
 SAMPLED = ["run.sample_every=2", "run.steps=2"]
@@ -41,9 +43,9 @@ LAYOUTS = {
 
 
 @contextmanager
-def shorter(_: int) -> Iterator[None]:
-    """Samples of 24 tokens, which end behind a sequence of 16."""
-    with mock.patch.object(samples, "LENGTH", 24):
+def shorter(_: int, length: int = 24) -> Iterator[None]:
+    """Samples of so many tokens; 24 end behind a sequence of 16."""
+    with mock.patch.object(samples, "LENGTH", length):
         yield
 
 
@@ -74,9 +76,9 @@ def of(model: str) -> list[str]:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *(("tiny", layout) for layout in ("expert", "tensor", "virtual", "context")),
-        *(pytest.param("tiny", each, marks=pytest.mark.slow) for each in ("one", "pipeline")),
-        pytest.param("tiny_deepseek", "expert", marks=pytest.mark.slow),
+        *(("tiny", layout) for layout in ("tensor", "virtual", "context")),
+        *slow(*(("tiny", layout) for layout in ("one", "expert", "pipeline"))),
+        *slow(("tiny_deepseek", "expert")),
     ],
 )
 def test_a_sample_is_the_text_of_its_checkpoint(model: str, layout: str, tmp_path: Path) -> None:
@@ -97,11 +99,11 @@ def test_a_sample_is_the_text_of_its_checkpoint(model: str, layout: str, tmp_pat
 
 @pytest.mark.dist
 def test_samples_do_not_change_the_training(tmp_path: Path) -> None:
-    found = []
+    found, few = [], partial(shorter, length=6)
     for every in (0, 1):
         given = [*of("tiny_deepseek"), f"data.cache={tmp_path.parent}/cache", f"run.name=of{every}"]
         more = [f"run.sample_every={every}", "run.save_interval=-1"]
-        main = run(2, [*given, *more, "run.steps=2", f"run.dir={tmp_path}"], shorter)[0]
+        main = run(2, [*given, *more, "run.steps=2", f"run.dir={tmp_path}"], few)[0]
         assert main.code == 0, main.err
         assert main.out.count("-- sample after step") == 2 * every
         records = read(tmp_path / f"of{every}" / "metrics.jsonl")

@@ -22,6 +22,7 @@ from tests.parallel.checkpoint.checkpoints import (
     train,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import slow
 
 
 def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
@@ -50,11 +51,10 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
     [
         (1, False, {}),
         (1, True, {"bf16": False}),
-        (2, True, {"expert": 2, "moments": "bf16"}),
-        (2, False, {"expert": 2, "ema": 0.9}),
         (2, True, {"kind": "muon", "moments": "bf16", "ema": 0.9}),
         (2, False, {"distributed_optimizer": False, "overlap": False}),
         (2, False, {"pipeline": 2, "virtual_pipeline": 2, "layers": 4}),
+        *slow((2, True, {"expert": 2, "moments": "bf16"}), (2, False, {"expert": 2, "ema": 0.9})),
     ],
 )
 def test_resume_is_bit_exact(

@@ -53,7 +53,7 @@ def _through(folders: list[Path], steps: int, layouts: list[dict[str, Any]]) -> 
             (1, {"layers": 4}),
             (2, {"pipeline": 2, "virtual_pipeline": 2, "layers": 4}),
         ],
-        [(4, {}), (2, {}), (1, {}), (2, {"overlap": False})],
+        pytest.param([(4, {}), (2, {}), (1, {}), (2, {"overlap": False})], marks=pytest.mark.slow),
         [(2, {"expert": 2}), (2, {"distributed_optimizer": False}), (2, {"expert": 2})],
     ],
     ids=[

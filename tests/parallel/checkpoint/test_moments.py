@@ -38,6 +38,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_training_is_as_with_fp32() -> None:
     """Rounding may hold a second moment up to 8 % above where it would decay to: at 0.95 a step
     takes off a twentieth of the difference, and half a unit in the last place is 0.4 %. That is 4 %

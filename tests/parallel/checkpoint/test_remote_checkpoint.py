@@ -8,6 +8,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from tests.parallel.checkpoint.checkpoints import (
 )
 from tests.support import s3
 from tests.support.distributed import RankFailed, run_distributed
-from tests.support.scheduling import matrix, mostly_slow
+from tests.support.scheduling import matrix, mostly_slow, slow
 
 MEMORY, S3 = "memory://test", f"s3://{s3.BUCKET}"
 
@@ -92,10 +93,7 @@ def _goes_on(root: str, at: str, folder: Path, async_save: bool) -> list[str]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("ranks", "root", "async_save"),
-    [
-        (2, S3, True),
-        *(pytest.param(n, at, False, marks=pytest.mark.slow) for n, at in ((1, MEMORY), (2, S3))),
-    ],
+    [(1, S3, True), *slow((2, S3, True), (1, MEMORY, False), (2, S3, False))],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, root: str, async_save: bool) -> None:
     """The oldest checkpoint goes, and nothing stays of what was written before the uploads."""
@@ -181,6 +179,11 @@ PHASES = {
     "the older one is there": Phase("parallel.checkpoint.commit", "delete", 1, 0),
     "the older one is there in part": Phase("parallel.object_store", "Remote.delete", 2, 1),
 }
+KILLS = [
+    *[(MEMORY, "nothing is uploaded"), (S3, "a shard is uploaded in part")],
+    *[(MEMORY, "no COMMIT.json"), (MEMORY, "the older one is there in part")],
+]
+"""Where a save is killed in default tests, once of each kind of state that is left."""
 
 
 def _killed(root: str, at: str, folder: Path, phase: str, end: Callable[[], None]) -> None:
@@ -246,10 +249,9 @@ def ended() -> None:
 
 
 @pytest.mark.dist
-@matrix(
+@pytest.mark.parametrize(
     ("root", "phase"),
-    *((MEMORY, phase) for phase in PHASES),
-    (S3, "a shard is uploaded in part"),
+    [*KILLS, *slow(*(kill for kill in product((MEMORY, S3), PHASES) if kill not in KILLS))],
 )
 def test_killed_while_saving(
     tmp_path: Path, root: str, phase: str, expected: list[tuple[float, float]]
@@ -294,11 +296,19 @@ def _killed_in_background(root: str, at: str, folder: Path, whom: str) -> str:
 
 
 @pytest.mark.dist
-def test_killed_in_the_background(tmp_path: Path, expected: list[tuple[float, float]]) -> None:
+def test_an_upload_is_killed_in_the_background(tmp_path: Path) -> None:
     at = s3.endpoint()
     (told,) = run_distributed(_killed_in_background, 1, f"{S3}/upload", at, tmp_path, "upload")
     assert "checkpoint of step 2 not written to s3://" in told and "run.checkpoints" in told
     assert "ended with 7" in told and "\n" not in told
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_is_killed_during_an_upload_in_the_background(
+    tmp_path: Path, expected: list[tuple[float, float]]
+) -> None:
+    at = s3.endpoint()
     with pytest.raises(RankFailed, match="exit code 9"):
         run_distributed(_killed_in_background, 1, f"{S3}/run", at, tmp_path, "run")
     step, losses, _ = run_distributed(
@@ -440,7 +450,7 @@ def _two_savers(root: str, at: str, folder: Path) -> str:
 
 
 @pytest.mark.dist
-@mostly_slow("root", [MEMORY, S3], S3)
+@mostly_slow("root", [MEMORY, S3], MEMORY)
 def test_the_later_launch_has_the_prefix(tmp_path: Path, root: str) -> None:
     (told,) = run_distributed(_two_savers, 1, f"{root}/two", s3.endpoint(), tmp_path)
     assert "this run has lost" in told and "has taken it over" in told and "\n" not in told
@@ -540,7 +550,7 @@ def _fails(root: str, at: str, folder: Path, victim: int) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("victim", [0, 1])
+@mostly_slow("victim", [0, 1], 1)
 def test_a_store_that_fails(tmp_path: Path, victim: int) -> None:
     """For a moment: nothing is told. For good: one line on every rank, and no debris."""
     root = f"{S3}/fails{victim}"

@@ -24,6 +24,7 @@ from phalanx.parallel.dispatcher.transport import choose_transport
 from tests.kernels.problems import Combine
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow
 from tests.support.sync_free import sync_free
 
 CPU = torch.device("cpu")
@@ -202,7 +203,7 @@ def test_every_transport_can_be_chosen() -> None:
     assert set(ELSEWHERE) <= set(TRANSPORTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16], torch.bfloat16)
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize(("name", "ranks"), LAYERS)
 def test_equals_the_dense_statement(name: str, ranks: int, kind: str, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from tests.parallel.checkpoint.checkpoints import (
 )
 from tests.parallel.checkpoint.checkpoints import load as load_into
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import slow
 from tests.support.training import Trained, trained
 
 pytest.importorskip("emerging_optimizers")
@@ -241,9 +242,8 @@ def alone() -> dict[str, Trained]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("deepseek", EP1),
         ("gpt_oss", EP2 | {"kernels.backend": "megatron"}),
-        pytest.param("gpt_oss", TP2 | EP1, marks=pytest.mark.slow),
+        *slow(("deepseek", EP1), ("gpt_oss", TP2 | EP1)),
         ("deepseek", TP2 | EP2),
         ("deepseek", {"parallel.pipeline": 2}),
     ],

@@ -50,17 +50,14 @@ STAGES: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     # Embedding and output layer share weights; the step has fewer micro-batches than the first
-    # stage runs ahead.
+    # stage runs ahead. Experts of one rank.
     "four": (
-        8,
+        4,
         [
             *["model=tiny", "model.layers=4", "model.tie_embeddings=true"],
-            *["parallel.pipeline=4", "data.global_batch=10"],
+            *["parallel.expert=1", "parallel.dispatch=local"],
+            *["parallel.pipeline=4", "data.global_batch=5"],
         ],
-    ),
-    "experts of one rank": (
-        2,
-        ["model=tiny", "parallel.pipeline=2", "parallel.expert=1", "parallel.dispatch=local"],
     ),
     "chunks": (4, ["model=tiny_deepseek", "model.layers=4", "parallel.pipeline=2", CHUNKS]),
     "three": (
@@ -82,19 +79,19 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES)
+@mostly_slow("case", CASES, *(case for case in CASES if case != "deepseek"))
 def test_results_are_those_of_passes_in_turn(case: str) -> None:
     same_results(2, CASES[case])
 
 
 @pytest.mark.dist
-@mostly_slow("case", STAGES, *(case for case in STAGES if case != "three"))
+@mostly_slow("case", STAGES, "two", "four", "chunks")
 def test_results_with_pipeline_stages(case: str) -> None:
     same_results(*STAGES[case])
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", ["deepseek", "full"])
+@mostly_slow("case", ["deepseek", "full"], "deepseek")
 def test_results_over_nodes(case: str) -> None:
     """The rail and the collectives inside nodes have groups for each pass."""
     hier = [*CASES[case], "parallel.dispatch=hier", "parallel.expert=4"]
@@ -145,7 +142,7 @@ def passes(_: int) -> Iterator[list[tuple[str, bool, int]]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("recompute", ["[]", "[moe]"])
+@mostly_slow("recompute", ["[]", "[moe]"], "[moe]")
 def test_each_pass_has_its_own_group(recompute: str, tmp_path: Any) -> None:
     given = [*RUN, "model=tiny", f"run.recompute={recompute}", f"run.dir={tmp_path}"]
     main, other = run(2, [*given, "run.steps=1", f"{KNOB}=on"], passes)
@@ -183,7 +180,7 @@ def events(_: int) -> Iterator[list[tuple[str, int]]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("recompute", ["[]", "[moe]"])
+@mostly_slow("recompute", ["[]", "[moe]"], "[moe]")
 def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
     """Two layers. Event 0 is the start; then come a forward pass's end, four places of its backward
     pass, and the end of that."""

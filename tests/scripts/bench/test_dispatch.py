@@ -24,6 +24,7 @@ from phalanx.scripts.bench.models import DEEPSEEK, FLASH, GPT_OSS, QWEN3, TINY
 from phalanx.scripts.bench.timing import Bench, Case
 from tests.scripts.bench.test_timing import timings_with
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import slow
 from tests.support.torchrun import Torchrun
 
 CPU = torch.device("cpu")
@@ -204,7 +205,7 @@ def _over_nodes(node_gpus: int, arguments: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "node_gpus"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "node_gpus"), [(4, 2), *slow((2, 1))])
 def test_rail(ranks: int, node_gpus: int, tmp_path: Path) -> None:
     """Two nodes: blocks for half of the tokens of a limited one have the capacity of a run."""
     path = tmp_path / "out.json"
@@ -240,7 +241,7 @@ def test_rail(ranks: int, node_gpus: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "node_gpus"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "node_gpus"), [(4, 2), *slow((2, 1))])
 def test_between(ranks: int, node_gpus: int, tmp_path: Path) -> None:
     """The exposed part is what the layer takes longer than its experts, over its exchanges."""
     path = tmp_path / "out.json"

@@ -89,6 +89,7 @@ def test_a_slow_rank_is_named_and_all_ranks_say_so(tmp_path: Path) -> None:
     assert [process.out() for process in processes[1:]] == [""] * 3
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named_and_both_torchruns_end(tmp_path: Path) -> None:
     first, second = two_torchruns(tmp_path, "--inject", "hang:rank3", "--timeout", "8")
     assert first[0] == second[0] == 1

@@ -10,6 +10,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from tests.kernels.sm90.echo import EchoConfig, EchoKernel
+from tests.support.scheduling import mostly_slow
 
 FIRST = {kernel: config for kernel, config in reversed(SHIPPED)}
 """A configuration of each kernel class."""
@@ -22,7 +23,7 @@ MULTIPLY = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@mostly_slow("arch", ["sm_100a", "sm_103a"], "sm_103a")
 @pytest.mark.parametrize("kernel", FIRST, ids=lambda kernel: kernel.__name__)
 def test_kernels_for_blackwell(tmp_path, kernel, arch):
     keep = f"--keep-ptx --keep-cubin --dump-dir {tmp_path}"

@@ -60,6 +60,7 @@ def test_two_torchruns_train_like_one(tmp_path: Path) -> None:
     assert "hier" in "".join(node.out() for node in nodes)
 
 
+@pytest.mark.slow
 def test_a_dead_node_is_named_and_the_other_ends(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     with two_torchruns(tmp_path, "run.steps=100000", "run.log_interval=1") as nodes:

@@ -161,7 +161,7 @@ def same(by_rank: list[list[Made]], *, replicas: bool = True, near: float = 1e-5
 
 
 @mostly_slow("ranks", [2, 4], 4)
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, "one hot expert", "one rank with all")
 def test_the_bits_of_the_layer_without_replication(kind: str, ranks: int) -> None:
     same(run_distributed(ways, ranks, kind, "reference", 2, {}))
 
@@ -195,14 +195,19 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@mostly_slow(
+    "name",
+    CHANGES,
+    *("biases, a shared expert, h again", "gradients returned", "rows in FP8, two micro-batches"),
+    *("rows that become FP8 where they arrive", "rows in FP8, biases, h again"),
+)
 def test_variants(name: str) -> None:
     options = dict(CHANGES[name])
     near = 4e-3 if name == "gradients returned" else 1e-5
     same(run_distributed(ways, 2, "several hot experts", "reference", 2, options), near=near)
 
 
-@mostly_slow("kind", [*KINDS, "even"], "one rank with all")
+@mostly_slow("kind", [*KINDS, "even"])
 def test_rows_in_fp8(kind: str) -> None:
     options = {"recipe": Fp8Block(), "fp8_rows": True}
     made = run_distributed(ways, 4, kind, "reference", 2, options)
