@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Lint, types and tests on the CPU, in less than a quarter of an hour on two idle cores. --all also
-# runs what is marked slow; --fast runs lint and unit tests only, in about two minutes. Other
-# arguments go to pytest: files, -k, -x; -n 0 runs all tests in one process.
+# Lint, types and tests on the CPU, in about ten minutes on two idle cores. --all also runs what is
+# marked slow; --fast runs lint and unit tests only, in about two minutes. Other arguments go to
+# pytest: files, -k, -x; -n 0 runs all tests in one process.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 chosen="not gpu and not slow" fast='' rest=()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.moe.cases import HIDDEN, draw, fill, install, model, transformer
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import matrix
 
 SEQUENCE, BATCH = 8, 4
 MODELS: dict[str, dict[str, Any]] = {
@@ -193,8 +194,7 @@ def read(folder: str, name: str, stock_reads: bool) -> Tensor:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["swiglu", "gpt_oss"])
-@pytest.mark.parametrize("stock_writes", [False, True])
+@matrix(("name", "stock_writes"), ("swiglu", False), ("gpt_oss", True))
 def test_checkpoints_are_interchangeable(name: str, stock_writes: bool, tmp_path: Path) -> None:
     """Nothing is missing in either direction, and expert parallelism may differ."""
     written = run_distributed(write, 2, str(tmp_path), name, stock_writes)

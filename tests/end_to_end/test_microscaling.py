@@ -49,9 +49,8 @@ def losses_in_bf16() -> list[float]:
         return losses("bf16", Path(folder))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "separate"), [pytest.param("mxfp8", 0.02, marks=pytest.mark.slow), ("nvfp4", 0.06)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "separate"), [("mxfp8", 0.02), ("nvfp4", 0.06)])
 def test_it_learns_as_in_bf16(recipe: str, separate: float, tmp_path: Path) -> None:
     bf16, narrow = losses_in_bf16(), losses(recipe, tmp_path)
     assert narrow != bf16

@@ -122,6 +122,8 @@ def test_no_credential_is_written(tmp_path: Path) -> None:
         1, [*command, f"run.checkpoints={root}"], tmp_path / "out", partial(reached, at)
     ) as launch:
         assert launch.wait() == [0], launch.output(0)
+    assert list(tmp_path.glob("run/wandb/offline-run-*/*.wandb"))
+    assert list(tmp_path.glob("run/tensorboard/ev*"))
     fails = [*command, "run.checkpoints=s3://no-such-bucket/x", "run.name=other"]
     (failed,) = run(1, fails, partial(reached, at))
     assert failed.code == 2, failed.err

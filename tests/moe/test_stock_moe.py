@@ -287,8 +287,7 @@ def _load(folder: str, name: str, stock_reads: bool) -> Any:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
-@pytest.mark.parametrize("stock_writes", [False, True])
+@matrix(("name", "stock_writes"), ("deepseek", False), ("gpt_oss", True))
 def test_checkpoints_are_interchangeable(name: str, stock_writes: bool, tmp_path: Path) -> None:
     written = run_distributed(_save, 2, str(tmp_path), name, stock_writes)
     read = run_distributed(_load, 1, str(tmp_path), name, not stock_writes)

@@ -110,6 +110,7 @@ def test_a_killed_rank_does_not_kill_itself_again(hang: tuple[str, ...], tmp_pat
     assert losses(tmp_path) == losses(tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_torchrun_neither_imports_again_nor_starts_over_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,7 +81,7 @@ MOMENTS = {
 RARE = [
     *["the start, in the model", "the first step", "a step, SIGTERM", "a step, SIGINT"],
     *["a step, SIGUSR1", "a step, SIGTERM twice", "a step, one of each", "a save"],
-    *["the end of a save", "the last step", "the last save"],
+    *["a step, SIGINT twice", "the end of a save", "the last step", "the last save"],
 ]
 
 

@@ -578,15 +578,15 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
 UNSEEN = ("data: token", "data: cache", "resume: a flipped bit", "no GPU", "kernels that")
 
 
+SEEN = [
+    name
+    for name, case in CASES.items()
+    if not name.startswith(UNSEEN) and (case.files or "run folder" in name)
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, case in CASES.items()
-        if not name.startswith(UNSEEN) and (case.files or "run folder" in name)
-    ],
-)
+@mostly_slow("name", SEEN, *SEEN[::3])
 def test_a_check_tells_it_before_a_launch(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     actual = tried(case._replace(args=f"{case.args} --check"), tmp_path)

@@ -5,6 +5,7 @@ one file stands for it; ours must work with it, and must not take its name or it
 """
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -34,15 +35,25 @@ COMMANDS = {
         "timeline",
     )
 }
-HELP = """
-import contextlib, runpy, sys
-for command in sys.argv[1:]:
+CALLS = """
+import contextlib, json, os, runpy, sys
+*commands, calls = sys.argv[1:]
+for command in commands:
     sys.argv = [command, "--help"]
     with contextlib.suppress(SystemExit):
         runpy.run_path(command, run_name="__main__")
     print("\f", end="")
+for name, *words in json.loads(calls):
+    sys.stdout.flush()
+    if os.fork() == 0:  # with what was imported before
+        sys.argv = [name, *words]
+        run = runpy.run_path if os.sep in name else runpy.run_module
+        run(name, run_name="__main__")
+        sys.exit()
+    assert os.wait()[1] == 0, name
+    print("\f", end="")
 """
-"""Print help of all commands, a page each."""
+"""Print help of all commands, then call programs and modules, with a page of output each."""
 
 
 def pip(*words: object) -> None:
@@ -123,19 +134,22 @@ def test_a_wheel_beside_another_kernels(wheel: Path, stranger: Path, tmp_path: P
     site = tmp_path / "site"
     pip("install", "--no-compile", "--target", site, wheel, stranger)
     commands = [site / "bin" / name for name in sorted(COMMANDS)]
-    said = call([sys.executable, "-c", IMPORTS + HELP, *commands], tmp_path, site)
-    first, _, rest = said.partition("\n")
+    dry = ["experiment=deepseek_v3_1024gpu", "parallel.world_size=1024", "run.dry_run=true"]
+    runs = [["phalanx.configs.docs"], [str(site / "bin/phalanx-train"), *dry]]
+    runs.append(["phalanx.train", *SMALL])
+    given = [sys.executable, "-c", IMPORTS + CALLS, *commands, json.dumps(runs)]
+    first, _, rest = call(given, tmp_path, site).partition("\n")
+    *pages, knobs, estimate, trained, _ = rest.split("\f")
     owner, file = first.split()
     assert owner == "theirs" and Path(file) == site / "phalanx/kernels/registry.py"
     tops = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
     assert tops == {"phalanx", "kernels", "bin"}
     declared = {e.name for e in importlib.metadata.Distribution.at(_record(site)).entry_points}
     assert declared == COMMANDS
-    for command, page in zip(commands, rest.split("\f")[:-1], strict=True):  # names what is there
+    for command, page in zip(commands, pages, strict=True):  # names what is there
         usage = f"usage: {command.name} "
         assert ("-m phalanx.train [group=option" if command.name[8:] == "train" else usage) in page
         assert not re.search(r"\.py\b|scripts/|docs/", page), page
-    knobs = call([sys.executable, "-m", "phalanx.configs.docs"], tmp_path, site)
     assert "docs/" not in knobs and "`run.steps`" in knobs
     record = importlib.metadata.Distribution.at(_record(site)).metadata
     assert record["Version"] == phalanx.__version__ and (site / "phalanx/py.typed").is_file()
@@ -143,10 +157,8 @@ def test_a_wheel_beside_another_kernels(wheel: Path, stranger: Path, tmp_path: P
     assert text.startswith("# Phalanx as a package") and "phalanx-evaluate" in text
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert links and all(link.startswith("https://") for link in links)
-    dry = ["experiment=deepseek_v3_1024gpu", "parallel.world_size=1024", "run.dry_run=true"]
-    assert "published" in call([site / "bin/phalanx-train", *dry], tmp_path, site)
-    out = call([sys.executable, "-m", "phalanx.train", *SMALL], tmp_path, site)
-    assert "done: step 1" in out and (tmp_path / "runs").is_dir()
+    assert "published" in estimate
+    assert "done: step 1" in trained and (tmp_path / "runs").is_dir()
 
 
 def _record(site: Path) -> Path:

@@ -18,6 +18,8 @@ from tests.kernels.capture import check_replay
 from tests.kernels.core_attention import test_core
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():  # before an import of seconds
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("flash_attn.cute")
 
 

@@ -14,6 +14,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.replication.experts import split_in_order
 from tests.kernels.problems import Problem, make, random_choice
 from tests.kernels.replicas import Copied, compare, experts_of, same, with_replicas, without
+from tests.support.scheduling import mostly_slow
 
 BF16 = torch.bfloat16
 SWIGLU, UNGATED = Activation("swiglu"), Activation("squared_relu")
@@ -65,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @BACKENDS
-@pytest.mark.parametrize("bias", [False, True])
+@mostly_slow("bias", [False, True], True)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, bias: bool, backend: str) -> None:
     p = problem("an empty slot", D=192, width=160, bias=bias)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("quack")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
+pytest.importorskip("quack")
 
 from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 from tests.kernels.capture import check_replay

@@ -148,7 +148,10 @@ def test_both_take_what_the_adapter_gives(name, form):
             ), key
 
 
-@pytest.mark.parametrize(("name", "form"), CASES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [case if case[1] == "nvfp4" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_both_refuse_the_same(name, form):
     """Whatever is wrong with a single tensor, in shape, strides, dtype or alignment. Of tensors for
     its block-scaled kernels the package leaves some to the call itself; the fake does not."""

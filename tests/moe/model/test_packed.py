@@ -22,6 +22,7 @@ from tests.moe.model.test_features import (
     fill,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import slow
 
 TOKENS = 48
 TWO = "model.layers=2"
@@ -121,7 +122,7 @@ def _packed_and_alone(overrides: list[str]) -> None:
         [*SMALL, "model.attention.kv_heads=2"],
         [*SMALL, *YARN, "model.attention.qk_norm=true", "model.bias=true"],
         [*TINY_GPT_OSS, TWO],
-        [*TINY_GPT_OSS, TWO, "run.recompute=full"],
+        *slow([*TINY_GPT_OSS, TWO, "run.recompute=full"]),
         [*MLA, *YARN],
         [*TINY_DEEPSEEK, TWO],
         [*TINY_DEEPSEEK, TWO, "run.recompute=attention"],

@@ -183,7 +183,7 @@ KILLS = [
     *[(MEMORY, "nothing is uploaded"), (S3, "a shard is uploaded in part")],
     *[(MEMORY, "no COMMIT.json"), (MEMORY, "the older one is there in part")],
 ]
-"""Where a save is killed in default tests, once of each kind of state that is left."""
+"""Kills of default tests, one for each kind of state that is left."""
 
 
 def _killed(root: str, at: str, folder: Path, phase: str, end: Callable[[], None]) -> None:

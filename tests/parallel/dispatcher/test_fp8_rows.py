@@ -31,7 +31,7 @@ from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatc
 from tests.kernels.problems import error, make
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
 from tests.support.distributed import run_distributed
-from tests.support.scheduling import matrix
+from tests.support.scheduling import matrix, slow
 from tests.support.training import pretended_nodes
 
 T, D, F, E, K = 40, 160, 136, 8, 2
@@ -179,8 +179,7 @@ def joined(ranks: list[Given]) -> Given:
     [
         (DEFAULTS, 8, 4),
         (OTHERS, 4, 2),
-        (OTHERS, 8, 2),
-        pytest.param(DEFAULTS, 4, 2, marks=pytest.mark.slow),
+        *slow((OTHERS, 8, 2), (DEFAULTS, 4, 2)),
         pytest.param(DEFAULTS, 8, 2, marks=pytest.mark.slow),
         pytest.param(OTHERS, 8, 4, marks=pytest.mark.slow),
     ],

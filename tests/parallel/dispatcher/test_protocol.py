@@ -57,7 +57,7 @@ def stepped(ranks: int, overlaps: bool, beside: bool, keep: bool, slots: int = S
     return program
 
 
-@pytest.mark.parametrize(("ranks", "runs"), [(2, 60), (3, 15), (4, 5)])
+@pytest.mark.parametrize(("ranks", "runs"), [(2, 30), (3, 8), (4, 3)])
 @pytest.mark.parametrize(("overlaps", "beside", "keep"), WAYS)
 def test_no_order_of_events_breaks_it(
     overlaps: bool, beside: bool, keep: bool, ranks: int, runs: int

@@ -70,7 +70,7 @@ def push(ranks: Ranks, rank: int, x: Tensor, table: Tensor, side: list[int], **h
 
 SHAPES = [
     (1, 5, 8, 2, 4, 1, False),
-    (2, 70, 24, 4, 6, 3, False),
+    (2, 42, 24, 4, 6, 3, False),
     (3, 9, 264, 3, 5, 8, False),
     (2, 40, 16, 2, 3, 1, True),
     (3, 7, 520, 4, 2, 1, True),

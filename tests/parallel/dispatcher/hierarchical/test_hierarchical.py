@@ -37,7 +37,7 @@ from tests.parallel.dispatcher.test_base import (
     run_layer,
 )
 from tests.support.distributed import run_distributed
-from tests.support.scheduling import mostly_slow
+from tests.support.scheduling import mostly_slow, slow
 from tests.support.training import pretended_nodes
 
 pytestmark = pytest.mark.dist
@@ -81,8 +81,7 @@ def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
     [
         (torch.float32, 4, 2),
         (torch.bfloat16, 8, 2),
-        (torch.bfloat16, 8, 4),
-        pytest.param(torch.bfloat16, 4, 2, marks=pytest.mark.slow),
+        *slow((torch.bfloat16, 4, 2), (torch.bfloat16, 8, 4)),
         pytest.param(torch.float32, 8, 2, marks=pytest.mark.slow),
         pytest.param(torch.float32, 8, 4, marks=pytest.mark.slow),
     ],

@@ -14,7 +14,7 @@ from phalanx.moe.report.loggers import read
 from tests.support.runs import SMALL
 from tests.support.torchrun import Torchrun
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone]
+pytestmark = pytest.mark.dist
 RUN = [
     "train.py",
     *SMALL,

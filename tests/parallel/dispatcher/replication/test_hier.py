@@ -123,6 +123,7 @@ def test_the_bits_of_the_layer_without_replication(kind: str) -> None:
     same(made, replicas=KINDS[kind], near=1e-5 if KINDS[kind] else 0.0)
 
 
+@pytest.mark.slow
 def test_nodes_of_four() -> None:
     same(run_distributed(ways, 8, "several hot experts", "reference", 1, {}, 4))
 

@@ -46,7 +46,7 @@ def stepped(ranks: int, overlaps: bool, keep: bool, fp8: bool = False) -> Progra
     return p
 
 
-@pytest.mark.parametrize(("ranks", "runs"), [(2, 50), (3, 15), (4, 5)])
+@pytest.mark.parametrize(("ranks", "runs"), [(2, 25), (3, 8), (4, 3)])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_no_order_of_events_breaks_it(overlaps: bool, keep: bool, ranks: int, runs: int) -> None:
