@@ -102,6 +102,7 @@ def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) 
     assert got["reruns"] == 0 and tight["reruns"] > 0
 
 
+@pytest.mark.slow
 def test_token_rounding() -> None:
     rounded = ["kernels=torch", "model.moe.router.rounding=up", "data.sequence_length=256"]
     got, want = of(2, *rounded, "parallel.expert_replication=2"), of(2, *rounded)

@@ -27,7 +27,7 @@ from tests.moe.cases import (
 )
 from tests.support.advice import advised
 from tests.support.distributed import RankFailed, run_distributed
-from tests.support.scheduling import matrix
+from tests.support.scheduling import matrix, mostly_slow
 
 SEQUENCE, BATCH = 8, 4
 
@@ -124,7 +124,7 @@ def _routers(router: dict[str, Any], top_k: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
+@mostly_slow("ranks", [1, 2], 2)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_agree(name: str, ranks: int) -> None:
     run_distributed(_routers, ranks, *ROUTERS[name])

@@ -33,9 +33,9 @@ def test_unit_tests_are_selected_by_rule() -> None:
 
 
 def test_files_with_ranks_come_first_and_stay_whole() -> None:
-    plain, idle = item("a"), item("b", "dist", "alone")
-    mixed = [item("c"), item("c", "dist")]
-    assert in_order([plain, idle, *mixed]) == [*mixed, idle, plain]
+    unit, compiles, idle = item("a", "unit"), item("b"), item("c", "dist", "alone")
+    mixed = [item("d", "unit"), item("d", "dist")]
+    assert in_order([unit, idle, compiles, *mixed]) == [*mixed, compiles, idle, unit]
 
 
 OTHER = """

@@ -57,7 +57,7 @@ CASES = [
     ("deepseek_v3", LAYOUTS[2]),
     ("gpt_oss", LAYOUTS[1]),
     pytest.param("minimax_m2", LAYOUTS[0], marks=pytest.mark.slow),
-    ("glm4_moe", LAYOUTS[1]),
+    pytest.param("glm4_moe", LAYOUTS[1], marks=pytest.mark.slow),
     pytest.param("mixtral", LAYOUTS[2], marks=pytest.mark.slow),
     ("qwen3_next", LAYOUTS[1]),
     pytest.param("qwen3_next", LAYOUTS[2], marks=pytest.mark.slow),

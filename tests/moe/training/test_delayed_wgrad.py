@@ -79,7 +79,7 @@ def in_turn(case: str) -> Trained:
 
 DEFAULT = [
     *[("expert parallel", "pairs"), ("interleaved, data parallel", "on"), ("fp8", "pairs")],
-    *[("tied, tokens ahead, recomputed", "pairs"), ("offloaded", "pairs")],
+    ("tied, tokens ahead, recomputed", "pairs"),
 ]
 
 

@@ -18,6 +18,7 @@ from tests.parallel.checkpoint.checkpoints import (
     train,
 )
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow, slow
 
 DECAY = 0.75
 """A decay that is exact in fp32, as is the rest."""
@@ -76,9 +77,8 @@ def _values(kw: dict[str, Any]) -> None:
         (1, {"bf16": False, "distributed_optimizer": False}),
         (1, {"kind": "muon", "moments": "bf16"}),
         (2, {"expert": 2}),
-        (2, {"moments": "bf16"}),
-        pytest.param(2, {"kind": "muon"}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed_optimizer": False}, marks=pytest.mark.slow),
+        *slow((2, {"moments": "bf16"}), (2, {"kind": "muon"})),
+        *slow((2, {"distributed_optimizer": False})),
     ],
 )
 def test_averages_follow_the_master_weights_and_change_nothing(
@@ -100,9 +100,7 @@ def _begins(folder: Path, kw: dict[str, Any]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "kw", [{}, {"moments": "bf16"}, pytest.param({"bf16": False}, marks=pytest.mark.slow)]
-)
+@mostly_slow("kw", [{}, {"moments": "bf16"}, {"bf16": False}], {"moments": "bf16"})
 def test_a_checkpoint_without_averages_begins_them(tmp_path: Path, kw: dict[str, Any]) -> None:
     run_distributed(_begins, 2, tmp_path, kw)
 

@@ -28,7 +28,7 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.support.distributed import run_distributed
-from tests.support.scheduling import matrix
+from tests.support.scheduling import matrix, mostly_slow
 from tests.support.sync_free import sync_free
 
 pytestmark = pytest.mark.dist
@@ -191,7 +191,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@mostly_slow(
+    "name",
+    CHANGES,
+    *("weights kept", "biases, h computed again", "fp8_block", "gradients returned", "one slot"),
+)
 def test_variants(name: str) -> None:
     options = dict(CHANGES[name])
     made = run_distributed(both, 2, "several hot experts", torch.bfloat16, "reference", options)
