@@ -12,7 +12,6 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every n
 import torch  # reads OMP_NUM_THREADS when it is imported
 
 from phalanx.parallel.megatron.imports import importing_megatron
-from tests.support.distributed import keep_imports
 from tests.support.scheduling import in_order, is_unit, shared
 
 gc.disable()  # until all test files are imported, which creates little garbage
@@ -43,7 +42,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from later garbage collections, a fifth of the time."""
     gc.enable()
     gc.collect()
-    keep_imports()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
