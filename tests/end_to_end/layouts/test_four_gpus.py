@@ -13,7 +13,7 @@ import pytest
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from tests.end_to_end.layouts.test_two_gpus import LOSS, NORM, STEPS, TRAINING
+from tests.end_to_end.layouts.test_two_gpus import STEPS, TRAINING, check_close
 from tests.support.gpu_runs import Case, Outcome, losses_of, names, run_on_hopper
 
 GPUS = 4
@@ -64,8 +64,7 @@ def test_four_gpus_train_as_one(name: str, outcomes: dict[str, Outcome], folder:
     got = losses_of(outcomes, folder, name, STEPS)
     model, recipe, *_ = name.split("-")
     want = losses_of(outcomes, folder, names((model, recipe, "one")), STEPS)
-    for i, tolerance in enumerate((LOSS, NORM)):
-        assert [step[i] for step in got] == pytest.approx([s[i] for s in want], rel=tolerance)
+    check_close(got, want)
 
 
 @pytest.mark.gpu

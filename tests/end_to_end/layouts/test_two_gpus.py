@@ -78,14 +78,19 @@ def _losses(outcomes: dict[str, Outcome], folder: Path, name: str) -> list[tuple
     return losses_of(outcomes, folder, name, STEPS)
 
 
+def check_close(got: list[tuple[float, float]], want: list[tuple[float, float]]) -> None:
+    """Losses and gradient norms of two layouts."""
+    for i, tolerance in enumerate((LOSS, NORM)):
+        assert [step[i] for step in got] == pytest.approx([s[i] for s in want], rel=tolerance)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_gpus_train_as_one(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
     got = _losses(outcomes, folder, name)
     model, recipe, kind, *_ = name.split("-")
     want = _losses(outcomes, folder, names((model, recipe, kind, "one")))
-    for i, tolerance in enumerate((LOSS, NORM)):
-        assert [step[i] for step in got] == pytest.approx([s[i] for s in want], rel=tolerance)
+    check_close(got, want)
 
 
 @pytest.mark.gpu
