@@ -20,6 +20,7 @@ REACHED = 0.8
 """Assumed share of the speed of the dry run that a run reaches."""
 
 _TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+_MIXTURE = "experiment=proof_moe"
 _STEP = re.compile(r"^ +step ([\d.]+) s: [\d,]+ tokens/s", re.MULTILINE)
 
 
@@ -109,6 +110,21 @@ def final_bits(run: Path) -> float:
     return float(bits[-1]) if bits else float("inf")
 
 
+def _read_list(path: Path) -> dict[str, Any]:
+    """Content of a list. One that extends another takes its `tiny`, and adds to its `common`."""
+    listed: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if (extended := listed.pop("extends", None)) is None:
+        return listed
+    base = _read_list(path.with_name(extended))
+    return {"tiny": base["tiny"], **listed, "common": [*base["common"], *listed["common"]]}
+
+
+def _flat(overrides: list[str | list[str]]) -> Iterator[str]:
+    """Overrides, some of which are lists that an anchor of YAML stands for."""
+    for each in overrides:
+        yield from [each] if isinstance(each, str) else each
+
+
 def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
     """Plan of a file like experiments.yaml.
 
@@ -117,16 +133,17 @@ def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
         corpus: folder with train.bin and held_out.
         tiny: whether all models and runs are those of a trial on a CPU.
     """
-    listed = yaml.safe_load(path.read_text(encoding="utf-8"))
+    listed = _read_list(path)
     sweep, small = listed["sweep"], listed["tiny"]
     common = [override.format(corpus=corpus.absolute()) for override in listed["common"]]
 
     def experiment(
-        name: str, model: str, steps: int, more: list[str], rate: str = ""
+        name: str, model: str, steps: int, more: list[str | list[str]], rate: str = ""
     ) -> Experiment:
-        overrides = [*sweep["models"][model]["overrides"], *common, *more]
+        overrides = [*sweep["models"][model]["overrides"], *common, *_flat(more)]
         if tiny:
-            overrides += [*small["overrides"], *small.get(model, ())]
+            mixture = small.get("mixture", ()) if _MIXTURE in overrides else ()
+            overrides += [*small["overrides"], *mixture]
         return Experiment(name, model, small["steps"] if tiny else steps, tuple(overrides), rate)
 
     def every() -> Iterator[Experiment]:

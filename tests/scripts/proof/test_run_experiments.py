@@ -10,7 +10,7 @@ from phalanx.scripts.proof import experiments, run_experiments
 from phalanx.scripts.proof.experiments import read_plan
 
 LISTS = Path(run_experiments.__file__).parent
-NAMES = ["experiments", "longer", "shapes"]
+NAMES = ["experiments", "longer"]
 
 TRAIN = """
 import json, os, signal, sys, time
