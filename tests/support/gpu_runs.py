@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
     text: str
     """Output of the rank that ended first."""
     seconds: float
+    folder: Path
+    """Run folder."""
 
 
 class Case(NamedTuple):
@@ -53,16 +55,31 @@ class Case(NamedTuple):
     ranks: int
     """1, or as many as the group has."""
     overrides: list[str]
+    node_gpus: str = ""
+    """PHALANX_NODE_GPUS, the GPUs of a simulated node; empty: the environment's."""
+
+
+def run_on_hopper(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str, Outcome]:
+    """`run_all` for each size of nodes; skips the test on a machine without enough Hopper GPUs."""
+    gpus = max(case.ranks for case in cases.values())
+    if torch.cuda.device_count() < gpus or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(f"needs {gpus} Hopper GPUs")
+    done = dict[str, Outcome]()
+    for size in dict.fromkeys(case.node_gpus for case in cases.values()):
+        same = {name: case for name, case in cases.items() if case.node_gpus == size}
+        done |= run_all(same, folder / f"nodes{size}", timeout, gpus)
+    return done
 
 
 def run_all(
-    cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int = RANKS
+    cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int
 ) -> dict[str, Outcome]:
     """Train every case; `run.dir` is `folder` and `run.name` the name of the case.
 
     Args:
-        cases: cases by name, in their order, but those of one rank run first. Neighbours share a
-            group of processes, so cases that share kernels should be neighbours.
+        cases: cases by name, all with nodes of one size. They run in their order, but those of one
+            rank first. Neighbours share a group of processes, so cases that share kernels should be
+            neighbours.
         folder: parent of the run folders.
         timeout: seconds for all cases.
         gpus: number of processes of a group.
@@ -80,31 +97,17 @@ def run_all(
         return {name: outcome for part in done for name, outcome in part.items()}
 
 
-def run_on_hopper(
-    cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int = RANKS
-) -> dict[str, Outcome]:
-    """`run_all`; skips the test on a machine without so many Hopper GPUs."""
-    if torch.cuda.device_count() < gpus or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip(f"needs {gpus} Hopper GPUs")
-    return run_all(cases, folder, timeout, gpus)
-
-
-def steps_of(
-    outcomes: Mapping[str, Outcome], folder: Path, name: str, count: int
-) -> list[dict[str, Any]]:
+def steps_of(outcome: Outcome, count: int) -> list[dict[str, Any]]:
     """Metrics of the steps of a run, which ended well after so many."""
-    outcome = outcomes[name]
-    assert outcome.code == 0, f"{name}: exit code {outcome.code}\n{outcome.text}"
-    steps = read(folder / name / "metrics.jsonl")
+    assert outcome.code == 0, f"{outcome.folder.name}: exit code {outcome.code}\n{outcome.text}"
+    steps = read(outcome.folder / "metrics.jsonl")
     assert len(steps) == count
     return steps
 
 
-def losses_of(
-    outcomes: Mapping[str, Outcome], folder: Path, name: str, count: int
-) -> list[tuple[float, float]]:
+def losses_of(outcome: Outcome, count: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a run, as `steps_of`."""
-    return [(s["loss"], s["grad_norm"]) for s in steps_of(outcomes, folder, name, count)]
+    return [(s["loss"], s["grad_norm"]) for s in steps_of(outcome, count)]
 
 
 def _run_part(
@@ -121,8 +124,11 @@ def _run_part(
         lost = [name for name in left if name not in finished]
         if lost and not any(outcome.code for outcome in finished.values()):
             # No outcome was written: processes died, or the time was up.
-            done[lost[0]] = Outcome(-1, log[-4000:], 0.0)
-    return {name: done.get(name, Outcome(-1, "was not run", 0.0)) for name in cases}
+            done[lost[0]] = Outcome(-1, log[-4000:], 0.0, folder.parent / lost[0])
+    return {
+        name: done.get(name, Outcome(-1, "was not run", 0.0, folder.parent / name))
+        for name in cases
+    }
 
 
 def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int) -> str:
@@ -134,6 +140,8 @@ def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float, gpus: int
     listed.write_text(json.dumps({name: list(case) for name, case in cases.items()}))
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # every run starts a guard, which imports
+    if size := next(iter(cases.values())).node_gpus:
+        env["PHALANX_NODE_GPUS"] = size
     command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone")]
     command += ["--nproc-per-node", str(gpus), "-m", "tests.support.gpu_runs", str(listed)]
     try:
@@ -150,9 +158,9 @@ def _finished(folder: Path) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for file in sorted(folder.glob("outcomes.*")):
         for line in file.read_text().splitlines():
-            name, *outcome = json.loads(line)
-            if name not in found or (outcome[0] and not found[name].code):
-                found[name] = Outcome(*outcome)
+            name, code, text, seconds = json.loads(line)
+            if name not in found or (code and not found[name].code):
+                found[name] = Outcome(code, text, seconds, folder.parent / name)
     return found
 
 

@@ -4,14 +4,13 @@ python -m pytest -m gpu tests/end_to_end/layouts/test_delayed_wgrad_gpu.py
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from tests.support.gpu_runs import RANKS, Case, Outcome, names, run_on_hopper, steps_of
+from tests.support.gpu_runs import RANKS, Case, Outcome, names, steps_of
 
 STAGES = ["parallel.pipeline=2"]
 INTERLEAVED = [*STAGES, "parallel.virtual_pipeline=2"]
@@ -71,23 +70,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("delayed")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, Outcome]:
-    return run_on_hopper(CASES, folder, SECONDS)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
-def test_bits_are_the_same(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
+def test_bits_are_the_same(name: str, outcomes: dict[str, Outcome]) -> None:
     """Eager and captured, as in steps that compute them in the backward pass."""
     found = {}
     for way in WAYS:
-        steps = steps_of(outcomes, folder, names((name, way)), STEPS)
+        steps = steps_of(outcomes[names((name, way))], STEPS)
         values = ("loss", "grad_norm", "valid_loss", "mtp_loss")
         found[way] = [[step.get(value) for value in values] for step in steps]
     assert found["eager"] == found["never"]

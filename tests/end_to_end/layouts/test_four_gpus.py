@@ -6,7 +6,6 @@ Tensor parallelism with stages, experts over ranks of tensor and context groups,
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
 from tests.end_to_end.layouts.test_two_gpus import STEPS, TRAINING, check_close
-from tests.support.gpu_runs import Case, Outcome, losses_of, names, run_on_hopper
+from tests.support.gpu_runs import Case, Outcome, losses_of, names
 
 GPUS = 4
 MODELS = ["tiny", "tiny_deepseek"]
@@ -48,32 +47,20 @@ CASES = _cases()
 OVER_FOUR = [name for name, case in CASES.items() if case.ranks == GPUS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("four_gpus")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, Outcome]:
-    return run_on_hopper(CASES, folder, SECONDS, GPUS)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OVER_FOUR)
-def test_four_gpus_train_as_one(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
-    got = losses_of(outcomes, folder, name, STEPS)
+def test_four_gpus_train_as_one(name: str, outcomes: dict[str, Outcome]) -> None:
+    got = losses_of(outcomes[name], STEPS)
     model, recipe, *_ = name.split("-")
-    want = losses_of(outcomes, folder, names((model, recipe, "one")), STEPS)
+    want = losses_of(outcomes[names((model, recipe, "one"))], STEPS)
     check_close(got, want)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in OVER_FOUR if n.endswith(CAPTURED) and "bf16" in n])
-def test_a_graph_repeats_the_bits_of_eager_steps(
-    name: str, outcomes: dict[str, Outcome], folder: Path
-) -> None:
+def test_a_graph_repeats_the_bits_of_eager_steps(name: str, outcomes: dict[str, Outcome]) -> None:
     eager = name.replace(CAPTURED, EAGER)
-    got, want = (losses_of(outcomes, folder, run, STEPS) for run in (name, eager))
+    got, want = (losses_of(outcomes[run], STEPS) for run in (name, eager))
     assert got == want
 
 

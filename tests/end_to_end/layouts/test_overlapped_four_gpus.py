@@ -8,7 +8,6 @@ beside exchanges of experts.
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
 from tests.end_to_end.layouts.test_overlapped_gpu import STEPS, overrides
-from tests.support.gpu_runs import Case, Outcome, losses_of, names, run_on_hopper
+from tests.support.gpu_runs import Case, Outcome, losses_of, names
 
 GPUS = 4
 STAGES = ["parallel.expert=2", "parallel.pipeline=2"]
@@ -33,31 +32,18 @@ def _cases() -> dict[str, Case]:
     each = ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
     for layout, *how in product(LAYOUTS, *each):
         model = "deepseek" if layout == "nodes" else "tiny"
-        cases[names((layout, *how))] = Case(GPUS, overrides(model, LAYOUTS[layout], *how))
+        cases[names((layout, *how))] = Case(GPUS, overrides(model, LAYOUTS[layout], *how), "2")
     return cases
 
 
 CASES = _cases()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("overlapped")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, Outcome]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_NODE_GPUS", "2")
-        return run_on_hopper(CASES, folder, SECONDS, GPUS)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("-on")])
-def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
+def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome]) -> None:
     plain = name.removesuffix("on") + "off"
-    got, want = (losses_of(outcomes, folder, run, STEPS) for run in (name, plain))
-    assert got == want
+    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[plain], STEPS)
 
 
 def test_every_run_is_a_valid_configuration() -> None:

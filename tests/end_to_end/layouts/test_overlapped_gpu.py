@@ -8,7 +8,6 @@ run also show that the exchanges of two passes at a time do not block each other
 """
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from tests.support.gpu_runs import RANKS, Case, Outcome, losses_of, names, run_on_hopper
+from tests.support.gpu_runs import RANKS, Case, Outcome, losses_of, names
 
 STEPS = 30
 TRAINING = [
@@ -67,38 +66,20 @@ def _cases() -> dict[str, Case]:
         *product(["chunks"], ["tiny"], ["bf16"], *each[1:]),
     ]
     for layout, model, *how in runs:
-        cases[names((layout, model, *how))] = Case(RANKS, overrides(model, LAYOUTS[layout], *how))
+        given = overrides(model, LAYOUTS[layout], *how)
+        node_gpus = "1" if layout == "nodes" else ""
+        cases[names((layout, model, *how))] = Case(RANKS, given, node_gpus)
     return cases
 
 
 CASES = _cases()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("overlapped")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, Outcome]:
-    over_nodes = {name: case for name, case in CASES.items() if name.startswith("nodes")}
-    in_node = {name: case for name, case in CASES.items() if name not in over_nodes}
-    done = run_on_hopper(in_node, folder, SECONDS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_NODE_GPUS", "1")
-        return done | run_on_hopper(over_nodes, folder / "nodes", SECONDS)
-
-
-def _losses(outcomes: dict[str, Outcome], folder: Path, name: str) -> list[tuple[float, float]]:
-    folder = folder / "nodes" if name.startswith("nodes") else folder
-    return losses_of(outcomes, folder, name, STEPS)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("-on")])
-def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
+def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome]) -> None:
     plain = name.removesuffix("on") + "off"
-    assert _losses(outcomes, folder, name) == _losses(outcomes, folder, plain)
+    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[plain], STEPS)
 
 
 def test_every_run_is_a_valid_configuration() -> None:

@@ -7,14 +7,13 @@ runs before a release, in two to four minutes on two GPUs (docs/measured/trainin
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from tests.support.gpu_runs import RANKS, Case, Outcome, losses_of, names, run_on_hopper
+from tests.support.gpu_runs import RANKS, Case, Outcome, losses_of, names
 
 MODELS = ["tiny", "tiny_deepseek", "tiny_gpt_oss", "tiny_qwen3_next"]
 RECIPES = ["bf16", "fp8_block"]
@@ -64,20 +63,6 @@ CASES = _cases()
 PAIRS = [name for name, case in CASES.items() if case.ranks == RANKS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("two_gpus")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, Outcome]:
-    return run_on_hopper(CASES, folder, SECONDS)
-
-
-def _losses(outcomes: dict[str, Outcome], folder: Path, name: str) -> list[tuple[float, float]]:
-    return losses_of(outcomes, folder, name, STEPS)
-
-
 def check_close(got: list[tuple[float, float]], want: list[tuple[float, float]]) -> None:
     """Losses and gradient norms of two layouts."""
     for i, tolerance in enumerate((LOSS, NORM)):
@@ -86,10 +71,10 @@ def check_close(got: list[tuple[float, float]], want: list[tuple[float, float]])
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PAIRS)
-def test_two_gpus_train_as_one(name: str, outcomes: dict[str, Outcome], folder: Path) -> None:
-    got = _losses(outcomes, folder, name)
+def test_two_gpus_train_as_one(name: str, outcomes: dict[str, Outcome]) -> None:
+    got = losses_of(outcomes[name], STEPS)
     model, recipe, kind, *_ = name.split("-")
-    want = _losses(outcomes, folder, names((model, recipe, kind, "one")))
+    want = losses_of(outcomes[names((model, recipe, kind, "one"))], STEPS)
     check_close(got, want)
 
 
@@ -97,11 +82,9 @@ def test_two_gpus_train_as_one(name: str, outcomes: dict[str, Outcome], folder: 
 @pytest.mark.parametrize(
     "name", [n for n in PAIRS if CAPTURED in n and n.replace(CAPTURED, EAGER) in PAIRS]
 )
-def test_a_graph_repeats_the_bits_of_eager_steps(
-    name: str, outcomes: dict[str, Outcome], folder: Path
-) -> None:
+def test_a_graph_repeats_the_bits_of_eager_steps(name: str, outcomes: dict[str, Outcome]) -> None:
     eager = name.replace(CAPTURED, EAGER)
-    assert _losses(outcomes, folder, name) == _losses(outcomes, folder, eager)
+    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[eager], STEPS)
 
 
 def test_every_run_is_a_valid_configuration() -> None:

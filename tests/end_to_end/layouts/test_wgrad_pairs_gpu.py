@@ -7,7 +7,6 @@ python -m pytest -m gpu tests/end_to_end/layouts/test_wgrad_pairs_gpu.py
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +16,12 @@ from phalanx.configs.validate import validate
 from tests.end_to_end.layouts.test_delayed_wgrad_gpu import (
     INTERLEAVED,
     KNOBS,
-    SECONDS,
     STAGES,
     STEPS,
     TRAINING,
     UNEVEN,
 )
-from tests.support.gpu_runs import RANKS, Case, Outcome, names, run_on_hopper, steps_of
+from tests.support.gpu_runs import RANKS, Case, Outcome, names, steps_of
 
 LAYOUTS = {
     "stages": STAGES,
@@ -52,28 +50,17 @@ CASES = {
     for name, given in RUNS.items()
     for way, how in WAYS.items()
 }
+SECONDS = 540
 LOSS, NORM = 5e-3, 5e-2
 """Relative tolerance. In bf16 nearly tied choices of experts differ after some steps."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pairs")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, Outcome]:
-    return run_on_hopper(CASES, folder, SECONDS)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
-def test_pairs_train_as_single_micro_batches(
-    name: str, outcomes: dict[str, Outcome], folder: Path
-) -> None:
+def test_pairs_train_as_single_micro_batches(name: str, outcomes: dict[str, Outcome]) -> None:
     found = {}
     for way in WAYS:
-        steps = steps_of(outcomes, folder, names((name, way)), STEPS)
+        steps = steps_of(outcomes[names((name, way))], STEPS)
         found[way] = [(step["loss"], step["grad_norm"]) for step in steps]
     assert found["graph"] == found["eager"]
     # nothing was trained before the first loss, which tells whether the routing is the same
