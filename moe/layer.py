@@ -194,8 +194,6 @@ class MoE(MoELayer):
         with record_function("moe/combine"):
             sums = self.dispatcher.send_sums(out_ND, received, alone=shared_fc2 is None)
             # The shared experts, or the rest of them, compute while sums are in flight.
-            if shared_fc1 is not None and not self.dispatcher.splits_shared_experts:
-                shared_fc1()
             added = _addends(shared_fc2, residual_TD)
             out_TD = self.dispatcher.receive_sums(sums, received, added)
         return out_TD.view_as(hidden_SBD)

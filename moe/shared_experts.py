@@ -53,11 +53,14 @@ class SharedExperts(SharedExpertMLP):
     def halves(
         self, hidden_SBD: Tensor, memory: LayerContext = INACTIVE
     ) -> tuple[Callable[[], None], Callable[[], Tensor]]:
-        """The two parts of one call of [s, B, D]; the second returns the output [N, D]."""
+        """The two parts of one call of [s, B, D]; the second returns the output [N, D].
+
+        The second computes the first too, unless it has been computed.
+        """
         pending: list[DenseFc1] = []
 
         def first() -> None:
-            if self._splits:
+            if self._splits and not pending:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
                     first_half = dense_fc1(x_ND, w1, self.spec)
@@ -65,6 +68,7 @@ class SharedExperts(SharedExpertMLP):
                     pending.append(first_half)
 
         def second() -> Tensor:
+            first()
             with record_function("moe/shared"):
                 if not self._splits and memory.recomputes("mlp"):
                     return checkpoint(self, hidden_SBD).flatten(0, 1)

@@ -11,7 +11,7 @@ from tests.support.distributed import run_distributed
 SPEC = MLPSpec(Activation("swiglu"), "torch")
 
 
-def _both(splits: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
+def _both(splits: bool, gate: bool, early: bool = True) -> tuple[list[torch.Tensor], list[str]]:
     install()
     config = transformer(model(moe={"shared_ffn": 12, "shared_gate": gate}))
     from phalanx.moe.shared_experts import SharedExperts
@@ -25,7 +25,8 @@ def _both(splits: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
             parameter.normal_(std=0.3)
     x = torch.randn(5, 2, HIDDEN, requires_grad=True)
     first, second = module.halves(x)
-    first()
+    if early:
+        first()
     out = second()
     assert out.shape == (10, HIDDEN)
     out.backward(torch.randn(10, HIDDEN))
@@ -41,3 +42,10 @@ def test_halves_are_megatrons_whole(gate: bool) -> None:
     assert names == others and ("gate_weight" in names) == gate
     for got, want in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.dist
+def test_the_second_half_computes_a_first_that_was_not() -> None:
+    ((early, _),) = run_distributed(_both, 1, True, True)
+    ((late, _),) = run_distributed(_both, 1, True, True, False)
+    assert all(map(torch.equal, late, early))

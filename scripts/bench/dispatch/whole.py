@@ -140,16 +140,14 @@ class Layer:
             received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
             return transport.combine(self.experts(received), received)
         w1, w2 = self.shared
-        half = None
+        half = functools.cache(lambda: dense_fc1(batch.x_TD, w1, self.spec))
         sent = transport.send_tokens(batch.x_TD, batch.idx_TK, batch.prob_TK)
         if transport.splits_shared_experts:
-            half = dense_fc1(batch.x_TD, w1, self.spec)
+            half()
         received = transport.receive_tokens(sent)
         del sent
         sums = transport.send_sums(self.experts(received), received, alone=False)
-        if half is None:
-            half = dense_fc1(batch.x_TD, w1, self.spec)
-        addends = [dense_fc2(half, w2, self.spec)]
+        addends = [dense_fc2(half(), w2, self.spec)]
         return transport.receive_sums(sums, received, addends)
 
     def both(self, transport: Dispatcher, batch: Inputs) -> tuple[Any, ...]:
