@@ -55,19 +55,17 @@ class Launch:
         Raises:
             ValueError: on every rank, if rank 0 cannot write.
         """
-        from phalanx.parallel.fault.agreement import Failed, agree, gather
+        from phalanx.parallel.fault.agreement import Failed, failing_together, gather
 
-        devices_by_rank, problem = gather((socket.gethostname(), device)), None
+        devices_by_rank = gather((socket.gethostname(), device))
         main = os.environ.get("RANK", "0") == "0"
         try:
-            if main:
-                self._write(cfg, folder, devices_by_rank, facts)
-        except OSError as error:
-            problem = f"cannot write to {folder} (run.dir, run.name): {error}"
-        try:
-            agree(problem)
+            with failing_together(OSError):
+                if main:
+                    self._write(cfg, folder, devices_by_rank, facts)
         except Failed as failed:
-            raise ValueError(str(failed)) from None
+            text = f"cannot write to {folder} (run.dir, run.name): {failed}"
+            raise ValueError(text) from None
         if not main:
             self.console.keep(folder, "")
 

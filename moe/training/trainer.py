@@ -52,7 +52,7 @@ from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import set_activity
-from phalanx.parallel.fault.agreement import Failed, agree, gather
+from phalanx.parallel.fault.agreement import Failed, failing_together, gather
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
@@ -413,17 +413,11 @@ class Trainer:
 
     def _metrics(self) -> Metrics:
         """Reports of the run; ValueError on every rank if rank 0 cannot write them."""
-        metrics, problem = None, None
         try:
-            metrics = Metrics(self.folder, self.cfg, self.runtime.is_main, step=self.step)
-        except ValueError as error:
-            problem = str(error)
-        try:
-            agree(problem)
+            with failing_together(ValueError):
+                return Metrics(self.folder, self.cfg, self.runtime.is_main, step=self.step)
         except Failed as failed:
             raise ValueError(str(failed)) from None
-        assert metrics is not None
-        return metrics
 
     def _state(self) -> dict[str, Any]:
         return {

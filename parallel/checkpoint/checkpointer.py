@@ -62,7 +62,7 @@ from phalanx.parallel.checkpoint.verify import (
 )
 from phalanx.parallel.checkpoint.weights import read_state
 from phalanx.parallel.checkpoint.writer import Writing
-from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
+from phalanx.parallel.fault.agreement import Failed, agree, failing_together, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
 from phalanx.parallel.run_start import Start, start_over_override
 
@@ -379,36 +379,23 @@ class Checkpointer:
 
     def _described(self, path: Place, record: commit.Commit) -> tuple[Metadata, dict[str, Any]]:
         """Names and places of what it holds, and what all ranks share of it."""
-        found, error = None, None
-        try:
+        refused = report_errors(f"{path} cannot be read", NoUsableCheckpoint)
+        with refused, failing_together(commit.Invalid, OSError):
             metadata = safe_pickle.read_metadata(path, record.files)
-            found = metadata, safe_pickle.read_common(path, metadata)
-        except (commit.Invalid, OSError) as problem:
-            error = str(problem)
-        try:
-            agree(error)
-        except Failed as failed:
-            raise NoUsableCheckpoint(f"{path} cannot be read: {failed}") from None
-        assert found is not None
-        return found
+            return metadata, safe_pickle.read_common(path, metadata)
 
     def _read(
         self, path: Place, state: dict[str, Any], world: int, metadata: Metadata
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """(random states of this rank if there are any, `state` loaded)."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        states, loaded, error = None, {}, None
-        try:
+        errors = CheckpointException, CheckpointingException, commit.Invalid, OSError
+        refused = report_errors(f"{path} cannot be read", NoUsableCheckpoint)
+        states = None
+        with refused, failing_together(*errors, text=safe_pickle.reason):
             if world == ranks:
                 states = safe_pickle.read_object(path, metadata, "rng", rank, ranks)
-            loaded = read_state(path, state)
-        except (CheckpointException, CheckpointingException, commit.Invalid, OSError) as problem:
-            error = safe_pickle.reason(problem)
-        try:
-            agree(error)
-        except Failed as failed:
-            raise NoUsableCheckpoint(f"{path} cannot be read: {failed}") from None
-        return states, loaded
+            return states, read_state(path, state)
 
 
 def _per_rank(key: str, value: Any) -> ShardedObject:

@@ -20,7 +20,7 @@ from phalanx.parallel.checkpoint.saved_config import (
     none_valid,
     not_valid,
 )
-from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
+from phalanx.parallel.fault.agreement import Failed, failing_together, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
 
 log = logging.getLogger(__name__)
@@ -77,12 +77,12 @@ def set_aside_message(folder: Place, why: str) -> str:
 
 
 @contextmanager
-def report_errors(what: str) -> Iterator[None]:
+def report_errors(what: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     """Say `what` could not be done when the ranks agree that one failed."""
     try:
         yield
     except Failed as error:
-        raise CheckpointError(f"{what}: {error}") from None
+        raise kind(f"{what}: {error}") from None
 
 
 def warn(text: str) -> None:
@@ -97,13 +97,9 @@ def _verify(folder: Place) -> tuple[commit.Commit | None, list[str]]:
         record, problem = on_main(lambda: _commit_of(folder))
         if record is None:
             return None, [problem]
-        problems, error = [], None
-        try:
+        with failing_together(OSError):  # which says nothing about the checkpoint
             mine = commit.share(record.files, dist.get_rank(), dist.get_world_size())
             problems = commit.verify(folder, mine)
-        except OSError as reason:  # this says nothing about the checkpoint
-            error = str(reason)
-        agree(error)
         problems = [line for lines in gather(problems) for line in lines]
         return record, problems or on_main(lambda: _unsafe(folder, record))
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import (
 from phalanx.parallel.checkpoint.commit import Sums
 from phalanx.parallel.checkpoint.host_buffer import Staging
 from phalanx.parallel.checkpoint.upload import upload
-from phalanx.parallel.fault.agreement import agree, gather
+from phalanx.parallel.fault.agreement import agree, failing_together, gather
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron.patches import results_to
 from phalanx.parallel.object_store import Remote
@@ -86,14 +86,11 @@ class Writing:
         Raises:
             Failed: a rank could not copy them.
         """
-        request, error = AsyncRequest(None, (), [then]), None
-        try:
+        request = AsyncRequest(None, (), [then])
+        with failing_together(OSError, RuntimeError):
             if self._request.async_fn is not None:
                 held = _staged(self._buckets, staging)
                 request = AsyncRequest(_write_in_fork, (self._mailbox, held, self._to), [then])
-        except (OSError, RuntimeError) as reason:
-            error = str(reason)
-        agree(error)
         with without_output():  # of a fork with threads: the child only writes files
             queue.schedule_async_request(request)
 

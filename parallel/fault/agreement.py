@@ -5,7 +5,8 @@ Host-side and rare (start, checkpoints): everything here is a collective over th
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,27 @@ def agree(error: str | None) -> None:
         reported = {rank: e for rank, e in errors.items() if e} or errors
         rank, first = next(iter(reported.items()))
         raise Failed(first if rank == 0 else f"{first} (rank {rank})")
+
+
+@contextmanager
+def failing_together(
+    *errors: type[BaseException], text: Callable[[BaseException], str] = str
+) -> Iterator[None]:
+    """Context of work of every rank, at whose end all ranks go on or all stop.
+
+    Args:
+        errors: exceptions by which a rank fails; others are mistakes, which only that rank raises.
+        text: function that makes an exception's message.
+
+    Raises:
+        Failed: on every rank, with the message of the first rank that failed.
+    """
+    failure = None
+    try:
+        yield
+    except errors as error:
+        failure = text(error)
+    agree(failure)
 
 
 def on_main[T](fn: Callable[[], T]) -> T:

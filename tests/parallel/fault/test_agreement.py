@@ -1,4 +1,4 @@
-"""Results and errors of rank 0 reach all ranks."""
+"""Results and errors of a rank reach all ranks."""
 
 import threading
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from phalanx.parallel.fault.agreement import Failed, on_main
+from phalanx.parallel.fault.agreement import Failed, failing_together, on_main
 from tests.support.distributed import run_distributed
 
 
@@ -50,3 +50,33 @@ def _answer() -> list[Any]:
 @pytest.mark.dist
 def test_a_result_reaches_all() -> None:
     assert run_distributed(_answer, 2) == [[{"rank": 0}, None]] * 2
+
+
+def _failed_on(ranks: set[int]) -> str:
+    try:
+        with failing_together(OSError, LookupError, text=lambda error: f"no: {error}"):
+            if dist.get_rank() in ranks:
+                full()
+            return "done"
+    except Failed as failed:
+        return str(failed)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [(set(), "done"), ({0}, "no: no space"), ({1}, "no: no space (rank 1)")],
+)
+def test_all_ranks_go_on_or_fail(ranks: set[int], text: str) -> None:
+    assert run_distributed(_failed_on, 2, ranks, timeout=20) == [text] * 2
+
+
+def _mistaken() -> str:
+    with pytest.raises(LookupError, match="what went wrong"), failing_together(OSError):
+        wrong()
+    return "raised"
+
+
+@pytest.mark.dist
+def test_a_mistake_is_raised_as_it_is() -> None:
+    assert run_distributed(_mistaken, 2, timeout=20) == ["raised"] * 2
