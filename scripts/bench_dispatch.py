@@ -46,6 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.configs.tables.transports import AUTO_SMS
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.models import cases
@@ -70,9 +71,7 @@ RUNS = {
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("bench_dispatch", __doc__)
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(RUNS)}")
     add("--dispatch", metavar="LIST", help=f"default: those of {','.join(TRANSPORTS)} that can run")

@@ -32,6 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.scripts.bench import shapes
 from phalanx.scripts.bench.clocks import Gpu
 from phalanx.scripts.bench.facts import facts
@@ -56,9 +57,7 @@ RUNS = {
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("bench_kernels", __doc__)
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(RUNS)}")
     add(

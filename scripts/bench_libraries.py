@@ -15,13 +15,13 @@ whose library is missing has the error as its note; exit code 1 is for ours alon
 that are NaN or infinite.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.scripts.bench.clocks import Gpu
 from phalanx.scripts.bench.comparison import HEAD, Row
 from phalanx.scripts.bench.facts import facts
@@ -52,9 +52,7 @@ def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("bench_libraries", __doc__)
     names = list(PARTS)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")

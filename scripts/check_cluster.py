@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
@@ -45,9 +46,7 @@ _FAULTS = ("slow", "hang")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("check_cluster", __doc__)
     add = parser.add_argument
     add("--json", type=Path, metavar="PATH", help="write all results; rank 0 does")
     add(

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch, write
@@ -60,11 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="record_anchor.py",
-        description="Write docs/measured/training/NAME.yaml from the metrics of a 50-step run.",
+    p = programs.parser(
+        "record_anchor",
+        "Write docs/measured/training/NAME.yaml from the metrics of a 50-step run.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--metrics", required=True, type=Path, metavar="FILE", help="metrics.jsonl")
     p.add_argument("--name", required=True, help="of the record: own_<model>_<backend>")

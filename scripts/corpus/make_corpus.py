@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.scripts import prepare_data
 from phalanx.scripts.corpus import tiktoken_file
@@ -51,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("make_corpus", __doc__)
     add = p.add_argument
     add("output", type=Path, metavar="FOLDER", help="folder of the corpus")
     add(

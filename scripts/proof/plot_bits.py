@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
 from phalanx.moe.report.text_table import aligned
@@ -72,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("plot_bits", __doc__)
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
     add("--plot", type=Path, metavar="PNG", help="draw the curves")

@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.scripts.proof.experiments import Experiment, Plan, expected_seconds, read_plan
 
@@ -57,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("run_experiments", __doc__)
     add = p.add_argument
     add("corpus", type=Path, metavar="CORPUS", help="folder with train.bin and held_out")
     add("results", type=Path, metavar="RESULTS", help="folder of the runs")

@@ -10,7 +10,6 @@ to it; and the difference of a small model's logits to those of transformers
 of date.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, own
@@ -136,9 +136,7 @@ def pages() -> dict[Path, str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("model_cards", __doc__)
     p.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 if a page is out of date"
     )
