@@ -21,25 +21,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.availability import CUTLASS_DSL
-from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.kernels.sm90.jit import libraries
-from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import (
     PassExchanges,
-    SymmOptions,
     exchange_of,
     of_pass,
 )
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
-from phalanx.parallel.dispatcher.received import Planner, Received
+from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transfers import (
     Collect,
     Dispatch,
@@ -62,46 +58,22 @@ class Symm(Dispatcher):
     """The transport `symm`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        connections: memory shared with the ranks of the group.
-        group: the expert-parallel group, all on one node.
-        plan: planner of the received routing.
-        local: number of experts of a rank.
-        options: options of the exchange.
-        waits: True if the experts' kernels can wait for rows.
-        recipe: recipe of rows that travel in FP8.
+        context: arguments of the transport, with connections and a group on one node.
     """
 
     no_overlap = None
     bf16_only = True
 
-    def __init__(
-        self,
-        connections: Connections,
-        group: dist.ProcessGroup,
-        plan: Planner,
-        *,
-        local: int,
-        options: SymmOptions,
-        waits: bool = False,
-        recipe: Fp8Block | None = None,
-    ) -> None:
-        self._connections, self._group, self._plan = connections, group, plan
-        self._local, self._options = local, options
-        self._waits, self._recipe = waits, recipe
+    def __init__(self, context: DispatchContext) -> None:
+        c = context
+        assert c.connections is not None
+        self._connections, self._group, self._plan = c.connections, c.group, c.plan
+        self._local, self._options = c.local, c.options
+        self._waits, self._recipe = c.waits, c.recipe
 
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
-        c = context
-        assert c.connections is not None
-        return cls(
-            c.connections,
-            c.group,
-            c.plan,
-            local=c.local,
-            options=c.options,
-            waits=c.waits,
-            recipe=c.recipe,
-        )
+        return cls(context)
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:

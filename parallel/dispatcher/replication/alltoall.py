@@ -25,7 +25,7 @@ from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, plan_replicas
+from phalanx.parallel.dispatcher.replication.options import plan_replicas
 from phalanx.parallel.dispatcher.transport_class import DispatchContext
 
 
@@ -33,11 +33,13 @@ class ReplicatedAllToAll(AllToAll):
     """The transport `alltoall` with expert replication.
 
     Args:
-        context: arguments of the transport, with a planner of expert slots.
-        options: options of replication.
+        context: arguments of the transport, with a planner of expert slots and options of
+            replication.
     """
 
-    def __init__(self, context: DispatchContext, options: ReplicationOptions) -> None:
+    def __init__(self, context: DispatchContext) -> None:
+        options = context.transport.replication
+        assert options is not None
         super().__init__(context.group, context.plan, context.recipe)
         self._group = context.group
         self._local, self._experts, self._options = context.local, context.experts, options
@@ -45,8 +47,7 @@ class ReplicatedAllToAll(AllToAll):
 
     @classmethod
     def build(cls, context: DispatchContext) -> "ReplicatedAllToAll":
-        assert context.transport.replication is not None
-        return cls(context, context.transport.replication)
+        return cls(context)
 
     def send_tokens(
         self,

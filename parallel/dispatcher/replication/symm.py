@@ -9,23 +9,19 @@ own experts, G replica slots.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.replication.rows import ExpertOwner
-from phalanx.parallel.connections import Connections
-from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
-from phalanx.parallel.dispatcher.received import Planner, Received
+from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.replication import memory
 from phalanx.parallel.dispatcher.replication.control import control_of
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, plan_replicas
+from phalanx.parallel.dispatcher.replication.options import plan_replicas
 from phalanx.parallel.dispatcher.replication.pushed_replicas import Memory, PushedReplicas
 from phalanx.parallel.dispatcher.replication.transfers import (
     InOrder,
@@ -37,53 +33,19 @@ from phalanx.parallel.dispatcher.symm import Symm
 from phalanx.parallel.dispatcher.transfers import Receive, saving, sent_routing
 from phalanx.parallel.dispatcher.transport_class import DispatchContext
 
-if TYPE_CHECKING:
-    pass
-
 
 class ReplicatedSymm(Symm):
     """The transport `symm` with expert replication.
 
     Args:
-        connections: memory shared with the ranks of the group.
-        group: the expert-parallel group, all on one node.
-        plan: planner of the received routing, with ids of expert slots.
-        replication: options of replication.
-        local: L.
-        options, waits, recipe: as in `Symm`.
+        context: arguments of the transport, as for `Symm`, with a planner of expert slots and
+            options of replication.
     """
 
-    def __init__(
-        self,
-        connections: Connections,
-        group: dist.ProcessGroup,
-        plan: Planner,
-        replication: ReplicationOptions,
-        *,
-        local: int,
-        options: SymmOptions,
-        waits: bool = False,
-        recipe: Fp8Block | None = None,
-    ) -> None:
-        super().__init__(
-            connections, group, plan, local=local, options=options, waits=waits, recipe=recipe
-        )
-        self._replication = replication
-
-    @classmethod
-    def build(cls, context: DispatchContext) -> "ReplicatedSymm":
-        c, replication = context, context.transport.replication
-        assert replication is not None and c.connections is not None
-        return cls(
-            c.connections,
-            c.group,
-            c.plan,
-            replication,
-            local=c.local,
-            options=c.options,
-            waits=c.waits,
-            recipe=c.recipe,
-        )
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        assert context.transport.replication is not None
+        self._replication = context.transport.replication
 
     def receive_tokens(self, sent: Any) -> Received:
         call, pushed_ND = sent

@@ -28,6 +28,7 @@ from phalanx.parallel.dispatcher import symm
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.symm import Symm
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Transport
 from tests.parallel.dispatcher.protocol import (
     Program,
     Violation,
@@ -250,8 +251,19 @@ def test_the_model_says_what_symm_does(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     options = SymmOptions(keep=keep, comm_sms=8 * overlaps)
     group: Any = None
-    how = dict(local=E // R, options=options, waits=beside, recipe=recipe)
-    transport = Symm(Connections(), group, Planner(), **how)
+    context = DispatchContext(
+        Transport("symm", "asked for"),
+        group,
+        Planner(),
+        experts=E,
+        local=E // R,
+        local_slots=E // R,
+        backend="fused" if beside else "torch",
+        options=options,
+        recipe=recipe,
+        connections=Connections(),
+    )
+    transport = Symm(context)
     g = torch.Generator().manual_seed(0)
     w1, w2, x = (
         torch.randn(s, generator=g).to(dtype) for s in ((E // R, 2 * D, D), (E // R, D, D), (T, D))

@@ -19,6 +19,7 @@ from phalanx.parallel.dispatcher import exchange as exchanges
 from phalanx.parallel.dispatcher import symm, transfers
 from phalanx.parallel.dispatcher.base import TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Transport
 from tests.parallel.dispatcher.test_base import dispatcher_of
 from tests.support.distributed import run_distributed
 
@@ -165,7 +166,8 @@ def test_a_push_is_few_frames_from_the_layer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     planner: Any = SimpleNamespace(check=lambda *_: None)
     group: Any = None
-    transport = symm.Symm(Connections(), group, planner, local=2, options=exchanges.SymmOptions())
+    made: Any = dict(experts=4, local=2, local_slots=2, backend="torch", connections=Connections())
+    transport = symm.Symm(DispatchContext(Transport("symm", "asked for"), group, planner, **made))
     idx = torch.zeros(T, K, dtype=torch.int32)
     transport.send_tokens(torch.zeros(T, D).bfloat16(), idx, torch.ones(T, K))
     assert calls == [
