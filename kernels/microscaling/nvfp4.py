@@ -202,11 +202,6 @@ def packed(code: Tensor) -> Tensor:
     return code[..., ::2] | code[..., 1::2] << 4
 
 
-def unpacked(data: Tensor) -> Tensor:
-    """The inverse of `packed`."""
-    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
-
-
 def expert_amax(x_SC: Tensor, expert_S: Tensor, experts: int) -> Tensor:
     """fp32 [L]: the largest magnitude of each expert's rows, with NaN as the largest of all.
 

@@ -72,21 +72,6 @@ def build_datasets(
     return built[0], built[1] if valid_samples else None
 
 
-def find_sources(
-    cfg: Config, vocab_size: int, train_samples: int, valid_samples: int
-) -> tuple[Sequence[Source], Sequence[Source]]:
-    """Sources of training and validation, without ranks and without an index.
-
-    For checks before a launch; equal to `sources` of the datasets of `build_datasets`.
-    """
-    if cfg.data.source == "synthetic":
-        return (), ()
-    training, validation = datasets.plan(
-        cfg.data, vocab_size, (train_samples, valid_samples)
-    ).sources
-    return training, validation
-
-
 class Synthetic:
     """Uniform random tokens, a function of data.seed, part (0 training, 1 validation) and index."""
 

@@ -8,8 +8,9 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.data.datasets import plan
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.loader import build_datasets, find_sources
+from phalanx.moe.data.loader import build_datasets
 from phalanx.moe.data.token_files import Sidecar
 from phalanx.moe.training.preflight import preflight
 from tests.support.runs import write_corpus
@@ -49,7 +50,7 @@ def test_rows_of_a_validation_are_of_its_own_data(tmp_path: Path) -> None:
     assert found.count(1) == 30 and found.count(2) == 10
     assert found == [valid.source(i) + 1 for i in range(40)]
     assert [(s.name, s.bytes_per_token) for s in valid.sources] == [("b", 2), ("c", 3)]
-    assert find_sources(cfg, 6000, 100, 40) == (training.sources, valid.sources)
+    assert plan(cfg.data, 6000, (100, 40)).sources == [training.sources, valid.sources]
     alone, nothing = build_datasets(config(tmp_path, [a], []), 6000, 100, 0)
     assert nothing is None
     assert all(np.array_equal(training[i], alone[i]) for i in range(100))

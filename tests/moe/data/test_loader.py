@@ -22,8 +22,9 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from phalanx.configs.schema import Config, DataConfig
+from phalanx.moe.data.datasets import plan
 from phalanx.moe.data.host_cache import DataError, built_once
-from phalanx.moe.data.loader import Loader, Samples, build_datasets, find_sources
+from phalanx.moe.data.loader import Loader, Samples, build_datasets
 from phalanx.moe.data.sources import table
 from phalanx.moe.data.token_files import Sidecar, embedded, open_corpus, smallest_dtype, write_index
 from phalanx.moe.report.names import short_names
@@ -173,7 +174,7 @@ def test_sources_say_what_is_read_of_them(tmp_path: Path) -> None:
     settings = {"source": "indexed", "sequence_length": 10, "split": "90,10"}
     blend = ["3", paths[0], "1", paths[1]]
     cfg = Config(data=DataConfig(blend=blend, cache=str(tmp_path / "cache"), **settings))
-    training, validation = find_sources(cfg, VOCAB, 1200, 40)
+    training, validation = plan(cfg.data, VOCAB, (1200, 40)).sources
     assert not (tmp_path / "cache" / "index").exists()
     assert [s.name for s in training] == ["x/text", f"{tmp_path.name}/text"]
     read = [(s.weight, s.documents, s.tokens, round(s.epochs, 3)) for s in training]
@@ -197,7 +198,7 @@ def test_what_is_not_read_is_not_in_the_table(tmp_path: Path) -> None:
     assert [(s.name, s.weight, s.epochs) for s in train.sources] == [("a", 1.0, 2.5)]
     assert train.source(249) == 0
     data = DataConfig(source="synthetic", cache=str(tmp_path))
-    assert find_sources(Config(data=data), 97, 10, 8) == ((), ())
+    assert [part.sources for part in build_datasets(Config(data=data), 97, 10, 8)] == [(), ()]
     assert table((), ()) == ""
 
 
