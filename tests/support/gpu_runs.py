@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from phalanx.configs.load import load
+from phalanx.configs.validate import validate
 from phalanx.moe.report.loggers import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +97,12 @@ def run_all(
             lambda i: _run_part(parts[i], folder / f"group{i}", deadline, gpus), range(len(parts))
         )
         return {name: outcome for part in done for name, outcome in part.items()}
+
+
+def check_valid(cases: Iterable[Case]) -> None:
+    """Check the configuration of runs, on any machine."""
+    for case in cases:
+        validate(load(case.overrides), case.ranks)
 
 
 def steps_of(outcome: Outcome, count: int) -> list[dict[str, Any]]:

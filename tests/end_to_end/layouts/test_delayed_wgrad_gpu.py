@@ -8,9 +8,7 @@ from itertools import product
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from phalanx.configs.load import load
-from phalanx.configs.validate import validate
-from tests.support.gpu_runs import RANKS, Case, Outcome, names, steps_of
+from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, names, steps_of
 
 STAGES = ["parallel.pipeline=2"]
 INTERLEAVED = [*STAGES, "parallel.virtual_pipeline=2"]
@@ -84,5 +82,4 @@ def test_bits_are_the_same(name: str, outcomes: dict[str, Outcome]) -> None:
 
 
 def test_every_run_is_a_valid_configuration() -> None:
-    for case in CASES.values():
-        validate(load(case.overrides), case.ranks)
+    check_valid(CASES.values())

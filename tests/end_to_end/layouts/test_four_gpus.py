@@ -10,10 +10,8 @@ from itertools import product
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from phalanx.configs.load import load
-from phalanx.configs.validate import validate
 from tests.end_to_end.layouts.test_two_gpus import STEPS, TRAINING, check_close
-from tests.support.gpu_runs import Case, Outcome, losses_of, names
+from tests.support.gpu_runs import Case, Outcome, check_valid, losses_of, names
 
 GPUS = 4
 MODELS = ["tiny", "tiny_deepseek"]
@@ -65,6 +63,4 @@ def test_a_graph_repeats_the_bits_of_eager_steps(name: str, outcomes: dict[str, 
 
 
 def test_every_run_is_a_valid_configuration() -> None:
-    for name, case in CASES.items():
-        if "bf16" in name:
-            validate(load(case.overrides), case.ranks)
+    check_valid(case for name, case in CASES.items() if "bf16" in name)

@@ -12,10 +12,8 @@ from itertools import product
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from phalanx.configs.load import load
-from phalanx.configs.validate import validate
 from tests.end_to_end.layouts.test_overlapped_gpu import STEPS, overrides
-from tests.support.gpu_runs import Case, Outcome, losses_of, names
+from tests.support.gpu_runs import Case, Outcome, check_valid, losses_of, names
 
 GPUS = 4
 STAGES = ["parallel.expert=2", "parallel.pipeline=2"]
@@ -47,5 +45,4 @@ def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome]) -> No
 
 
 def test_every_run_is_a_valid_configuration() -> None:
-    for case in CASES.values():
-        validate(load(case.overrides), case.ranks)
+    check_valid(CASES.values())

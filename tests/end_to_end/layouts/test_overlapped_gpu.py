@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from phalanx.configs.load import load
-from phalanx.configs.validate import validate
-from tests.support.gpu_runs import RANKS, Case, Outcome, losses_of, names
+from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
 
 STEPS = 30
 TRAINING = [
@@ -83,5 +81,4 @@ def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome]) -> No
 
 
 def test_every_run_is_a_valid_configuration() -> None:
-    for case in CASES.values():
-        validate(load(case.overrides), case.ranks)
+    check_valid(CASES.values())

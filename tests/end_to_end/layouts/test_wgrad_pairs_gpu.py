@@ -11,8 +11,6 @@ from itertools import product
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from phalanx.configs.load import load
-from phalanx.configs.validate import validate
 from tests.end_to_end.layouts.test_delayed_wgrad_gpu import (
     INTERLEAVED,
     KNOBS,
@@ -21,7 +19,7 @@ from tests.end_to_end.layouts.test_delayed_wgrad_gpu import (
     TRAINING,
     UNEVEN,
 )
-from tests.support.gpu_runs import RANKS, Case, Outcome, names, steps_of
+from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, names, steps_of
 
 LAYOUTS = {
     "stages": STAGES,
@@ -75,5 +73,4 @@ def test_pairs_train_as_single_micro_batches(name: str, outcomes: dict[str, Outc
 
 
 def test_every_run_is_a_valid_configuration() -> None:
-    for case in CASES.values():
-        validate(load(case.overrides), case.ranks)
+    check_valid(CASES.values())
