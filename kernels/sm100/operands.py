@@ -52,7 +52,7 @@ class Format(Protocol):
         ...
 
 
-class MXFP8:
+class MXFP8(Format):
     """e4m3 in blocks of 32."""
 
     block = mxfp8.BLOCK
@@ -77,7 +77,7 @@ class MXFP8:
         return mxfp8.dequantize(mxfp8.MXFP8(rows.data, codes))
 
 
-class NVFP4:
+class NVFP4(Format):
     """e2m1 in blocks of 16, or of 16 x 16 of weights; columns are rotated."""
 
     block = nvfp4.BLOCK

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ROWS, _BLOCKS = 128, 4
-_ATOM = _ROWS * _BLOCKS
 
 
 def pack(scale: Tensor) -> Tensor:

@@ -257,12 +257,6 @@ def _refilled(cfg: Config, act: Activations) -> Counter[LayerKind]:
     return restored
 
 
-_RECOMPUTE_PASSES = 6.0
-"""Reads and writes of a recomputed tensor: its inputs, itself, and a copy to its old storage."""
-_PASSES = 6.0
-"""Reads and writes of a saved tensor by elementwise work, forward and backward."""
-
-
 class _Rates(NamedTuple):
     """TFLOP/s of a layer, forward and backward."""
 
