@@ -2,7 +2,7 @@
 """Curves of held-out bits per byte against tokens, FLOPs and seconds, of several runs.
 
     python scripts/proof/plot_bits.py results/dense_adamw_1 results/moe_adamw_1 [--plot PNG]
-        [--json OUT]
+        [--below BITS] [--json OUT]
 
 A run is its folder or its metrics.jsonl. The first table has the end of each run: tokens, FLOPs,
 seconds, bits per byte in total and by domain. The second one has what each run needed for the last
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             content = {name: [asdict(point) for point in run] for name, run in runs.items()}
             args.json.write_text(json.dumps(content, indent=1) + "\n")
         if args.plot is not None:
-            plot(runs, args.plot, common_title([start_facts(path) for path in paths]))
+            title = common_title([start_facts(path) for path in paths])
+            plot(runs, args.plot, title, args.below)
     except (ValueError, OSError) as error:
         print(f"plot_bits: {error}", file=sys.stderr)
         return 2
@@ -77,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
     add("--plot", type=Path, metavar="PNG", help="draw the curves")
+    add("--below", type=float, metavar="BITS", help="draw what is below BITS per byte alone")
     add("--json", type=Path, metavar="OUT", help="write the points of the curves")
     return p
 
@@ -155,8 +157,8 @@ def reached_table(runs: dict[str, list[Point]]) -> str:
     return aligned(rows)
 
 
-def plot(runs: dict[str, list[Point]], path: Path, title: str) -> None:
-    """Draw bits per byte against tokens, FLOPs and seconds.
+def plot(runs: dict[str, list[Point]], path: Path, title: str, below: float | None = None) -> None:
+    """Draw bits per byte against tokens, FLOPs and seconds, up to `below`.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -170,6 +172,8 @@ def plot(runs: dict[str, list[Point]], path: Path, title: str) -> None:
         panel.set(xlabel=name, xlim=(0, None))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("held-out bits per byte")
+    if below is not None:
+        axes[0].set_ylim(top=below)
     axes[0].legend(fontsize="small")
     figure.suptitle(title)
     figure.savefig(path, dpi=120, bbox_inches="tight")
