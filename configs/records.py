@@ -131,8 +131,9 @@ class OwnRecord(Record):
     """Largest allocation of rank 0."""
 
 
+@functools.cache
 def published(path: Path = PUBLISHED) -> list[Published]:
-    """Records that others published, in the order of the file.
+    """Records that others published, in the order of the file, which is read once.
 
     Raises:
         ValueError: a record does not fit the schema.
@@ -141,8 +142,9 @@ def published(path: Path = PUBLISHED) -> list[Published]:
     return [_typed(Published, row, f"{path.name}, record {i}") for i, row in enumerate(rows, 1)]
 
 
+@functools.cache
 def own(folder: Path = MEASURED) -> dict[str, OwnRecord]:
-    """Our own records by file name, without .yaml.
+    """Our own records by file name, without .yaml; a folder is read once.
 
     Raises:
         ValueError: a file does not fit the schema.
