@@ -131,9 +131,8 @@ class OwnRecord(Record):
     """Largest allocation of rank 0."""
 
 
-@functools.cache
 def published(path: Path = PUBLISHED) -> list[Published]:
-    """Records that others published, in the order of the file, which is read once.
+    """Records that others published, in the order of the file.
 
     Raises:
         ValueError: a record does not fit the schema.
@@ -142,16 +141,20 @@ def published(path: Path = PUBLISHED) -> list[Published]:
     return [_typed(Published, row, f"{path.name}, record {i}") for i, row in enumerate(rows, 1)]
 
 
-@functools.cache
 def own(folder: Path = MEASURED) -> dict[str, OwnRecord]:
-    """Our own records by file name, without .yaml; a folder is read once.
+    """Our own records by file name, without .yaml.
 
     Raises:
         ValueError: a file does not fit the schema.
     """
     files = sorted(folder.glob("own_*.yaml"))
-    rows = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
-    return {path.stem: _typed(OwnRecord, row, path.name) for path, row in rows.items()}
+    return {path.stem: _own(path.read_text(encoding="utf-8"), path.name) for path in files}
+
+
+@functools.cache
+def _own(text: str, name: str) -> OwnRecord:
+    """Record of a file's text, which pages of dry runs and tests ask for again and again."""
+    return _typed(OwnRecord, yaml.safe_load(text), name)
 
 
 def configured(record: Record) -> tuple[Config, int]:

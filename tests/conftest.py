@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Where nothing is compiled yet, one process imports all test files before the others do.
+    """If nothing is compiled yet, one process imports all test files before the others do.
 
     Side by side each would compile all modules, in twice the time of their imports.
     """

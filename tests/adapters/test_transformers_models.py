@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import phalanx.adapters.transformers  # noqa: F401  (registers)
 from tests.adapters.hf_models import MODELS, close, model, tokens
 from tests.kernels.compiling import compiling
+from tests.support.scheduling import mostly_slow
 
 
 def gradients(made: Any) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ def process_group(tmp_path: Path) -> Any:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@mostly_slow("name", ["qwen3_moe", "gpt_oss"], "qwen3_moe")
 def test_compiles_as_one_graph(name: str) -> None:
     made = model(name, "phalanx", layers=1)
     with compiling():

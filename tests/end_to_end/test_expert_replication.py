@@ -61,7 +61,7 @@ def check(got: Trained, want: Trained) -> None:
         assert (got.after[name] - value).norm() <= 0.1 * change + 1e-3 * value.norm(), name
 
 
-@mostly_slow("name", CHANGES, "rows in FP8", "computed again")
+@mostly_slow("name", CHANGES, "computed again")
 def test_two_ranks(name: str, uneven: str) -> None:
     got, want = (
         of(2, *CHANGES[name], uneven, "parallel.expert_replication=2"),

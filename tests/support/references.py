@@ -55,12 +55,22 @@ _DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
 _BARE = re.compile(r"`([A-Za-z]\w*_\w*|[A-Z][a-z]+[A-Z]\w*)(?:\(\))?`")
 
 
+def blocks(tree: ast.Module) -> Iterator[ast.AST]:
+    """The module, statements, and their parts that have statements; a tenth of all nodes."""
+    todo: list[ast.AST] = [tree]
+    for node in todo:
+        yield node
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.stmt | ast.excepthandler | ast.match_case):
+                todo.append(part)
+
+
 @functools.cache
 def docs(tree: ast.Module) -> tuple[tuple[int, str], ...]:
     """Line and text of every docstring and attribute doc."""
     return tuple(
         (statement.value.lineno, statement.value.value.strip())
-        for node in ast.walk(tree)
+        for node in blocks(tree)
         for statement in (node.body if isinstance(getattr(node, "body", None), list) else ())
         if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
@@ -208,7 +218,7 @@ def classes() -> dict[str, list[ast.ClassDef]]:
     for path in SOURCES:
         if path.is_relative_to(ROOT / "tests"):
             continue
-        for node in ast.walk(parsed(path)):
+        for node in blocks(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found

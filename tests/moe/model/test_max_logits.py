@@ -175,7 +175,8 @@ def _more(name: str) -> dict[str, Any]:
     [
         ("gpt_oss", 2, CP2 | EP2 | {"kernels.attention": "reference"}),
         ("one group", 2, PP2 | {"parallel.virtual_pipeline": 2}),
-        ("deepseek", 4, CP2 | TP2 | EP2),
+        ("deepseek", 2, TP2 | EP2),
+        *slow(("deepseek", 4, CP2 | TP2 | EP2)),
         *slow(("gpt_oss", 2, EP1), ("gpt_oss", 2, CP2 | EP1), ("one group", 2, TP2 | EP1)),
         *slow(("deepseek", 2, EP2), ("deepseek", 2, TP2 | EP1), ("deepseek", 2, PP2)),
         *slow(("gpt_oss", 2, EP2 | {"kernels.backend": "megatron"})),

@@ -90,9 +90,8 @@ def _clipped(cfg: Config) -> tuple[float, list[Tensor]]:
         ([*TINY, "model.attention.output_gate=true"], 2, TP2 | EP1 | MUON),
         (GPT_OSS, 2, TP2 | EP1),
         (TINY, 2, TP2 | EP1 | {"model.attention.kv_heads": 1}),
-        (DEEPSEEK, 2, TP2 | EP2 | MUON),
-        (GPT_OSS, 2, CP2 | EP1),
         (GPT_OSS, 2, EP2 | {"parallel.distributed_optimizer": False}),
+        *slow((DEEPSEEK, 2, TP2 | EP2 | MUON), (GPT_OSS, 2, CP2 | EP1)),
     ],
 )
 def test_heads_end_at_the_limit(overrides: list[str], world: int, changes: dict[str, Any]) -> None:

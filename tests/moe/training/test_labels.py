@@ -56,7 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MOST = {"data": 8, "data_4": 4, "expert": 8, "interleaved": 4, "context_data": 8}
 MOST |= {"interleaved_data": 4}
 """Sequences of a micro-batch, of the 16 of the global batch, where not all are of one."""
-CASES = [(layout, 4) for layout in ("one", "data_4", "context", "interleaved")]
+CASES = [(layout, 4) for layout in ("one", "data", "context", "interleaved")]
 
 
 @pytest.fixture(scope="module")

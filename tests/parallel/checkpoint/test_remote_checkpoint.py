@@ -93,7 +93,7 @@ def _goes_on(root: str, at: str, folder: Path, async_save: bool) -> list[str]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("ranks", "root", "async_save"),
-    [(1, S3, True), *slow((2, S3, True), (1, MEMORY, False), (2, S3, False))],
+    [(1, MEMORY, False), *slow((1, S3, True), (2, S3, True), (2, S3, False))],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, root: str, async_save: bool) -> None:
     """The oldest checkpoint goes, and nothing stays of what was written before the uploads."""

@@ -177,9 +177,9 @@ def joined(ranks: list[Given]) -> Given:
 @pytest.mark.parametrize(
     ("recipe", "ranks", "size"),
     [
-        (DEFAULTS, 8, 4),
+        (DEFAULTS, 4, 2),
         (OTHERS, 4, 2),
-        *slow((OTHERS, 8, 2), (DEFAULTS, 4, 2)),
+        *slow((OTHERS, 8, 2), (DEFAULTS, 8, 4)),
         pytest.param(DEFAULTS, 8, 2, marks=pytest.mark.slow),
         pytest.param(OTHERS, 8, 4, marks=pytest.mark.slow),
     ],

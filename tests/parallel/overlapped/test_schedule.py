@@ -56,7 +56,7 @@ STAGES: dict[str, tuple[int, list[str]]] = {
         [
             *["model=tiny", "model.layers=4", "model.tie_embeddings=true"],
             *["parallel.expert=1", "parallel.dispatch=local"],
-            *["parallel.pipeline=4", "data.global_batch=5"],
+            *["parallel.pipeline=4", "data.global_batch=5", "run.recompute=full"],
         ],
     ),
     "chunks": (4, ["model=tiny_deepseek", "model.layers=4", "parallel.pipeline=2", CHUNKS]),
@@ -79,7 +79,7 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.dist
-@mostly_slow("case", CASES, *(case for case in CASES if case != "deepseek"))
+@mostly_slow("case", CASES, "losses", "recomputed", "muon")
 def test_results_are_those_of_passes_in_turn(case: str) -> None:
     same_results(2, CASES[case])
 

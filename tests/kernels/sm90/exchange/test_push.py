@@ -76,12 +76,14 @@ SHAPES = [
     (3, 7, 520, 4, 2, 1, True),
     (3, 1, 8, 1, 1, 1, False),  # as of an exchange for side data alone
 ]
+DEFAULT = [(0, 1), (2, 1), (3, 2), (5, 2)]
+"""Numbers of shapes and of blocks: of each direction, several waves, of more than one chunk."""
 
 
 @pytest.mark.parametrize(
     ("R", "T", "D", "K", "local", "waves", "back", "ctas"),
     [
-        pytest.param(*shape, ctas, marks=() if (number + ctas) % 2 else pytest.mark.slow)
+        pytest.param(*shape, ctas, marks=() if (number, ctas) in DEFAULT else pytest.mark.slow)
         for number, shape in enumerate(SHAPES)
         for ctas in (1, 2)
     ],

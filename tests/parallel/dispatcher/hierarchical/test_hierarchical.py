@@ -80,8 +80,7 @@ def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
     ("dtype", "ranks", "size"),
     [
         (torch.float32, 4, 2),
-        (torch.bfloat16, 8, 2),
-        *slow((torch.bfloat16, 4, 2), (torch.bfloat16, 8, 4)),
+        *slow((torch.bfloat16, 4, 2), (torch.bfloat16, 8, 2), (torch.bfloat16, 8, 4)),
         pytest.param(torch.float32, 8, 2, marks=pytest.mark.slow),
         pytest.param(torch.float32, 8, 4, marks=pytest.mark.slow),
     ],

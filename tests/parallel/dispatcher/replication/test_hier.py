@@ -117,7 +117,7 @@ def on_any_node(made: Made) -> Made:
     return made._replace(replicas=int(replicas))
 
 
-@mostly_slow("kind", KINDS, "even", "one rank of each node")
+@mostly_slow("kind", KINDS, "one rank of each node")
 def test_the_bits_of_the_layer_without_replication(kind: str) -> None:
     made = run_distributed(ways, RANKS, kind, "reference", 2, {}, SIZE)
     same(made, replicas=KINDS[kind], near=1e-5 if KINDS[kind] else 0.0)
@@ -136,7 +136,7 @@ def test_torch_experts() -> None:
 @mostly_slow(
     "name",
     CHANGES,
-    *("biases, a shared expert, h again", "rows in FP8, two micro-batches"),
+    "rows in FP8, two micro-batches",
 )
 def test_variants(name: str) -> None:
     options = dict(CHANGES[name])
