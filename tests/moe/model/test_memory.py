@@ -17,7 +17,7 @@ from tests.moe.model.test_features import (
     tokens,
 )
 from tests.support.distributed import run_distributed
-from tests.support.scheduling import mostly_slow
+from tests.support.scheduling import mostly_slow, slow
 
 SIZES = ["model.hidden=32", "model.dense_ffn=48", "model.moe.ffn=24"]
 DEEPSEEK = [*TINY_DEEPSEEK, "model.mtp_layers=1"]
@@ -106,8 +106,8 @@ def test_no_bit_changes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("mla_dense_shared_mtp", {"tensor": 2, "expert": 2}),
-        pytest.param("gqa_norms", {"tensor": 2}, marks=pytest.mark.slow),
+        ("mla", {"tensor": 2, "expert": 2}),
+        *slow(("mla_dense_shared_mtp", {"tensor": 2, "expert": 2}), ("gqa_norms", {"tensor": 2})),
         ("mla", {"context": 2}),
         ("gqa", {"expert": 2}),
     ],

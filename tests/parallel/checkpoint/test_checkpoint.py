@@ -52,7 +52,7 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
         (1, False, {}),
         (1, True, {"bf16": False}),
         (2, True, {"kind": "muon", "moments": "bf16", "ema": 0.9}),
-        (2, False, {"distributed_optimizer": False, "overlap": False}),
+        *slow((2, False, {"distributed_optimizer": False, "overlap": False})),
         (2, False, {"pipeline": 2, "virtual_pipeline": 2, "layers": 4}),
         *slow((2, True, {"expert": 2, "moments": "bf16"}), (2, False, {"expert": 2, "ema": 0.9})),
     ],

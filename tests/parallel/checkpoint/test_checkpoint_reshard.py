@@ -43,7 +43,14 @@ def _through(folders: list[Path], steps: int, layouts: list[dict[str, Any]]) -> 
     [
         [(4, {"expert": 4}), (1, {}), (2, {"expert": 2})],
         pytest.param([(4, {"expert": 2}), (4, {"expert": 4}), (4, {})], marks=pytest.mark.slow),
-        [(2, {"tensor": 2, "experts": 0}), (1, {"experts": 0}), (2, {"tensor": 2, "experts": 0})],
+        pytest.param(  # test_linear_attention has another
+            [
+                (2, {"tensor": 2, "experts": 0}),
+                (1, {"experts": 0}),
+                (2, {"tensor": 2, "experts": 0}),
+            ],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [(2, {"pipeline": 2}), (1, {}), (2, {"pipeline": 2}), (2, {"expert": 2})],
             marks=pytest.mark.slow,

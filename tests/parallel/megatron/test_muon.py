@@ -242,7 +242,7 @@ def alone() -> dict[str, Trained]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gpt_oss", EP2 | {"kernels.backend": "megatron"}),
+        *slow(("gpt_oss", EP2 | {"kernels.backend": "megatron"})),
         *slow(("deepseek", EP1), ("gpt_oss", TP2 | EP1)),
         ("deepseek", TP2 | EP2),
         ("deepseek", {"parallel.pipeline": 2}),
