@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.moe.model.test_main_grad import SMALL
+from tests.support.scheduling import mostly_slow
 from tests.support.training import trained
 
 
@@ -44,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES)
+@mostly_slow("case", CASES, *(case for case in CASES if case != "one rank"))
 def test_trains_alike(case: str) -> None:
     world, changes = CASES[case]
     changes = {**changes, "precision.recipe": "fp32", "data.micro_batch": 2}

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.configs.load import load
 from tests.support.distributed import run_distributed
+from tests.support.scheduling import mostly_slow
 from tests.support.tiny_runs import TINY
 
 pytestmark = pytest.mark.dist
@@ -64,7 +65,7 @@ def test_gradients_are_as_expected(sequences: int, layout: list[str], tmp_path: 
             assert [expected] == pytest.approx(actual, rel=5e-7)
 
 
-@pytest.mark.parametrize("layout", ["one", "context", "data"])
+@mostly_slow("layout", ["one", "context", "data"], "context", "data")
 def test_gradients_of_tokens_that_count_are_as_expected(layout: str, tmp_path: Any) -> None:
     """They are the same for every label of the global batch, on any rank."""
     world, context = {"one": (1, 1), "context": (2, 2), "data": (2, 1)}[layout]

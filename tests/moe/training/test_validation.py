@@ -71,7 +71,7 @@ def test_a_source_has_the_loss_that_it_has_alone(
     assert alone["valid_loss"] == pytest.approx(mean, rel=LOSS)
 
 
-@mostly_slow("layout", LAYOUTS, "tensor", "context")
+@mostly_slow("layout", LAYOUTS, "tensor")
 def test_layouts_agree(
     layout: str, alone: dict[str, float], sources: list[str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.parallel.checkpoint.checkpoints import assert_equal, stored
 from tests.support.runs import SMALL, records, run
+from tests.support.scheduling import mostly_slow
 
 MODELS = {
     "tiny": ["model=tiny", "model.attention.head_dim=8"],
@@ -36,7 +37,7 @@ def saved_before_step_3(rank: int) -> Iterator[None]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("model", MODELS)
+@mostly_slow("model", MODELS, "tiny_gpt_oss")
 def test_any_kernels_go_on_from_the_weights_of_any_other(tmp_path: Path, model: str) -> None:
     """Each saves what it loaded, and finds the next loss that the first one found."""
     before, first, losses = "never", None, []
