@@ -45,6 +45,7 @@ def validated(rows: list[dict[str, Any]]) -> list[float]:
     return [row["valid_loss"] for row in rows if "valid_loss" in row]
 
 
+@pytest.mark.slow  # by default the parts: test_remote_checkpoint, and the runs below
 @pytest.mark.dist
 def test_a_run_goes_on_as_one_with_folders_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -81,6 +81,7 @@ def interpreted() -> None:
         check_weights(problems.spread(shape[0] * shape[1], shape[2]).view(shape), parts, parts_in)
 
 
+@pytest.mark.slow
 def test_kernels_interpreted() -> None:
     pytest.importorskip("triton")
     interpret(__name__)

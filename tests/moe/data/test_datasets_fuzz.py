@@ -113,7 +113,7 @@ def test_pairs_that_fit_are_taken(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
-    cases = 1500
+    cases = 600
     assert 0.7 * cases < fuzz(range(cases), tmp_path) < cases
 
 
