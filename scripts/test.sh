@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and tests on the CPU, in about twelve minutes on two idle cores. --all also runs what is
+# Lint, types and tests on the CPU, in under ten minutes on two idle cores. --all also runs what is
 # marked slow; --fast runs lint and unit tests only, in about two minutes. Other arguments go to
 # pytest: files, -k, -x; -n 0 runs all tests in one process.
 set -euo pipefail
