@@ -140,7 +140,7 @@ def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
     def experiment(
         name: str, model: str, steps: int, more: list[str | list[str]], rate: str = ""
     ) -> Experiment:
-        overrides = [*sweep["models"][model]["overrides"], *common, *_flat(more)]
+        overrides = [*_flat(sweep["models"][model]["overrides"]), *common, *_flat(more)]
         if tiny:
             mixture = small.get("mixture", ()) if _MIXTURE in overrides else ()
             overrides += [*small["overrides"], *mixture]

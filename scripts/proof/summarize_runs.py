@@ -11,6 +11,7 @@ plot_bits.py.
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def summary(folder: Path) -> dict[str, Any]:
             "busiest_over_mean": round(statistics.mean(r["load_max"] for r in steps[-_LOAD:]), 2),
             "last_step_with_idle_expert": max(idle, default=0),
         }
-    domains = sorted(points(path)[-1].domains)
+    validations = points(path)
+    domains = sorted(validations[-1].domains)
     found["columns_of_evaluations"] = ["tokens", "seconds", "all", *domains]
     found["evaluations"] = [
         [
@@ -107,7 +109,7 @@ def summary(folder: Path) -> dict[str, Any]:
             round(point.bits, 4),
             *(round(point.domains[domain], 4) for domain in domains),
         ]
-        for point in points(path)
+        for point in validations
     ]
     return found
 
@@ -120,7 +122,7 @@ def _overrides(path: Path) -> str:
     """Overrides in the first line of a run's config.yaml, without those of folders and data."""
     with path.open(encoding="utf-8") as file:
         command = file.readline()
-    given = command.partition("train.py ")[2].replace("'", "").split()
+    given = shlex.split(command.partition("train.py ")[2])
     return " ".join(each for each in given if not each.startswith(_ELSEWHERE))
 
 
