@@ -16,10 +16,11 @@ With documents there is one sequence, B = 1; `documents.before` of its keys prec
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -31,17 +32,17 @@ BLOCK = 128
 
 
 def attention(
-    q_BHSd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTv: torch.Tensor,
+    q_BHSd: Tensor,
+    k_BGTd: Tensor,
+    v_BGTv: Tensor,
     *,
     scale: float,
     window: int = 0,
-    sinks_H: torch.Tensor | None = None,
+    sinks_H: Tensor | None = None,
     documents: Documents | None = None,
     top: MaxLogit | None = None,
     backend: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention with grouped queries, an optional sliding window and optional sinks.
 
     Args:
@@ -78,7 +79,8 @@ def attention(
             )
     # A window that covers every key is no window: one mask fewer to build, compile or reject.
     window = 0 if window >= keys else window
-    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents, top)
+    call = _Call(scale, window, sinks_H, documents, top)
+    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, call)
 
 
 def visible_ST(
@@ -87,7 +89,7 @@ def visible_ST(
     window: int,
     device: torch.device | str,
     documents: Documents | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Boolean [S, T]: the keys (columns) that each query (row) sees."""
     p_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
     j_1T = torch.arange(keys, device=device)[None]
@@ -97,49 +99,47 @@ def visible_ST(
     return visible_keys & (j_1T > p_S1 - window) if window else visible_keys
 
 
-def _reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks_H: torch.Tensor | None,
-    documents: Documents | None,
-) -> torch.Tensor:
+class _Call(NamedTuple):
+    """The arguments of `attention` beside queries, keys and values, for a backend."""
+
+    scale: float
+    window: int
+    sinks_H: Tensor | None
+    documents: Documents | None
+    top: MaxLogit | None
+
+    def visible_ST(self, q: Tensor, k: Tensor) -> Tensor:
+        """`visible_ST` for these queries and keys."""
+        return visible_ST(q.size(2), k.size(2), self.window, q.device, self.documents)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
     (_, H, S, _), (_, G, T, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     # The H / G query heads of a group are more rows against the same keys: no key is copied.
     q_Bgrd = q.to(dtype).unflatten(1, (G, H // G)).flatten(2, 3)
-    logits_BHST = (q_Bgrd @ k.to(dtype).transpose(-1, -2)).reshape(-1, H, S, T) * scale
-    visible = visible_ST(S, T, window, q.device, documents)
-    logits_BHST = logits_BHST.masked_fill(~visible, float("-inf"))
-    if sinks_H is not None:
-        column_BHS1 = sinks_H.to(dtype)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
+    logits_BHST = (q_Bgrd @ k.to(dtype).transpose(-1, -2)).reshape(-1, H, S, T) * call.scale
+    logits_BHST = logits_BHST.masked_fill(~call.visible_ST(q, k), float("-inf"))
+    if call.sinks_H is not None:
+        column_BHS1 = call.sinks_H.to(dtype)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
         logits_BHST = torch.cat([logits_BHST, column_BHS1], -1)
     weights_BHST = logits_BHST.softmax(-1)[..., :T]
     o_Bgrv = weights_BHST.reshape(-1, G, H // G * S, T) @ v.to(dtype)
     return o_Bgrv.reshape(-1, H, S, v.size(-1)).to(q.dtype)
 
 
-def _sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks_H: torch.Tensor | None,
-    documents: Documents | None,
-) -> torch.Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    scale, window, sinks_H, documents, _ = call
     S, T, grouped = q.size(2), k.size(2), q.size(1) != k.size(1)
     if q.device.type != "cuda":
         if sinks_H is not None:
-            visible_keys = F.pad(visible_ST(S, T, window, q.device, documents), (0, 1), value=True)
+            visible_keys = F.pad(call.visible_ST(q, k), (0, 1), value=True)
             q, k, v = _with_sink_key(q, k, v, sinks_H, scale)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=visible_keys, scale=scale, enable_gqa=grouped
             )[..., :-2]
         whole = S == T and not window and documents is None
-        mask = None if whole else visible_ST(S, T, window, q.device, documents)
+        mask = None if whole else call.visible_ST(q, k)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
@@ -163,8 +163,8 @@ def _sdpa(
 
 
 def _with_sink_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks_H: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values with an additional key: its logit is a head's sink, its value is 0.
 
     The heads of a group share keys: the sink is two channels of the queries, in which that key has
@@ -182,35 +182,27 @@ def _with_sink_key(
     return queries, keys, F.pad(v, (0, 2, 0, 1))
 
 
-def _flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks_H: torch.Tensor | None,
-    documents: Documents | None,
-) -> torch.Tensor:
-    if documents is None:
-        mask = block_mask(q.size(2), k.size(2), window, q.device)
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    if call.documents is None:
+        mask = block_mask(q.size(2), k.size(2), call.window, q.device)
     else:
-        mask = document_block_mask(documents, window)
+        mask = document_block_mask(call.documents, call.window)
     if q.device.type != "cuda":  # inference only: torch has no backward pass on a CPU
-        return _flex_with_sinks(q, k, v, sinks_H, mask, scale)
+        return _flex_with_sinks(q, k, v, call.sinks_H, mask, call.scale)
     # Layers with and without a window, evaluation, recomputation and each chunk of a context
     # parallel rank are variants of one compiled function, more than torch's usual limit of 8.
     with torch._dynamo.config.patch(recompile_limit=64):
-        return _compiled_flex()(q, k, v, sinks_H, mask, scale)
+        return _compiled_flex()(q, k, v, call.sinks_H, mask, call.scale)
 
 
 def _flex_with_sinks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks_H: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks_H: Tensor | None,
     mask: BlockMask,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     flex: Callable[..., Any] = functools.partial(
         flex_attention, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
@@ -227,7 +219,7 @@ def _flex_with_sinks(
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., torch.Tensor]:
+def _compiled_flex() -> Callable[..., Tensor]:
     if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ValueError(
             "kernels.attention=flex needs torch.compile: unset TORCHDYNAMO_DISABLE "
@@ -248,7 +240,7 @@ def block_mask(queries: int, keys: int, window: int, device: torch.device) -> Bl
     """
     offset = keys - queries
 
-    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         visible_keys = j <= i + offset
         return visible_keys & (j > i + offset - window) if window else visible_keys
 
@@ -278,7 +270,7 @@ def document_block_mask(documents: Documents, window: int) -> BlockMask:
     if window:
         first_S = first_S.maximum(torch.arange(S, device=device) + (before + 1 - window))
 
-    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i + before) & (j >= first_S[i])
 
     first_q = torch.arange(0, S, BLOCK, device=device)[:, None]
@@ -292,9 +284,9 @@ def document_block_mask(documents: Documents, window: int) -> BlockMask:
 
 
 def _block_mask(
-    some: torch.Tensor,
-    full: torch.Tensor,
-    visible: Callable[..., torch.Tensor],
+    some: Tensor,
+    full: Tensor,
+    visible: Callable[..., Tensor],
     size: tuple[int, int],
 ) -> BlockMask:
     """The mask of tiles with some or only (`full`) visible pairs, and a test of each pair."""
@@ -304,50 +296,32 @@ def _block_mask(
     )
 
 
-def _rows(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(dense: Tensor) -> tuple[Tensor, Tensor]:
     """Count and indices (set columns first, in order) of each row: [1, 1, rows(, columns)]."""
     columns = dense.int().argsort(dim=-1, descending=True, stable=True)
     return dense.sum(-1).int()[None, None], columns.int()[None, None].contiguous()
 
 
-def _fa4(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks_H: torch.Tensor | None,
-    documents: Documents | None,
-    top: MaxLogit | None,
-) -> torch.Tensor:
+def _fa4(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
     from phalanx.kernels.core_attention import fa4
 
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-    o_SBHv = fa4.attention(
-        q, k, v, sinks_H, scale=scale, window=window, documents=documents, top=top
-    )
+    o_SBHv = fa4.attention(q, k, v, **call._asdict())
     return o_SBHv.permute(1, 2, 0, 3)
 
 
-def _with_max_logits(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_max_logits(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`attend` after a separate pass that records the largest logits.
 
     fa4 has its own pass, which skips rows by the forward pass's softmax denominators.
     """
 
-    def attend_and_record(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int,
-        sinks_H: torch.Tensor | None,
-        documents: Documents | None,
-        top: MaxLogit | None,
-    ) -> torch.Tensor:
-        if top is not None:
-            raise_max_logits(top, q, k, scale=scale, window=window, documents=documents)
-        return attend(q, k, v, scale, window, sinks_H, documents)
+    def attend_and_record(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        if call.top is not None:
+            raise_max_logits(
+                call.top, q, k, scale=call.scale, window=call.window, documents=call.documents
+            )
+        return attend(q, k, v, call)
 
     return attend_and_record
 
