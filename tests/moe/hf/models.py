@@ -18,14 +18,29 @@ from phalanx.configs.schema import Config
 from phalanx.moe.hf.convert import determined, import_folder
 from phalanx.scripts.convert_hf import configured
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-_LATENT = dict(
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def _yarn(theta: float, **more: Any) -> dict[str, Any]:
+    context = {"factor": 4.0, "original_max_position_embeddings": 8}
+    return {"rope_type": "yarn", "rope_theta": theta, **context, **more}
+
+
+_DENSE: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=64,
     intermediate_size=80,
-    moe_intermediate_size=32,
     num_hidden_layers=3,
     num_attention_heads=4,
+    num_key_value_heads=2,
+)
+_EXPERTS = dict(_DENSE, intermediate_size=32, num_experts_per_tok=2)
+"""All layers have experts, whose width has the name of a dense MLP's."""
+_BOTH = dict(_DENSE, moe_intermediate_size=32, num_experts_per_tok=2)
+_LATENT = dict(
+    _BOTH,
     num_key_value_heads=4,
     n_shared_experts=2,
     n_routed_experts=8,
@@ -37,20 +52,13 @@ _LATENT = dict(
     first_k_dense_replace=1,
 )
 _GLM = dict(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=80,
-    moe_intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    _BOTH,
     head_dim=24,
     attention_bias=True,
     n_shared_experts=1,
     n_routed_experts=8,
-    num_experts_per_tok=2,
     first_k_dense_replace=1,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    rope_parameters=_rope(1e6, partial_rotary_factor=0.5),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
@@ -60,7 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             q_lora_rank=48,
             n_group=4,
             topk_group=2,
-            rope_parameters={**YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+            rope_parameters=_yarn(1e4, mscale=1.0, mscale_all_dim=1.0),
         ),
     ),
     "moonlight": (
@@ -72,71 +80,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             topk_group=1,
             routed_scaling_factor=2.446,
             rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+            rope_parameters=_rope(5e4),
         ),
     ),
     "gpt_oss": (
         "GptOssConfig",
         dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=32,
+            _EXPERTS,
             num_hidden_layers=4,
             head_dim=16,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             num_local_experts=4,
-            num_experts_per_tok=2,
             sliding_window=6,
-            rope_parameters={**YARN, "rope_theta": 1.5e5, "truncate": False},
+            rope_parameters=_yarn(1.5e5, truncate=False),
         ),
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=80,
-            moe_intermediate_size=32,
-            num_hidden_layers=3,
+            _BOTH,
             head_dim=24,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             num_experts=8,
-            num_experts_per_tok=2,
             norm_topk_prob=True,
             mlp_only_layers=[0],
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            rope_parameters=_rope(1e6),
         ),
     ),
-}
-"""Name -> configuration class and its arguments: every part of the published models."""
-MODELS |= {
-    "qwen3": (
-        "Qwen3Config",
-        dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=80,
-            num_hidden_layers=3,
-            head_dim=24,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        ),
-    ),
+    "qwen3": ("Qwen3Config", dict(_DENSE, head_dim=24, rope_parameters=_rope(1e6))),
     "llama": (
         "LlamaConfig",
-        dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=80,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        ),
+        dict(_DENSE, tie_word_embeddings=True, rope_parameters=_rope(5e5)),
     ),
     "kimi_k2": (
         "DeepseekV3Config",
@@ -146,10 +118,9 @@ MODELS |= {
             n_group=1,
             topk_group=1,
             routed_scaling_factor=2.827,
-            rope_parameters={
-                **{**YARN, "rope_theta": 5e4, "mscale": 1.0, "mscale_all_dim": 1.0},
-                **{"beta_fast": 1.0, "beta_slow": 1.0},
-            },
+            rope_parameters=_yarn(
+                5e4, mscale=1.0, mscale_all_dim=1.0, beta_fast=1.0, beta_slow=1.0
+            ),
         ),
     ),
     "deepseek_v2": (
@@ -157,36 +128,18 @@ MODELS |= {
         dict(
             _LATENT,
             q_lora_rank=None,
-            rope_parameters={**YARN, "rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707},
+            rope_parameters=_yarn(1e4, mscale=0.707, mscale_all_dim=0.707),
         ),
     ),
-    "mixtral": (
-        "MixtralConfig",
-        dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        ),
-    ),
+    "mixtral": ("MixtralConfig", dict(_EXPERTS, num_local_experts=4, rope_parameters=_rope(1e6))),
     "olmoe": (
         "OlmoeConfig",
         dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
+            _EXPERTS,
             num_key_value_heads=4,
             num_experts=8,
-            num_experts_per_tok=2,
             eos_token_id=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            rope_parameters=_rope(1e4),
         ),
     ),
     "glm4_moe": ("Glm4MoeConfig", dict(_GLM, use_qk_norm=True, routed_scaling_factor=2.5)),
@@ -194,52 +147,34 @@ MODELS |= {
     "minimax_m2": (
         "MiniMaxM2Config",
         dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            _EXPERTS,
             head_dim=24,
             bos_token_id=1,
             eos_token_id=2,
             num_local_experts=8,
-            num_experts_per_tok=2,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "partial_rotary_factor": 0.5,
-            },
+            rope_parameters=_rope(5e6, partial_rotary_factor=0.5),
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        dict(
+            _BOTH,
+            shared_expert_intermediate_size=48,
+            num_hidden_layers=4,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=8,
+            num_experts_per_tok=4,
+            rope_parameters=_rope(1e7, partial_rotary_factor=0.25),
         ),
     ),
 }
-
-MODELS["qwen3_next"] = (
-    "Qwen3NextConfig",
-    dict(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=80,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=48,
-        num_hidden_layers=4,
-        head_dim=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=8,
-        num_experts_per_tok=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    ),
-)
+"""Name -> configuration class and its arguments: every part of the published models."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_oss without YaRN": (
-        "gpt_oss",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}},
-    ),
+    "gpt_oss without YaRN": ("gpt_oss", {"rope_parameters": _rope(1.5e5)}),
     "gpt_oss without a window": ("gpt_oss", {"layer_types": [FULL] * 4}),
     "gpt_oss with windows only": ("gpt_oss", {"layer_types": [SLIDING] * 4}),
     "gpt_oss with tied embeddings, clamped": (
@@ -250,11 +185,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe not normalised": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe with tied embeddings and YaRN": (
         "qwen3_moe",
-        {"tie_word_embeddings": True, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+        {"tie_word_embeddings": True, "rope_parameters": _yarn(1e6)},
     ),
     "qwen3_moe with a temperature of YaRN": (
         "qwen3_moe",
-        {"rope_parameters": {**YARN, "rope_theta": 1e6, "mscale": 1.5, "mscale_all_dim": 0.5}},
+        {"rope_parameters": _yarn(1e6, mscale=1.5, mscale_all_dim=0.5)},
     ),
     "deepseek_v3 with one expert": (
         "deepseek_v3",
@@ -266,11 +201,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3 with YaRN that scales no logits": (
         "deepseek_v3",
-        {"rope_parameters": {**YARN, "rope_theta": 1e4}},
+        {"rope_parameters": _yarn(1e4)},
     ),
     "deepseek_v3 with both temperatures": (
         "deepseek_v3",
-        {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 1.5, "mscale_all_dim": 0.7}},
+        {"rope_parameters": _yarn(1e4, mscale=1.5, mscale_all_dim=0.7)},
     ),
     "mixtral with windows and wide heads": ("mixtral", {"sliding_window": 6, "head_dim": 24}),
     "deepseek_v2 with a low rank and scaled experts": (
@@ -287,13 +222,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": False,
             "n_group": 4,
             "topk_group": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}
-            | {"partial_rotary_factor": 1.0},
+            "rope_parameters": _rope(1e6, partial_rotary_factor=1.0),
         },
     ),
     "minimax_m2 with all channels rotated": (
         "minimax_m2",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+        {"rope_parameters": _rope(5e6)},
     ),
     "qwen3_next with every second layer full, one key head, not normalised": (
         "qwen3_next",
