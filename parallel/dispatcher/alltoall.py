@@ -75,7 +75,10 @@ class AllToAll(Dispatcher):
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         if fp8 is None and self._recipe is not None:
             fp8 = FP8Rows(self._recipe)
-        return *spread(x_TD, topk_idx_TK, topk_prob_TK, self._ranks, fp8), fp8
+        return self._start(x_TD, topk_idx_TK, topk_prob_TK, fp8)
+
+    def _start(self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None) -> Any:
+        return *spread(x_TD, idx_TK, prob_TK, self._ranks, fp8), fp8
 
     def receive_tokens(self, sent: Any) -> Received:
         rows_ND, idx_NK, prob_NK, fp8 = sent
@@ -117,6 +120,13 @@ def collect(
     it is given.
     """
     return _Collect.apply(out_ND, ranks, fp8, *more)
+
+
+def all_routing(idx_TK: Tensor, prob_TK: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Routing of all ranks, rank-major: idx_NK and prob_NK."""
+    # One small collective instead of two: latency, not bytes, is what the routing costs.
+    routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), ranks)
+    return routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
 
 
 def all_rows(x: Tensor, ranks: Ranks) -> Tensor:
@@ -162,9 +172,7 @@ class _Spread(torch.autograd.Function):
         fp8: FP8Rows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.ranks = ranks
-        # One small collective instead of two: latency, not bytes, is what the routing costs.
-        routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), ranks)
-        idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
+        idx_NK, prob_NK = all_routing(idx_TK, prob_TK, ranks)
         ctx.mark_non_differentiable(idx_NK)
         gather = partial(all_rows, ranks=ranks)
         rows_ND = gather(x_TD) if fp8 is None else fp8.bring_tokens(x_TD, gather)

@@ -22,7 +22,7 @@ from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 from phalanx.kernels.routing.replication_plan import ReplicationPlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
-from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner
+from phalanx.parallel.dispatcher.alltoall import AllToAll, all_routing, all_rows, sum_to_owner
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.replication.options import plan_replicas
@@ -49,17 +49,8 @@ class ReplicatedAllToAll(AllToAll):
     def build(cls, context: DispatchContext) -> "ReplicatedAllToAll":
         return cls(context)
 
-    def send_tokens(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        fp8: FP8Rows | None = None,
-    ) -> Any:
-        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        if fp8 is None and self._recipe is not None:
-            fp8 = FP8Rows(self._recipe)
-        idx_NK, prob_NK = _Routing.apply(topk_idx_TK, topk_prob_TK, self._group)
+    def _start(self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None) -> Any:
+        idx_NK, prob_NK = _Routing.apply(idx_TK, prob_TK, self._group)
         replication, slot_NK = plan_replicas(self._plan, idx_NK, self._experts, self._size)
         plan = self._plan(slot_NK, prob_NK)
         assert plan.row_index_S is not None and plan.inverse_NK is not None
@@ -71,7 +62,7 @@ class ReplicatedAllToAll(AllToAll):
             plan.inverse_NK,
             plan.offsets,
             (slot_TK // local_slots).clamp(min=0),
-            topk_idx_TK // self._local,
+            idx_TK // self._local,
             fp8,
         )
         return _Dispatch.apply(x_TD, route), plan, route, replication
@@ -141,8 +132,7 @@ class _Routing(torch.autograd.Function):
         ctx: Any, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         ctx.group = group
-        both = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
-        idx_NK, prob_NK = both[:, 0].contiguous(), both[:, 1].contiguous().view(torch.float32)
+        idx_NK, prob_NK = all_routing(idx_TK, prob_TK, group)
         ctx.mark_non_differentiable(idx_NK)
         return idx_NK, prob_NK
 

@@ -16,7 +16,7 @@ Not in the model: how SMs are shared, the order of memory accesses of one event,
 
 import random
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
 
@@ -41,6 +41,7 @@ class Program:
         self.ranks, self.overlaps, self.slots = ranks, overlaps, slots
         self.compute: list[Event] = []
         self.comm: list[Event] = [] if overlaps else self.compute
+        self.streams = [self.compute, self.comm] if overlaps else [self.compute]
         self.parts, self.places = [0], [-1]
         """Waves and place of each exchange; they count from 1."""
         self.calls: list[tuple[str, int, int]] = []
@@ -95,6 +96,10 @@ class Program:
         self._next = 0
         if meet:
             self.compute += [Event("come", self._begun), Event("met", self._begun)]
+
+    def world(self) -> "_World":
+        """All ranks before the first event."""
+        return _World(self)
 
     def _note(self, kind: str, u: int, part: int) -> None:
         if (kind, u, part) not in self.calls[-1:]:
@@ -227,15 +232,19 @@ class _World:
         self._unread[rank][u] -= 1
 
 
-def run(program: Program, seed: int) -> None:
+def run(program: Any, seed: int) -> None:
     """One order of events, drawn at random.
+
+    Args:
+        program: `ranks`, `streams` of events of each rank, and `world()`, whose `can` tells whether
+            an event may happen and whose `do` lets it happen.
+        seed: of the order.
 
     Raises:
         Violation: with the first thing that must not happen.
     """
-    draw, world = random.Random(seed), _World(program)
-    lists = [program.compute, program.comm] if program.overlaps else [program.compute]
-    streams = [(rank, iter(events)) for rank in range(program.ranks) for events in lists]
+    draw, world = random.Random(seed), program.world()
+    streams = [(rank, iter(events)) for rank in range(program.ranks) for events in program.streams]
     heads = {i: event for i, (_, events) in enumerate(streams) if (event := next(events, None))}
     speeds: list[float] = []
     while heads:
@@ -252,7 +261,7 @@ def run(program: Program, seed: int) -> None:
             heads[i] = event
 
 
-def explore(program: Program, runs: int) -> None:
+def explore(program: Any, runs: int) -> None:
     """`run` with as many seeds."""
     for seed in range(runs):
         run(program, seed)

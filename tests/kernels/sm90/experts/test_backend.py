@@ -7,6 +7,7 @@ source, and compute with the reference in fp32; rows of the padding are NaN, as 
 import ast
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -211,15 +212,23 @@ FILES = {name: part for name, part in vars(Kernels).items() if isinstance(part, 
 ROOMS = dict.fromkeys(FILES, "experts") | {"plan": "routing"}
 
 
+def bias_products(dy: Tensor, b2: Tensor) -> Tensor:
+    return dy.float() @ b2.float().T
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, *functions: Callable[..., Any]) -> None:
+    """Let a module of `kernels.sm90` have these functions alone."""
+    module = ModuleType(f"phalanx.kernels.sm90.{name}")
+    vars(module).update({function.__name__: function for function in functions})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, part in FILES.items():
-        module = ModuleType(f"phalanx.kernels.sm90.{ROOMS[name]}.{name}")
-        vars(module).update({k: getattr(part, k) for k in vars(part) if k[0] != "_"})
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    module = ModuleType("phalanx.kernels.sm90.experts.bias_products_triton")
-    vars(module)["bias_products"] = lambda dy, b2: dy.float() @ b2.float().T
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+        functions = [getattr(part, k) for k in vars(part) if k[0] != "_"]
+        stand_in(monkeypatch, f"{ROOMS[name]}.{name}", *functions)
+    stand_in(monkeypatch, "experts.bias_products_triton", bias_products)
     launches.clear()
 
 

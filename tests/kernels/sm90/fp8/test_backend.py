@@ -8,8 +8,6 @@ import inspect
 import sys
 from dataclasses import replace
 from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +48,7 @@ from tests.kernels.problems import (
     two_micro_batches,
 )
 from tests.kernels.replicas import compare
-from tests.kernels.sm90.experts.test_backend import Kernels, written
+from tests.kernels.sm90.experts.test_backend import Kernels, bias_products, stand_in, written
 
 reference = Reference()
 
@@ -129,33 +127,13 @@ STAND_INS = {
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "signature" in request.node.name:
-        return
-    for name, function in STAND_INS.items():
-        module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
-        vars(module)[function.__name__] = function
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("bias_grad", "combine"):
-        part = getattr(Kernels, name)
-        module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
-        vars(module)[name] = getattr(part, name)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    bias_products = {"bias_products": lambda dy, b2: dy.float() @ b2.float().T}
-    for name, functions in (("dprob", {"dprob": dprob}), ("bias_products_triton", bias_products)):
-        module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-def dprob(partial_CS: Tensor, offsets: Tensor, *, table_NL: Any, index_S: Any) -> Tensor:
-    used = int(offsets[-1])
-    out = torch.zeros(partial_CS.shape[1])
-    out[:used] = partial_CS[:, :used].sum(0)
-    if table_NL is not None:
-        expert = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
-        row = torch.arange(used) if index_S is None else index_S[:used].long()
-        out[:used] += table_NL[row, expert]
-    return out
+    if "signature" not in request.node.name:
+        in_bf16 = {name: vars(Kernels)[name] for name in ("bias_grad", "combine", "dprob")}
+        for name, part in in_bf16.items():
+            stand_in(monkeypatch, f"experts.{name}", getattr(part, name))
+        for name, function in STAND_INS.items():
+            stand_in(monkeypatch, f"experts.{name}", function)
+        stand_in(monkeypatch, "experts.bias_products_triton", bias_products)
 
 
 @pytest.mark.parametrize("name", STAND_INS)

@@ -1,8 +1,8 @@
 """Model of the order of replica memory over `symm`: events on streams, in a random order.
 
-As in `protocol`, every rank runs the same program on streams, those of compute, of pushes and of
-control, and which is next is drawn at random. Exchanges are no more than their flags here, which
-are raised at once when a push begins: no real push raises them earlier. Memory is what
+As in `protocol`, which runs it, every rank has the same program on streams, those of compute, of
+pushes and of control. Exchanges are no more than their flags here, which are raised at once when a
+push begins: no real push raises them earlier. Memory is what
 `parallel.dispatcher.replication.transfers` says that no flag protects: rows that travel by
 themselves and weights, which ranks write to each other, and gradients, which a rank writes to
 memory of its own and all others read; weights and gradients of fc1 and of fc2 each. Checked is that
@@ -11,7 +11,6 @@ memory of its own and all others read; weights and gradients of fc1 and of fc2 e
     nothing is read that has not come.
 """
 
-import random
 from collections import Counter
 from typing import NamedTuple
 
@@ -120,6 +119,10 @@ class Program:
         self.streams[-1].append(Event("met", self._met))
         self.compute.append(Event("meet", self._met))
 
+    def world(self) -> "_World":
+        """All ranks before the first event."""
+        return _World(self)
+
     def _put(self, what: str, stream: list[Event], ranks: int) -> None:
         self._contents[what] += 1
         stream += [Event("put", self._contents[what], what, r) for r in range(ranks)]
@@ -220,9 +223,7 @@ class _World:
         self._started = [0 for _ in range(p.ranks)]
         self._flags = set[tuple[int, int, int]]()  # exchange, at a rank, from another
         self._held: dict[tuple[str, int, int], int] = {}  # memory, its rank, writer
-        # With one stream alone, it is named once.
-        streams = {id(s): s for s in p.streams}.values()
-        gets = [e for stream in streams for e in stream if e.kind == "get"]
+        gets = [e for stream in p.streams for e in stream if e.kind == "get"]
         self._met = [0 for _ in range(p.ranks)]
         self._unread = [Counter((e.what, e.rank, e.number) for e in gets) for _ in range(p.ranks)]
 
@@ -256,31 +257,3 @@ class _World:
             if self._held.get((what, at, other), 0) != number:
                 raise Violation(f"rank {rank} reads {what} that rank {other} has not written")
             self._unread[rank][what, other, number] -= 1
-
-
-def explore(p: Program, runs: int) -> None:
-    """So many orders of events, drawn at random.
-
-    Raises:
-        Violation: with the first thing that must not happen.
-    """
-    for seed in range(runs):
-        _run(p, random.Random(seed))
-
-
-def _run(p: Program, draw: random.Random) -> None:
-    world = _World(p)
-    streams = [(rank, iter(events)) for rank in range(p.ranks) for events in p.streams]
-    heads = {i: event for i, (_, events) in enumerate(streams) if (event := next(events, None))}
-    speeds: list[float] = []
-    while heads:
-        if not speeds or draw.random() < 0.02:
-            speeds = [10 ** draw.uniform(-3, 0) for _ in streams]
-        ready = [i for i, event in heads.items() if world.can(streams[i][0], event)]
-        if not ready:
-            raise Violation("deadlock")
-        (i,) = draw.choices(ready, [speeds[i] for i in ready])
-        rank, events = streams[i]
-        world.do(rank, heads.pop(i))
-        if event := next(events, None):
-            heads[i] = event

@@ -16,7 +16,7 @@ from phalanx.parallel.dispatcher.replication.control import HIDDEN
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.replication.pushed_replicas import PushedReplicas
 from tests.parallel.dispatcher.gloo_exchange import GlooExchange, gloo_exchanges
-from tests.parallel.dispatcher.protocol import Violation
+from tests.parallel.dispatcher.protocol import Violation, explore
 from tests.parallel.dispatcher.replication.gloo_replicas import (
     GlooReplicaMemory,
     GlooUnreducedMemory,
@@ -24,7 +24,6 @@ from tests.parallel.dispatcher.replication.gloo_replicas import (
 from tests.parallel.dispatcher.replication.protocol import (
     Program,
     backward,
-    explore,
     forward,
     way_back,
 )
