@@ -75,15 +75,21 @@ def log(metrics: Metrics, *steps: int) -> None:
         metrics.log({"step": step, "loss": 2.0, "step_time": 0.5, "note": "text"})
 
 
+def called(install: Callable[..., Fake], folder: Path, tracker: str, step: int = 0) -> Fake:
+    """The service after a run from `step` that logged step 4."""
+    fake = install()
+    metrics, stream = make(folder, tracker, step=step)
+    log(metrics, 4)
+    metrics.close()
+    assert "warning" not in stream.getvalue()
+    return fake
+
+
 def test_mlflow_gets_numbers_and_one_run(
     tmp_path: Path, install: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    fake = install()
-    metrics, stream = make(tmp_path, "mlflow")
-    log(metrics, 4)
-    metrics.close()
-    assert "warning" not in stream.getvalue()
+    fake = called(install, tmp_path, "mlflow")
     assert fake.named("MlflowClient") == [((f"sqlite:///{tmp_path}/mlflow.db",), {})]
     assert fake.named("create_run") == [(("3",), {"run_name": "mine"})]
     *configured, (given, logged) = fake.named("log_batch")
@@ -110,11 +116,7 @@ def test_comet_gets_numbers_and_one_experiment(
     monkeypatch.delenv("COMET_API_KEY", raising=False)
     keys = []
     for step in (0, 2, 0):
-        fake = install()
-        metrics, stream = make(tmp_path, "comet", step=step)
-        log(metrics, 4)
-        metrics.close()
-        assert "warning" not in stream.getvalue()
+        fake = called(install, tmp_path, "comet", step)
         ((_, started),) = fake.named("start")
         assert started["online"] is False and started["project_name"] == "phalanx"
         assert started["mode"] == ("get" if step else "create")
@@ -133,11 +135,7 @@ def test_comet_gets_numbers_and_one_experiment(
 def test_trackio_gets_numbers_and_one_run(tmp_path: Path, install: Callable[..., Fake]) -> None:
     names = []
     for step in (0, 2, 0):
-        fake = install()
-        metrics, stream = make(tmp_path, "trackio", step=step)
-        log(metrics, 4)
-        metrics.close()
-        assert "warning" not in stream.getvalue()
+        fake = called(install, tmp_path, "trackio", step)
         ((_, begun),) = fake.named("init")
         assert begun["project"] == "phalanx" and begun["name"].startswith("mine-")
         assert begun["config"]["optim.kind"] == "adamw"

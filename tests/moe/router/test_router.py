@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.moe.cases import (
     BATCH,
@@ -59,6 +60,18 @@ def statement(logits: list[float], o: Any, top_k: int, bias: list[float]):
     return experts, [x * o.scale for x in chosen]
 
 
+def same_as_statement(r: Any, x: Tensor, got: tuple[Tensor, Tensor], bias: list[float]) -> None:
+    """Compare the router's choice and probabilities of tokens x with the statement's."""
+    idx_TK, prob_TK = got
+    logits = x.double().view(TOKENS, HIDDEN) @ r.weight.double().T
+    if r.bias is not None:
+        logits = logits + r.bias.double()
+    for t, row in enumerate(logits.tolist()):
+        experts, probs = statement(row, r.options, idx_TK.shape[1], bias)
+        assert idx_TK[t].tolist() == experts
+        assert prob_TK[t].tolist() == pytest.approx(probs, rel=2e-5)
+
+
 def _routes(router: dict[str, Any], top_k: int, linear_bias: bool, scale: float) -> None:
     install()
     r = build_router(router, top_k=top_k, bias=linear_bias)
@@ -70,13 +83,7 @@ def _routes(router: dict[str, Any], top_k: int, linear_bias: bool, scale: float)
     idx_TK, prob_TK = r(x)
     assert idx_TK.dtype == torch.int32 and prob_TK.dtype == torch.float32
     assert idx_TK.shape == prob_TK.shape == (TOKENS, top_k)
-    logits = x.double().view(TOKENS, HIDDEN) @ r.weight.double().T
-    if linear_bias:
-        logits = logits + r.bias.double()
-    for t, row in enumerate(logits.tolist()):
-        experts, probs = statement(row, r.options, top_k, bias)
-        assert idx_TK[t].tolist() == experts
-        assert prob_TK[t].tolist() == pytest.approx(probs, rel=2e-5)
+    same_as_statement(r, x, (idx_TK, prob_TK), bias)
 
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
@@ -130,11 +137,8 @@ def _bf16() -> None:
     r = build_router({}, dtype=torch.bfloat16)
     x = hidden(torch.bfloat16)
     idx_TK, prob_TK = r(x)
-    logits = x.double().view(TOKENS, HIDDEN) @ r.weight.double().T
-    for t, row in enumerate(logits.tolist()):
-        experts, probs = statement(row, r.options, TOP_K, [0.0] * EXPERTS)
-        assert idx_TK[t].tolist() == experts  # a bf16 logit would not tell them apart
-        assert prob_TK[t].tolist() == pytest.approx(probs, rel=2e-5)
+    # A bf16 logit would not tell experts apart.
+    same_as_statement(r, x, (idx_TK, prob_TK), [0.0] * EXPERTS)
     prob_TK.square().sum().backward()
     assert r.weight.grad.dtype == torch.bfloat16
 
