@@ -44,6 +44,7 @@ from phalanx.scripts.compare.points import expand
 from phalanx.scripts.compare.report import Report, read, unit_of
 from phalanx.scripts.compare.results import Run
 from phalanx.scripts.compare.sweep import Sweep
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import common_title
 from phalanx.scripts.output.reader import may_leave
 from phalanx.scripts.record_anchor import commit, versions
@@ -96,6 +97,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 @may_leave
+@reports_bad_input("compare_throughput")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.
 
@@ -103,14 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 all points were measured, 1 one was not, 2 bad input, 130 stopped.
     """
     args = arguments(argv)
-    try:
-        if args.from_json:
-            return show(args)
-        return compare(args, sys.argv[1:] if argv is None else list(argv))
-    except (ValueError, OSError) as error:
-        for line in str(error).splitlines():
-            print(f"compare_throughput: {line}", file=sys.stderr)
-        return 2
+    if args.from_json:
+        return show(args)
+    return compare(args, sys.argv[1:] if argv is None else list(argv))
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:

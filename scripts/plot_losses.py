@@ -28,6 +28,7 @@ from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
 from phalanx.moe.report.units import count
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import (
     centred_means,
     common_title,
@@ -68,20 +69,17 @@ Curves = dict[str, Curve]
 
 
 @may_leave
+@reports_bad_input("plot_losses")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
-    try:
-        curves = load(args.runs)
-        print(table(curves, args.parts))
-        for line in remarks(curves):
-            print(line)
-        if args.json:
-            args.json.write_text(json.dumps(_content(curves), separators=(",", ":")) + "\n")
-        _draw(curves, args)
-    except (ValueError, OSError) as error:
-        print(f"plot_losses: {error}", file=sys.stderr)
-        return 2
+    curves = load(args.runs)
+    print(table(curves, args.parts))
+    for line in remarks(curves):
+        print(line)
+    if args.json:
+        args.json.write_text(json.dumps(_content(curves), separators=(",", ":")) + "\n")
+    _draw(curves, args)
     return 0
 
 

@@ -26,6 +26,7 @@ from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch, write
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
 from phalanx.moe.report.loggers import is_finite, read
+from phalanx.scripts.output.bad_input import reports_bad_input
 
 TOLERANCE = 0.01
 """Tolerated relative difference between the metrics and the values computed from the command."""
@@ -39,16 +40,13 @@ EXAMPLE = """example:
 Run it on the tree and with the packages that made the metrics, or say --commit and --version."""
 
 
+@reports_bad_input("record_anchor")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
-    try:
-        if not re.fullmatch(r"own_\w+", args.name):
-            raise ValueError(f"--name {args.name}: letters, digits and _ after own_")
-        record = measured(args)
-    except (ValueError, OSError) as error:
-        print(f"record_anchor: {error}", file=sys.stderr)
-        return 2
+    if not re.fullmatch(r"own_\w+", args.name):
+        raise ValueError(f"--name {args.name}: letters, digits and _ after own_")
+    record = measured(args)
     path = args.folder / f"{args.name}.yaml"
     write(record, path)
     print(

@@ -37,6 +37,7 @@ from phalanx.configs.tables.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import RecordingFacts, read_facts, read_layer
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_cost
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.reader import may_leave
 
 _COST = copy_cost(rates_of("", "h200"), width=2, keep=False)
@@ -54,37 +55,34 @@ _HEADS = (
 
 
 @may_leave
+@reports_bad_input("routing_load")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
-    try:
-        facts = read_facts(args.file)
-        check(args, facts.experts)
-        ids = {name: read_layer(args.file, name) for name in facts.layers}
-        loads = [
-            recorded_load(
-                ids,
-                facts.experts,
-                ranks=ranks,
-                tokens=args.tokens,
-                replication=ReplicationOptions(slots, args.cost, least=args.least),
-                micro_batches=args.micro_batches,
-            )
-            for ranks in args.expert
-            for slots in args.replica_slots
-        ]
-        print(f"{heading(facts, args)}\n\n{table(loads)}")
-        for ranks in args.expert:
-            if (batch := ranks * args.tokens) > facts.tokens:
-                print(f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} repeat the recorded ones.")
-        if args.json:
-            settings = {"recorded": asdict(facts), "tokens": args.tokens}
-            settings |= {"cost": args.cost, "least": args.least}
-            content = settings | {"loads": [asdict(load) for load in loads]}
-            args.json.write_text(json.dumps(content, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"routing_load: {error}", file=sys.stderr)
-        return 2
+    facts = read_facts(args.file)
+    check(args, facts.experts)
+    ids = {name: read_layer(args.file, name) for name in facts.layers}
+    loads = [
+        recorded_load(
+            ids,
+            facts.experts,
+            ranks=ranks,
+            tokens=args.tokens,
+            replication=ReplicationOptions(slots, args.cost, least=args.least),
+            micro_batches=args.micro_batches,
+        )
+        for ranks in args.expert
+        for slots in args.replica_slots
+    ]
+    print(f"{heading(facts, args)}\n\n{table(loads)}")
+    for ranks in args.expert:
+        if (batch := ranks * args.tokens) > facts.tokens:
+            print(f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} repeat the recorded ones.")
+    if args.json:
+        settings = {"recorded": asdict(facts), "tokens": args.tokens}
+        settings |= {"cost": args.cost, "least": args.least}
+        content = settings | {"loads": [asdict(load) for load in loads]}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import pyplot, title
 from phalanx.scripts.output.reader import may_leave
 
@@ -106,27 +107,27 @@ class Trace(NamedTuple):
 
 
 @may_leave
+@reports_bad_input("timeline")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
     try:
         trace = read(args.trace)
-        if args.window:
-            low, high = (1000 * edge for edge in args.window)
-            inside = [e for e in trace.events if e.begin < high and e.end > low]
-            trace = trace._replace(events=inside, steps=_steps_in(trace.steps, low, high))
-        if not trace.events:
-            raise ValueError(
-                f"{args.trace} has no kernels or operations there: check --window and run.profile"
-            )
-        print(table(trace, args.top))
-        if args.crop:
-            args.crop.write_text(json.dumps(_content(trace)))
-        if args.plot:
-            plot(trace, args.plot, args.title or _title(trace.facts))
-    except (ValueError, OSError, KeyError) as error:
-        print(f"timeline: {error}", file=sys.stderr)
-        return 2
+    except KeyError as missing:
+        raise ValueError(f"{args.trace} has an event without {missing}") from None
+    if args.window:
+        low, high = (1000 * edge for edge in args.window)
+        inside = [e for e in trace.events if e.begin < high and e.end > low]
+        trace = trace._replace(events=inside, steps=_steps_in(trace.steps, low, high))
+    if not trace.events:
+        raise ValueError(
+            f"{args.trace} has no kernels or operations there: check --window and run.profile"
+        )
+    print(table(trace, args.top))
+    if args.crop:
+        args.crop.write_text(json.dumps(_content(trace)))
+    if args.plot:
+        plot(trace, args.plot, args.title or _title(trace.facts))
     return 0
 
 

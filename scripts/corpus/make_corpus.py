@@ -35,18 +35,16 @@ from phalanx.scripts.corpus import tiktoken_file
 from phalanx.scripts.corpus.archives import members
 from phalanx.scripts.corpus.documents import Document, Texts, held_out_units, limited, shuffled
 from phalanx.scripts.corpus.packages import Package, download, read_recipe, sha256, shown
+from phalanx.scripts.output.bad_input import reports_bad_input
 
 RECIPE = Path(__file__).with_name("packages.yaml")
 
 
+@reports_bad_input("make_corpus")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
-    try:
-        make(args)
-    except (OSError, ValueError) as error:
-        print(f"make_corpus: {error}", file=sys.stderr)
-        return 2
+    make(args)
     return 0
 
 

@@ -26,6 +26,7 @@ from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
 from phalanx.moe.report.text_table import aligned
 from phalanx.moe.report.units import count
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import common_title, pyplot
 from phalanx.scripts.output.reader import may_leave
 
@@ -50,25 +51,22 @@ class Point:
 
 
 @may_leave
+@reports_bad_input("plot_bits")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
-    try:
-        paths = [path / "metrics.jsonl" if path.is_dir() else path for path in args.runs]
-        names = short_names([str(path.resolve().parent) for path in paths])
-        runs = {name: points(path) for name, path in zip(names, paths, strict=True)}
-        print(table(runs))
-        print()
-        print(reached_table(runs))
-        if args.json is not None:
-            content = {name: [asdict(point) for point in run] for name, run in runs.items()}
-            args.json.write_text(json.dumps(content, indent=1) + "\n")
-        if args.plot is not None:
-            title = common_title([start_facts(path) for path in paths])
-            plot(runs, args.plot, title, args.below)
-    except (ValueError, OSError) as error:
-        print(f"plot_bits: {error}", file=sys.stderr)
-        return 2
+    paths = [path / "metrics.jsonl" if path.is_dir() else path for path in args.runs]
+    names = short_names([str(path.resolve().parent) for path in paths])
+    runs = {name: points(path) for name, path in zip(names, paths, strict=True)}
+    print(table(runs))
+    print()
+    print(reached_table(runs))
+    if args.json is not None:
+        content = {name: [asdict(point) for point in run] for name, run in runs.items()}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    if args.plot is not None:
+        title = common_title([start_facts(path) for path in paths])
+        plot(runs, args.plot, title, args.below)
     return 0
 
 

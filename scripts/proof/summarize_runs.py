@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that 
 
 from phalanx.configs import programs
 from phalanx.moe.report.loggers import lines, read, start_facts
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.reader import may_leave
 from phalanx.scripts.proof.plot_bits import points
 
@@ -32,15 +33,12 @@ _ELSEWHERE = ("data.blend=", "data.validation=", "data.split=", "run.dir=", "run
 
 
 @may_leave
+@reports_bad_input("summarize_runs")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
-    try:
-        runs = {folder.resolve().name: summary(folder) for folder in args.runs}
-        args.json.write_text(text(runs), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"summarize_runs: {error}", file=sys.stderr)
-        return 2
+    runs = {folder.resolve().name: summary(folder) for folder in args.runs}
+    args.json.write_text(text(runs), encoding="utf-8")
     return 0
 
 

@@ -266,6 +266,11 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
         ("text.json", "hello", "no trace of torch.profiler"),
         ("empty.json", '{"traceEvents": []}', "no kernels or operations there"),
         ("list.json", "[]", "no trace of torch.profiler"),
+        (
+            "event.json",
+            '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "add", "ts": 0}]}',
+            "event.json has an event without 'dur'",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

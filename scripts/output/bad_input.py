@@ -1,0 +1,27 @@
+"""Bad input of a program, as lines for its user."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+
+def reports_bad_input[**P](script: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorator of a `main`: ValueError and OSError become lines on stderr and the exit code 2.
+
+    Args:
+        script: name of the program, with which each line begins.
+    """
+
+    def decorate(main: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(main)
+        def run(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return main(*args, **kwargs)
+            except (ValueError, OSError) as error:
+                for line in str(error).splitlines():
+                    print(f"{script}: {line}", file=sys.stderr)
+                return 2
+
+        return run
+
+    return decorate
