@@ -16,27 +16,21 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.dense_linear import dense_linear
-from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.microscaling import mxfp8, nvfp4
 from phalanx.kernels.quantize.recipe import Microscaling
 from tests.kernels.problems import (
+    SWIGLU,
     Problem,
     Result,
     error,
     formula,
-    forward,
-    gradients,
     leaves_of,
-    make,
-    one_expert,
-    random_choice,
+    partial_blocks,
+    run,
 )
 
-SWIGLU = Activation("swiglu")
 NEAREST = Microscaling("nvfp4", stochastic=False)
 RECIPES = {
     "mxfp8": Microscaling("mxfp8"),
@@ -45,17 +39,6 @@ RECIPES = {
     "nvfp4, wgrad in bf16": Microscaling("nvfp4", wgrad="bf16", stochastic=False),
 }
 BOTH = pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
-
-
-def problem(act: Activation = SWIGLU, **given) -> Problem:
-    """Channels that are no multiple of a block, experts of which one has no row."""
-    choice = random_choice(300, 2, [0, 1, 3])
-    return make(act, torch.bfloat16, choice=choice, L=4, D=168, width=136, rows=620, **given)
-
-
-def run(p: Problem, recipe: Microscaling | None, backend: str = "torch") -> Result:
-    leaves = leaves_of(p)
-    return gradients(forward(p, leaves, backend, recipe=recipe), p.dout, leaves)
 
 
 class Through:
@@ -131,8 +114,8 @@ def statement(p: Problem, recipe: Microscaling, parts: int | None = None) -> Res
 @pytest.mark.parametrize(("backend", "allowed"), [("reference", 6e-3), ("torch", 1.8e-2)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_the_format(name, backend, allowed):
-    p, recipe = problem(bias=backend == "reference"), RECIPES[name]
-    got, want, exact = run(p, recipe, backend), statement(p, recipe), run(p, None)
+    p, recipe = partial_blocks(bias=backend == "reference"), RECIPES[name]
+    got, want, exact = run(p, backend, recipe=recipe), statement(p, recipe), run(p, "torch")
     coarse = 2.5 if recipe.format == "nvfp4" and backend == "torch" else 1
     for k in want:
         assert error(got[k], want[k]) < allowed * coarse, k
@@ -143,17 +126,17 @@ def test_products_are_those_of_the_format(name, backend, allowed):
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4 to nearest"])
 @pytest.mark.parametrize("act", [Activation("squared_relu"), Activation("quick_geglu", limit=0.7)])
 def test_activations_with_and_without_a_gate(act, name):
-    p = problem(act)
-    got, want = run(p, RECIPES[name], "reference"), statement(p, RECIPES[name])
+    p = partial_blocks(act)
+    got, want = run(p, "reference", recipe=RECIPES[name]), statement(p, RECIPES[name])
     assert {k: error(got[k], want[k]) < 8e-3 for k in want} == dict.fromkeys(want, True)
 
 
 def test_stochastic_rounding_is_of_gradients():
     """Results before the gradient of h have the statement's bits, which determine its rounding."""
-    p = problem()
+    p = partial_blocks()
     recipe = Microscaling("nvfp4")
-    got, want = run(p, recipe, "reference"), statement(p, recipe)
-    to_nearest, exact = run(p, NEAREST, "reference"), run(p, None)
+    got, want = run(p, "reference", recipe=recipe), statement(p, recipe)
+    to_nearest, exact = run(p, "reference", recipe=NEAREST), run(p, "torch")
     assert torch.equal(got["out"], to_nearest["out"])
     for k in ("out", "dprob", "dw2", "db1", "db2"):
         assert error(got[k], want[k]) < 6e-3, k
@@ -165,46 +148,22 @@ def test_stochastic_rounding_is_of_gradients():
 @BOTH
 def test_gate_and_linear_half_have_blocks_of_their_own(form):
     """136 channels are no whole blocks: in one across the halves the gate's weights would be 0."""
-    p = problem(bias=False)
+    p = partial_blocks(bias=False)
     w1 = p.w1.clone()
     w1[:, :136] *= 2**-16
     p, recipe = replace(p, w1=w1), Microscaling(form, stochastic=False)
-    got, want = run(p, recipe, "reference"), statement(p, recipe)
+    got, want = run(p, "reference", recipe=recipe), statement(p, recipe)
     assert error(got["dx"], want["dx"]) < 8e-3 and error(got["dw1"], want["dw1"]) < 8e-3
     assert error(got["dx"], statement(p, recipe, parts=1)["dx"]) > 0.03
 
 
 @BOTH
-def test_padding_reaches_nothing(form):
-    p, recipe = problem(), Microscaling(form)
-    leaves = leaves_of(p)
-    poisoned = forward(p, leaves, "torch", poison=True, recipe=recipe)
-    split = gradients(poisoned, p.dout, leaves)
-    assert all(t.isfinite().all() for t in split.values())
-    whole = run(p, recipe)
-    assert torch.equal(split["dw1"], whole["dw1"]) and torch.equal(split["dw2"], whole["dw2"])
-
-
-@BOTH
-def test_no_rows_and_no_tokens(form):
-    recipe = Microscaling(form)
-    nobody = make(SWIGLU, torch.bfloat16, choice=[[-1, -1]] * 3, L=2, D=168, width=136, rows=8)
-    got = run(nobody, recipe)
-    assert all(not t.any() for t in got.values())
-    none = make(SWIGLU, torch.bfloat16, choice=[], L=2, D=168, width=136, rows=8)
-    plan = ExpertPlan(none.index, none.prob, none.offsets, torch.empty(0, 2, dtype=torch.int32))
-    given = MLPWeights(none.w1, none.w2, none.b1, none.b2)
-    x = none.x.reshape(0, 168)
-    assert grouped_mlp(x, given, plan, MLPSpec(SWIGLU, "torch", recipe=recipe)).shape == (0, 168)
-
-
-@BOTH
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_an_infinity_and_a_nan_are_not_lost(bad, form):
-    p = problem()
+    p = partial_blocks()
     x = p.x.clone()
     x[7, 3] = bad
-    got = run(replace(p, x=x), Microscaling(form))
+    got = run(replace(p, x=x), "torch", recipe=Microscaling(form))
     mine = (p.index[: p.offsets[-1]] == 7).nonzero().flatten()
     assert len(mine) and got["out"][7].isnan().all()
     experts = set(torch.searchsorted(p.offsets, mine, right=True).tolist())
@@ -214,46 +173,6 @@ def test_an_infinity_and_a_nan_are_not_lost(bad, form):
         with_it[p.index[p.offsets[e - 1] : p.offsets[e]].long()] = True
     reached = with_it if form == "nvfp4" else torch.zeros(300, dtype=torch.bool)
     assert torch.equal(got["out"].isnan().any(1)[others], reached[others])
-
-
-@BOTH
-def test_the_same_bits_twice_and_with_more_padding(form):
-    once, again = (run(problem(), Microscaling(form)) for _ in range(2))
-    assert all(map(torch.equal, once.values(), again.values()))
-    p = problem()
-    index = torch.cat([p.index, p.index.new_zeros(64)])
-    longer = replace(p, index=index, prob=torch.cat([p.prob, p.prob.new_ones(64)]))
-    more = run(longer, Microscaling(form))
-    assert all(torch.equal(once[k], more[k]) for k in once if k != "dprob")
-
-
-@BOTH
-def test_gradients_added_to_main_grad(form):
-    p, recipe = problem(), Microscaling(form)
-    leaves = leaves_of(p)
-    for name in ("w1", "w2"):
-        leaves[name].main_grad = torch.ones(leaves[name].shape)
-    want = run(p, recipe)
-    forward(p, leaves, "torch", recipe=recipe, accumulate=True).backward(p.dout)
-    for name in ("w1", "w2"):
-        assert error(leaves[name].main_grad - 1, want[f"d{name}"]) < 4e-3
-
-
-@BOTH
-@pytest.mark.parametrize("act", [SWIGLU, Activation("squared_relu")], ids=lambda act: act.kind)
-def test_halves_of_a_dense_mlp_are_the_whole_bit_for_bit(act, form):
-    g = torch.Generator().manual_seed(0)
-    shapes = {"x": (150, 168), "w1": (act.width(136), 168), "w2": (168, 136)}
-    given = {k: torch.randn(s, generator=g).bfloat16() for k, s in shapes.items()}
-    whole, parts = ({k: v.clone().requires_grad_() for k, v in given.items()} for _ in range(2))
-    dout = torch.randn(150, 168, generator=g).bfloat16()
-    spec = MLPSpec(act, "torch", recipe=Microscaling(form))
-    made = dense_fc2(dense_fc1(parts["x"], parts["w1"], spec), parts["w2"], spec)
-    want = gradients(
-        one_expert(whole["x"], MLPWeights(whole["w1"], whole["w2"]), spec), dout, whole
-    )
-    got = gradients(made, dout, parts)
-    assert {k: torch.equal(got[k], want[k]) for k in want} == dict.fromkeys(want, True)
 
 
 @BOTH

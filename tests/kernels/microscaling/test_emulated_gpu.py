@@ -5,8 +5,8 @@ import torch
 
 from phalanx.kernels.quantize.recipe import Microscaling
 from tests.kernels.capture import check_replay
-from tests.kernels.microscaling.test_emulated import RECIPES, problem, run, statement
-from tests.kernels.problems import error, forward, gradients, leaves_of
+from tests.kernels.microscaling.test_emulated import RECIPES, statement
+from tests.kernels.problems import error, forward, gradients, leaves_of, partial_blocks, run
 
 pytestmark = pytest.mark.gpu
 
@@ -19,8 +19,12 @@ def test_products_are_those_of_the_format(name: str) -> None:
     apart: 0.033 in the norm. Here sums of a grouped GEMM are rounded once more, before they are
     scaled, so that it is about the square root of two as much, and more where they cancel.
     """
-    p, recipe = problem(bias=False), RECIPES[name]
-    got, want, exact = run(p.to("cuda"), recipe), statement(p, recipe), run(p, None)
+    p, recipe = partial_blocks(bias=False), RECIPES[name]
+    got, want, exact = (
+        run(p.to("cuda"), "torch", recipe=recipe),
+        statement(p, recipe),
+        run(p, "torch"),
+    )
     allowed = 6e-2 if recipe.format == "nvfp4" else 1.8e-2
     for k in want:
         assert error(got[k].cpu(), want[k]) < allowed, k
@@ -29,7 +33,7 @@ def test_products_are_those_of_the_format(name: str) -> None:
 
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
 def test_a_replay_has_the_bits_of_an_eager_step(form: str) -> None:
-    p = problem().to("cuda")
+    p = partial_blocks().to("cuda")
     leaves, recipe = leaves_of(p), Microscaling(form)
 
     def step() -> list[torch.Tensor]:
