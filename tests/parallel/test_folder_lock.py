@@ -62,7 +62,7 @@ def living() -> Iterator[Owner]:
 # --- a look from outside --------------------------------------------------------------------------
 
 
-def test_a_look_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_takes_nothing(path: Path) -> None:
     assert folder_lock.look(path) == "" and not path.exists()
     with living() as owner:
         leave(path, owner)

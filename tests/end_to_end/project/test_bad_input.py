@@ -286,29 +286,11 @@ CASES = {
     ),
     "data: places": Case("data.max_documents=9", "needs data.document_mask=true", "=0"),
     "data: no .bin": Case(INDEXED, "text.bin does not exist", "prefixes", without("text.bin")),
-    "data: no .idx": Case(INDEXED, "text.idx does not exist", "prefixes", without("text.idx")),
     "data: short .bin": Case(INDEXED, "text.bin is truncated", "rebuild both", cut("text.bin", 2)),
-    "data: short .idx": Case(INDEXED, "text.idx is truncated", "rebuild it", cut("text.idx", 99)),
-    "data: long .bin": Case(
-        INDEXED, "does not belong to its index", "rebuild both", patched("text.bin", 10**6, b"x")
-    ),
-    "data: other .idx": Case(
-        INDEXED, "is not a Megatron index", "rebuild it", written("text.idx", b"GIF89a" * 20)
-    ),
-    "data: version": Case(
-        INDEXED, "has format version 9", "rebuild it", patched("text.idx", 9, b"\x09")
-    ),
-    "data: floats": Case(INDEXED, "dtype code 6", "rebuild it", patched("text.idx", 17, b"\x06")),
     "data: order": Case(
         INDEXED, "are out of order", "rebuild it", patched("text.idx", 34, b"\xff\xff\xff\xff")
     ),
     "data: sidecar": Case(INDEXED, "not a JSON object", "move it away", written("text.json", "[")),
-    "data: deep sidecar": Case(
-        INDEXED, "not a JSON object", "move it away", written("text.json", "[" * 10**5)
-    ),
-    "data: sidecar of others": Case(
-        INDEXED, "says tokens 1", "rebuild all", with_corpus(partial(sidecar, tokens=1))
-    ),
     "data: tokenizer": Case(
         INDEXED, "token", "set model.vocab_size=1024", with_corpus(partial(sidecar, vocab_size=999))
     ),

@@ -26,7 +26,6 @@ from tests.support.sync_free import sync_free
 
 E, D, WIDTH, K = 6, 32, 24, 3
 GPT_OSS = Activation("quick_geglu", limit=0.7, offset=1.0)
-NAMES = ("w1", "w2", "b1", "b2")
 
 
 def weights(act: Activation, bias: bool = True, experts: int = E) -> dict[str, Tensor]:

@@ -36,9 +36,7 @@ def test_a_run_reads_each_pair_by_its_weight(tmp_path: Path) -> None:
     assert open_blend(prefixes[:1], None, cfg, 256, (4, 1)).epochs(360) == [2]
 
 
-def test_a_pair_that_may_not_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(prefix: str, *_: object) -> None:
         raise PermissionError(13, "Permission denied", f"{prefix}.bin")
 

@@ -189,7 +189,7 @@ def test_rows_of_parquet_that_are_no_text_are_numbered(tmp_path: Path) -> None:
         texts_of(path)
 
 
-def test_keys_by_kind_of_file(tmp_path: Path) -> None:
+def test_keys_by_kind_of_file() -> None:
     reading = read_keys(["text", "parquet=content", "json=a=b"])
     for name, key in (
         ("a.jsonl", "text"),

@@ -309,13 +309,9 @@ def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
 def test_a_full_disk_loses_records_and_not_the_run(tmp_path: Path) -> None:
     metrics, stream = make(tmp_path)
     metrics.log(record(1))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    with full_disk(200):
         metrics.log(record(2, note="x" * 300))
         metrics.log(record(3, note="x" * 300))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     metrics.log(record(4))
     assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1, 4]
     warnings = [t for t in stream.getvalue().splitlines() if "warning" in t]
@@ -337,9 +333,10 @@ def test_a_run_without_steps_tells_of_lost_records_too(tmp_path: Path) -> None:
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk(room: int = 0) -> Iterator[None]:
+    """Files take no more than `room` bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         yield
     finally:

@@ -81,7 +81,7 @@ def test_strangers_who_wait_and_come_in_crowds_are_shown_out(
     assert not hub.thread.is_alive()
 
 
-def test_a_rank_cannot_be_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_cannot_be_taken_for_another() -> None:
     hub = Hub(2, timeout=60, period=0.02)
     with talk(hub, hello(hub, 0)) as rank_0:
         rank_0.recv(100)
