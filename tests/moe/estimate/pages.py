@@ -1,11 +1,15 @@
 """Pages of dry runs, or some sections of them, for tests."""
 
 import functools
+from collections.abc import Sequence
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.dry_run import dry_run, sections
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.timing import StepTime, step_time
 
 RUN, EXPERTS, STEP = "Phalanx", "Experts of one layer", "Expected step"
 MEMORY, GROUPS, OPT_INS = "Memory of a rank", "Process groups", "Off by default"
@@ -32,6 +36,12 @@ def section(heading: str | tuple[str, ...], *overrides: str, world: int) -> str:
     bodies = [lines for head, lines in found.items() if head.startswith(heading)]
     assert bodies
     return "".join(f"\n  {line}" for lines in bodies for line in lines) + "\n"
+
+
+def timed(cfg: Config | Sequence[str], world: int = 8, machine: str = "h200") -> StepTime:
+    """Expected time of a step on nodes of 8 GPUs, of a configuration or of overrides."""
+    cfg = cfg if isinstance(cfg, Config) else loaded(*cfg)
+    return step_time(resolved(cfg, world, 8), world, MACHINES[machine])
 
 
 def fitting(*overrides: str, world: int) -> bool:

@@ -33,6 +33,7 @@ from tests.moe.estimate.pages import (
     loaded,
     page,
     section,
+    timed,
 )
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
@@ -246,8 +247,7 @@ def test_experts_over_several_nodes_go_by_node() -> None:
     assert "experts on 7.36 ranks of 3.63 nodes on average, at most 4 nodes" in text
     assert "receive buffers of hier" in text
     by_node, plain = (
-        step_time(resolved(loaded(base, *dispatch), 1024, 8), 1024, MACHINES["h200"]).total
-        for dispatch in ((), ("parallel.dispatch=alltoall",))
+        timed([base, *dispatch], 1024).total for dispatch in ((), ("parallel.dispatch=alltoall",))
     )
     assert by_node < 0.5 * plain and f"\n  step {by_node:.3f} s: " in text
 
@@ -321,7 +321,7 @@ BALANCED = {name: r for name, r in own().items() if name.endswith("_balanced")}
 def test_steps_take_a_little_more_than_expected(name: str) -> None:
     record = BALANCED[name]
     world, overrides = launch(record.command)
-    expected = step_time(resolved(load(overrides), world, 8), world, MACHINES["h200"]).total
+    expected = timed(overrides, world).total
     assert record.routing == "forced"
     assert 0.9 * record.step_time < expected < record.step_time
 
@@ -334,8 +334,7 @@ def test_natural_routing_takes_the_time_of_the_busiest_rank(name: str) -> None:
     record = own()[name]
     world, overrides = launch(record.command)
     cfg = load(overrides)
-    step = step_time(resolved(cfg, world, 8), world, MACHINES["h200"])
-    expected = with_natural_routing(step, busiest(cfg, world)).total
+    expected = with_natural_routing(timed(cfg, world), busiest(cfg, world)).total
     assert 0.9 * record.step_time < expected < 1.01 * record.step_time
     forced = load([*overrides, "model.moe.router.force_balance=true"])
     assert busiest(forced, world) == 1 < busiest(cfg, world)
@@ -389,7 +388,7 @@ def test_the_transport_of_the_published_run_explains_its_rate() -> None:
     record = next(r for r in published() if r.tokens_per_second_per_gpu == 1061)
     cfg, world = configured(record)
     cfg.parallel.dispatch = "deepep"
-    expected = step_time(resolved(cfg, world, 8), world, MACHINES["h100"]).total
+    expected = timed(cfg, world, "h100").total
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world / expected
     assert tokens == pytest.approx(1061, rel=0.15)
 
@@ -424,7 +423,7 @@ def test_tensor_and_context_ranks_take_time() -> None:
     machine, seconds = MACHINES["h200"], {}
     for tensor, context in ((1, 1), (2, 1), (1, 2)):
         sizes = [f"parallel.tensor={tensor}", f"parallel.context={context}"]
-        step = step_time(resolved(load([*base, *sizes]), 8, 8), 8, machine)
+        step = timed([*base, *sizes])
         seconds[tensor, context] = (step.tensor, step.context)
     tokens, layers = 512 * 4096 / 8, 48
     rows = tokens * layers * 2 / (machine.node_gbs * 1e9)
@@ -437,7 +436,7 @@ def test_experts_with_few_rows_wait_for_their_weights() -> None:
     machine = MACHINES["h200"]
     base = ["experiment=qwen3_30b_8gpu", "parallel.delay_wgrad=off"]
     few, many = (
-        step_time(resolved(load([*base, *sizes]), 8, 8), 8, machine)
+        timed([*base, *sizes])
         for sizes in (["parallel.expert=1", "data.sequence_length=128"], ["parallel.expert=8"])
     )
     weights = 128 * 3 * 2048 * 768
@@ -447,8 +446,7 @@ def test_experts_with_few_rows_wait_for_their_weights() -> None:
 
 
 def test_more_load_never_takes_less_time() -> None:
-    cfg, machine = load(["experiment=moonlight_8gpu"]), MACHINES["h200"]
-    base = step_time(resolved(cfg, 8, 8), 8, machine).total
+    base = timed(["experiment=moonlight_8gpu"]).total
     more = [
         ("run.recompute", ["full"]),
         ("parallel.dispatch", "alltoall"),
@@ -457,15 +455,15 @@ def test_more_load_never_takes_less_time() -> None:
     for path, value in more:
         changed = load(["experiment=moonlight_8gpu"])
         put(changed, path, value)
-        assert step_time(resolved(changed, 8, 8), 8, machine).total > base
+        assert timed(changed).total > base
 
 
 def test_largest_logits_are_products_of_queries_and_keys_once_more() -> None:
     """In Moonlight 192 of 192 + 128 channels of the forward pass, a third of core attention."""
     seconds = []
     for every in (0, 1, 4):
-        cfg = load(["experiment=moonlight_8gpu", f"optim.max_logit_every={every}"])
-        seconds.append(step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]).attention)
+        given = ["experiment=moonlight_8gpu", f"optim.max_logit_every={every}"]
+        seconds.append(timed(given).attention)
     none, each, fourth = seconds
     assert each / none == pytest.approx(1 + 192 / 320 / 3)
     assert fourth - none == pytest.approx((each - none) / 4)
@@ -487,8 +485,7 @@ def test_heads_that_go_to_context_ranks_take_time(
     given = [*NEXT, *sizes, "parallel.pipeline_layout=''", "parallel.world_size=16"]
     machine, seconds = MACHINES["h200"], []
     for recompute in ("[]", "full"):
-        cfg = load([*given, f"run.recompute={recompute}"])
-        seconds.append(step_time(resolved(cfg, 16, 8), 16, machine).heads)
+        seconds.append(timed([*given, f"run.recompute={recompute}"], 16).heads)
     tokens, layers = 512 * 4096 / 16, 36
     sent = tokens * layers * 2 * 2 * (12352 + 4096)
     once = sent * (near / machine.node_gbs + far / machine.network_gbs) / 1e9
@@ -506,8 +503,7 @@ def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     assert "  ranks     8 x H200, fp8_block\n" in text
     assert "  kernels   experts torch, " in text
     assert "no FP8 copies: torch experts multiply FP8 values in bf16\n" in text
-    cfgs = [load([*FP8[1:], "kernels=torch", *more]) for more in ((), FP8[:1])]
-    plain, fp8 = (step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]) for cfg in cfgs)
+    plain, fp8 = (timed([*FP8[1:], "kernels=torch", *more]) for more in ((), FP8[:1]))
     assert (fp8.gemm, fp8.experts) == (plain.gemm, plain.experts)
 
 
@@ -520,8 +516,7 @@ def test_emulated_recipes_take_the_time_of_bf16_and_say_so(recipe: str) -> None:
     )
     assert "  kernels   experts torch, " in text
     assert f"  emulated  torch multiplies {recipe} values in bf16; the time to quantize" in text
-    cfgs = [load([FP8[1], "kernels=torch", f"precision={p}"]) for p in ("bf16", recipe)]
-    plain, narrow = (step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]) for cfg in cfgs)
+    plain, narrow = (timed([FP8[1], "kernels=torch", f"precision={p}"]) for p in ("bf16", recipe))
     assert (narrow.gemm, narrow.experts) == (plain.gemm, plain.experts)
 
 
@@ -531,8 +526,8 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     many, seconds = "data.micro_batch=2", {}
     for name in ("", "wgrad=bf16", "dense=bf16", "bf16_first_layers=1", "bf16_last_layers=1"):
         given = [*FP8, many, f"precision.{name}"] if name else [*FP8, many]
-        seconds[name] = step_time(resolved(load(given), 8, 8), 8, machine)
-    plain = step_time(resolved(load([*FP8[1:], many]), 8, 8), 8, machine)
+        seconds[name] = timed(given)
+    plain = timed([*FP8[1:], many])
     gain, cfg = machine.expert_tflops / machine.expert_fp8_tflops, load(list(FP8))
     rows = cfg.data.global_batch * cfg.data.sequence_length * cfg.model.moe.top_k / 8
     # 5.5 bytes to quantise a row of an expert, per channel of x, gate and up, in three layers.
