@@ -19,15 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, OwnExperts
 from phalanx.kernels.expert_mlp.calls import RowsCall
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
+from phalanx.kernels.replication.experts import ReplicatedExperts
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.received import Received
 from tests.parallel.dispatcher.replication.gloo_replicas import replicating
 
 NAN = 0xFF
@@ -149,6 +154,19 @@ class GlooExchange:
         if x.numel():
             dist.all_to_all_single(out, x.contiguous(), group=self._group)
         return out
+
+
+def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """`grouped_mlp` of what was received, also with overlap, which it refuses on a CPU."""
+    plan, exchange, given = received.plan, received.replicas, received.fp8_inputs
+    with received.saving():
+        if received.overlap is None:
+            rows_ND = received.rows_ND
+            return grouped_mlp(rows_ND, weights, plan, spec, fp8_inputs=given, replicas=exchange)
+        here = OwnExperts() if exchange is None else ReplicatedExperts(exchange)
+        grads = torch.is_grad_enabled()
+        how = ExpertMLPArgs(spec, grads, received.overlap, given, experts=here)
+        return ExpertMLP.apply(received.rows_ND, *weights, None, plan, how)
 
 
 @contextmanager

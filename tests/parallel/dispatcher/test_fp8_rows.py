@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, Fp8Inputs
+from phalanx.kernels.expert_mlp.autograd import Fp8Inputs
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -25,11 +25,10 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 from tests.kernels.problems import error, make
-from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
+from tests.parallel.dispatcher.gloo_exchange import experts, gloo_exchanges
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import matrix, slow
 from tests.support.training import pretended_nodes
@@ -79,31 +78,22 @@ def dispatcher_of(
     )
 
 
-def experts(
-    received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block | None, again: bool = False
-) -> Tensor:
-    """`grouped_mlp`, which refuses overlap on a CPU; with `again` h is computed again."""
-    spec = MLPSpec(Activation("swiglu"), "torch", recipe=recipe, recompute_h=again)
-    rows_ND, plan, overlap, fp8_inputs = received[:4]
-    if overlap is None:
-        with received.saving():
-            return grouped_mlp(rows_ND, MLPWeights(w1, w2), plan, spec, fp8_inputs=fp8_inputs)
-    how = ExpertMLPArgs(spec, True, overlap, fp8_inputs)
-    return ExpertMLP.apply(rows_ND, w1, w2, None, None, None, plan, how)
-
-
 NAMES = "out", "dx", "dprob", "dw1", "dw2"
 
 
 def layer(
     dispatcher: Dispatcher, given: Given, recipe: Fp8Block, times: int = 1, again: bool = False
 ) -> list[Tensor]:
-    """Output, and gradients of tokens, probabilities and weights, the same every time."""
+    """Output, and gradients of tokens, probabilities and weights, the same every time.
+
+    With `again` h is computed again.
+    """
     x, prob, w1, w2 = leaves = [t.clone().requires_grad_() for t in given[:4]]
+    spec = MLPSpec(Activation("swiglu"), "torch", recipe=recipe, recompute_h=again)
     results = []
     for _ in range(times):
         received = dispatcher.dispatch(x, given.idx_TK, prob)
-        out = dispatcher.combine(experts(received, w1, w2, recipe, again), received)
+        out = dispatcher.combine(experts(received, MLPWeights(w1, w2), spec), received)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, given.dout_TD)])
     for other in results[1:]:
         assert_same(other, results[0])

@@ -17,18 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.symm import Symm
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Transport
+from tests.parallel.dispatcher.gloo_exchange import experts
 from tests.parallel.dispatcher.protocol import (
     Program,
     Violation,
@@ -222,16 +221,6 @@ class Planner:
         return make_plan(topk_idx_NK, topk_prob_NK, **how)
 
 
-def experts(received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block | None = None) -> Tensor:
-    """`kernels.expert_mlp.grouped_mlp`, which refuses `overlap` on a CPU."""
-    plan, overlap = received.plan, received.overlap
-    spec = MLPSpec(Activation("swiglu"), "reference", recipe=recipe)
-    how = ExpertMLPArgs(spec, True, overlap, received.fp8_inputs)
-    prob = plan.row_prob_S if overlap is None else None
-    with received.saving():
-        return ExpertMLP.apply(received.rows_ND, w1, w2, None, None, prob, plan, how)
-
-
 @pytest.mark.parametrize("recipe", [None, Fp8Block()], ids=["rows as they are", "rows in FP8"])
 @pytest.mark.parametrize(("overlaps", "beside", "keep"), WAYS)
 def test_the_model_says_what_symm_does(
@@ -274,7 +263,8 @@ def test_the_model_says_what_symm_does(
     idx = torch.rand(T, E, generator=g).topk(K).indices.int()
     with Watch(recorder):
         received = transport.dispatch(x, idx, prob)
-        out_ND = experts(received, w1, w2, recipe)
+        spec = MLPSpec(Activation("swiglu"), "reference", recipe=recipe)
+        out_ND = experts(received, MLPWeights(w1, w2), spec)
         if beside:
             with pytest.raises(RuntimeError, match="sums of experts have another reader"):
                 transport.send_sums(out_ND.view_as(out_ND), received)

@@ -23,9 +23,6 @@ from phalanx.kernels.routing.replication_plan import (
     ReplicationSize,
     reference_replication_plan,
 )
-from phalanx.parallel.connections import Connections
-from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
-from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
@@ -33,8 +30,8 @@ from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import RANKS, SIZE
 from tests.parallel.dispatcher.replication import test_replication as flat
-from tests.parallel.dispatcher.replication.test_replication import EXPERTS, TOP_K, Made
-from tests.parallel.dispatcher.replication.test_symm import CHANGES, WAYS, layer, same
+from tests.parallel.dispatcher.replication.test_replication import EXPERTS, Made, layer
+from tests.parallel.dispatcher.replication.test_symm import CHANGES, possible, same, variant
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import mostly_slow
 from tests.support.training import pretended_nodes
@@ -67,27 +64,14 @@ def dispatcher_of(
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
     fp8_rows: bool = False,
 ) -> Dispatcher:
-    return make_dispatcher(
-        replace(transport, inside=Transport(inside, "in this test", replication=replication)),
-        group=dist.group.WORLD,
-        experts=EXPERTS,
-        slots=TokenChoices(TOP_K, TOP_K),
-        budget=Budget(float(EXPERTS), torch.device("cpu")),
-        backend=spec.backend,
-        symm=symm,
-        recipe=spec.recipe,
-        fp8_rows=fp8_rows,
-        connections=Connections(),
-    )
+    of_nodes = Transport(inside, "in this test", replication=replication)
+    transport = replace(transport, inside=of_nodes)
+    return flat.dispatcher_of(transport, spec, symm=symm, fp8_rows=fp8_rows)
 
 
 def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int) -> list[Made]:
     """Results without replication, with collectives inside, and with pushes in all ways."""
-    p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
-    how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
-    fp8_rows = options.pop("fp8_rows", False)
-    options.setdefault("accumulate", True)
-    spec = MLPSpec(Activation("swiglu"), backend, **options)
+    p, spec, fp8_rows, how = variant(kind, backend, options)
     transport = over_nodes(size)
     made = [
         layer(p, dispatcher_of(transport, "alltoall", of, spec, fp8_rows=fp8_rows), spec, **how)
@@ -97,9 +81,7 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int
             ReplicationOptions(slots, COST, keep=True),
         )
     ]
-    for sms, keep in WAYS:
-        if sms and spec.recipe is not None and not fp8_rows:
-            continue  # what becomes FP8 where it arrives has to be there
+    for sms, keep in possible(spec, fp8_rows):
         replication, symm = (
             ReplicationOptions(slots, COST, keep),
             SymmOptions(keep=keep, comm_sms=sms),

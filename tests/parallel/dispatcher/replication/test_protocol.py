@@ -27,8 +27,8 @@ from tests.parallel.dispatcher.replication.protocol import (
     forward,
     way_back,
 )
-from tests.parallel.dispatcher.replication.test_replication import problem
-from tests.parallel.dispatcher.replication.test_symm import WAYS, dispatcher_of, layer
+from tests.parallel.dispatcher.replication.test_replication import layer, problem
+from tests.parallel.dispatcher.replication.test_symm import WAYS, dispatcher_of
 from tests.support.distributed import run_distributed
 
 

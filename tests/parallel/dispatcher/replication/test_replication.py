@@ -23,10 +23,12 @@ from phalanx.kernels.routing.replication_plan import (
     ReplicationSize,
     reference_replication_plan,
 )
+from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
+from tests.parallel.dispatcher.gloo_exchange import experts
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import matrix, mostly_slow
 from tests.support.sync_free import sync_free
@@ -106,59 +108,83 @@ def parts(p: Problem, rank: int, ranks: int) -> Problem:
     return Problem(x, idx, prob, MLPWeights(*own), dout)  # type: ignore[arg-type]
 
 
-def layer(
-    p: Problem, replication: ReplicationOptions | None, spec: MLPSpec, main_grad: bool
-) -> Made:
-    """Two micro-batches of the same tokens, the second one in the opposite order."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = make_dispatcher(
-        Transport("alltoall", "wanted", replication=replication),
+def dispatcher_of(transport: Transport, spec: MLPSpec, **how: Any) -> Dispatcher:
+    """The dispatcher of all ranks, whose rows fit any routing."""
+    return make_dispatcher(
+        transport,
         group=dist.group.WORLD,
         experts=EXPERTS,
         slots=TokenChoices(TOP_K, TOP_K),
         budget=Budget(float(EXPERTS), torch.device("cpu")),
         backend=spec.backend,
+        recipe=spec.recipe,
+        connections=Connections(),
+        **how,
     )
-    own = parts(p, rank, ranks)
+
+
+def collectives(replication: ReplicationOptions | None, spec: MLPSpec) -> Dispatcher:
+    return dispatcher_of(Transport("alltoall", "wanted", replication=replication), spec)
+
+
+def layer(
+    p: Problem,
+    dispatcher: Dispatcher,
+    spec: MLPSpec,
+    *,
+    crossed: bool = False,
+    shared: bool = False,
+) -> Made:
+    """Results of two micro-batches of the same tokens, the second in the opposite order.
+
+    With `crossed` both go forward before the first goes backward.
+    """
+    own = parts(p, dist.get_rank(), dist.get_world_size())
     weights = MLPWeights(*(None if w is None else w.requires_grad_() for w in own.weights))
-    if main_grad:
-        for w in weights:
-            if w is not None:
-                w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
-    found = []
+    for w in weights:
+        if w is not None and spec.accumulate:
+            w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
+    found, waiting = [], []
+
+    def back(out: Tensor, x: Tensor, prob: Tensor, dout: Tensor, replicas: int) -> None:
+        out.backward(dout)
+        found.append((out.detach(), x.grad, prob.grad, replicas))
+
     for turn in (slice(None), torch.arange(len(own.x) - 1, -1, -1)):
         x, prob = own.x[turn].requires_grad_(), own.prob[turn].requires_grad_()
         received = dispatcher.dispatch(x, own.idx[turn], prob)
-        out = grouped_mlp(
-            received.rows_ND, weights, received.plan, spec, replicas=received.replicas
-        )
-        out = dispatcher.combine(out, received, own.x[turn])
-        out.backward(own.dout[turn])
+        out = experts(received, weights, spec)
+        sums = dispatcher.send_sums(out, received, alone=not shared)
+        addends = [x * 0.5] * shared + [own.x[turn]]
+        out = dispatcher.receive_sums(sums, received, addends)
         replicas = (
             0
             if received.replication_plan is None
             else int((received.replication_plan.expert_RN >= 0).sum())
         )
-        found.append((out.detach(), x.grad, prob.grad, replicas))
+        waiting.append((out, x, prob, own.dout[turn], replicas))
+        if not crossed:
+            back(*waiting.pop())
+    for given in waiting:
+        back(*given)
     of = [w for w in weights if w is not None]
-    grads = [w.main_grad if main_grad else w.grad for w in of]
+    grads = [w.main_grad if spec.accumulate else w.grad for w in of]
     out, dx, dprob, replicas = zip(*found, strict=True)
     return Made(torch.cat(out), torch.cat(dx), torch.cat(dprob), grads, min(replicas))
 
 
 def both(kind: str, dtype: torch.dtype, backend: str, options: dict[str, Any]) -> tuple[Made, Made]:
     p = problem(kind, dtype, options.pop("bias", False))
-    main_grad = options.pop("main_grad", True)
     slots, keep = options.pop("slots", 2), options.pop("keep", False)
-    spec = MLPSpec(Activation("swiglu"), backend, accumulate=main_grad, **options)
+    spec = MLPSpec(Activation("swiglu"), backend, **{"accumulate": True, **options})
     replication = ReplicationOptions(slots, cost=10, keep=keep)
-    with_replication = layer(p, replication, spec, main_grad)
-    again = layer(p, replication, spec, main_grad)
+    with_replication = layer(p, collectives(replication, spec), spec)
+    again = layer(p, collectives(replication, spec), spec)
     for name, a, b in zip(Made._fields, with_replication, again, strict=True):
         same = all(map(torch.equal, a, b)) if isinstance(a, list) else a is b or a == b
         same = torch.equal(a, b) if isinstance(a, Tensor) else same
         assert same, f"{name} is not deterministic"
-    return with_replication, layer(p, None, spec, main_grad)
+    return with_replication, layer(p, collectives(None, spec), spec)
 
 
 KINDS = ("one hot expert", "one expert with all", "one rank with all", "several hot experts")
@@ -185,7 +211,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "biases, h computed again": {"bias": True, "recompute_h": True},
     "fp8_block": {"recipe": Fp8Block()},
     "fp8_block, bf16 weight gradients": {"recipe": Fp8Block(wgrad="bf16")},
-    "gradients returned": {"main_grad": False},
+    "gradients returned": {"accumulate": False},
     "one slot": {"slots": 1},
     "three slots": {"slots": 3},
 }
@@ -226,14 +252,8 @@ def part_gradient(p: Problem, pairs_TK: Tensor, expert: int) -> list[Tensor]:
 
 
 def once(kind: str, slots: int) -> list[Tensor]:
-    dispatcher = make_dispatcher(
-        Transport("alltoall", "wanted", replication=ReplicationOptions(slots, cost=10)),
-        group=dist.group.WORLD,
-        experts=EXPERTS,
-        slots=TokenChoices(TOP_K, TOP_K),
-        budget=Budget(float(EXPERTS), torch.device("cpu")),
-        backend="reference",
-    )
+    spec = MLPSpec(Activation("swiglu"), "reference")
+    dispatcher = collectives(ReplicationOptions(slots, cost=10), spec)
     return gradients(problem(kind, torch.bfloat16), dispatcher)
 
 
@@ -245,7 +265,7 @@ def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
     for w in weights[:2]:
         w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
     received = dispatcher.dispatch(own.x, own.idx, own.prob)
-    out = grouped_mlp(received.rows_ND, weights, received.plan, spec, replicas=received.replicas)
+    out = experts(received, weights, spec)
     dispatcher.combine(out, received).backward(own.dout)
     return [w.main_grad for w in weights[:2]]
 
@@ -278,28 +298,16 @@ def as_planned(p: Problem, plan: ReplicationPlan, grads: list[list[Tensor]]) -> 
 
 def forward_only() -> None:
     own = parts(problem("one hot expert", torch.bfloat16), dist.get_rank(), 2)
-    dispatcher = make_dispatcher(
-        Transport("alltoall", "wanted", replication=ReplicationOptions(2, cost=10)),
-        group=dist.group.WORLD,
-        experts=EXPERTS,
-        slots=TokenChoices(TOP_K, TOP_K),
-        budget=Budget(float(EXPERTS), torch.device("cpu")),
-    )
+    dispatcher = collectives(ReplicationOptions(2, cost=10), SPEC)
     x, prob = own.x.requires_grad_(), own.prob.requires_grad_()
     weights = MLPWeights(*(w.requires_grad_() for w in own.weights[:2]))
     with sync_free():
         received = dispatcher.dispatch(x, own.idx, prob)
-        out = grouped_mlp(
-            received.rows_ND, weights, received.plan, SPEC, replicas=received.replicas
-        )
-        out = dispatcher.combine(out, received)
+        out = dispatcher.combine(experts(received, weights, SPEC), received)
         out.backward(own.dout)
         with torch.no_grad():
             received = dispatcher.dispatch(x, own.idx, prob)
-            alone = grouped_mlp(
-                received.rows_ND, weights, received.plan, SPEC, replicas=received.replicas
-            )
-            again = dispatcher.combine(alone, received)
+            again = dispatcher.combine(experts(received, weights, SPEC), received)
     assert torch.equal(out, again)
 
 

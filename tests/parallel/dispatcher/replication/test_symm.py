@@ -9,31 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, OwnExperts
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.replication.experts import ReplicatedExperts
-from phalanx.parallel.connections import Connections
-from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
-from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
-from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
+from tests.parallel.dispatcher.gloo_exchange import experts, gloo_exchanges
 from tests.parallel.dispatcher.replication import test_replication as flat
 from tests.parallel.dispatcher.replication.test_replication import (
-    EXPERTS,
     HIDDEN,
     KINDS,
-    TOP_K,
     Made,
     Problem,
     check,
+    layer,
 )
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import mostly_slow
@@ -52,91 +44,40 @@ def dispatcher_of(
     spec: Any,
     fp8_rows: bool = False,
 ) -> Dispatcher:
-    return make_dispatcher(
-        Transport(name, "wanted", replication=replication),
-        group=dist.group.WORLD,
-        experts=EXPERTS,
-        slots=TokenChoices(TOP_K, TOP_K),
-        budget=Budget(float(EXPERTS), torch.device("cpu")),
-        backend=spec.backend,
-        symm=SymmOptions(keep=keep, comm_sms=sms),
-        recipe=spec.recipe,
-        fp8_rows=fp8_rows,
-        connections=Connections(),
+    transport = Transport(name, "wanted", replication=replication)
+    symm = SymmOptions(keep=keep, comm_sms=sms)
+    return flat.dispatcher_of(transport, spec, symm=symm, fp8_rows=fp8_rows)
+
+
+def variant(
+    kind: str, backend: str, options: dict[str, Any]
+) -> tuple[Problem, MLPSpec, bool, dict[str, bool]]:
+    """Problem and spec of options, whether rows travel in FP8, and arguments of `layer`."""
+    p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
+    how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
+    fp8_rows = options.pop("fp8_rows", False)
+    return (
+        p,
+        MLPSpec(Activation("swiglu"), backend, **{"accumulate": True, **options}),
+        fp8_rows,
+        how,
     )
 
 
-def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """`grouped_mlp`, which refuses overlap on a CPU."""
-    plan, overlap, exchange = received.plan, received.overlap, received.replicas
-    here = OwnExperts() if exchange is None else ReplicatedExperts(exchange)
-    how = ExpertMLPArgs(spec, torch.is_grad_enabled(), overlap, received.fp8_inputs, experts=here)
-    prob_S = plan.row_prob_S if overlap is None else None
-    with received.saving():
-        return ExpertMLP.apply(received.rows_ND, *weights, prob_S, plan, how)
-
-
-def layer(
-    p: Problem,
-    dispatcher: Dispatcher,
-    spec: MLPSpec,
-    *,
-    crossed: bool = False,
-    shared: bool = False,
-) -> Made:
-    """Results of two micro-batches of the same tokens, the second in the opposite order.
-
-    With `crossed` both go forward before the first goes backward.
-    """
-    own = flat.parts(p, dist.get_rank(), dist.get_world_size())
-    weights = MLPWeights(*(None if w is None else w.requires_grad_() for w in own.weights))
-    for w in weights:
-        if w is not None and spec.accumulate:
-            w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
-    found, waiting = [], []
-
-    def back(out: Tensor, x: Tensor, prob: Tensor, dout: Tensor, replicas: int) -> None:
-        out.backward(dout)
-        found.append((out.detach(), x.grad, prob.grad, replicas))
-
-    for turn in (slice(None), torch.arange(len(own.x) - 1, -1, -1)):
-        x, prob = own.x[turn].requires_grad_(), own.prob[turn].requires_grad_()
-        received = dispatcher.dispatch(x, own.idx[turn], prob)
-        out = experts(received, weights, spec)
-        sums = dispatcher.send_sums(out, received, alone=not shared)
-        addends = [x * 0.5] * shared + [own.x[turn]]
-        out = dispatcher.receive_sums(sums, received, addends)
-        replicas = (
-            0
-            if received.replication_plan is None
-            else int((received.replication_plan.expert_RN >= 0).sum())
-        )
-        waiting.append((out, x, prob, own.dout[turn], replicas))
-        if not crossed:
-            back(*waiting.pop())
-    for given in waiting:
-        back(*given)
-    of = [w for w in weights if w is not None]
-    grads = [w.main_grad if spec.accumulate else w.grad for w in of]
-    out, dx, dprob, replicas = zip(*found, strict=True)
-    return Made(torch.cat(out), torch.cat(dx), torch.cat(dprob), grads, min(replicas))
+def possible(spec: MLPSpec, fp8_rows: bool) -> list[tuple[int, bool]]:
+    """`WAYS` without overlap of what becomes FP8 where it arrives, as it has to be there."""
+    return [way for way in WAYS if not way[0] or spec.recipe is None or fp8_rows]
 
 
 def ways(kind: str, backend: str, slots: int, options: dict[str, Any]) -> list[Made]:
     """Without replication and with them over collectives, and with them over pushes in all ways."""
-    p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
-    how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
-    fp8_rows = options.pop("fp8_rows", False)
-    options.setdefault("accumulate", True)
-    spec = MLPSpec(Activation("swiglu"), backend, **options)
+    p, spec, fp8_rows, how = variant(kind, backend, options)
     replication = ReplicationOptions(slots, cost=10)
     made = [
         layer(p, dispatcher_of("alltoall", of, 0, False, spec, fp8_rows), spec, **how)
         for of in (None, replication)
     ]
-    for sms, keep in WAYS:
-        if sms and spec.recipe is not None and not fp8_rows:
-            continue  # what becomes FP8 where it arrives has to be there
+    for sms, keep in possible(spec, fp8_rows):
         with gloo_exchanges() as exchanges:
             of = ReplicationOptions(slots, cost=10, keep=keep)
             pushed = dispatcher_of("symm", of, sms, keep, spec, fp8_rows)
