@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from phalanx.parallel.folder_lock import (
     here,
     release,
 )
+from tests.parallel.full_disk import full_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,14 +87,9 @@ def test_a_look_at_a_lock_of_another_host_waits_for_a_beat(
 
 @pytest.mark.parametrize("size", [0, 20])
 def test_a_full_disk_keeps_no_lock(path: Path, size: int) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     taken = Claim(path, print)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        with pytest.raises(OSError):
-            taken.step()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(size), pytest.raises(OSError):
+        taken.step()
     assert list(path.parent.iterdir()) == []
     leave(path, dead())
     assert taken.step()

@@ -4,12 +4,9 @@ import io
 import json
 import math
 import re
-import resource
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
 from phalanx.moe.report.services.service import tag
 from phalanx.moe.training.validation import SourceSums, scores
+from tests.parallel.full_disk import full_disk
 
 GPU: dict[str, Any] = {
     "step": 120,
@@ -330,17 +328,6 @@ def test_a_run_without_steps_tells_of_lost_records_too(tmp_path: Path) -> None:
     metrics.close()
     last = stream.getvalue().splitlines()[-1]
     assert last == f"-- warning: 1 record of {tmp_path}/metrics.jsonl lost"
-
-
-@contextmanager
-def full_disk(room: int = 0) -> Iterator[None]:
-    """Files take no more than `room` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # --- sinks ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 See test_bad_input for damaged files.
 """
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from phalanx.parallel import folder_lock, run_start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.object_store import Remote
 from phalanx.scripts import checkpoint
+from tests.parallel.full_disk import full_disk
 from tests.parallel.test_folder_lock import leave, living
 from tests.support import s3
 from tests.support.advice import advised, tried
@@ -124,12 +124,8 @@ def test_an_impossible_size_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [0, 4096])
 def test_a_full_disk_is_told(tmp_path: Path, left: int) -> None:
     """A name, or a few bytes, may fit where nothing else does."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (left, limits[1]))
-    try:
+    with full_disk(left):
         (line,) = errors(config(tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert line.startswith(f"cannot write to {tmp_path / 'runs/tiny'} (run.dir, run.name): ")
     assert list(tmp_path.iterdir()) == []
 

@@ -3,7 +3,7 @@
 import errno
 import importlib
 import os
-import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.parallel.checkpoint.checkpoints import build, checkpointer, load, save, train
+from tests.parallel.full_disk import full_disk
 from tests.support.distributed import RankFailed, run_distributed
 from tests.support.scheduling import slow
 
@@ -22,16 +23,13 @@ def _fails_on_full_disk(folder: Path, victim: int, async_save: bool) -> list[str
     save(checkpoints, 1, engine)
     checkpoints.close()
     train(engine, groups, 1, 2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == victim:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     messages = []
     try:
-        save(checkpoints, 2, engine)
-        checkpoints.close()
+        with full_disk(20_000) if dist.get_rank() == victim else nullcontext():
+            save(checkpoints, 2, engine)
+            checkpoints.close()
     except RuntimeError as error:
         messages.append(str(error))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     dist.barrier()
     left = sorted(path.name for path in folder.iterdir())
     assert left == ["step_00000001"], left
