@@ -73,7 +73,7 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
         moe=e,
         spec=MLPSpec(activation_of(e), backend),
         transport=choose_transport("auto", pg.ep, torch.float32),
-        budget=Budget(float(e.experts), torch.device("cpu")),
+        budget=Budget(max(1.0, float(e.experts)), torch.device("cpu")),
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.cases import install
+from tests.moe.cases import install, options
 from tests.moe.model.plain_model import PlainModel, frequencies, temperature
 from tests.support.distributed import run_distributed
 
@@ -83,13 +83,8 @@ def built(
     """
     install()
     from phalanx.configs.load import load
-    from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-    from phalanx.moe.experts import activation_of
-    from phalanx.moe.layer import MoEOptions
     from phalanx.moe.model.gpt import Backends, build
     from phalanx.moe.model.megatron_config import Layout, transformer_config
-    from phalanx.parallel.dispatcher.capacity import Budget
-    from phalanx.parallel.dispatcher.transport import choose_transport
     from phalanx.parallel.groups import create
 
     cfg = load([*overrides, "precision=fp32", f"data.sequence_length={SEQUENCE}"])
@@ -97,14 +92,8 @@ def built(
     config = transformer_config(
         cfg, Layout(tensor=tensor, context=context, expert=expert), on_cpu=True
     )
-    e = cfg.model.moe
-    options = MoEOptions(
-        moe=e,
-        spec=MLPSpec(activation_of(e), "reference"),
-        transport=choose_transport("auto", groups.pg.ep, torch.float32),
-        budget=Budget(4.0, torch.device("cpu")),
-    )
-    model = build(cfg, config, pg=groups.pg, backends=Backends(), moe=options)
+    moe = options(cfg.model, groups.pg, "reference")
+    model = build(cfg, config, pg=groups.pg, backends=Backends(), moe=moe)
     return cfg, model
 
 
