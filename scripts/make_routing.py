@@ -28,37 +28,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.load import load
-from phalanx.configs.validate import ConfigError
 from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import write
+from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.reader import may_leave
 
 _TOKENS = 4096
 
 
 @may_leave
+@reports_bad_input("make_routing")
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_intermixed_args(argv)
-    try:
-        model = load(args.overrides).model
-        if args.choices:
-            if args.weight or args.tokens is not None or args.seed:
-                raise ValueError("--choices names all choices: leave out the other options")
-            ids = read_choices(args.choices, model)
-        else:
-            weights = dict(map(weight_of, args.weight))
-            tokens = _TOKENS if args.tokens is None else args.tokens
-            ids = random_choices(model, weights, tokens, args.seed)
-        facts = write(args.out, ids, model=model.name, experts=model.moe.experts, step=0)
-    except (ConfigError, ValueError) as error:
-        for line in str(error).splitlines():
-            print(f"make_routing: {line}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"make_routing: {where}{error.strerror or error}", file=sys.stderr)
-        return 2
+    model = load(args.overrides).model
+    if args.choices:
+        if args.weight or args.tokens is not None or args.seed:
+            raise ValueError("--choices names all choices: leave out the other options")
+        ids = read_choices(args.choices, model)
+    else:
+        weights = dict(map(weight_of, args.weight))
+        tokens = _TOKENS if args.tokens is None else args.tokens
+        ids = random_choices(model, weights, tokens, args.seed)
+    facts = write(args.out, ids, model=model.name, experts=model.moe.experts, step=0)
     print(
         f"{args.out}: {facts.tokens:,} tokens of {facts.model}, "
         f"{pluralize(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts"

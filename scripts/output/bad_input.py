@@ -8,6 +8,8 @@ from collections.abc import Callable
 def reports_bad_input[**P](script: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorator of a `main`: ValueError and OSError become lines on stderr and the exit code 2.
 
+    The line of an OSError begins with its file.
+
     Args:
         script: name of the program, with which each line begins.
     """
@@ -17,10 +19,14 @@ def reports_bad_input[**P](script: str) -> Callable[[Callable[P, int]], Callable
         def run(*args: P.args, **kwargs: P.kwargs) -> int:
             try:
                 return main(*args, **kwargs)
-            except (ValueError, OSError) as error:
-                for line in str(error).splitlines():
-                    print(f"{script}: {line}", file=sys.stderr)
-                return 2
+            except OSError as error:
+                where = f"{error.filename}: " if error.filename else ""
+                text = f"{where}{error.strerror or error}"
+            except ValueError as error:
+                text = str(error)
+            for line in text.splitlines():
+                print(f"{script}: {line}", file=sys.stderr)
+            return 2
 
         return run
 
