@@ -54,6 +54,14 @@ def entries() -> Iterator[None]:
         yield
 
 
+def trained(folder: Path, overrides: list[str], ranks: int) -> tuple[list[float], str]:
+    """Losses of the steps of a run with the additions, and what it printed."""
+    command = [*SMALL, "run.save_interval=-1", *overrides, f"run.dir={folder}"]
+    ended = run(ranks, command, added)
+    assert [rank.code for rank in ended] == [0] * ranks, ended[0].err
+    return [r["loss"] for r in records(folder / "run") if "grad_norm" in r], ended[0].out
+
+
 # --- an activation --------------------------------------------------------------------------------
 
 
@@ -268,25 +276,12 @@ def test_a_dry_run_counts_the_moments_of_an_added_optimizer() -> None:
 def test_a_model_trains_with_an_added_optimizer(tmp_path: Path) -> None:
     """Two ranks with a sharded state and one rank have the same losses, and others than AdamW's."""
     losses = {}
+    how = ["run.steps=4", "precision=fp32", "optim.warmup_steps=0"]
+    how += ["optim.lr=1e-3", "optim.min_lr=1e-4"]
     for kind, ranks in (("lion", 2), ("lion", 1), ("adamw", 1)):
         name = f"{kind}{ranks}"
-        ended = run(
-            ranks,
-            [
-                *SMALL,
-                "run.steps=4",
-                "precision=fp32",
-                "run.save_interval=-1",
-                "optim.warmup_steps=0",
-                "optim.lr=1e-3",
-                "optim.min_lr=1e-4",
-                f"optim.kind={kind}",
-                f"run.dir={tmp_path / name}",
-            ],
-            added,
-        )
-        assert [rank.code for rank in ended] == [0] * ranks, ended[0].err
-        losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
+        given = [*how, f"optim.kind={kind}"]
+        losses[name], _ = trained(tmp_path / name, given, ranks)
     assert losses["lion2"] == pytest.approx(losses["lion1"], rel=1e-4)
     assert losses["lion1"][-1] < losses["lion1"][0] - 0.05
     assert losses["lion1"][1:] != pytest.approx(losses["adamw1"][1:], rel=1e-4)
@@ -326,20 +321,8 @@ def test_a_model_trains_with_an_added_recipe(tmp_path: Path) -> None:
         ("same", same),
         ("bf16", ["precision=bf16"]),
     ):
-        (ended,) = run(
-            1,
-            [
-                *SMALL,
-                "data=synthetic",
-                "run.steps=3",
-                "run.save_interval=-1",
-                *overrides,
-                f"run.dir={tmp_path / name}",
-            ],
-            added,
-        )
-        assert ended.code == 0, ended.err
-        losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
+        given = ["data=synthetic", "run.steps=3", *overrides]
+        losses[name], _ = trained(tmp_path / name, given, 1)
     assert losses["added"] == losses["same"] != losses["bf16"]
 
 
@@ -351,27 +334,11 @@ def test_a_model_trains_with_all(tmp_path: Path) -> None:
     """A step of two ranks equals one over collectives; the start page names the additions."""
     losses = {}
     for name in ("broadcasts", "alltoall"):
-        ranks = run(
-            2,
-            [
-                *SMALL,
-                "data=synthetic",
-                "run.steps=2",
-                "precision=fp32",
-                "run.save_interval=-1",
-                "parallel.expert=2",
-                "model.moe.activation=reglu",
-                "kernels.backend=counted",
-                f"parallel.dispatch={name}",
-                f"run.dir={tmp_path / name}",
-            ],
-            added,
-        )
-        assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
-        page = ranks[0].out
+        given = ["data=synthetic", "run.steps=2", "precision=fp32", "parallel.expert=2"]
+        given += ["model.moe.activation=reglu", "kernels.backend=counted"]
+        losses[name], page = trained(tmp_path / name, [*given, f"parallel.dispatch={name}"], 2)
         assert re.search(rf"transport +{name} +parallel.dispatch={name}", page)
         assert re.search(r"grouped_mlp +counted +kernels.backend=counted", page)
-        losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
         if name == "broadcasts":
             assert "broadcasts are over when they return" in page
     assert len(losses["broadcasts"]) == 2

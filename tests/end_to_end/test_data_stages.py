@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import SMALL, exact, records, run, text, write_corpus
+from tests.support.runs import TINY, exact, records, run, text, write_corpus
 
 pytestmark = pytest.mark.dist
 
@@ -15,7 +15,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder, pieces = tmp_path_factory.mktemp("corpus"), [list(p) for p in text()]
     a, b = (write_corpus(folder / name, pieces[i::2]) for i, name in enumerate("ab"))
     data = ["data=indexed", f"data.blend=[0.75,{a},0.25,{b}]", f"data.cache={folder / 'cache'}"]
-    return [*SMALL, "model=tiny", "model.attention.head_dim=8", *data, "run.steps=8"]
+    return [*TINY, *data, "run.steps=8"]
 
 
 def test_a_run_goes_on_inside_a_stage_bit_for_bit(command: list[str], tmp_path: Path) -> None:

@@ -4,19 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import SMALL, exact, records, run, text, write_corpus
+from tests.support.runs import DEEPSEEK, GPT_OSS, SMALL, exact, records, run, text, with_corpus
 from tests.support.training import trained
 
 pytestmark = pytest.mark.dist
 
 MASK = ["data.document_mask=true", "data.sequence_length=16"]
-DEEPSEEK = [
-    *["model=tiny_deepseek", "model.attention.q_lora_rank=16", "model.attention.kv_lora_rank=12"],
-    *["model.attention.qk_nope_dim=8", "model.attention.qk_rope_dim=4", "model.attention.v_dim=8"],
-    *["model.moe.shared_ffn=16", "model.moe.router.seq_aux_loss=0"],
-]
-GPT_OSS = [
-    *["model=tiny_gpt_oss", "model.attention.head_dim=8", "model.moe.router.aux_loss=0"],
+WITHOUT_LOSS = [*DEEPSEEK, "model.moe.router.seq_aux_loss=0"]
+WINDOWS = [
+    *[*GPT_OSS, "model.moe.router.aux_loss=0"],
     *["model.attention.window=6", "kernels.attention=reference"],
 ]
 QWEN3_NEXT = [
@@ -29,15 +25,12 @@ QWEN3 = ["model=tiny", "model.attention.head_dim=8", "model.attention.qk_norm=tr
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that train on short documents."""
-    folder = tmp_path_factory.mktemp("corpus")
     pieces = [list(full_run[i : i + 9 + i % 40]) for full_run in text() for i in range(0, 900, 45)]
-    prefix = write_corpus(folder / "text", pieces)
-    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
-    return [*SMALL, *data, f"data.cache={folder / 'cache'}"]
+    return [*SMALL, *with_corpus(tmp_path_factory.mktemp("corpus"), pieces), "data.split='90,10'"]
 
 
 def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
-    command = [*corpus, *DEEPSEEK, *MASK, "run.eval_interval=4", "run.eval_batches=2"]
+    command = [*corpus, *WITHOUT_LOSS, *MASK, "run.eval_interval=4", "run.eval_batches=2"]
     command += ["run.steps=4", "run.save_interval=2"]
     main, _ = run(2, [*command, f"run.dir={tmp_path / 'a'}"])
     assert main.code == 0, main.err
@@ -58,10 +51,10 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        (DEEPSEEK, [{"parallel.pipeline": 2}, {"parallel.context": 2}]),
-        pytest.param(DEEPSEEK, [{"parallel.tensor": 2}], marks=pytest.mark.slow),
+        (WITHOUT_LOSS, [{"parallel.pipeline": 2}, {"parallel.context": 2}]),
+        pytest.param(WITHOUT_LOSS, [{"parallel.tensor": 2}], marks=pytest.mark.slow),
         pytest.param(
-            *(GPT_OSS, [{"parallel.tensor": 2}, {"parallel.context": 2}]), marks=pytest.mark.slow
+            *(WINDOWS, [{"parallel.tensor": 2}, {"parallel.context": 2}]), marks=pytest.mark.slow
         ),
         pytest.param(QWEN3, [{"parallel.context": 2}], marks=pytest.mark.slow),
         (QWEN3_NEXT, [{"parallel.context": 2}]),
@@ -86,7 +79,7 @@ def test_layouts_agree(corpus: list[str], model: list[str], layouts: list[dict[s
         other = trained(2, overrides, {**masked, **sizes})
         assert other.series("loss") == pytest.approx(alone.series("loss"), rel=5e-6)
         assert other.series("max_logit") == pytest.approx(alone.series("max_logit"), rel=2e-5)
-        if model in (DEEPSEEK, QWEN3_NEXT):
+        if model in (WITHOUT_LOSS, QWEN3_NEXT):
             ahead = alone.series("mtp_loss")
             assert other.series("mtp_loss") == pytest.approx(ahead, rel=5e-6) and min(ahead) > 0
         assert other.series("grad_norm") == pytest.approx(alone.series("grad_norm"), rel=5e-5)

@@ -11,13 +11,13 @@ from phalanx.moe.router.recording import layer_name, read_facts, read_layer, wri
 from phalanx.parallel.dispatcher.replication.options import ReplicationOptions, copy_costs
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import SIZE
 from tests.support.distributed import run_distributed
-from tests.support.runs import SMALL, records, run
+from tests.support.runs import TINY, records, run
 from tests.support.scheduling import mostly_slow, slow
 from tests.support.training import Trained, _loaded, _train, pretended_nodes, trained
 
 pytestmark = pytest.mark.dist
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+COMMAND = [*TINY, "data=synthetic"]
 SHAPE = ["model.moe.shared_ffn=16", "data.sequence_length=64", "run.steps=3", "optim.lr=1e-3"]
 CHANGES = {
     "bf16": ["kernels=torch"],
@@ -44,7 +44,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def of(ranks: int, *overrides: str) -> Trained:
-    return trained(ranks, [*TINY, *SHAPE, f"parallel.expert={ranks}", *overrides])
+    return trained(ranks, [*COMMAND, *SHAPE, f"parallel.expert={ranks}", *overrides])
 
 
 def check(got: Trained, want: Trained) -> None:
@@ -118,7 +118,14 @@ def over_nodes(overrides: list[str]) -> list[dict[str, float]]:
 
 def test_over_nodes(uneven: str) -> None:
     """Each node replicates on its own, and the busiest rank is that of the group."""
-    given = [*TINY, *SHAPE, "parallel.expert=4", "kernels=torch", "parallel.dispatch=hier", uneven]
+    given = [
+        *COMMAND,
+        *SHAPE,
+        "parallel.expert=4",
+        "kernels=torch",
+        "parallel.dispatch=hier",
+        uneven,
+    ]
     given += ["data.global_batch=16", "run.eval_interval=0"]
     got, want = (
         run_distributed(over_nodes, 4, [*given, f"parallel.expert_replication={n}"])[0]
@@ -144,7 +151,7 @@ def test_four_ranks_need_fewer_rows() -> None:
 
 def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
     """A run without replication resumes from it and evaluates to the same loss."""
-    common = [*TINY, *SHAPE, "parallel.expert=2", "kernels=torch", f"run.dir={tmp_path}"]
+    common = [*COMMAND, *SHAPE, "parallel.expert=2", "kernels=torch", f"run.dir={tmp_path}"]
     common += ["run.eval_interval=3", "run.eval_batches=1"]
     main, _ = run(2, [*common, "parallel.expert_replication=2"])
     assert main.code == 0
@@ -176,5 +183,5 @@ def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_where_nothing_is_replicated(overrides: list[str], output: str, tmp_path: Path) -> None:
-    main, _ = run(2, [*TINY, *SHAPE, "run.steps=1", *overrides, f"run.dir={tmp_path}"])
+    main, _ = run(2, [*COMMAND, *SHAPE, "run.steps=1", *overrides, f"run.dir={tmp_path}"])
     assert main.code == 0 and output in " ".join(main.out.split())

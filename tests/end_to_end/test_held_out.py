@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.moe.data.token_files import Sidecar
-from tests.support.runs import SMALL, exact, records, run, text, write_corpus
+from tests.support.runs import TINY, exact, records, run, text, write_corpus
 
 pytestmark = pytest.mark.dist
 
@@ -28,7 +28,7 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_each_domain_has_its_scores(prefixes: list[str], tmp_path: Path) -> None:
     train, prose, code = prefixes
-    args = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=indexed", "data.split='1'"]
+    args = [*TINY, "data=indexed", "data.split='1'"]
     args += [f"data.blend=[{train}]", f"data.cache={tmp_path}/cache", "run.steps=4"]
     args += ["run.save_interval=-1", "precision=fp32"]
     runs = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import SMALL, exact, records, run, text, write_corpus
+from tests.support.runs import SMALL, exact, records, run, with_corpus
 
 pytestmark = pytest.mark.dist
 
@@ -18,10 +18,8 @@ MODEL = [
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that train on real text."""
-    folder = tmp_path_factory.mktemp("corpus")
-    prefix = write_corpus(folder / "text", [list(p) for p in text()])
-    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
-    return [*SMALL, *data, f"data.cache={folder / 'cache'}", *MODEL]
+    data = with_corpus(tmp_path_factory.mktemp("corpus"))
+    return [*SMALL, *data, "data.split='90,10'", *MODEL]
 
 
 def test_a_run_learns_and_goes_on_bit_for_bit(corpus: list[str], tmp_path: Path) -> None:

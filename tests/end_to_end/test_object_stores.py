@@ -15,9 +15,7 @@ from phalanx.parallel.object_store import Remote, place
 from phalanx.scripts import checkpoint
 from tests.support import s3
 from tests.support.launch import Launch
-from tests.support.runs import SMALL, before_step, exact, records, run, text, write_corpus
-
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8"]
+from tests.support.runs import TINY, before_step, exact, records, run, text, write_corpus
 
 
 @contextmanager
@@ -28,7 +26,7 @@ def reached(at: str, rank: int) -> Iterator[None]:
 
 def put(folder: Path, address: str) -> str:
     """A corpus as files, whose prefix is returned, and as objects."""
-    prefix = write_corpus(folder / "text", [list(p) for p in text()])
+    prefix = write_corpus(folder / "text")
     size = Path(f"{prefix}.bin").stat().st_size // 2
     Sidecar(BYTES, "", 256, 0, "uint16", len(text()), size).write(Path(f"{prefix}.json"))
     with s3.credentials(s3.endpoint()):

@@ -14,12 +14,12 @@ import pytest
 
 from phalanx.parallel.checkpoint import commit
 from phalanx.scripts import checkpoint, convert_hf, evaluate, sample
-from tests.support.runs import SMALL, run
+from tests.support.runs import TINY, run
 from tests.support.tiny_runs import CommandResult, command
 
 pytestmark = pytest.mark.dist
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=1"]
+COMMAND = [*TINY, "run.steps=1"]
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def with_knobs(rank: int, *, added: dict[str, Any]) -> Iterator[None]:
 
 def saved(folder: Path, **added: dict[str, Any]) -> Path:
     """Folder of a one-step run by a version with more knobs."""
-    (main,) = run(1, [*TINY, f"run.dir={folder}"], partial(with_knobs, added=added))
+    (main,) = run(1, [*COMMAND, f"run.dir={folder}"], partial(with_knobs, added=added))
     assert main.code == 0, main.err
     return folder / "run"
 
@@ -51,7 +51,7 @@ def step_1(folder: Path) -> Path:
 
 
 def resumed(folder: Path) -> CommandResult:
-    (main,) = run(1, [*TINY, f"run.dir={folder.parent}", "run.steps=2"])
+    (main,) = run(1, [*COMMAND, f"run.dir={folder.parent}", "run.steps=2"])
     return CommandResult(main.code, main.out, main.err)
 
 
@@ -108,7 +108,7 @@ def test_other_knobs_are_told_in_a_line(tmp_path: Path, text: Path) -> None:
 
 def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path, text: Path) -> None:
     """It is neither taken for damaged nor passed over for the checkpoint before it."""
-    (main,) = run(1, [*TINY, f"run.dir={tmp_path}", "run.steps=2", "run.save_interval=1"])
+    (main,) = run(1, [*COMMAND, f"run.dir={tmp_path}", "run.steps=2", "run.save_interval=1"])
     assert main.code == 0
     folder = tmp_path / "run"
     file = folder / "checkpoints/step_00000002" / commit.COMMIT

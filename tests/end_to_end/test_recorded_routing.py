@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.moe.router.recording import read_facts, read_layer
-from tests.support.runs import SMALL, records, run
+from tests.support.runs import TINY, records, run
 
 pytestmark = pytest.mark.dist
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "kernels=torch"]
+COMMAND = [*TINY, "data=synthetic", "kernels=torch"]
 SHAPE = ["model.moe.dense_layers=1", "model.mtp_layers=1", "parallel.expert=2"]
 
 
@@ -19,7 +19,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     path = folder / "files" / "routing.safetensors"
     out = [f"run.dir={folder}", f"run.record_routing={path}", "run.save_interval=-1"]
-    main, _ = run(2, [*TINY, *SHAPE, *out, "run.steps=3"])
+    main, _ = run(2, [*COMMAND, *SHAPE, *out, "run.steps=3"])
     assert main.code == 0
     assert f"-- recorded the routing of 128 tokens in 2 layers to {path}: the busiest " in main.out
     facts = read_facts(path)
@@ -38,7 +38,7 @@ def loads(path: Path, name: str) -> float:
 def test_a_replay_has_the_load_that_was_recorded(recorded: Path, tmp_path: Path) -> None:
     """Also in another run whose router would choose other experts, and in every step."""
     replay = [f"model.moe.router.replay={recorded}", "run.seed=5", "run.steps=2"]
-    main, _ = run(2, [*TINY, *SHAPE, *replay, f"run.dir={tmp_path}"])
+    main, _ = run(2, [*COMMAND, *SHAPE, *replay, f"run.dir={tmp_path}"])
     assert main.code == 0 and f"routing: replayed from {recorded}, 128 tokens of tiny" in main.out
     want = {"2": loads(recorded, "layer.2"), "3": loads(recorded, "prediction.1")}
     for step in records(tmp_path / "run"):
@@ -57,6 +57,6 @@ def test_what_does_not_fit_is_refused_in_a_line(
     recorded: Path, override: str, why: str, tmp_path: Path
 ) -> None:
     replay = f"model.moe.router.replay={recorded}"
-    main, _ = run(2, [*TINY, *SHAPE, replay, override, f"run.dir={tmp_path}"])
+    main, _ = run(2, [*COMMAND, *SHAPE, replay, override, f"run.dir={tmp_path}"])
     assert main.code == 2
     assert main.err == f"error: {replay} was recorded of tiny {why}\n"

@@ -25,6 +25,8 @@ import torch
 from phalanx.scripts import timeline
 from tests.support.distributed import run_distributed
 from tests.support.runs import (
+    DEEPSEEK,
+    GPT_OSS,
     SMALL,
     Rank,
     before_step,
@@ -32,8 +34,7 @@ from tests.support.runs import (
     records,
     run,
     terminate,
-    text,
-    write_corpus,
+    with_corpus,
 )
 from tests.support.sync_free import sync_free
 
@@ -41,13 +42,8 @@ pytestmark = pytest.mark.dist
 
 MODELS = {
     "tiny": ["model=tiny", "model.attention.head_dim=8"],
-    "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
-    "tiny_deepseek": [
-        *["model=tiny_deepseek", "model.attention.q_lora_rank=16"],
-        *["model.attention.kv_lora_rank=12", "model.attention.qk_nope_dim=8"],
-        *["model.attention.qk_rope_dim=4", "model.attention.v_dim=8", "model.moe.shared_ffn=16"],
-        "model.moe.router.bias_rate=0.01",
-    ],
+    "tiny_gpt_oss": GPT_OSS,
+    "tiny_deepseek": [*DEEPSEEK, "model.moe.router.bias_rate=0.01"],
 }
 FULL = ["tiny_gpt_oss", "tiny_deepseek"]
 
@@ -55,10 +51,7 @@ FULL = ["tiny_gpt_oss", "tiny_deepseek"]
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that train on real text."""
-    folder = tmp_path_factory.mktemp("corpus")
-    prefix = write_corpus(folder / "text", [list(p) for p in text()])
-    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
-    return [*SMALL, *data, f"data.cache={folder / 'cache'}"]
+    return [*SMALL, *with_corpus(tmp_path_factory.mktemp("corpus")), "data.split='90,10'"]
 
 
 @contextmanager
@@ -91,7 +84,7 @@ def full_run(
 def test_a_run_tells_what_it_is_and_each_step(full_run: tuple[list[str], Path, Rank]) -> None:
     overrides, folder, main = full_run
     page, _, rest = main.out.partition("\n\nstep ")
-    name = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
+    name = overrides[overrides.index("data.split='90,10'") + 1].partition("=")[2]
     read = [line.split()[1:] for line in page.splitlines() if line.startswith("  text ")]
     assert [row[:-3] for row in read] == [["training", "100.0%"], ["each", "validation", "100.0%"]]
     assert float(read[0][-1]) > 0
@@ -151,7 +144,7 @@ def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
     picture = tmp_path / "picture.png"
     assert timeline.main([str(folder / "trace_2_3.json.gz"), "--plot", str(picture)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    model = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
+    model = overrides[overrides.index("data.split='90,10'") + 1].partition("=")[2]
     assert first.startswith(f"run: {model} on 2 x CPU process, bf16, torch experts, sequence 16, ")
     assert first.endswith(": steps 2 to 3")
     times = {

@@ -36,6 +36,18 @@ SMALL = [
     "optim.lr=1e-2",
 ]
 """Overrides of any tiny model, for steps of some hundredths of a second."""
+TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8"]
+GPT_OSS = ["model=tiny_gpt_oss", "model.attention.head_dim=8"]
+DEEPSEEK = [
+    "model=tiny_deepseek",
+    "model.attention.q_lora_rank=16",
+    "model.attention.kv_lora_rank=12",
+    "model.attention.qk_nope_dim=8",
+    "model.attention.qk_rope_dim=4",
+    "model.attention.v_dim=8",
+    "model.moe.shared_ffn=16",
+]
+"""Overrides of these models that go with `SMALL`."""
 
 
 class Rank(NamedTuple):
@@ -104,13 +116,19 @@ def exact(records: Sequence[dict[str, Any]]) -> list[tuple[int, str, str]]:
     return [(r["step"], r["loss"].hex(), r["grad_norm"].hex()) for r in records]
 
 
-def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> str:
-    """Documents of token ids as a .bin/.idx pair."""
+def write_corpus(prefix: Path, documents: Sequence[Sequence[int]] | None = None) -> str:
+    """Documents of token ids, by default those of `text`, as a .bin/.idx pair."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for document in documents:
-        builder.add_document(np.array(document, np.uint16), [len(document)])
+    for document in documents or text():
+        builder.add_document(np.array([*document], np.uint16), [len(document)])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
+
+
+def with_corpus(folder: Path, documents: Sequence[Sequence[int]] | None = None) -> list[str]:
+    """Overrides that train on a corpus, which `write_corpus` writes to the folder."""
+    prefix = write_corpus(folder / "text", documents)
+    return ["data=indexed", f"data.blend=[{prefix}]", f"data.cache={folder / 'cache'}"]
 
 
 def write_checkpoint(folder: Place, step: int = 5) -> None:

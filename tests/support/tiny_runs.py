@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support import runs
 from tests.support.distributed import run_distributed
-from tests.support.runs import SMALL, run
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "precision=fp32", "data=embedded"]
+TINY = [*runs.TINY, "precision=fp32", "data=embedded"]
 
 
 class CommandResult(NamedTuple):
@@ -23,7 +23,7 @@ class CommandResult(NamedTuple):
 def train(folder: Path, name: str, world: int, *overrides: str) -> Path:
     """Train on `world` ranks and save at the end; return the run folder."""
     given = [*TINY, f"run.dir={folder}", f"run.name={name}", f"data.cache={folder}/cache"]
-    main = run(world, [*given, *overrides])[0]
+    main = runs.run(world, [*given, *overrides])[0]
     assert main.code == 0, main.err
     return folder / name
 

@@ -21,21 +21,13 @@ from phalanx.moe.report.expert_watch import EVERY, PATIENCE, ExpertWatch
 from phalanx.moe.router.balance import Balance
 from phalanx.moe.training.bad_steps import WINDOW, Health
 from phalanx.parallel.engine import Diverged
-from tests.support.runs import SMALL, exact, records, run, text, write_corpus
-
-MODEL = [
-    *["model=tiny_deepseek", "model.attention.q_lora_rank=16", "model.attention.kv_lora_rank=12"],
-    *["model.attention.qk_nope_dim=8", "model.attention.qk_rope_dim=4", "model.attention.v_dim=8"],
-    *["model.moe.shared_ffn=16", "model.moe.router.bias_rate=0.01"],
-]
+from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("corpus")
-    prefix = write_corpus(folder / "text", [list(p) for p in text()])
-    data = ["data=indexed", f"data.blend=[{prefix}]", f"data.cache={folder / 'cache'}"]
-    return [*SMALL, *MODEL, *data, "run.steps=6"]
+    data = with_corpus(tmp_path_factory.mktemp("corpus"))
+    return [*SMALL, *DEEPSEEK, "model.moe.router.bias_rate=0.01", *data, "run.steps=6"]
 
 
 def _state(trainer: Any) -> str:

@@ -27,7 +27,7 @@ from phalanx.moe.training.faults import FOLDER
 from phalanx.parallel.fault.verdict import QUIET, SETTLE
 from phalanx.parallel.fault.watchdog import LOST
 from tests.support.launch import Launch
-from tests.support.runs import SMALL, before_step
+from tests.support.runs import TINY, before_step
 from tests.support.scheduling import mostly_slow, slow
 from tests.support.torchrun import Torchrun
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.dist
 
 TIMEOUT = 3
 SLACK = 1.0
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "run.steps=1000"]
+COMMAND = [*TINY, "data=synthetic", "run.steps=1000"]
 
 
 def mark_and(act: Callable[[], Any], path: Path) -> None:
@@ -78,7 +78,12 @@ CASES = {
 def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_path: Path) -> None:
     output, code = CASES[case]
     fault = f"{case}@12:rank{culprit}"
-    command = [*TINY, f"parallel.timeout={TIMEOUT}", f"run.dir={tmp_path}", f"run.inject={fault}"]
+    command = [
+        *COMMAND,
+        f"parallel.timeout={TIMEOUT}",
+        f"run.dir={tmp_path}",
+        f"run.inject={fault}",
+    ]
     with Launch(2, command, tmp_path / "out") as launch:
         codes = launch.wait(60)
         began = json.loads((tmp_path / "run" / FOLDER / fault).read_bytes())["monotonic"]
@@ -174,7 +179,7 @@ def test_a_rank_killed_while_the_others_start_is_named(
 ) -> None:
     during = PHASES[phase]
     when = tmp_path / "when"
-    command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
+    command = [*COMMAND, "parallel.timeout=60", f"run.dir={tmp_path}"]
     change = partial(in_phase, during=during, acts={culprit: partial(mark_and, be_killed, when)})
     with Launch(2, command, tmp_path / "out", change) as launch:
         took = check_named(launch, culprit, launch.wait(60), when)
@@ -186,7 +191,7 @@ def test_a_rank_killed_while_the_others_start_is_named(
 def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
     """None of their threads and signal handlers runs, as in compilers and drivers."""
     when, other = tmp_path / "when", 1 - culprit
-    command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
+    command = [*COMMAND, "parallel.timeout=60", f"run.dir={tmp_path}"]
     acts = {culprit: partial(be_killed_later, when), other: hold_up_python}
     change = partial(in_phase, during=PHASES["model"], acts=acts)
     with Launch(2, command, tmp_path / "out", change) as launch:
@@ -224,7 +229,7 @@ def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(tmp_path: 
     """torchrun names it, but would wait 30 s for ranks that wait for the dead one."""
     program = tmp_path / "before.py"
     program.write_text(BEFORE)
-    command = [str(program), *TINY, f"run.dir={tmp_path}"]
+    command = [str(program), *COMMAND, f"run.dir={tmp_path}"]
     with Torchrun(2, command, tmp_path) as launch:
         launch.until((tmp_path / "when").exists)
         pid = int((tmp_path / "pid_0").read_text())
@@ -264,7 +269,7 @@ def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
 def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
     act: Callable[[], Any], output: str, tmp_path: Path
 ) -> None:
-    command = [*TINY, "parallel.timeout=30", f"run.dir={tmp_path}"]
+    command = [*COMMAND, "parallel.timeout=30", f"run.dir={tmp_path}"]
     with Launch(2, command, tmp_path / "out", partial(wait_in_vain, act=act)) as launch:
         assert launch.wait(25)[0] == LOST, launch.output(0)
     (line,) = (line for line in launch.output(0).splitlines() if line.startswith("error: "))

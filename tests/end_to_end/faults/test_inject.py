@@ -12,13 +12,13 @@ import pytest
 from phalanx.moe.training.faults import FOLDER
 from phalanx.scripts import convert_hf
 from tests.scripts.test_convert_hf import qwen3
-from tests.support.runs import SMALL, records, run
+from tests.support.runs import SMALL, TINY, records, run
 from tests.support.scheduling import mostly_slow
 from tests.support.torchrun import Torchrun
 
 pytestmark = pytest.mark.dist
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "run.steps=6"]
+COMMAND = [*TINY, "data=synthetic", "run.steps=6"]
 
 
 def where(folder: Path, fault: str) -> str:
@@ -39,7 +39,7 @@ def happened(folder: Path) -> list[str]:
 
 def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
     """Step 4 is bad on a rank, and is not when reached again, nor after a resume to before it."""
-    args = [*TINY, f"run.dir={tmp_path}", "run.bad_steps=rollback", "run.save_interval=3"]
+    args = [*COMMAND, f"run.dir={tmp_path}", "run.bad_steps=rollback", "run.save_interval=3"]
     main, other = run(2, [*args, "run.inject=nan@4:rank1"])
     assert main.code == other.code == 0
     assert "-- warning: faults are injected (run.inject): to come nan@4:rank1\n" in main.out
@@ -61,7 +61,7 @@ def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
 
 def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
     """The same command then continues."""
-    args = [*TINY, f"run.dir={tmp_path}", "run.save_interval=1", "run.inject=nan@3:rank0"]
+    args = [*COMMAND, f"run.dir={tmp_path}", "run.save_interval=1", "run.inject=nan@3:rank0"]
     assert [rank.code for rank in run(2, args)] == [43, 43]
     main, _ = run(2, args)
     assert main.code == 0 and "resumed from step 2" in main.out
@@ -77,7 +77,7 @@ def short_window(rank: int) -> Iterator[None]:
 
 def test_a_spike_is_seen(tmp_path: Path) -> None:
     more = [f"run.dir={tmp_path}", "run.skip_spikes=6", "run.inject=spike@6"]
-    (main,) = run(1, [*TINY, *more], short_window)
+    (main,) = run(1, [*COMMAND, *more], short_window)
     assert main.code == 0, main.err
     assert main.out.count("-- skipped: the gradient norm of step 6 is ") == 1
 
@@ -86,7 +86,7 @@ def test_a_spike_is_seen(tmp_path: Path) -> None:
 def test_a_killed_rank_does_not_kill_itself_again(hang: tuple[str, ...], tmp_path: Path) -> None:
     """Nor does another hang again: torchrun starts the job anew after each, from its newest
     checkpoint, though the command says from scratch, and it ends as if nothing had been."""
-    command = [*TINY, "run.steps=16", "run.save_interval=4", "parallel.timeout=8"]
+    command = [*COMMAND, "run.steps=16", "run.save_interval=4", "parallel.timeout=8"]
     command += ["run.bad_steps=skip", "run.resume=never"]
     faults = ["nan@3:rank1", "kill@6:rank1", *hang]
     script = ["train.py", *command, f"run.dir={tmp_path}", f"run.inject={','.join(faults)}"]
@@ -134,7 +134,7 @@ def test_torchrun_neither_imports_again_nor_starts_over_again(
 
 @pytest.mark.slow
 def test_an_error_is_told_with_its_rank(tmp_path: Path) -> None:
-    args = [*TINY, f"run.dir={tmp_path}", "run.inject=raise@2"]
+    args = [*COMMAND, f"run.dir={tmp_path}", "run.inject=raise@2"]
     ranks = run(2, args)
     assert [rank.code for rank in ranks] == [1, 1]
     assert "Injected: run.inject=raise@2" in ranks[0].err

@@ -23,7 +23,7 @@ from phalanx.configs.load import load, options
 from phalanx.moe.report.quiet import quiet
 from phalanx.moe.training import out_of_memory
 from tests.support.advice import advised, tried
-from tests.support.runs import SMALL, Change, before_step, records, run, text, write_corpus
+from tests.support.runs import TINY, Change, before_step, records, run, write_corpus
 
 pytestmark = pytest.mark.dist
 
@@ -176,11 +176,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_goes_on_or_ends_in_a_line(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    args = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=4", "data=synthetic"]
+    args = [*TINY, "run.steps=4", "data=synthetic"]
     args += [f"run.dir={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}"]
     args += ["run.save_interval=2", *case.overrides]
     if DATA[0] in args:
-        write_corpus(tmp_path / "text", [list(p) for p in text()])
+        write_corpus(tmp_path / "text")
         args += [f"data.blend=[{tmp_path / 'text'}]"]
     change: Change = partial(case.change, folder=tmp_path)
     full_run = (tmp_path / "text.bin").read_bytes() if DATA[0] in args else b""

@@ -18,16 +18,16 @@ from tests.end_to_end.test_object_stores import reached
 from tests.parallel.test_folder_lock import distant
 from tests.support import s3
 from tests.support.launch import Launch
-from tests.support.runs import SMALL, before_step, exact, records, run
+from tests.support.runs import TINY, before_step, exact, records, run
 
 pytestmark = pytest.mark.dist
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+COMMAND = [*TINY, "data=synthetic"]
 
 
 def test_a_second_run_is_refused_and_a_killed_one_is_followed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [*TINY, f"run.dir={tmp_path}", "run.save_interval=5", "run.steps=100000"]
+    command = [*COMMAND, f"run.dir={tmp_path}", "run.save_interval=5", "run.steps=100000"]
     with Launch(1, command, tmp_path / "out") as launch:
         launch.until((folder / "checkpoints/step_00000005").exists)
         ranks = run(2, command)
@@ -66,20 +66,20 @@ def test_a_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path: Path) -
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     change = partial(on_its_own_disk, folder=tmp_path)
-    ranks = run(2, [*TINY, "run.dir=runs"], change)
+    ranks = run(2, [*COMMAND, "run.dir=runs"], change)
     assert [rank.code for rank in ranks] == [2, 2]
     (line,) = (ranks[0].err + ranks[1].err).splitlines()
     assert line.startswith(f"error: {tmp_path}/1/runs/run on {socket.gethostname()} is not the ")
     assert "run.dir that all hosts share" in line and "run.checkpoints (rank 1)" in line
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     # Nothing of a run that saves nothing has to be there.
-    ranks = run(2, [*TINY, "run.dir=runs", "run.steps=1", "run.save_interval=-1"], change)
+    ranks = run(2, [*COMMAND, "run.dir=runs", "run.steps=1", "run.save_interval=-1"], change)
     assert [rank.code for rank in ranks] == [0, 0]
 
 
 def test_a_launch_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """The store cannot be written, which is an error; the run folder does not change."""
-    command = [*TINY, f"run.dir={tmp_path}", "run.steps=2"]
+    command = [*COMMAND, f"run.dir={tmp_path}", "run.steps=2"]
     assert run(1, command)[0].code == 0
     folder = tmp_path / "run"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -108,7 +108,7 @@ def suspended(rank: int, *, path: Path) -> AbstractContextManager[None]:
 
 def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
     path = tmp_path / "run" / folder_lock.NAME
-    command = [*TINY, f"run.dir={tmp_path}", "run.save_interval=3", "run.steps=6"]
+    command = [*COMMAND, f"run.dir={tmp_path}", "run.save_interval=3", "run.steps=6"]
     with Launch(1, command, tmp_path / "out", partial(suspended, path=path)) as launch:
         assert launch.wait() == [2], launch.output(0)
     (line,) = [line for line in launch.output(0).splitlines() if line.startswith("error: ")]

@@ -18,14 +18,14 @@ import pytest
 
 from phalanx.parallel import runtime
 from tests.support.distributed import forkserver
-from tests.support.runs import SMALL, exact, records, run
+from tests.support.runs import TINY, exact, records, run
 from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
 
 STEPS = 4
 COMMAND = [
-    *[*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"],
+    *[*TINY, "data=synthetic"],
     *[f"run.steps={STEPS}", "run.requeue_code=85", "run.save_interval=2"],
     *["run.eval_interval=2", "run.eval_batches=1"],
 ]

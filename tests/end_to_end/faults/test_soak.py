@@ -20,11 +20,11 @@ import pytest
 
 from phalanx.parallel.fault.watchdog import LOST
 from tests.support.launch import Launch
-from tests.support.runs import SMALL, before_step, exact, records, run
+from tests.support.runs import TINY, before_step, exact, records, run
 
 KILLS, STEPS, INTERVAL, WORLD, SEED = 20, 200, 10, 2, 7
 COMMAND = [
-    *[*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"],
+    *[*TINY, "data=synthetic"],
     *[f"run.steps={STEPS}", f"run.save_interval={INTERVAL}", "parallel.timeout=20"],
 ]
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import runs
 from tests.support.row_overflow import overflow_always
 from tests.support.scheduling import slow
 from tests.support.training import Trained, trained
@@ -63,19 +64,12 @@ TINY = [
     "model.moe.router.z_loss=1e-2",
 ]
 GPT_OSS = [
-    *["model=tiny_gpt_oss", *TRAINING, *SMALL],
-    "model.attention.head_dim=8",
+    *[*TRAINING, *SMALL, *runs.GPT_OSS],
     "model.attention.window=6",
 ]
 DEEPSEEK = [
-    *["model=tiny_deepseek", *TRAINING, *SMALL],
-    "model.attention.q_lora_rank=16",
-    "model.attention.kv_lora_rank=12",
-    "model.attention.qk_nope_dim=8",
-    "model.attention.qk_rope_dim=4",
-    "model.attention.v_dim=8",
+    *[*TRAINING, *SMALL, *runs.DEEPSEEK],
     "model.moe.ffn=8",
-    "model.moe.shared_ffn=16",
 ]
 GLM = [
     *TINY,

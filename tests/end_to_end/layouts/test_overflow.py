@@ -15,19 +15,14 @@ import torch
 
 from phalanx.moe.router.balance import routers
 from tests.support.row_overflow import EVERY, overflow_sometimes
-from tests.support.runs import SMALL, exact, records, run
+from tests.support.runs import DEEPSEEK, GPT_OSS, SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
 
 STEPS = 12
 MODELS = {
-    "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
-    "tiny_deepseek": [
-        *["model=tiny_deepseek", "model.attention.q_lora_rank=16"],
-        *["model.attention.kv_lora_rank=12", "model.attention.qk_nope_dim=8"],
-        *["model.attention.qk_rope_dim=4", "model.attention.v_dim=8", "model.moe.shared_ffn=16"],
-        "model.moe.router.bias_rate=0.01",
-    ],
+    "tiny_gpt_oss": GPT_OSS,
+    "tiny_deepseek": [*DEEPSEEK, "model.moe.router.bias_rate=0.01"],
 }
 TRAINING = [
     *[*SMALL, "data=synthetic", f"run.steps={STEPS}", "run.save_interval=-1"],

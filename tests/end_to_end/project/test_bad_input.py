@@ -24,11 +24,11 @@ import pytest
 from phalanx.configs import load
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
-from tests.support.runs import SMALL, announced, run, text, write_corpus
+from tests.support.runs import TINY, announced, run, write_corpus
 from tests.support.scheduling import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
+COMMAND = [*TINY, "run.steps=2"]
 
 Prepare = Callable[[Path], Any]
 """Writes the bad input to a folder."""
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def corpus(folder: Path, name: str = "text", documents: list[list[int]] | None = None) -> None:
-    write_corpus(folder / name, documents or [list(p) for p in text()])
+    write_corpus(folder / name, documents)
 
 
 def with_corpus(change: Prepare) -> Prepare:
@@ -108,7 +108,7 @@ def far_tokens(folder: Path) -> None:
 def sound() -> tempfile.TemporaryDirectory[str]:
     """Folder of a run of two steps, copied by tests that need one."""
     folder = tempfile.TemporaryDirectory()
-    assert answer([*TINY, "data=synthetic", f"run.dir={folder.name}/runs"], {}).code == 0
+    assert answer([*COMMAND, "data=synthetic", f"run.dir={folder.name}/runs"], {}).code == 0
     return folder
 
 
@@ -498,7 +498,7 @@ def tried(case: Case, folder: Path, ask: Ask = answer, more: Sequence[str] = ())
     args = [arg.format(folder) for arg in (case.args.split(" ") if case.args else [])]
     args = [f"data.cache={folder / 'cache'}", f"run.dir={folder / 'runs'}", *args, *more]
     keys = {arg.partition("=")[0] for arg in args}
-    base = [arg for arg in TINY if arg.partition("=")[0] not in keys]
+    base = [arg for arg in COMMAND if arg.partition("=")[0] not in keys]
     unique = {arg.partition("=")[0]: arg for arg in args}
     return ask([*base, *unique.values()], dict(case.env), folder)
 
@@ -584,7 +584,7 @@ def test_a_check_tells_it_before_a_launch(name: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     trained(tmp_path)
-    command = [*TINY, f"run.dir={tmp_path / 'runs'}", "data=synthetic"]
+    command = [*COMMAND, f"run.dir={tmp_path / 'runs'}", "data=synthetic"]
     files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     command += ["run.steps=4", "model.moe.ffn=24", "model.moe.top_k=1"]
     (main,) = run(1, command)

@@ -12,11 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.runs import SMALL, records, text, write_corpus
+from tests.support.runs import TINY, records, text, write_corpus
 from tests.support.torchrun import Torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8"]
 # Neither the session's launcher variables nor its choice of threads.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "WANDB_MODE")}
 ENVIRONMENT["PHALANX_PYTHON"] = sys.executable

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.configs.redact import redacted
 from tests.support.launch import Launch
-from tests.support.runs import SMALL
+from tests.support.runs import SMALL, TINY
 
 KEY, PASSWORD = "0123456789abcdef0123", "hunter22"
 ADDRESS = f"https://me:{PASSWORD}@host/data"
@@ -53,7 +53,7 @@ def written(folder: Path) -> bytes:
 @pytest.mark.dist
 def test_a_run_writes_none(tmp_path: Path) -> None:
     named = [f"model.name='{ADDRESS}'", f"run.project={KEY}", "run.wandb=offline"]
-    command = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", *named]
+    command = [*TINY, "data=synthetic", *named]
     command += ["run.steps=1", "run.tensorboard=true", f"run.dir={tmp_path}"]
     with Launch(1, command, tmp_path / "out", secrets) as launch:
         assert launch.wait() == [0], launch.output(0)

@@ -38,7 +38,7 @@ def put(local: str, address: str) -> None:
 
 
 def corpus(folder: Path, name: str = "text") -> str:
-    prefix = write_corpus(folder / name, [list(p) for p in text()])
+    prefix = write_corpus(folder / name)
     size = Path(f"{prefix}.bin").stat().st_size // 2
     Sidecar(BYTES, "", 256, 0, "uint16", len(text()), size).write(Path(f"{prefix}.json"))
     return prefix

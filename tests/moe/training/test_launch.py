@@ -15,9 +15,9 @@ from phalanx.moe.training import launch
 from phalanx.moe.training.launch import announce, command_line, node_line
 from phalanx.parallel import devices
 from tests.end_to_end.project.test_secrets import KEY
-from tests.support.runs import SMALL, before_step, run
+from tests.support.runs import TINY, before_step, run
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+COMMAND = [*TINY, "data=synthetic"]
 
 
 def test_a_node_tells_host_ranks_and_gpus() -> None:
@@ -87,7 +87,7 @@ def looked(folder: Path) -> None:
 @pytest.mark.dist
 def test_a_run_keeps_what_it_was_and_each_launch_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [*TINY, f"run.dir={tmp_path}", f"run.project={KEY}"]
+    command = [*COMMAND, f"run.dir={tmp_path}", f"run.project={KEY}"]
     runs = []
     for steps in (1, 2):
         change = partial(keyed, at=1, act=partial(looked, folder))
@@ -117,7 +117,7 @@ def test_a_run_keeps_what_it_was_and_each_launch_its_own(tmp_path: Path) -> None
 
 @pytest.mark.dist
 def test_a_bench_keeps_it_as_well(tmp_path: Path) -> None:
-    bench = [word for word in TINY if word != "run.name=run"]
+    bench = [word for word in COMMAND if word != "run.name=run"]
     ranks = run(1, [*bench, "run=bench", "run.steps=1", f"run.dir={tmp_path}"])
     assert ranks[0].code == 0
     found = sorted(path.name for path in (tmp_path / "bench_tiny").iterdir())

@@ -18,10 +18,10 @@ from phalanx.moe.training import shared
 from phalanx.parallel.fault.same_settings import Difference
 from tests.support.distributed import run_distributed
 from tests.support.launch import _free_port
-from tests.support.runs import SMALL, Change, Rank, _run, exact, records, run
+from tests.support.runs import TINY, Change, Rank, _run, exact, records, run
 from tests.support.torchrun import ROOT
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "run.steps=2"]
+COMMAND = [*TINY, "data=synthetic", "run.steps=2"]
 
 DIFFERENT = {
     "optim.lr": ("0.01", "0.02"),
@@ -44,7 +44,7 @@ def _host(overrides: list[list[str]], change: Change | None) -> Rank:
 @pytest.mark.parametrize("knob", DIFFERENT)
 def test_other_settings_on_one_host_are_refused_by_all(knob: str, tmp_path: Path) -> None:
     here, there = DIFFERENT[knob]
-    both = [*TINY, f"run.dir={tmp_path}"]
+    both = [*COMMAND, f"run.dir={tmp_path}"]
     ranks = on_hosts([[*both, f"{knob}={here}"], [*both, f"{knob}={there}"]])
     assert [rank.code for rank in ranks] == [2, 2] and ranks[1].err == ""
     line = rf"error: hosts differ: {knob} is {here} on \S+ \(rank 0\) and {there} on \S+ \(rank 1\)"
@@ -55,7 +55,7 @@ def test_other_settings_on_one_host_are_refused_by_all(knob: str, tmp_path: Path
 @pytest.mark.dist
 def test_folders_of_a_host_may_differ(tmp_path: Path) -> None:
     paths = [[f"run.dir={tmp_path / n}", f"data.cache={tmp_path / n / 'cache'}"] for n in "ab"]
-    ranks = on_hosts([[*TINY, *paths[0]], [*TINY, *paths[1], "run.device=auto"]])
+    ranks = on_hosts([[*COMMAND, *paths[0]], [*COMMAND, *paths[1], "run.device=auto"]])
     assert [(rank.code, rank.err) for rank in ranks] == [(0, "")] * 2
 
 
@@ -78,7 +78,7 @@ def another(rank: int, *, name: str, only: int) -> Iterator[None]:
     ],
 )
 def test_other_code_or_packages_are_refused(name: str, said: str, tmp_path: Path) -> None:
-    ranks = run(2, [*TINY, f"run.dir={tmp_path}"], partial(another, name=name, only=1))
+    ranks = run(2, [*COMMAND, f"run.dir={tmp_path}"], partial(another, name=name, only=1))
     assert [rank.code for rank in ranks] == [2, 2]
     assert re.search(said, ranks[0].err) and ranks[0].err.count("\n") == 1
 
@@ -116,7 +116,7 @@ def test_a_line_has_the_first_difference_and_the_names_of_some() -> None:
 @pytest.mark.dist
 def test_two_launchers(tmp_path: Path) -> None:
     """Launches of one job on this machine: rejected with other settings, one run with the same."""
-    words = [*TINY, f"run.dir={tmp_path}", "parallel.timeout=60"]
+    words = [*COMMAND, f"run.dir={tmp_path}", "parallel.timeout=60"]
     for different, codes in (("optim.lr=2e-2", [1, 1]), ("optim.lr=1e-2", [0, 0])):
         port = _free_port()
         launchers = [

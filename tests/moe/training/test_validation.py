@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.end_to_end.layouts.test_layouts import LOSS
-from tests.support.runs import SMALL, records, run, text, write_corpus
+from tests.support.runs import SMALL, records, run, write_corpus
 from tests.support.scheduling import mostly_slow
 
 pytestmark = pytest.mark.dist
@@ -34,7 +34,7 @@ LAYOUTS = {
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two that a model without training has other losses on: text, and one byte again and again."""
     folder = tmp_path_factory.mktemp("sources")
-    write_corpus(folder / "text", [list(p) for p in text()])
+    write_corpus(folder / "text")
     write_corpus(folder / "one", [[7] * 40 for _ in range(200)])
     return [str(folder / "text"), str(folder / "one")]
 

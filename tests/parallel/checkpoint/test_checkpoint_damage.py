@@ -9,7 +9,7 @@ import pytest
 
 from tests.parallel.checkpoint.checkpoints import build, checkpointer, find_newest, largest, load
 from tests.support.distributed import RankFailed, run_distributed
-from tests.support.runs import SMALL, announced, exact, records
+from tests.support.runs import TINY, announced, exact, records
 from tests.support.runs import run as train_run
 from tests.support.scheduling import mostly_slow
 
@@ -123,13 +123,13 @@ def test_a_named_checkpoint_has_to_be_valid_and_is_not_renamed(run: Path, tmp_pa
         run_distributed(_load_from, 1, run, tmp_path / "other")
 
 
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "run.save_interval=1"]
+COMMAND = [*TINY, "data=synthetic", "run.save_interval=1"]
 
 
 @pytest.mark.dist
 @mostly_slow("damage", [flip, empty], flip)
 def test_a_run_falls_back_bit_for_bit_or_ends_with_44(tmp_path: Path, damage: Any) -> None:
-    command = [*TINY, f"run.dir={tmp_path}", "run.steps=4"]
+    command = [*COMMAND, f"run.dir={tmp_path}", "run.steps=4"]
     assert train_run(1, [*command[:-1], "run.steps=3"])[0].code == 0
     folder = tmp_path / "run/checkpoints"
     damage(folder / "step_00000003")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.parallel.checkpoint.checkpoints import assert_equal, stored
-from tests.support.runs import SMALL, records, run
+from tests.support.runs import GPT_OSS, SMALL, records, run
 from tests.support.scheduling import mostly_slow
 
 MODELS = {
     "tiny": ["model=tiny", "model.attention.head_dim=8"],
-    "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
+    "tiny_gpt_oss": GPT_OSS,
 }
 KERNELS = ["torch", "reference", "megatron", "torch"]
 

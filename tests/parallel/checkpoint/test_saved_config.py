@@ -14,16 +14,16 @@ import pytest
 from phalanx.parallel.checkpoint import commit, safe_pickle, saved_config
 from phalanx.parallel.checkpoint.commit import Commit, Invalid
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
-from tests.support.runs import SMALL, run
+from tests.support.runs import TINY, run
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+COMMAND = [*TINY, "data=synthetic"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    ranks = run(2, [*TINY, "run.steps=1", f"run.dir={folder}"])
+    ranks = run(2, [*COMMAND, "run.steps=1", f"run.dir={folder}"])
     assert [rank.code for rank in ranks] == [0, 0]
     return folder / "run/checkpoints/step_00000001"
 
@@ -47,7 +47,7 @@ def test_a_check_compares_it_without_torch(checkpoint: Path) -> None:
         "import sys, train\n"
         "for more in ('run.steps=2', 'model.moe.ffn=24', 'precision=fp32', 'data.seed=5',\n"
         "             'optim.kind=muon'):\n"
-        f"    print(train.main([*{[*TINY, where]!r}, more, '--check']))\n"
+        f"    print(train.main([*{[*COMMAND, where]!r}, more, '--check']))\n"
         "print('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -147,7 +147,7 @@ def test_a_hugging_face_folder_is_told_how_to_become_a_checkpoint(
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
     way = f"first python scripts/convert_hf.py import '{folder}' 'imported/Qwen 3'"
-    cfg = load([*TINY, f"run.dir={tmp_path}/runs", f"run.resume='{folder}'"])
+    cfg = load([*COMMAND, f"run.dir={tmp_path}/runs", f"run.resume='{folder}'"])
     (error,) = preflight(cfg).errors
     assert str(error) == f"run.resume={folder} is a Hugging Face folder: {way}"
     with pytest.raises(NoUsableCheckpoint, match="is a Hugging Face folder: first python"):
