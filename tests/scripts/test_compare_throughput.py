@@ -423,10 +423,7 @@ def test_earlier_results_are_shown_again(stand, capsys, monkeypatch):
         ({"hardware": "2 x H200"}, "2 x H200"),  # results of before
     ],
 )
-def test_tables_and_charts_say_of_what_and_where(facts, output, tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+def test_tables_and_charts_say_of_what_and_where(facts, output, tmp_path, figures):
     table = rows(["a"], [run(0, 0, 100, 4.0)], 0.01)
     facts = {"unit": "GPU", "steps": 50, "tolerance": 0.01, "command": "x"} | facts
     assert report.plot(tmp_path / "x.png", facts, table) == ""

@@ -154,11 +154,8 @@ def test_what_is_narrower_than_a_pixel_is_drawn(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_gpu_begin_with_the_first_kernel_that_they_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, figures: list[Any]
 ) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
     records = [
         {"ph": "X", "cat": "user_annotation", "name": f"step {n}", "ts": ts, "dur": 90, "args": {}}
         for n, ts in ((5, 100), (6, 200))
@@ -228,11 +225,8 @@ def test_of_a_cpu_each_operation_has_its_own_time(
 
 
 def test_a_crop_of_a_cpu_trace_says_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], figures: list[Any]
 ) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
     trace = operations(
         tmp_path / "t.json",
         ("user_annotation", "moe/experts", 0, 5000, 1),

@@ -13,18 +13,7 @@ from phalanx.kernels.routing.replication_plan import (
     reference_replication_plan,
 )
 from tests.kernels.interpreter import interpret
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def routing(tokens: int, top_k: int, experts: int, seed: int, hot: float = 0.6) -> Tensor:
-    """Ids with some hot experts and some slots without one."""
-    g = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, experts, generator=g)
-    scores[:, 1:3] += hot
-    idx = scores.topk(top_k, dim=1).indices.int()
-    return idx.masked_fill(torch.rand(tokens, top_k, generator=g) < 0.05, -1)
-
+from tests.kernels.routing.test_replication_plan import DEVICES, routing
 
 CASES = [
     (routing(96, 3, 8, 1), 8, ReplicationSize(2, 1, 4, 1)),

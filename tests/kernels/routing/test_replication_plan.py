@@ -255,11 +255,11 @@ def test_cost_from_rates() -> None:
         replica_cost(1, bytes_per_second=0.0, seconds_per_row=1.0)
 
 
-def routing(tokens: int, top_k: int, experts: int, seed: int) -> Tensor:
+def routing(tokens: int, top_k: int, experts: int, seed: int, hot: float = 0.6) -> Tensor:
     """Ids with some hot experts and some slots without one."""
     g = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, experts, generator=g)
-    scores[:, :2] += 0.6
+    scores[:, :2] += hot
     idx = scores.topk(top_k, dim=1).indices.int()
     return idx.masked_fill(torch.rand(tokens, top_k, generator=g) < 0.05, -1)
 

@@ -30,6 +30,7 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
     train(engine, groups, 0, 2)
     checkpoints = checkpointer(folder, groups, async_save=async_save)
     path = save(checkpoints, 2, engine, data={"consumed": 16})
+    saved = tensors(engine)
     drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
     expected = train(engine, groups, 2, 4)
     checkpoints.close()
@@ -38,6 +39,7 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
     checkpoints = checkpointer(folder, groups)
     assert checkpoints.newest() == path
     common = load(checkpoints, path, resumed)
+    assert_equal(tensors(resumed), saved)
     assert common["data"] == {"consumed": 16} and common["step"] == 2
     assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn
     assert resumed.scheduler.num_steps == 2
@@ -51,6 +53,8 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
     [
         (1, False, {}),
         (1, True, {"bf16": False}),
+        (1, False, {"kind": "muon"}),
+        (1, False, {"moments": "bf16"}),
         (2, True, {"kind": "muon", "moments": "bf16", "ema": 0.9}),
         *slow((2, False, {"distributed_optimizer": False, "overlap": False})),
         (2, False, {"pipeline": 2, "virtual_pipeline": 2, "layers": 4}),

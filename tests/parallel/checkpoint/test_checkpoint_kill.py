@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.parallel.checkpoint.checkpoints import build, checkpointer, load, save, train
-from tests.parallel.full_disk import full_disk
+from tests.parallel.surroundings import full_disk
 from tests.support.distributed import RankFailed, run_distributed
 from tests.support.scheduling import slow
 
@@ -124,15 +124,6 @@ def _continue(folder: Path) -> tuple[str, list[tuple[float, float]]]:
     save(checkpoints, 3, engine)
     assert [p.name for p in folder.iterdir()] == ["step_00000003"]
     return path.name, losses
-
-
-def _uninterrupted() -> list[tuple[float, float]]:
-    return train(*build(), 0, 3)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[tuple[float, float]]:
-    return run_distributed(_uninterrupted, 1)[0]
 
 
 @pytest.mark.dist

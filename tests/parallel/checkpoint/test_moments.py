@@ -175,25 +175,6 @@ def test_replaces_fused_adam_for_bf16_only() -> None:
     run_distributed(_with_another_adam, 1)
 
 
-def _resumed(folder: Path) -> None:
-    """Saved, loaded into a model of other weights, and trained on: bit for bit."""
-    engine, groups = build(moments="bf16")
-    checkpoints = checkpointer(folder, groups)
-    train(engine, groups, 0, 3)
-    path = save(checkpoints, 3, engine)
-    saved = tensors(engine)
-    expected = train(engine, groups, 3, 5)
-    other, groups = build(seed=7, moments="bf16")
-    load(checkpoints, path, other)
-    assert_equal(tensors(other), saved)
-    assert train(other, groups, 3, 5) == expected
-    assert_equal(tensors(other), tensors(engine))
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    run_distributed(_resumed, 1, tmp_path)
-
-
 def _from_weights_alone(folder: Path) -> None:
     """They are the masters, whatever remainders were there before."""
     engine, groups = build(moments="bf16")

@@ -235,15 +235,6 @@ def _killed_and_goes_on(
         return step, losses, lines
 
 
-def _uninterrupted() -> list[tuple[float, float]]:
-    return train(*build(), 0, 3)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[tuple[float, float]]:
-    return run_distributed(_uninterrupted, 1)[0]
-
-
 def ended() -> None:
     os._exit(9)
 

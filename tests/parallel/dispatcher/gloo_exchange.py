@@ -8,7 +8,6 @@ Legend: T tokens of a rank, D hidden, R ranks, N = R * T received rows.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -34,6 +33,7 @@ from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
 from tests.parallel.dispatcher.replication.gloo_replicas import replicating
+from tests.parallel.surroundings import standing_for
 
 NAN = 0xFF
 
@@ -170,19 +170,6 @@ def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
 
 
 @contextmanager
-def _standing_for(name: str, module: Any) -> Iterator[None]:
-    """A module for another; `mock.patch.dict` would drop those that are imported meanwhile."""
-    before = sys.modules.get(name)
-    sys.modules[name] = module
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
-
-
-@contextmanager
 def gloo_exchanges() -> Iterator[list[GlooExchange]]:
     """Context in which `symm` uses gloo exchanges, with any backend; yields the used exchanges."""
     made = list[GlooExchange]()
@@ -211,7 +198,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
     on = SimpleNamespace(record_event=lambda: None)
     with ExitStack() as stack:
         for patch in (
-            _standing_for("phalanx.kernels.sm90.experts.combine", combine),
+            standing_for("phalanx.kernels.sm90.experts.combine", combine),
             mock.patch.object(symm, "exchange_of", exchange_of),
             *replicating(exchange_of),
             mock.patch.object(torch.cuda, "current_stream", return_value=on),

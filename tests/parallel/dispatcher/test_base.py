@@ -80,11 +80,12 @@ def make_case(
 
 
 def dense(case: Case) -> Result:
-    """The statement, in fp64."""
+    """The statement, in fp64; an empty slot adds nothing and gets no gradient."""
     x, prob, w = (t.double().requires_grad_() for t in (case.x_TD, case.prob_TK, case.w_EDD))
+    idx, kept = case.idx_TK.clamp(min=0).long(), prob.masked_fill(case.idx_TK < 0, 0)
     out = torch.zeros_like(x)
-    for k in range(case.idx_TK.shape[1]):
-        out = out + prob[:, k, None] * torch.einsum("td,tde->te", x, w[case.idx_TK[:, k].long()])
+    for k in range(idx.shape[1]):
+        out = out + kept[:, k, None] * torch.einsum("td,tde->te", x, w[idx[:, k]])
     out.backward(case.dout_TD.double())
     assert x.grad is not None and prob.grad is not None and w.grad is not None
     return Result(out.detach(), x.grad, prob.grad, w.grad)
