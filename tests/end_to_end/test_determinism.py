@@ -6,7 +6,6 @@ tests/end_to_end/layouts/test_layouts.py, tokens and losses of a run that moves 
 tests/end_to_end/test_train.py.
 """
 
-import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
+from tests.support.training import digest
 
 pytestmark = pytest.mark.dist
 
@@ -47,12 +47,6 @@ def state_of(trainer: Any) -> dict[str, Any]:
     from phalanx.parallel.checkpoint.model_state import parameters_gathered
 
     engine = trainer.job.engine
-
-    def digest(tensors: list[torch.Tensor]) -> str:
-        total = hashlib.sha256()
-        for t in tensors:
-            total.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
 
     with parameters_gathered(engine.chunks):
         named = [n for c in engine.modules for n in c.named_parameters()]

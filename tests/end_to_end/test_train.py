@@ -10,8 +10,6 @@ import itertools
 import json
 import math
 import re
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -301,7 +299,7 @@ def test_a_run_moves_between_layouts(corpus: list[str], tmp_path: Path) -> None:
         assert [r[key] for r in moved] == pytest.approx([r[key] for r in stayed], rel=rel)
 
 
-# --- a step that must not be taken, and a service that fails --------------------------------------
+# --- a step that must not be taken ----------------------------------------------------------------
 
 
 @contextmanager
@@ -358,33 +356,6 @@ def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
     run(1, [*command, f"run.dir={tmp_path / 'sound'}"])
     sound = records(tmp_path / "sound/run")
     assert exact(records(tmp_path / "spoilt/run")) == exact(sound) and len(sound) == 4
-
-
-@contextmanager
-def failing_service(rank: int) -> Iterator[None]:
-    """A stand-in for Weights & Biases that raises when a step is logged."""
-
-    def refuse(values: Any) -> None:
-        raise ConnectionError("no route to host")
-
-    fake = types.ModuleType("wandb")
-    fake.Settings, fake.init = dict, lambda **kw: fake  # type: ignore[attr-defined]
-    fake.define_metric, fake.log = lambda *a, **kw: None, refuse  # type: ignore[attr-defined]
-    before = sys.modules.get("wandb")
-    sys.modules["wandb"] = fake
-    try:
-        yield
-    finally:
-        del sys.modules["wandb"]
-        if before is not None:
-            sys.modules["wandb"] = before
-
-
-def test_a_failing_service_does_not_stop_training(corpus: list[str], tmp_path: Path) -> None:
-    more = ["run.steps=3", "run.save_interval=-1", "run.wandb=offline", f"run.dir={tmp_path}"]
-    (main,) = run(1, [*corpus, *MODELS["tiny"], *more], failing_service)
-    assert main.code == 0 and len(records(tmp_path / "run")) == 3
-    assert main.out.count("warning: Weights & Biases is off") == 1
 
 
 # --- no host reads between embedding and loss -----------------------------------------------------

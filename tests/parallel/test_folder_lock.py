@@ -26,7 +26,7 @@ from phalanx.parallel.folder_lock import (
     here,
     release,
 )
-from tests.parallel.full_disk import full_disk
+from tests.parallel.surroundings import full_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 

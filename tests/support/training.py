@@ -61,6 +61,13 @@ class Trained(NamedTuple):
         """One entry of every step's record."""
         return [step[name] for step in self.steps]
 
+    def has_weights_of(self, other: "Trained", change: float, weight: float = 3e-7) -> None:
+        """Check the norm of differences: of a weight's change, plus some roundings of itself."""
+        for key, expected in other.after.items():
+            moved = (expected - other.before[key]).norm()
+            error = (self.after[key] - expected).norm()
+            assert error <= change * moved + weight * expected.norm(), f"{key}: {error / moved:.1e}"
+
 
 def trained(
     world: int,
@@ -187,27 +194,27 @@ def _left(trainer: Any) -> dict[str, str]:
         "data": trainer.loader.state_dict(),
         "health": trainer.health.state_dict(),
     }
-    return {name: _digest(value) for name, value in left.items()}
+    return {name: digest(value) for name, value in left.items()}
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """Digest of the bits of nested tensors."""
-    digest = hashlib.sha256()
+    total = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, Mapping):
             value = [*value.keys(), *value.values()]
         if isinstance(value, Tensor):
             data = value.detach().contiguous().view(-1).view(torch.uint8)
-            digest.update(str(value.shape).encode() + data.numpy().tobytes())
+            total.update(str(value.shape).encode() + data.numpy().tobytes())
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
             for part in value:
                 add(part)
         else:
-            digest.update(repr(value).encode())
+            total.update(repr(value).encode())
 
     add(value)
-    return digest.hexdigest()
+    return total.hexdigest()
 
 
 def _shards(job: Any) -> list[Shard]:

@@ -3,7 +3,6 @@
 A number is corrupted on one rank only; every rank must notice before any rank changes state.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from phalanx.moe.router.balance import Balance
 from phalanx.moe.training.bad_steps import WINDOW, Health
 from phalanx.parallel.engine import Diverged
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
+from tests.support.training import digest
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,13 @@ def _state(trainer: Any) -> str:
 
     engine = trainer.job.engine
     with parameters_gathered(engine.chunks):
-        return _digest(engine)
-
-
-def _digest(engine: Any) -> str:
-    named = [n for c in engine.modules for n in (*c.named_parameters(), *c.named_buffers())]
-    tensors = [t for name, t in named if "bias" in name or "statistics" not in name]
-    for part in engine.optimizer.chained_optimizers:
-        for group in part.param_groups:
-            tensors += group["params"] + [torch.tensor(float(group.get("step", 0)))]
-        tensors += [t for s in part.optimizer.state.values() for t in s.values()]
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        named = [n for c in engine.modules for n in (*c.named_parameters(), *c.named_buffers())]
+        tensors = [t for name, t in named if "bias" in name or "statistics" not in name]
+        for part in engine.optimizer.chained_optimizers:
+            for group in part.param_groups:
+                tensors += group["params"] + [torch.tensor(float(group.get("step", 0)))]
+            tensors += [t for s in part.optimizer.state.values() for t in s.values()]
+        return digest(tensors)
 
 
 class Bad(NamedTuple):

@@ -1,7 +1,6 @@
 """A run whose expert rows overflow repeatedly is bitwise equal to one without overflow."""
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from phalanx.moe.router.balance import routers
 from tests.support.row_overflow import EVERY, overflow_sometimes
 from tests.support.runs import DEEPSEEK, GPT_OSS, SMALL, exact, records, run
+from tests.support.training import digest
 
 pytestmark = pytest.mark.dist
 
@@ -44,8 +43,7 @@ def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
         modules = self.job.engine.modules
         tensors = [p for module in modules for p in module.parameters()]
         tensors += [buffer for router in routers(modules) for buffer in router.buffers()]
-        data = [t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors]
-        seen.extend(hashlib.sha256(each.tobytes()).hexdigest() for each in data)
+        seen.extend(map(digest, tensors))
 
     overflows = overflow_sometimes() if tight else contextlib.nullcontext()
     with mock.patch.object(Trainer, "fit", fit), overflows:

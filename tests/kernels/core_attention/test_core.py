@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPAParams
 
 from phalanx.kernels.core_attention.core import BLOCK, attention, block_mask, visible_ST
+from phalanx.kernels.core_attention.documents import Documents
 
 
 class Case(NamedTuple):
@@ -60,7 +61,13 @@ def inputs(
     return [t.requires_grad_() for t in tensors]
 
 
-def run(case: Case, tensors: list[torch.Tensor], backend: str, scale: float = 0.3) -> torch.Tensor:
+def run(
+    case: Case,
+    tensors: list[torch.Tensor],
+    backend: str,
+    scale: float = 0.3,
+    documents: Documents | None = None,
+) -> torch.Tensor:
     q, k, v, *sinks = tensors
     return attention(
         q,
@@ -69,6 +76,7 @@ def run(case: Case, tensors: list[torch.Tensor], backend: str, scale: float = 0.
         scale=scale,
         window=case.window,
         sinks_H=sinks[0] if sinks else None,
+        documents=documents,
         backend=backend,
     )
 

@@ -6,9 +6,9 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.kernels.core_attention import core
-from phalanx.kernels.core_attention.core import attention, visible_ST
+from phalanx.kernels.core_attention.core import visible_ST
 from phalanx.kernels.core_attention.documents import Documents
-from tests.kernels.core_attention.test_core import Case, inputs, rms
+from tests.kernels.core_attention.test_core import Case, inputs, rms, run, with_gradients
 
 LENGTHS = (5, 1, 9, 2, 13)
 TOKENS = sum(LENGTHS)
@@ -32,33 +32,11 @@ def leaves(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return inputs(case._replace(queries=TOKENS, keys=TOKENS), dtype, batch=1)
 
 
-def attend(
-    case: Case, tensors: list[torch.Tensor], backend: str, documents: Documents | None = None
-) -> torch.Tensor:
-    q, k, v, *sinks = tensors
-    return attention(
-        q,
-        k,
-        v,
-        scale=0.3,
-        window=case.window,
-        sinks_H=sinks[0] if sinks else None,
-        documents=documents,
-        backend=backend,
-    )
-
-
 def alone(case: Case, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Each document by the reference, without any other."""
     q, k, v, *sinks = tensors
     parts = zip(*(x.split(LENGTHS, 2) for x in (q, k, v)), strict=True)
-    return torch.cat([attend(case, [*part, *sinks], "reference") for part in parts], 2)
-
-
-def with_gradients(out: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
+    return torch.cat([run(case, [*part, *sinks], "reference") for part in parts], 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,9 +44,9 @@ def test_documents_do_not_see_each_other(name: str) -> None:
     case = CASES[name]
     tensors = leaves(case, torch.float64)
     expected = with_gradients(alone(case, tensors), tensors)
-    got = with_gradients(attend(case, tensors, "reference", of(*LENGTHS)), tensors)
+    got = with_gradients(run(case, tensors, "reference", documents=of(*LENGTHS)), tensors)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    whole = attend(case, tensors, "reference")
+    whole = run(case, tensors, "reference")
     assert name == "window1" or rms(whole - expected[0]) > 0.05 * rms(expected[0])
 
 
@@ -77,7 +55,7 @@ def test_sdpa_in_fp32(name: str) -> None:
     case = CASES[name]
     exact, single = leaves(case, torch.float64), leaves(case, torch.float32)
     expected = with_gradients(alone(case, exact), exact)
-    got = with_gradients(attend(case, single, "sdpa", of(*LENGTHS)), single)
+    got = with_gradients(run(case, single, "sdpa", documents=of(*LENGTHS)), single)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6, check_dtype=False)
 
 
@@ -86,7 +64,7 @@ def test_flex_forward(name: str) -> None:
     case = CASES[name]
     exact, single = leaves(case, torch.float64), leaves(case, torch.float32)
     with torch.no_grad():
-        got = attend(case, [t.detach() for t in single], "flex", of(*LENGTHS))
+        got = run(case, [t.detach() for t in single], "flex", documents=of(*LENGTHS))
         torch.testing.assert_close(got, alone(case, exact), rtol=1e-5, atol=2e-6, check_dtype=False)
 
 
@@ -108,10 +86,10 @@ def test_the_last_queries_alone(name: str, backend: str) -> None:
         own = [q[:, :, start:end], k[:, :, begin:end], v[:, :, begin:end], *sinks]
         if backend == "flex":  # no backward pass on a CPU
             with torch.no_grad():
-                got = attend(case, [t.detach() for t in own], backend, documents)
+                got = run(case, [t.detach() for t in own], backend, documents=documents)
             torch.testing.assert_close(got, whole[:, :, start:end], rtol=1e-10, atol=1e-12)
             continue
-        got = with_gradients(attend(case, own, backend, documents), tensors)
+        got = with_gradients(run(case, own, backend, documents=documents), tensors)
         expected = with_gradients(whole[:, :, start:end], tensors)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
@@ -160,7 +138,7 @@ def test_other_documents_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch)
         for lengths in (LENGTHS, (30,), (1, 29), (10, 10, 10)):
             documents = of(*lengths)
             got = compiled(*tensors, None, core.document_block_mask(documents, 0), 0.3)
-            want = attend(case, tensors, "reference", documents)
+            want = run(case, tensors, "reference", documents=documents)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
     assert counter.frame_count == 1
 
@@ -191,7 +169,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(
         ValueError, match="documents in 29 tokens of one sequence, behind 0 others, do"
     ):
-        attend(case, leaves(case, torch.float32), "reference", of(29))
+        run(case, leaves(case, torch.float32), "reference", documents=of(29))
     two = inputs(case._replace(queries=TOKENS, keys=TOKENS), torch.float32, batch=2)
     with pytest.raises(ValueError, match="30 keys of 2"):
-        attend(case, two, "reference", of(*LENGTHS))
+        run(case, two, "reference", documents=of(*LENGTHS))

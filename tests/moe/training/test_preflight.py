@@ -17,7 +17,7 @@ from phalanx.parallel import folder_lock, run_start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.object_store import Remote
 from phalanx.scripts import checkpoint
-from tests.parallel.full_disk import full_disk
+from tests.parallel.surroundings import full_disk
 from tests.parallel.test_folder_lock import leave, living
 from tests.support import s3
 from tests.support.advice import advised, tried

@@ -19,7 +19,6 @@ from tests.parallel.checkpoint.checkpoints import (
     checkpointer,
     save,
     stored,
-    tensors,
     train,
 )
 from tests.parallel.checkpoint.checkpoints import load as load_into
@@ -252,10 +251,7 @@ def test_two_ranks_equal_one(name: str, layout: dict[str, Any], alone: dict[str,
     model = GPT_OSS if name == "gpt_oss" else DEEPSEEK
     two, one = trained(2, [*model, MUON], STEPS | layout), alone[name]
     assert two.series("loss") == pytest.approx(one.series("loss"), rel=1e-5)
-    for key, weight in one.after.items():
-        change = (weight - one.before[key]).norm()
-        error = (two.after[key] - weight).norm()
-        assert error <= 1e-3 * change + 3e-7 * weight.norm(), f"{key}: {error / change:.1e}"
+    two.has_weights_of(one, change=1e-3)
 
 
 # --- what is trained ------------------------------------------------------------------------------
@@ -277,25 +273,6 @@ def test_loss_falls_and_adamw_keeps_its_parameters() -> None:
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-
-
-def _resumed(folder: Path) -> None:
-    engine, groups = build(kind="muon")
-    checkpoints = checkpointer(folder, groups)
-    train(engine, groups, 0, 3)
-    path = save(checkpoints, 3, engine)
-    expected = train(engine, groups, 3, 5)
-    other, groups = build(seed=7, kind="muon")
-    load_into(checkpoints, path, other)
-    assert train(other, groups, 3, 5) == expected
-    assert_equal(tensors(other), tensors(engine))
-    assert any(name.startswith("momentum_buffer") for name in tensors(other))
-
-
-@pytest.mark.dist
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """test_checkpoint has another in bf16 on two ranks."""
-    run_distributed(_resumed, 1, tmp_path)
 
 
 def _convert(source: Path, target: Path, layout: dict[str, Any]) -> None:
