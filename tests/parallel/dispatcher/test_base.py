@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.configs.docs import field_docs
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
-from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.capacity import Budget, Growth
 from phalanx.parallel.dispatcher.local import Local
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import choose_transport
@@ -267,16 +267,29 @@ def test_ranks_are_summed_in_fp32() -> None:
         assert torch.equal(out, torch.full((5, 2), 260.0, dtype=torch.bfloat16))
 
 
-def overflow_and_rerun(case: Case) -> tuple[list[bool], int, Result]:
+class Rerun(NamedTuple):
+    """A layer that is run again after its budget has grown."""
+
+    overflowed: list[bool]
+    """The first time, and again."""
+    grown: list[Growth]
+    result: Result
+    """Results of the second time."""
+
+
+def rerun(dispatcher: Dispatcher, budget: Budget, case: Case) -> Rerun:
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    budget = Budget(1.0, CPU)
-    dispatcher = dispatcher_of("auto", group, experts=EXPERTS, slots=SLOTS, budget=budget)
     run_layer(dispatcher, case, rank, ranks)
-    found = [overflowed(budget, group)]
-    budget.grow()
+    found, grown = [overflowed(budget, group)], budget.grow()
     result = run_layer(dispatcher, case, rank, ranks)
-    found.append(overflowed(budget, group))
-    return found, budget.reruns, result
+    return Rerun([*found, overflowed(budget, group)], grown, result)
+
+
+def overflow_and_rerun(case: Case) -> tuple[list[bool], int, Result]:
+    budget = Budget(1.0, CPU)
+    given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=budget)
+    made = rerun(dispatcher_of("auto", dist.group.WORLD, **given), budget, case)
+    return made.overflowed, budget.reruns, made.result
 
 
 @pytest.mark.dist

@@ -15,11 +15,10 @@ from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
-from phalanx.parallel.dispatcher.capacity import Budget, Capacity, Growth
+from phalanx.parallel.dispatcher.capacity import Budget, Capacity
 from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, RowCounts, Started
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from phalanx.parallel.dispatcher.transport_class import Transport
-from tests.parallel.dispatcher.budgets import overflowed
 from tests.parallel.dispatcher.test_base import (
     CPU,
     EXPERTS,
@@ -28,12 +27,14 @@ from tests.parallel.dispatcher.test_base import (
     SLOTS,
     TOKENS,
     Case,
+    Rerun,
     Result,
     assert_exact,
     assert_near,
     dense,
     dispatcher_of,
     make_case,
+    rerun,
     run_layer,
 )
 from tests.support.distributed import run_distributed
@@ -239,55 +240,36 @@ def test_rows_that_are_not_counted_are_never_read(ranks: int) -> None:
     run_distributed(counted_rows, ranks, [make_case(kind, torch.bfloat16) for kind in kinds])
 
 
-def overflow_and_rerun(case: Case) -> tuple[list[bool], Result]:
-    budget, group = Budget(1.0, CPU), dist.group.WORLD
-    dispatcher = made("hier", budget=budget)
-    run_layer(dispatcher, case, dist.get_rank(), RANKS)
-    found = [overflowed(budget, group)]
-    budget.grow()
-    result = run_layer(dispatcher, case, dist.get_rank(), RANKS)
-    return [*found, overflowed(budget, group)], result
+def overflow_and_rerun(case: Case) -> Rerun:
+    budget = Budget(1.0, CPU)
+    return rerun(made("hier", budget=budget), budget, case)
 
 
-class Blocks(NamedTuple):
-    """Blocks of a rank that were too small at first."""
-
-    overflowed: list[bool]
-    grown: list[Growth]
-    again: Result
-    """Results of the rerun."""
-    roomy: Result
-    """Results with blocks that have room."""
-
-
-def small_blocks(case: Case) -> Blocks:
-    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    budget, roomy = Budget(8.0, CPU), Budget(8.0, CPU)
+def small_blocks(case: Case) -> tuple[Rerun, Result]:
+    """Blocks of a rank that were too small at first; results with blocks that have room."""
+    budget = Budget(8.0, CPU)
     budget.blocks = Capacity(1.0, CPU)
-    dispatcher = made("hier", budget=budget)
-    run_layer(dispatcher, case, rank, ranks)
-    overflow, grown = [overflowed(budget, group)], budget.grow()
-    again = run_layer(dispatcher, case, rank, ranks)
-    overflow.append(overflowed(budget, group))
-    return Blocks(overflow, grown, again, run_layer(made("hier", budget=roomy), case, rank, ranks))
+    again = rerun(made("hier", budget=budget), budget, case)
+    roomy = made("hier", budget=Budget(8.0, CPU))
+    return again, run_layer(roomy, case, dist.get_rank(), dist.get_world_size())
 
 
 def test_blocks_that_were_too_small_fit_when_run_again() -> None:
     """All tokens go to the first two of four nodes, where experts have room; the other two, which
     none wants, receive empty blocks. On average a node has experts of 9/14 of the tokens."""
     case = make_case("all to one rank", torch.bfloat16, tokens=512)
-    for blocks in run_distributed(small_blocks, 8, case):
-        assert blocks.overflowed == [True, False]
-        (grown,) = blocks.grown
+    for again, roomy in run_distributed(small_blocks, 8, case):
+        assert again.overflowed == [True, False]
+        (grown,) = again.grown
         assert grown.between_nodes
         assert grown[:2] == pytest.approx((14 / 9, 1.1 * 14 / 9))
-        assert all(map(torch.equal, blocks.again, blocks.roomy))
-        assert all(t.count_nonzero() for t in blocks.again[:3])
+        assert all(map(torch.equal, again.result, roomy))
+        assert all(t.count_nonzero() for t in roomy[:3])
 
 
 def test_an_overflowed_step_fits_when_run_again() -> None:
     case = make_case("all to one rank", torch.float32, tokens=512)
-    overflowed, results = zip(*run_distributed(overflow_and_rerun, RANKS, case), strict=True)
+    overflowed, _, results = zip(*run_distributed(overflow_and_rerun, RANKS, case), strict=True)
     assert overflowed == ([True, False],) * RANKS
     for got, want in zip(map(torch.cat, zip(*results, strict=True)), dense(case), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
