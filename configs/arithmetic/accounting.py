@@ -51,13 +51,13 @@ def parameters(model: ModelConfig, *, mtp: bool = True) -> Parameters:
     return _count(model, mtp=mtp, experts=model.moe.experts)
 
 
-def active_parameters(model: ModelConfig, *, mtp: bool = False) -> Parameters:
+def active_parameters(model: ModelConfig) -> Parameters:
     """Parameters used by one token: `top_k` experts, and no input embedding (it is looked up).
 
     DeepSeek (36.6 B, rounded to 37) and OpenAI (3.6 B, 5.1 B) count this way. Qwen3's 3.3 B adds
     the input embedding, Moonlight's 2.24 B leaves out the head as well.
     """
-    active = _count(model, mtp=mtp, experts=model.moe.top_k)
+    active = _count(model, mtp=False, experts=model.moe.top_k)
     head = model.vocab_size * model.hidden
     return Parameters(**{**vars(active), "embedding": 0, "head": head})
 

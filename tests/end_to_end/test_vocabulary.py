@@ -18,6 +18,7 @@ from tests.support.runs import SMALL, run, text, write_corpus
 from tests.support.tiny_runs import command
 
 IDS = 300
+LINE = f"384, of which {IDS} are ids of {{}}/tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +50,9 @@ def overrides(corpus: str, *more: str) -> list[str]:
     return [*small, "model=tiny", "model.attention.head_dim=8", *data, *more]
 
 
-def line_of(ids: int = 384) -> str:
-    return f"{ids}, of which {IDS} are ids of {{}}/tokenizer.json"
-
-
 @pytest.mark.dist
 def test_a_run_takes_the_vocabulary_of_its_data(corpus: str, tmp_path: Path) -> None:
-    shown_line = line_of().format(Path(corpus).parents[1].name)
+    shown_line = LINE.format(Path(corpus).parents[1].name)
     given = overrides(corpus, "run.save_interval=1", f"run.dir={tmp_path}")
     main, _ = run(2, [*given, "run.steps=2", "parallel.expert=2"])
     assert main.code == 0, main.err
@@ -82,7 +79,7 @@ def test_a_run_takes_the_vocabulary_of_its_data(corpus: str, tmp_path: Path) -> 
 def test_it_is_said_before_a_launch(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown_line = line_of().format(Path(corpus).parents[1].name)
+    shown_line = LINE.format(Path(corpus).parents[1].name)
     given = overrides(corpus, f"run.dir={tmp_path}", "run.steps=2")
     assert train.main([*given, "--check"]) == 0
     assert capsys.readouterr().err == f"vocabulary: {shown_line}\n"

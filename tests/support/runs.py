@@ -131,11 +131,11 @@ def with_corpus(folder: Path, documents: Sequence[Sequence[int]] | None = None) 
     return ["data=indexed", f"data.blend=[{prefix}]", f"data.cache={folder / 'cache'}"]
 
 
-def write_checkpoint(folder: Place, step: int = 5) -> None:
-    """Write a checkpoint that is complete by names and sizes of its files."""
+def write_checkpoint(folder: Place) -> None:
+    """Write a checkpoint of step 5 that is complete by names and sizes of its files."""
     sums = {name: (1, commit.crc32(b"x")) for name in (".metadata", "metadata.json")}
     contents = dict.fromkeys(sums, b"x")
-    contents[commit.COMMIT] = commit.with_checksum(commit.Commit(step, 1, sums))
+    contents[commit.COMMIT] = commit.with_checksum(commit.Commit(5, 1, sums))
     for name, data in contents.items():
         if isinstance(folder, Remote):
             (folder / name).write(data)

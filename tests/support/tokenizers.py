@@ -1,19 +1,19 @@
 """Small tokenizers like those of published models."""
 
+from string import ascii_lowercase
+
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 _BYTES = [f"<0x{number:02X}>" for number in range(256)]
 
 
-def llama(letters: str = "abcdefghijklmnopqrstuvwxyz", *more: str) -> Tokenizer:
+def llama() -> Tokenizer:
     """A SentencePiece tokenizer like those of Llama and Mixtral: a space belongs to the following
     word, a text starts with one that decoding strips, and other bytes have tokens.
 
-    Args:
-        letters: each has a token, and another one with a leading space.
-        more: special tokens, besides `<unk>`, `<s>` and `</s>`, which are 0, 1 and 2.
+    Each letter has a token, and another one with a leading space.
     """
-    special = ["<unk>", "<s>", "</s>", *more]
+    special, letters = ["<unk>", "<s>", "</s>"], ascii_lowercase
     words = [*special, *_BYTES, "▁", *letters, *(f"▁{letter}" for letter in letters)]
     tokenizer = Tokenizer(
         models.BPE(

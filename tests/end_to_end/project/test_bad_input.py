@@ -606,8 +606,8 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 # --- a real process -------------------------------------------------------------------------------
 
 
-def train_py(*args: str, ranks: int = 2, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
+def train_py(*args: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": str(rank)}
     command = [sys.executable, "train.py", *args]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 

@@ -81,9 +81,7 @@ def run(
     )
 
 
-def one_query_at_a_time(
-    case: Case, tensors: list[torch.Tensor], scale: float = 0.3
-) -> torch.Tensor:
+def one_query_at_a_time(case: Case, tensors: list[torch.Tensor]) -> torch.Tensor:
     q, k, v, *sinks = tensors
     rows = []
     for b in range(q.size(0)):
@@ -93,7 +91,7 @@ def one_query_at_a_time(
                 p = case.keys - case.queries + i
                 first = max(0, p - case.window + 1) if case.window else 0
                 weight = [
-                    torch.exp(scale * (q[b, h, i] * k[b, g, j]).sum()) for j in range(first, p + 1)
+                    torch.exp(0.3 * (q[b, h, i] * k[b, g, j]).sum()) for j in range(first, p + 1)
                 ]
                 total = sum(weight) + (torch.exp(sinks[0][h]) if sinks else 0)
                 rows.append(sum(w * v[b, g, first + n] for n, w in enumerate(weight)) / total)

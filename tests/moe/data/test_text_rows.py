@@ -31,7 +31,8 @@ def texts_of(path: Path, reading: Reading = Reading(), chunk: int = 1 << 30) -> 
     return [text for piece, _ in cut(str(path), reading, chunk) for text in read(piece, reading)]
 
 
-def found_in(path: Path, reading: Reading = Reading(), chunk: int = 1 << 30) -> list[str | Bad]:  # noqa: B008
+def found_in(path: Path, chunk: int = 1 << 30) -> list[str | Bad]:
+    reading = Reading()
     return [row for piece, _ in cut(str(path), reading, chunk) for row in rows(piece, reading)]
 
 

@@ -18,7 +18,7 @@ from phalanx.moe.training import shared
 from phalanx.parallel.fault.same_settings import Difference
 from tests.support.distributed import run_distributed
 from tests.support.launch import _free_port
-from tests.support.runs import TINY, Change, Rank, _run, exact, records, run
+from tests.support.runs import TINY, Rank, _run, exact, records, run
 from tests.support.torchrun import ROOT
 
 COMMAND = [*TINY, "data=synthetic", "run.steps=2"]
@@ -31,13 +31,13 @@ DIFFERENT = {
 }
 
 
-def on_hosts(overrides: Sequence[Sequence[str]], change: Change | None = None) -> list[Rank]:
+def on_hosts(overrides: Sequence[Sequence[str]]) -> list[Rank]:
     """A rank of each host, with overrides of its own."""
-    return run_distributed(_host, len(overrides), [list(words) for words in overrides], change)
+    return run_distributed(_host, len(overrides), [list(words) for words in overrides])
 
 
-def _host(overrides: list[list[str]], change: Change | None) -> Rank:
-    return _run(overrides[int(os.environ["RANK"])], change)
+def _host(overrides: list[list[str]]) -> Rank:
+    return _run(overrides[int(os.environ["RANK"])], None)
 
 
 @pytest.mark.dist
