@@ -42,7 +42,9 @@ def bound_problems(cfg: Config) -> Iterator[str]:
                 yield repair(cfg, path, reason, list(dict.fromkeys(left + near)))
         elif isinstance(value, str):
             if path in allowed and value not in allowed[path]:
-                near = difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
+                near = [name for name in allowed[path] if value.lower() == name.lower()]
+                near += [name for name in allowed[path] if value and name.startswith(value)]
+                near += difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
                 others = {int | str: ", and no number", bool | str: ", true or false"}
                 reason = f"is not one of {', '.join(allowed[path])}{others.get(knob.type, '')}"
                 yield repair(cfg, path, reason, (near or allowed[path])[0])

@@ -17,7 +17,6 @@ from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.report.units import count, model_size, storage, work
 from phalanx.moe.training.launch import code
-from phalanx.moe.training.preflight import tokens_read
 from phalanx.moe.training.setup import Job
 
 
@@ -27,6 +26,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     local, size = job.engine.parameter_bytes()
     flops = flops_per_token(cfg.model, cfg.data.sequence_length)
     tokens = cfg.data.global_batch * cfg.data.sequence_length
+    read = len(loader.dataset) * cfg.data.sequence_length  # of the whole run, before a resume too
     facts = [
         ("run", f"{cfg.run.dir}/{cfg.run.name}, {resumed}"),
         ("code", f"git {revision()}, torch {torch.__version__}, Python {sys.version.split()[0]}"),
@@ -41,15 +41,15 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
             f"{_batches(cfg.data, job.data_parallel)}",
         ),
-        ("length", f"{pluralize(cfg.run.steps, 'step')}, {count(tokens_read(cfg))} tokens"),
+        ("length", f"{pluralize(cfg.run.steps, 'step')}, {count(read)} tokens"),
     ]
     if loader.documents:
         facts.insert(-1, ("packing", str(loader.packing())))
     if ids := shown(cfg):
         facts.insert(4, ("vocab", ids))
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
-    read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
-    lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)
+    sources = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
+    lines += ["  " + text for text in sources.splitlines()] + [""] * bool(sources)
     names = [source.name for source in loader.dataset.sources]
     stages = [stage_line(stage, names) for stage in map(parse, cfg.data.stages)]
     lines += ["  " + text for text in stages] + [""] * bool(stages)

@@ -133,11 +133,6 @@ def newest_checkpoint(cfg: Config) -> str:
     return f"the newest checkpoint is {checkpoints[0][1]}"
 
 
-def tokens_read(cfg: Config) -> int:
-    """Number of tokens that a run reads, from its first step to its last."""
-    return samples_after(cfg.data, cfg.run.steps) * cfg.data.sequence_length
-
-
 def _optimizer(cfg: Config) -> Iterator[str]:
     """Check that the library of the optimizer is installed."""
     package = OPTIMIZERS[cfg.optim.kind].package
@@ -179,7 +174,7 @@ def _recompute(cfg: Config) -> Iterator[str]:
 
 def _data(cfg: Config) -> Iterator[str]:
     """Check that there is data, that it fits the vocabulary, and that it is enough for the run."""
-    wanted = tokens_read(cfg)
+    wanted = samples_after(cfg.data, cfg.run.steps) * cfg.data.sequence_length
     if cfg.data.source == "indexed":
         yield from _corpora(cfg, wanted)
     elif cfg.data.source == "synthetic":

@@ -139,7 +139,7 @@ class Trainer:
         start = self.checkpoints.start(cfg.run)
         self.resumed = self._resume(start)
         self._first = self.step + 1
-        self._extend_data()
+        self._fit_data()
         # Every check has passed: only then records of earlier launches are replaced.
         if launch is not None:
             launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
@@ -488,7 +488,7 @@ class Trainer:
         self._load(path)
         self.compute.drop_updates()
         self.health.roll_back(self.step, fault)
-        self._extend_data()
+        self._fit_data()
         self.records.rewind(self.step)
         self.metrics.rewind(self.step)
         self.metrics.event(f"rolled back to {path}: {fault}")
@@ -509,11 +509,11 @@ class Trainer:
         valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
         return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
 
-    def _extend_data(self) -> None:
-        """Extend the dataset to all steps left, if a rollback or batch size moved the cursor."""
+    def _fit_data(self) -> None:
+        """Fit the dataset to all steps left, if a rollback or batch size moved the cursor."""
         consumed, steps = self.loader.consumed_samples, self.cfg.run.steps - self.step
         wanted = samples_after(self.cfg.data, max(0, steps), consumed)
-        if wanted > len(self.loader.dataset):
+        if wanted != len(self.loader.dataset):
             self.loader.dataset, _ = self._datasets(wanted)
 
 

@@ -52,6 +52,18 @@ def test_steps_of_a_size_are_those_of_a_run_of_that_size(
     assert grown == small
 
 
+def test_the_start_page_of_a_resume_has_the_tokens_of_all_steps(
+    command: list[str], tmp_path: Path
+) -> None:
+    """Steps before the resume had batches of another size: smaller ones, and then larger ones."""
+    args = [*command, f"run.dir={tmp_path}"]
+    for steps, size, samples in ((2, 4, 8), (4, 16, 40), (6, 4, 48)):
+        (main,) = run(1, [*args, f"run.steps={steps}", f"data.global_batch={size}"])
+        assert main.code == 0, main.err
+        assert f"length  {steps} steps, {16 * samples} tokens" in main.out
+        assert records(tmp_path / "run")[-1]["tokens"] == 16 * samples
+
+
 def test_a_schedule_in_tokens_is_that_of_its_steps(command: list[str], tmp_path: Path) -> None:
     """The warm-up ends with step 4, which reaches 320 tokens, and the decay with step 7."""
     args = [*command, WARMUP, "run.steps=7", "run.save_interval=-1"]
