@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
 from phalanx.moe.report.goodput import TRAINING, goodput_line
-from phalanx.moe.report.loggers import read, start_facts
+from phalanx.moe.report.loggers import lines, read, start_facts
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.pictures import (
     centred_means,
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
     try:
         records = chosen(read(path), path, args.steps)
-        print(summary(records, hosts(path.resolve().parent)))
+        timed = records if args.steps else lines(path)  # the last line is that of the end
+        spent = [r["seconds"] for r in timed if r.get("seconds")]
+        print(summary(records, spent, hosts(path.resolve().parent)))
         out = args.plot or path.resolve().parent / "curves.png"
         plot(records, out, args.title or title(start_facts(path)))
         print(f"drawn: {out}")
@@ -121,31 +123,37 @@ def hosts(folder: Path) -> dict[str, str]:
         return {}  # edited by hand, or of another version: ranks are shown by number
 
 
-def summary(records: list[Record], names: dict[str, str]) -> str:
-    """Newest step, loss and rate, and a row for each late rank; `names` are hosts by rank."""
+def summary(records: list[Record], spent: list[dict[str, float]], names: dict[str, str]) -> str:
+    """Newest step, loss and rate, goodput, and a row for each late rank.
+
+    Args:
+        records: of the steps.
+        spent: seconds by kind until each line of the run.
+        names: host of each rank.
+    """
     losses, rates = series(records, "loss"), series(records, "tokens_per_second_per_gpu")
-    lines = [f"steps {records[0]['step']} to {records[-1]['step']}"]
+    rows = [f"steps {records[0]['step']} to {records[-1]['step']}"]
     if losses:
-        lines[0] += f", loss {next(iter(losses.values())):.4f} to {list(losses.values())[-1]:.4f}"
+        rows[0] += f", loss {next(iter(losses.values())):.4f} to {list(losses.values())[-1]:.4f}"
     if rates:
-        lines[0] += f", {sorted(rates.values())[len(rates) // 2]:,.0f} tokens/s a rank (median)"
+        rows[0] += f", {sorted(rates.values())[len(rates) // 2]:,.0f} tokens/s a rank (median)"
     if lost := not_finite(records, "loss"):
-        lines.append(left_out(lost))
-    if spent := [r["seconds"] for r in records if r.get("seconds")]:
-        lines.append(goodput_line(spent[-1]))
+        rows.append(left_out(lost))
+    if spent:
+        rows.append(goodput_line(spent[-1]))
     timed = [r for r in records if "step_time" in r]
     late: dict[str, list[tuple[float, float]]] = {}
     for record in timed:
         for rank, seconds in record.get("late", {}).items():
             late.setdefault(rank, []).append((seconds, record["step_time"]))
     if late:
-        lines.append(f"{'late rank':>9}  {'records':>8}  {'behind':>9}  {'of a step':>9}  host")
+        rows.append(f"{'late rank':>9}  {'records':>8}  {'behind':>9}  {'of a step':>9}  host")
     for rank, values in sorted(late.items(), key=lambda item: -len(item[1])):
         behind, step_time = (sum(part) / len(values) for part in zip(*values, strict=True))
         often = f"{len(values) / len(timed):.0%}"
         numbers = f"{often:>8}  {behind:>7.3f} s  {behind / step_time:>9.0%}"
-        lines.append(f"{rank:>9}  {numbers}  {names.get(rank, '?')}")
-    return "\n".join(lines)
+        rows.append(f"{rank:>9}  {numbers}  {names.get(rank, '?')}")
+    return "\n".join(rows)
 
 
 def series(records: list[Record], key: str) -> dict[int, float]:

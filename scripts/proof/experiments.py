@@ -111,8 +111,15 @@ def final_bits(run: Path) -> float:
 
 
 def _read_list(path: Path) -> dict[str, Any]:
-    """Content of a list. One that extends another takes its `tiny`, and adds to its `common`."""
-    listed: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    """Content of a list. One that extends another takes its `tiny`, and adds to its `common`.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        listed: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--list {path}: {' '.join(str(error).split())}") from None
     if (extended := listed.pop("extends", None)) is None:
         return listed
     base = _read_list(path.with_name(extended))

@@ -88,16 +88,21 @@ def points(path: Path) -> list[Point]:
         ValueError: it has no validation with bits per byte.
     """
     records = read(path)
-    found = [_point(record) for record in records if is_finite(record.get(_KEY))]
-    if not found:
+    found = [record for record in records if is_finite(record.get(_KEY))]
+    # Not in the record of a step that validated and was not logged; the same for all tokens.
+    flops = [
+        1e12 * record["tflops_per_gpu"] / record["tokens_per_second_per_gpu"]
+        for record in records
+        if "tflops_per_gpu" in record
+    ]
+    if not (found and flops):
         reason = "give a run with run.eval_interval on data of prepare_data.py"
         raise ValueError(f"{path} has no validation with bits per byte: {reason}")
-    return found
+    return [_point(record, flops[-1]) for record in found]
 
 
-def _point(record: dict[str, Any]) -> Point:
+def _point(record: dict[str, Any], flops: float) -> Point:
     seconds = sum(record["seconds"].get(kind, 0.0) for kind in _COUNTED)
-    flops = 1e12 * record["tflops_per_gpu"] / record["tokens_per_second_per_gpu"]
     prefix = f"{_KEY}/"
     domains = {k.removeprefix(prefix): v for k, v in record.items() if k.startswith(prefix)}
     return Point(record["tokens"], record["tokens"] * flops, seconds, record[_KEY], domains)

@@ -44,8 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done or out of time, 1 a run failed, 2 bad input."""
     begin = time.monotonic()
     args = parser().parse_args(argv)
-    plan = read_plan(args.list, args.corpus, args.tiny)
     try:
+        if args.gpus < 1:
+            raise ValueError(f"--gpus {args.gpus}: must be at least 1")
+        if not (args.plan or args.corpus.is_dir()):
+            raise ValueError(
+                f"there is no folder {args.corpus}: scripts/corpus/make_corpus.py makes a corpus"
+            )
+        plan = read_plan(args.list, args.corpus, args.tiny)
         expected = expected_seconds(plan, args.machine, args.results)
     except ValueError as error:
         print(f"run_experiments: {error}", file=sys.stderr)

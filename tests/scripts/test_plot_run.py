@@ -231,6 +231,11 @@ def test_goodput_and_what_the_rest_went_to(
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert plot_run.main([str(run)]) == 0
     assert "goodput 70.6% of 34 s; data 23.5%, start 5.9%\n" in capsys.readouterr().out
+    end = {"event": "summary", "at": 4, "seconds": records[-1]["seconds"] | {"checkpoints": 6.0}}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*records, end])))
+    assert plot_run.main([str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "goodput 60.0% of 40 s; data 20.0%, checkpoints 15.0%, start 5.0%\n" in printed
     actual = panels(figures[0])
     assert len(actual) >= 8
     drawn = actual["goodput"].lines[0].get_ydata()

@@ -84,6 +84,17 @@ def test_the_picture_has_each_run_against_each_axis(tmp_path: Path, figures: lis
     assert [point["bits"] for point in stored["b"]] == [3.0, 1.5]
 
 
+def test_a_validation_after_a_step_that_was_not_logged_counts(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", [3.0, 2.5], 100) / "metrics.jsonl"
+    first, step, *others = path.read_text().splitlines()
+    path.write_text("\n".join([first, *others]))
+    assert json.loads(step)["step"] == 1
+    assert [(point.bits, point.flops) for point in plot_bits.points(path)] == [
+        (3.0, pytest.approx(1000 * FLOPS)),
+        (2.5, pytest.approx(2000 * FLOPS)),
+    ]
+
+
 def test_a_run_without_validations_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ tiny: {steps: 4, overrides: []}
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "list.yaml").write_text(YAML)
+    (tmp_path / "corpus").mkdir()
     monkeypatch.setattr(experiments, "_TRAIN", tmp_path / "train.py")
     paths = [str(tmp_path / "corpus"), str(tmp_path / "results")]
     return [*paths, "--list", str(tmp_path / "list.yaml"), "--copy", str(tmp_path / "copy")]
@@ -189,6 +190,23 @@ def test_a_rate_at_an_end_of_its_sweep_is_told(
     out = capsys.readouterr().out.splitlines()
     assert "one: begins on GPU 0 at optim.lr=2e-3, an end of its sweep" in out
     assert "two: begins on GPU 0 at optim.lr=2e-3" in out
+
+
+def test_mistakes_are_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.yaml").write_text("common: [")
+    corpus, *rest = [*command, "--seconds", "10"]
+    for given, why in (
+        ([f"{corpus}2", *rest], "corpus2: scripts/corpus/make_corpus.py makes a corpus"),
+        ([corpus, *rest, "--gpus", "0"], "--gpus 0: must be at least 1"),
+        ([corpus, *rest, "--list", f"{tmp_path}/none.yaml"], "none.yaml: [Errno 2] No such file"),
+        ([corpus, *rest, "--list", f"{tmp_path}/bad.yaml"], "bad.yaml: while parsing"),
+    ):
+        assert run_experiments.main(given) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("run_experiments: ") and why in line
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("tiny", [False, True])
