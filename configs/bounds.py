@@ -13,6 +13,8 @@ from phalanx.configs.schema import Config
 
 _MOST = 2**31 - 1
 """Upper bound of every integer: no size is near it, and seeds and shapes in libraries end there."""
+_SWITCHED = {"true": "on", "false": "off"}
+"""Names of values that are written as truth values."""
 
 
 def choices() -> dict[str, tuple[str, ...]]:
@@ -42,9 +44,10 @@ def bound_problems(cfg: Config) -> Iterator[str]:
                 yield repair(cfg, path, reason, list(dict.fromkeys(left + near)))
         elif isinstance(value, str):
             if path in allowed and value not in allowed[path]:
-                near = [name for name in allowed[path] if value.lower() == name.lower()]
-                near += [name for name in allowed[path] if value and name.startswith(value)]
-                near += difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
+                word = _SWITCHED.get(value.lower(), value.lower())
+                near = [name for name in allowed[path] if name.lower() == word]
+                near += [name for name in allowed[path] if name.startswith(word)]
+                near += difflib.get_close_matches(word, allowed[path], n=1, cutoff=0.3)
                 others = {int | str: ", and no number", bool | str: ", true or false"}
                 reason = f"is not one of {', '.join(allowed[path])}{others.get(knob.type, '')}"
                 yield repair(cfg, path, reason, (near or allowed[path])[0])

@@ -327,7 +327,7 @@ def _parsed(word: str) -> Override:
 
 def _check(text: str, tree: DictConfig) -> list[str]:
     """Return the problem of one override, judged by itself; its value is tried in `tree`."""
-    if "=" not in text and not text.startswith("~"):
+    if text.startswith("=") or ("=" not in text and not text.startswith("~")):
         example = f", as in {text}={_example(text)}" if text in knobs() else ""
         return [f"{text}: expected <knob>=<value> or <group>=<option>{example}"]
     try:

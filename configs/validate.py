@@ -409,6 +409,8 @@ def _run(cfg: Config) -> Iterator[str]:
     r = cfg.run
     if r.name in ("", ".", "..") or "/" in r.name:
         yield repair(cfg, "run.name", "must be the name of one folder", cfg.model.name)
+    if not r.resume:
+        yield repair(cfg, "run.resume", "must be auto, never or a checkpoint", "auto")
     if r.requeue_code > 255 or r.requeue_code in _TAKEN_CODES:
         yield repair(cfg, "run.requeue_code", "must be a code below 256 that no error has", 85)
     if r.profile and (len(r.profile) != 2 or not 1 <= r.profile[0] <= r.profile[1] <= r.steps):

@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
 from phalanx.configs.tables.transports import AUTO_SMS
+from phalanx.moe.report.quiet import quiet
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.models import cases
 from phalanx.scripts.bench.program import Report
@@ -138,6 +139,7 @@ def unsuitable(device: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    quiet()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if problem := unsuitable(args.device):

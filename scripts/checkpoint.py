@@ -174,7 +174,11 @@ def _meant(folder: Place) -> list[Place]:
         return [folder]
     if hint := saved_config.of_hugging_face(folder):
         raise Invalid(hint)
-    return [path for _, path in commit.committed(saved_config.root_of(folder))] or [folder]
+    root = saved_config.root_of(folder)
+    found = [path for _, path in commit.committed(root)]
+    if not found and root != folder:
+        raise Invalid("no complete checkpoint here: `list` shows what is set aside")
+    return found or [folder]
 
 
 def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:

@@ -5,6 +5,7 @@ have met, and all ranks end with its errors before a model is built. The command
 been validated.
 """
 
+import errno
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -63,6 +64,7 @@ def preflight(cfg: Config) -> Findings:
         _data,
         _samples,
         _folder,
+        _record,
         _checkpoint,
     )
     for check in checks:
@@ -239,10 +241,7 @@ def _folder(cfg: Config) -> Iterator[str]:
     """Check that the run folder can be written or created, and that no other run uses it."""
     folder = Path(cfg.run.dir) / cfg.run.name
     try:
-        existing = folder.absolute()
-        while not existing.exists():
-            existing = existing.parent
-        commit.try_to_write(existing)
+        _try_to_write(folder)
         note = folder_lock.look(folder.absolute() / folder_lock.NAME)
     except OSError as error:
         reason = error.strerror or error
@@ -251,6 +250,27 @@ def _folder(cfg: Config) -> Iterator[str]:
         raise ConfigError(str(error)) from None
     if note:
         yield note
+
+
+def _record(cfg: Config) -> Iterator[str]:
+    """Check that the routing can be written, which is done after the last step."""
+    if path := cfg.run.record_routing:
+        try:
+            if Path(path).is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+            _try_to_write(Path(path).parent)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"cannot write to run.record_routing={path}: {reason}") from None
+    yield from ()
+
+
+def _try_to_write(folder: Path) -> None:
+    """Write to a folder, or where it would be made. Raises OSError."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    commit.try_to_write(existing)
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
 from phalanx.moe.router import balance
 from phalanx.moe.router.recording import MOST_TOKENS, Ids, layer_name, write
 from phalanx.moe.training.setup import Job
 from phalanx.moe.training.step import Batch, Step
-from phalanx.parallel.fault.agreement import gather, on_main
+from phalanx.parallel.fault.agreement import Failed, gather, on_main
 
 
 def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], step: int) -> str:
@@ -33,7 +34,7 @@ def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], s
         step: number of the last step.
 
     Raises:
-        Failed: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     engine = job.engine
     engine.eval()
@@ -47,7 +48,13 @@ def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], s
     names = sorted({name for layers in by_rank for name in layers}, key=_order)
     ids = {name: np.concatenate([x[name] for x in by_rank if name in x]) for name in names}
     path, experts = Path(cfg.run.record_routing), cfg.model.moe.experts
-    facts = on_main(lambda: write(path, ids, model=cfg.model.name, experts=experts, step=step))
+    try:
+        facts = on_main(lambda: write(path, ids, model=cfg.model.name, experts=experts, step=step))
+    except Failed as failed:
+        raise ConfigError(
+            f"the routing was not written to run.record_routing={path}: {failed}; all steps are "
+            "done: train one more with a file that can be written"
+        ) from None
     ranks = job.groups.pg.ep.size()
     return (
         f"recorded the routing of {pluralize(f'{facts.tokens:,}', 'token')} in "

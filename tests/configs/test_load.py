@@ -128,6 +128,7 @@ def test_one_name_is_a_list_of_names() -> None:
         ("+run.steps=3", "without +, ++ or ~"),
         ("~run.steps", "without +, ++ or ~"),
         ("run.steps", "expected <knob>=<value>"),
+        ("=3", "expected <knob>=<value>"),
         ("run.name=${model.nam}", "Interpolation key 'model.nam' not found"),
     ],
 )

@@ -1,6 +1,9 @@
 """The routing of a run, recorded after its last step and replayed by another."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -60,3 +63,19 @@ def test_what_does_not_fit_is_refused_in_a_line(
     main, _ = run(2, [*COMMAND, *SHAPE, replay, override, f"run.dir={tmp_path}"])
     assert main.code == 2
     assert main.err == f"error: {replay} was recorded of tiny {why}\n"
+
+
+@contextmanager
+def unwritable(rank: int) -> Iterator[None]:
+    with mock.patch("phalanx.moe.training.routing_record.write", side_effect=OSError("gone")):
+        yield
+
+
+def test_a_routing_that_cannot_be_written_ends_the_run_in_a_line(tmp_path: Path) -> None:
+    """The disk was there at the start."""
+    path = tmp_path / "gone" / "routing.safetensors"
+    out = [f"run.dir={tmp_path}", f"run.record_routing={path}", "run.steps=1"]
+    main, _ = run(2, [*TINY, *SHAPE, *out], unwritable)
+    assert main.code == 2 and "-- saved: checkpoint of step 1" in main.out
+    (line,) = main.err.splitlines()
+    assert line.startswith(f"error: the routing was not written to run.record_routing={path}: gone")

@@ -88,6 +88,17 @@ def test_verify_and_inspect_take_a_run(
     assert "step_00000002: " in errors and "has 100 bytes, not" in errors
 
 
+def test_a_run_whose_checkpoints_are_all_set_aside_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / "step_00000002.bad").mkdir(parents=True)
+    for command in ("verify", "inspect"):
+        code, _, errors = call(capsys, command, tmp_path)
+        assert code == 1 and errors.endswith(
+            "no complete checkpoint here: `list` shows what is set aside"
+        )
+
+
 @pytest.mark.dist
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     code, lines, errors = call(capsys, "inspect", run / "step_00000002")

@@ -176,6 +176,15 @@ def test_a_bucket_that_is_missing_is_not_an_empty_one(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.endswith("the bucket does not exist\n")
 
 
+def test_a_routing_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path / "file" / "x.pt", "Not a directory"), (tmp_path, "a folder")):
+        (line,) = errors(config(tmp_path, f"run.record_routing={path}"))
+        assert line.startswith(f"cannot write to run.record_routing={path}: ") and why in line
+    assert errors(config(tmp_path, f"run.record_routing={tmp_path / 'new' / 'x.pt'}")) == []
+    assert not (tmp_path / "new").exists()
+
+
 def test_nothing_is_made_to_find_out_whether_it_could_be(tmp_path: Path) -> None:
     assert errors(config(tmp_path)) == [] and list(tmp_path.iterdir()) == []
 
