@@ -94,7 +94,7 @@ def _train(
             return run(cfg, stop, guard, launch, ends_process=ends_process)
         except KeyboardInterrupt:
             print(
-                redacted(f"interrupted: nothing was saved; {newest_checkpoint(cfg)}"),
+                redacted(f"interrupted: nothing more was saved; {newest_checkpoint(cfg)}"),
                 file=sys.stderr,
             )
             return 130

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.moe.data.sidecars import check_pair, sidecars
 from phalanx.moe.data.text_rows import read_keys
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
@@ -97,8 +98,11 @@ def evaluate(args: argparse.Namespace) -> None:
 
         options = dict(reading=reading, limit=args.max_tokens)
         options["apart"] = predictor.cfg.data.document_mask
+        names = dict.fromkeys(args.files)
+        described = sidecars(predictor.common.get("config", {}).get("data", {}))
+        for name in names:
+            check_pair(name, described)
         with progress("reading", unit="B", unit_scale=True) as bar:
-            names = dict.fromkeys(args.files)
             texts = [text_of(name, codec, **options, progress=bar.update) for name in names]
         total = sum(text.predicted for text in texts)
         on_cpu = predictor.device.type == "cpu"

@@ -95,6 +95,7 @@ def open_blend(
     cfg: DataConfig,
     vocab_size: int,
     sizes: Sequence[int],
+    trained_on: Sequence[Corpus] = (),
 ) -> Blend:
     """Open and check the pairs of a run.
 
@@ -104,12 +105,14 @@ def open_blend(
         cfg: split and sequence length.
         vocab_size: upper bound of the ids.
         sizes: samples needed of each part.
+        trained_on: pairs whose tokenizer these must have.
 
     Raises:
         DataError: a pair is missing, damaged, too short, or prepared for another vocabulary.
     """
     corpora = [opened(prefix, cfg) for prefix in prefixes]
-    described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
+    both = [*trained_on, *corpora]
+    described = [(c.prefix, c.sidecar) for c in both if c.sidecar is not None]
     check_tokenizers(described, vocab_size)
     split = parse_split(cfg.split, sizes)
     parts = [_check_length(corpus, cfg, split, sizes) for corpus in corpora]
@@ -133,12 +136,9 @@ def open_held_out(blend: Blend, cfg: DataConfig, vocab_size: int, samples: int) 
     """
     own = held_out(cfg)
     try:
-        held = open_blend(*parse_blend(own), own, vocab_size, (samples, 0))
+        return open_blend(*parse_blend(own), own, vocab_size, (samples, 0), blend.corpora)
     except DataError as error:  # of files, which are those of another knob here
         raise DataError(str(error).replace("data.blend", "data.validation")) from None
-    both = [*blend.corpora, *held.corpora]
-    check_tokenizers([(c.prefix, c.sidecar) for c in both if c.sidecar is not None], vocab_size)
-    return held
 
 
 def opened(prefix: str, cfg: DataConfig) -> Corpus:
@@ -209,6 +209,13 @@ def _number(text: str) -> float | None:
 
 def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) -> None:
     """Check that pairs have one tokenizer, with ids below `vocab_size`. Raises DataError."""
+    for prefix, sidecar in described:
+        first, other = described[0]
+        if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
+            raise DataError(
+                f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
+                f"{sidecar.tokenizer} in {prefix}.json; prepare all with one"
+            )
     largest = max((sidecar.vocab_size for _, sidecar in described), default=0)
     for prefix, sidecar in described:
         if sidecar.vocab_size > vocab_size:
@@ -216,12 +223,6 @@ def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) 
                 f"{prefix}.json: ids of tokenizer {sidecar.tokenizer} go up to "
                 f"{sidecar.vocab_size - 1}, but model.vocab_size={vocab_size}; "
                 f"set model.vocab_size={-(-largest // PADDING) * PADDING}"
-            )
-        first, other = described[0]
-        if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
-            raise DataError(
-                f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
-                f"{sidecar.tokenizer} in {prefix}.json; prepare all with one"
             )
 
 

@@ -52,6 +52,28 @@ def check_of_data(tokenizer: Path, described: list[Sidecar], remedy: str = "") -
         raise DataError(f"tokenizer {tokenizer} is not that of the data, which is {names}{hint}")
 
 
+def check_pair(prefix: str, described: list[Sidecar]) -> None:
+    """Check that a .bin/.idx pair was prepared with the tokenizer of a run's data.
+
+    Args:
+        prefix: local; one without a description passes, and so does what is no pair.
+        described: descriptions of the data; without any, every pair passes.
+
+    Raises:
+        DataError: it was prepared with another one.
+    """
+    path = Path(f"{Path(prefix).expanduser()}.json")
+    if not (described and path.is_file() and path.with_suffix(".idx").is_file()):
+        return
+    own = Sidecar.read(path)
+    if own.tokenizer_sha256 not in {each.tokenizer_sha256 for each in described}:
+        names = ", ".join(sorted({each.tokenizer for each in described}))
+        raise DataError(
+            f"{prefix} was prepared with the tokenizer {own.tokenizer}, and the data of the run "
+            f"with {names}: prepare its text with that one"
+        )
+
+
 def check_of_model(
     tokenizer: Path, ids: Mapping[str, int], vocab_size: int, remedy: str = ""
 ) -> None:

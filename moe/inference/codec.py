@@ -92,6 +92,8 @@ def codec_of(
             raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {remedy}")
         if eod is not None:
             raise DataError(f"--eod is for a tokenizer.json; byte {BYTES_EOD} ends documents")
+        if names := ", ".join(sorted({s.tokenizer for s in described if s.tokenizer_sha256})):
+            raise DataError(f"tokenizer bytes is not that of the data, which is {names}: {remedy}")
         return Codec(None, (BYTES_EOD,))
     path = Path(tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path

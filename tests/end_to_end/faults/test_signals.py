@@ -178,6 +178,6 @@ def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:
     command = [*COMMAND, f"run.dir={tmp_path}"]
     change = partial(signalled, only=0, during=STEP, call=2, signals=[INT] * 3)
     (rank,) = run(1, command, change)
-    reported = "interrupted: nothing was saved; there is no checkpoint\n"
+    reported = "interrupted: nothing more was saved; there is no checkpoint\n"
     assert rank.code == 130 and rank.err.endswith(reported)
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))

@@ -16,13 +16,13 @@ from phalanx.moe.training.preflight import preflight
 from tests.support.runs import write_corpus
 
 
-def pair(folder: Path, number: int, tokenizer: str = "t") -> str:
+def pair(folder: Path, number: int, tokenizer: str = "t", vocab: int = 6000) -> str:
     """A pair of 1,001 consecutive ids from 2000 * `number` on, with its description."""
     prefix = write_corpus(folder / "abc"[number], [range(2000 * number, 2000 * number + 1001)])
     Sidecar(
         tokenizer=tokenizer,
         tokenizer_sha256=tokenizer,
-        vocab_size=6000,
+        vocab_size=vocab,
         eod=0,
         dtype="uint16",
         documents=1,
@@ -70,9 +70,10 @@ def test_bad_data_is_told_with_its_knob(tmp_path: Path) -> None:
         build_datasets(cfg, 6000, 100, 40)
     (error,) = preflight(cfg).errors
     assert "missing.bin does not exist; data.validation takes" in str(error)
-    cfg.data.validation = [pair(tmp_path, 1, "other")]
-    with pytest.raises(DataError, match="mixes tokenizers: t in .*a.json, other in .*b.json"):
-        build_datasets(cfg, 6000, 100, 40)
+    for vocab in (6000, 7000):
+        cfg.data.validation = [pair(tmp_path, 1, "other", vocab)]
+        with pytest.raises(DataError, match="mixes tokenizers: t in .*a.json, other in .*b.json"):
+            build_datasets(cfg, 6000, 100, 40)
 
 
 @pytest.mark.parametrize(

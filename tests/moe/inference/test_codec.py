@@ -1,6 +1,7 @@
 """Which tokenizer a checkpoint's text goes through, and which are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.sidecars import check_pair, sidecars
 from phalanx.moe.inference.codec import codec_of, shown
 from phalanx.scripts import prepare_data
 
@@ -83,6 +85,7 @@ def test_other_tokenizers_are_refused(tokenizer: Path, corpus: str) -> None:
         (None, 4, None, "the data was made with tok/tokenizer.json: give --tokenizer FILE"),
         ("bytes", 4, None, "bytes do not fit model.vocab_size=4"),
         ("bytes", 256, "<end>", "--eod is for a tokenizer.json"),
+        ("bytes", 256, None, "tokenizer bytes is not that of the data, which is tok/tokenizer"),
         ("none.json", 4, None, "tokenizer none.json does not exist; give --tokenizer"),
         (str(tokenizer), 2, None, r"has ids up to 3 \('\?'\), but model.vocab_size=2"),
         (str(tokenizer), 4, "<pad>", "--eod <pad> is not a token of"),
@@ -96,3 +99,14 @@ def test_other_tokenizers_are_refused(tokenizer: Path, corpus: str) -> None:
     tokenizer.write_text(json.dumps(changed))
     with pytest.raises(DataError, match="is not that of the data, which is tok/tokenizer.json"):
         codec_of(data, 4, str(tokenizer))
+
+
+def test_a_pair_of_another_tokenizer_is_refused(tokenizer: Path, corpus: str) -> None:
+    described = sidecars({"source": "indexed", "blend": [corpus]})
+    check_pair(corpus, described)
+    check_pair(str(tokenizer), described)
+    check_pair(corpus, [])
+    other = replace(described[0], tokenizer="other.json", tokenizer_sha256="0")
+    why = "was prepared with the tokenizer tok/tokenizer.json, and the data of the run with other"
+    with pytest.raises(DataError, match=why):
+        check_pair(corpus, [other])
