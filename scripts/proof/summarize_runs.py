@@ -78,6 +78,8 @@ def summary(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no step")
     facts, last = start_facts(path), steps[-1]
     end = next(record for record in reversed(lines(path)) if "goodput" in record)
+    # A CPU has no peak of which that would be a part.
+    mfu = {"mfu": round(_last(steps, "mfu", _SPEED), 4)} if "mfu" in last else {}
     found: dict[str, Any] = {
         "overrides": _overrides(folder / "config.yaml"),
         "experts": facts.get("experts"),
@@ -85,7 +87,7 @@ def summary(folder: Path) -> dict[str, Any]:
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_per_second_per_gpu": round(_last(steps, "tokens_per_second_per_gpu", _SPEED)),
-        "mfu": round(_last(steps, "mfu", _SPEED), 4),
+        **mfu,
         "memory_gib": round(max(record["memory"] for record in steps), 1),
         "goodput": round(end["goodput"], 3),
         "seconds": {kind: round(spent, 1) for kind, spent in end["seconds"].items()},

@@ -67,6 +67,14 @@ def test_numbers_of_a_run_are_those_of_its_records(tmp_path: Path) -> None:
     }
 
 
+def test_a_run_on_a_cpu_has_no_mfu(tmp_path: Path) -> None:
+    row = step(1, valid_bits_per_byte=1.5)
+    del row["mfu"]
+    write(tmp_path / "one", [{"event": "start", "at": 0, "ranks": 1}, row])
+    found = summarize_runs.summary(tmp_path / "one")
+    assert "mfu" not in found and found["tokens_per_second_per_gpu"] == 1001
+
+
 def test_a_run_without_steps_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
