@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from typing import Any
 
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import RunConfig
 from phalanx.parallel.engine import Diverged
 
@@ -69,7 +70,7 @@ class Health:
             return False
         if self._in_a_row == most:
             raise Diverged(
-                f"{fault}, and {most} steps before it were skipped (run.max_bad_steps); "
+                f"{fault}, after {pluralize(most, 'step')} skipped in a row (run.max_bad_steps); "
                 "the parameters are unchanged; lower optim.lr or check the data"
             )
         self._in_a_row += 1

@@ -178,6 +178,7 @@ class Trainer:
                 self.metrics.clock.lap("start")
                 saved = self._steps(profiler)
         except Diverged:
+            self.metrics.clock.lap("skipped")  # the step that was not applied
             self.checkpoints.close()  # finishes a save in the background
             self.metrics.close(ended="diverged")
             raise

@@ -17,6 +17,7 @@ import torch
 
 from phalanx.configs.schema import RunConfig
 from phalanx.moe.report.expert_watch import EVERY, PATIENCE, ExpertWatch
+from phalanx.moe.report.loggers import lines
 from phalanx.moe.router.balance import Balance
 from phalanx.moe.training.bad_steps import WINDOW, Health
 from phalanx.parallel.engine import Diverged
@@ -119,6 +120,7 @@ def test_stop(command: list[str], tmp_path: Path, sound: list[Any], bad: Bad) ->
     assert "run.bad_steps=skip" in line and "diverged: step 2 after" in ranks[0].out
     assert exact(records(tmp_path / "run")) == sound[:2]
     assert (tmp_path / "run/checkpoints/step_00000002/COMMIT.json").exists()
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["seconds"]["skipped"] > 0
 
 
 @pytest.mark.dist
@@ -153,7 +155,7 @@ def test_too_many_skips_end_the_run(command: list[str], tmp_path: Path) -> None:
     assert [r.code for r in ranks] == [43, 43]
     assert [s.before == s.after for s in ranks[1].seen] == [True, False, True, True, True]
     (line,) = ranks[0].err.splitlines()
-    assert "step 5 is nan, and 2 steps before it were skipped (run.max_bad_steps)" in line
+    assert "step 5 is nan, after 2 steps skipped in a row (run.max_bad_steps)" in line
 
 
 @pytest.mark.dist
@@ -302,7 +304,7 @@ def test_a_spike_is_skipped_and_not_rolled_back() -> None:
     health = judge(bad_steps="rollback", max_bad_steps=1)
     assert not health.skips("nan", finite=False)
     assert health.skips("spike", finite=True)
-    with pytest.raises(Diverged, match="1 steps before it were skipped"):
+    with pytest.raises(Diverged, match="after 1 step skipped in a row"):
         health.skips("spike", finite=True)
 
 
