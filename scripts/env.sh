@@ -3,6 +3,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stamp=.venv/phalanx.stamp
 if [ -n "${PHALANX_PYTHON:-}" ]; then
   bin=$(dirname "$PHALANX_PYTHON")
+  for needed in python torchrun; do
+    [ -x "$bin/$needed" ] || {
+      echo "PHALANX_PYTHON=$PHALANX_PYTHON: there is no $bin/$needed; name the python of an" \
+        "environment with the dependencies, or leave the variable unset" >&2
+      exit 2; }
+  done
 else
   if ! cmp -s pyproject.toml "$stamp"; then
     for python in python3.12 python3.13 python3; do

@@ -49,6 +49,16 @@ def started(*command: str, environment: dict[str, str]) -> Iterator[subprocess.P
         process.wait()
 
 
+def test_an_environment_that_is_none_is_told_in_a_line(tmp_path: Path) -> None:
+    given = {"PHALANX_PYTHON": str(tmp_path / "bin/python")}
+    with started("bash", "scripts/train.sh", environment=given) as process:
+        out, err = process.communicate()
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(
+        f"PHALANX_PYTHON={tmp_path}/bin/python: there is no {tmp_path}/bin/python"
+    )
+
+
 @pytest.mark.dist
 def test_train_script_until_a_rank_is_told_to_stop(tmp_path: Path) -> None:
     """Beside another package named `kernels`, as that of Hugging Face."""
