@@ -1,6 +1,7 @@
 """The part that the benchmark scripts share: collecting, showing and storing records."""
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,17 @@ class Report:
         self.facts, self.shown, self._path = run_facts, shown, path
 
     def start(self) -> None:
-        """Print the facts of the run."""
-        if self.shown:
-            print(_line(self.facts))
+        """Print the facts of the run; SystemExit with a line if no results can be written."""
+        if not self.shown:
+            return
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self._path.parent):
+                    pass
+            except OSError as error:
+                sys.exit(f"--json {self._path} cannot be written: {error.strerror or error}")
+        print(_line(self.facts))
 
     def add(self, records: list[Record], title: str = "") -> None:
         """Show and store further records."""

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.scripts import bench_kernels
 from phalanx.scripts.bench import records
+from phalanx.scripts.bench.program import Report
 from phalanx.scripts.bench.records import Record
 
 
@@ -28,6 +29,15 @@ def test_json_has_all_fields_and_a_line_per_record(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a file of this script"):
         records.read(path)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "a.json"
+    with pytest.raises(SystemExit, match=f"--json {path} cannot be written: "):
+        Report(path, {"device": "CPU"}).start()
+    Report(tmp_path / "new" / "a.json", {"device": "CPU"}).start()
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_verdicts_and_table() -> None:
