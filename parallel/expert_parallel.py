@@ -22,7 +22,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.functional.experts import operands
+from phalanx.kernels.functional.experts import check_choices, grouped_experts, operands
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
@@ -61,8 +61,9 @@ class ExpertParallelGroup:
 
     Args:
         group: process group of gloo or NCCL; None: the whole job.
-        transport: `symm`, which pushes tokens over NVLink (bf16, one host, Hopper), `alltoall`,
-            which runs everywhere, or `auto`: the best of them that can run.
+        transport: `symm`, which pushes tokens over NVLink (bf16, one host, Hopper), `hier`, which
+            sends a token once to each node (groups over several), `alltoall`, which runs
+            everywhere, or `auto`: the first of them that can run.
         capacity_factor: rows of a rank's buffers over the balanced load T * K. None: R, with which
             every row that could arrive has room.
         dtype: dtype of tokens, on which the choice of the transport depends.
@@ -145,9 +146,12 @@ class ExpertParallelGroup:
 
         Raises:
             TypeError: an option that does not exist.
-            ValueError: shapes or dtypes that do not fit, an unknown value of an option, or kernels
-                that cannot run here.
+            ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option,
+                or kernels that cannot run here.
         """
+        check_choices(x, topk_idx, topk_prob)
+        if not topk_idx.numel():  # on no rank: nothing travels
+            return grouped_experts(x, topk_idx, topk_prob, w1, w2, b1, b2, **options)
         x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
         with torch.autocast(x.device.type, enabled=False):
             return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
@@ -284,7 +288,7 @@ class ExpertParallelMoE(ExpertParameters):
             [..., D] in x's dtype, under torch.autocast in that of autocast.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit, or kernels that cannot run here.
+            ValueError: shapes, dtypes or devices that do not fit, or kernels that cannot run here.
         """
         return self.group.experts(
             x,

@@ -98,8 +98,8 @@ class GroupedMLP(ExpertParameters):
             [..., D] in x's dtype, under torch.autocast in that of autocast.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit, or a backend that cannot run here; with
-                PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its index.
+            ValueError: shapes, dtypes or devices that do not fit, or a backend that cannot run
+                here; with PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its index.
         """
         want = (*x.shape[:-1], self.top_k)
         if x.shape[-1:] != (self.hidden,) or topk_idx.shape != want or topk_prob.shape != want:

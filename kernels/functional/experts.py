@@ -71,16 +71,10 @@ def grouped_experts(
 
     Raises:
         TypeError: an option that does not exist.
-        ValueError: shapes or dtypes that do not fit, an unknown value of an option, or a backend
-            that cannot run here.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option, or a
+            backend that cannot run here.
     """
-    if topk_idx.shape != topk_prob.shape or topk_idx.shape[:-1] != x.shape[:-1]:
-        raise ValueError(
-            f"expected x [..., D] and topk_idx, topk_prob [..., K], not {list(x.shape)}, "
-            f"{list(topk_idx.shape)} and {list(topk_prob.shape)}"
-        )
-    if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
-        raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
+    check_choices(x, topk_idx, topk_prob)
     x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
     K, E = topk_idx.shape[-1], weights.w1.shape[0]
     spec, backend, halves = _choose(x_TD, weights, chosen, K)
@@ -129,14 +123,16 @@ def grouped_experts_sorted(
 
     Raises:
         TypeError: an option that does not exist.
-        ValueError: shapes or dtypes that do not fit, counts on the host whose sum exceeds S, an
-            unknown value of an option, or a backend that cannot run here.
+        ValueError: shapes, dtypes or devices that do not fit, counts on the host that are negative
+            or whose sum exceeds S, an unknown value of an option, or a backend that cannot run
+            here.
     """
     if rows.ndim != 2 or (row_prob is not None and row_prob.shape != rows.shape[:1]):
         prob = None if row_prob is None else list(row_prob.shape)
         raise ValueError(
             f"expected rows [S, D] and row_prob [S], not {list(rows.shape)} and {prob}"
         )
+    check_devices(rows, row_prob=row_prob)
     rows_SD, weights, chosen = operands(rows, (w1, w2, b1, b2), options)
     offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
     spec, _, halves = _choose(rows_SD, weights, chosen, None)
@@ -144,6 +140,28 @@ def grouped_experts_sorted(
     plan = ExpertPlan(None, prob_S, offsets, None)
     check(rows_SD, weights, plan, halves)
     return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
+
+
+def check_choices(x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> None:
+    """Raise ValueError unless tokens [..., D] have ids and weights of K experts [..., K]."""
+    fits = topk_idx.shape == topk_prob.shape and topk_idx.shape[:-1] == x.shape[:-1]
+    if not (fits and x.ndim and topk_idx.ndim and topk_idx.shape[-1]):
+        raise ValueError(
+            f"expected x [..., D] and topk_idx, topk_prob [..., K], not {list(x.shape)}, "
+            f"{list(topk_idx.shape)} and {list(topk_prob.shape)}"
+        )
+    if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
+        raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
+    check_devices(x, topk_idx=topk_idx, topk_prob=topk_prob)
+
+
+def check_devices(x: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError for a tensor on another device than x, which kernels could not read."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, the input on {x.device}: move one of them"
+            )
 
 
 def operands(
@@ -155,6 +173,7 @@ def operands(
     assert w1 is not None and w2 is not None
     if w1.ndim != 3 or w2.ndim != 3:
         raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
+    check_devices(x, w1=w1, w2=w2, b1=b1, b2=b2)
     x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
     return x, in_kernel_layout(weights, chosen["layout"]), chosen
 
@@ -173,12 +192,14 @@ def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> T
     S, device = rows_SD.shape[0], rows_SD.device
     on_host = not isinstance(counts, Tensor) or (rows_SD.is_cuda and not counts.is_cuda)
     if not isinstance(counts, Tensor):
-        counts = torch.tensor(counts, dtype=torch.int64)
+        counts = torch.tensor(counts)
     if counts.shape != (experts,) or counts.is_floating_point() or counts.dtype == torch.bool:
         raise ValueError(
             f"counts must be integers [{experts}], the rows of each expert, not {counts.dtype} "
             f"{list(counts.shape)}"
         )
+    if on_host and int(counts.min()) < 0:
+        raise ValueError(f"counts must not be negative, as {int(counts.min())} is")
     if on_host and (total := int(counts.sum())) > S:
         raise ValueError(f"counts sum to {total}, more than the {S} rows")
     ends = counts.to(device, torch.int64).cumsum(0).clamp(max=S)

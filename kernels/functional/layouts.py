@@ -31,9 +31,14 @@ class WeightLayout:
         Args:
             x: a weight [E, ., .] or a bias [E, .].
             fc1: w1 or b1, not w2 or b2.
+
+        Raises:
+            ValueError: an odd number of channels, which cannot alternate.
         """
         x = x.mT if self.transposed and x.ndim == 3 else x
         if self.interleaved and fc1:
+            if x.shape[1] % 2:
+                raise ValueError(f"gate and up channels cannot alternate in {x.shape[1]}")
             x = x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return x.contiguous()
 
@@ -116,9 +121,11 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
         names: of the parameters w1, w2, b1 and b2; None: there is no such bias.
 
     Raises:
-        ValueError: unknown layout, or parameters that are sharded already.
+        ValueError: unknown layout, other than four names, or parameters that are sharded already.
     """
     stored = layout_named(layout)
+    if len(names) != len(_FC1):
+        raise ValueError("names are those of w1, w2, b1 and b2: give None for a missing bias")
     if stored == HALVES or getattr(module, _CONVERTED, False):
         return
     fc1 = {name: first for name, first in zip(names, _FC1, strict=True) if name}

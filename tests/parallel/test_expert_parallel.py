@@ -172,6 +172,19 @@ def test_needs_torch_alone() -> None:
     assert not {"megatron", "hydra", "omegaconf", "wandb", "cutlass"} & {*done.stdout.split()}
 
 
+def without_tokens() -> list[Tensor]:
+    made = layer(ExpertParallelGroup())
+    x, idx, prob, _ = (own(t, dist.get_rank(), 2)[:0] for t in tokens(2))
+    out = made(x.requires_grad_(), idx, prob)
+    return [out.detach(), *torch.autograd.grad(out.sum(), [x, made.w1])]
+
+
+@pytest.mark.dist
+def test_no_tokens() -> None:
+    for out, dx, dw1 in run_distributed(without_tokens, 2):
+        assert out.shape == dx.shape == (0, D) and not dw1.any()
+
+
 def refusals() -> list[str]:
     def message(**options: Any) -> str:
         with pytest.raises(ValueError) as error:
@@ -184,13 +197,20 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError) as error:
             ExpertParallelMoE(group, *sizes)
         found.append(str(error.value))
+    made, (x, idx, prob, _) = layer(group), (own(t, dist.get_rank(), 2) for t in tokens(2))
+    for given in ((x, prob, prob), (x[1:], idx, prob)):
+        with pytest.raises(ValueError) as error:
+            made(*given)
+        found.append(str(error.value))
     return found
 
 
 @pytest.mark.dist
 def test_arguments_are_checked() -> None:
-    (unknown, symm, factor, experts, top_k), _ = run_distributed(refusals, 2)
+    (unknown, symm, factor, experts, top_k, floats, fewer), _ = run_distributed(refusals, 2)
     assert unknown.startswith("unknown transport=nvshmem: set it to auto, local, symm")
     assert symm.startswith("transport=symm cannot run: needs CUDA") and "parallel." not in symm
     assert factor == "capacity_factor=0.5: set it to 1 or more"
     assert "experts a multiple of the group's 2 ranks" in experts and "top_k=9" in top_k
+    assert floats == "topk_idx must hold integers, expert ids, not torch.float32"
+    assert fewer.startswith("expected x [..., D] and topk_idx, topk_prob [..., K], not [9, 16]")

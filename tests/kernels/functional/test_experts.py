@@ -262,7 +262,21 @@ def test_arguments_are_checked() -> None:
             grouped_experts(*given, **options)
 
     call(r"expected x \[..., D\] and topk_idx, topk_prob", x, idx[:-1], prob, *w)
+    call(r"expected x \[..., D\] and topk_idx, topk_prob", x, idx[:, :0], prob[:, :0], *w)
+    call(r"expected x \[..., D\] and topk_idx, topk_prob", x[0], idx[0, 0], prob[0, 0], *w)
     call("topk_idx must hold integers", x, prob, prob, *w)
+    call("^topk_idx is on meta, the input on cpu: move one", x, idx.to("meta"), prob, *w)
+    call("^topk_prob is on meta, the input on cpu", x, idx, prob.to("meta"), *w)
+    call("^w2 is on meta, the input on cpu", x, idx, prob, w[0], w[1].to("meta"), *w[2:])
+    call(
+        "gate and up channels cannot alternate in 47",
+        x,
+        idx,
+        prob,
+        w[0][:, 1:],
+        *w[1:],
+        layout="interleaved",
+    )
     call(r"w1 and w2 must be \[E", x, idx, prob, w[0][0], w[1])
     call("w1 must be torch.float32", x, idx, prob, w[0][:, :-1], *w[1:])
     call("unknown activation 'gelu'", x, idx, prob, *w, activation="gelu")
@@ -275,6 +289,12 @@ def test_arguments_are_checked() -> None:
     call(refused, x, idx, prob, *w, backend="fused", error=KernelUnavailable)
     with pytest.raises(ValueError, match=r"counts must be integers \[6\]"):
         grouped_experts_sorted(x, [1, 2], None, *w)
+    with pytest.raises(ValueError, match=r"counts must be integers \[6\]"):
+        grouped_experts_sorted(x, [1.5] * E, None, *w)
+    with pytest.raises(ValueError, match="counts must not be negative, as -4 is"):
+        grouped_experts_sorted(x, [9, -4, 4, 0, 0, 0], None, *w)
+    with pytest.raises(ValueError, match="row_prob is on meta, the input on cpu"):
+        grouped_experts_sorted(x, [1] * E, torch.ones(9, device="meta"), *w)
     with pytest.raises(ValueError, match="counts sum to 60, more than the 9 rows"):
         grouped_experts_sorted(x, [10] * E, None, *w)
     with pytest.raises(ValueError, match=r"expected rows \[S, D\] and row_prob \[S\]"):

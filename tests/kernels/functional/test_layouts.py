@@ -87,6 +87,11 @@ def test_state_dicts_keep_the_layout() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_names_are_those_of_weights_and_biases() -> None:
+    with pytest.raises(ValueError, match="^names are those of w1, w2, b1 and b2: give None"):
+        keep_converted(nn.Module(), "transposed", ["gate_up_proj", "down_proj"])
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_conversions_are_inverse(name: str, gated: bool) -> None:
