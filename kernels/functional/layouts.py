@@ -8,6 +8,7 @@ Legend: E experts, D hidden, F expert width, H = 2F for gated activations and F 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,18 +141,24 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, converted)
 
-    def convert(state: dict[str, Any], prefix: str, to: Callable[..., Tensor]) -> None:
-        for name, first in fc1.items():
-            if (key := prefix + name) in state:
-                state[key] = to(state[key].detach(), fc1=first)
-
-    module.register_state_dict_post_hook(
-        lambda _, state, prefix, *rest: convert(state, prefix, stored.from_kernels)
-    )
-    module.register_load_state_dict_pre_hook(
-        lambda _, state, prefix, *rest: convert(state, prefix, stored.to_kernels)
-    )
+    # Not closures, so that the module can be pickled.
+    module.register_state_dict_post_hook(partial(_convert, fc1, stored.from_kernels))
+    module.register_load_state_dict_pre_hook(partial(_convert, fc1, stored.to_kernels))
     setattr(module, _CONVERTED, True)
+
+
+def _convert(
+    fc1: dict[str, bool],
+    to: Callable[..., Tensor],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *rest: Any,
+) -> None:
+    """Hook of a state dict: entries of these parameters in the other layout, in place."""
+    for name, first in fc1.items():
+        if (key := prefix + name) in state:
+            state[key] = to(state[key].detach(), fc1=first)
 
 
 _CONVERTED = "_phalanx_converted"

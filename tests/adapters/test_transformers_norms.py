@@ -1,6 +1,7 @@
 """RMSNorms of models of transformers in torch's fused kernel."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -41,6 +42,13 @@ def results(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return [out.logits, *torch.autograd.grad(out.loss, leaves)]
 
 
+def saved_whole(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_gradients_and_state_stay(kind: str) -> None:
     made, config, count = KINDS[kind]
@@ -55,6 +63,7 @@ def test_values_gradients_and_state_stay(kind: str) -> None:
     ids = torch.randint(0, 64, (2, 9))
     for found, want in zip(results(fused, ids), results(model, ids), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
+    assert torch.equal(results(saved_whole(fused), ids)[0], results(fused, ids)[0])
     state = fused.state_dict()
     assert list(state) == list(model.state_dict())
     others = copy.deepcopy(fused)  # whose norms read their own weights

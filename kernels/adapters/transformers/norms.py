@@ -7,7 +7,7 @@ weight before it rounds to bf16.
 Legend: N channels.
 """
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def fuse_norms(model: nn.Module) -> int:
     fused = 0
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and _is_plain(module):
-            module.forward = MethodType(_forward, module)
+            module.forward = partial(_forward, module)  # a bound method could not be unpickled
             fused += 1
     return fused
 

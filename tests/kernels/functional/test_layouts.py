@@ -1,6 +1,7 @@
 """Weights in the layouts of others: the same results, and the same state dicts."""
 
 import doctest
+import pickle
 
 import pytest
 import torch
@@ -80,6 +81,8 @@ def test_state_dicts_keep_the_layout() -> None:
         other.load_state_dict(before, assign=assign)
         for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+    pickled = pickle.loads(pickle.dumps(model))
+    assert all(torch.equal(before[name], value) for name, value in pickled.state_dict().items())
     part = {"experts.down_proj": torch.ones(E, WIDTH, D)}
     other.load_state_dict(part, strict=False)
     assert other["experts"].down_proj.shape == (E, D, WIDTH)
