@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_intermixed_args(argv)
     model = load(args.overrides).model
+    if not model.moe.experts:
+        raise ValueError(f"{model.name} is a dense model: it has no routers")
     if args.choices:
         if args.weight or args.tokens is not None or args.seed:
             raise ValueError("--choices names all choices: leave out the other options")
@@ -55,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.out}: {facts.tokens:,} tokens of {facts.model}, "
         f"{pluralize(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts"
     )
-    command = f"  train.py {' '.join(args.overrides)} model.moe.router.replay={args.out}"
-    print(programs.here(command))
+    command = ["  train.py", *args.overrides, f"model.moe.router.replay={args.out}"]
+    print(programs.here(" ".join(command)))
     return 0
 
 

@@ -93,6 +93,7 @@ def test_weights_say_how_readily_an_expert_is_drawn() -> None:
         ("--choices none.json", "none.json: No such file"),
         ("--choices none.json --seed 1", "leave out the other options"),
         ("model.moe.dense_layers=4", "tiny has no layer with experts"),
+        ("model.moe.experts=0 model.moe.router.aux_loss=0", "tiny is a dense model: it has no"),
         ("model.layer=3", "model.layer: no such knob"),
     ],
 )
