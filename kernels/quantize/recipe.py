@@ -7,8 +7,8 @@ how a block becomes FP8. `Microscaling` has Blackwell's recipes, as Transformer 
 `kernels.microscaling.mxfp8` and `kernels.microscaling.nvfp4`.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -22,7 +22,11 @@ FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.fl
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """Switches of the recipe `fp8_block`."""
+    """Switches of the recipe `fp8_block`.
+
+    Raises:
+        ValueError: an unknown value of a switch.
+    """
 
     grad_format: GradFormat = "e4m3"
     """Format of gradients: e5m2 reaches 14 powers of two further down, with one bit less."""
@@ -36,6 +40,9 @@ class Fp8Block:
     emulation: ClassVar[str] = "phalanx.kernels.quantize.emulated_fp8:EmulatedFP8"
     """Path of `(exact: Backend, recipe) -> Backend`: the recipe over a backend without it."""
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 @dataclass(frozen=True)
 class Microscaling:
@@ -44,6 +51,9 @@ class Microscaling:
     Both operands of all products are quantized from unquantized values, never from quantized ones.
     With NVFP4 weights have blocks of 16 x 16, both operands of weight gradients are rotated, and
     gradients are rounded stochastically.
+
+    Raises:
+        ValueError: an unknown format, or an unknown value of a switch.
     """
 
     format: Literal["mxfp8", "nvfp4"]
@@ -54,8 +64,18 @@ class Microscaling:
     hidden: ClassVar[Literal["bf16"]] = "bf16"
     emulation: ClassVar[str] = "phalanx.kernels.microscaling.emulated:EmulatedMicroscaling"
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 type Recipe = Fp8Block | Microscaling
+
+
+def _check(recipe: Recipe) -> None:
+    for field in fields(recipe):
+        known, value = get_args(field.type), getattr(recipe, field.name)
+        if known and value not in known:
+            raise ValueError(f"{field.name}={value!r} is unknown: use {' or '.join(known)}")
 
 
 def fp8_block(p: PrecisionConfig) -> Fp8Block:
