@@ -409,7 +409,7 @@ class ParallelConfig:
     up to twice as many as otherwise. `auto` is `on` with `alltoall` and `hier` where the estimate
     of `run.dry_run` expects a shorter step and has memory for it.
     """
-    capacity_factor: float = knob(1.5, above_zero=True)
+    capacity_factor: float = knob(1.5, at_least=1)
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
 
     Blocks of rows that `hier` sends between nodes have 0.48 of the excess: 1.24 x at 1.5. A step
