@@ -198,21 +198,9 @@ def command() -> NoReturn:
     try:
         _leave(main(sys.argv[1:], ends_process=True))
     except ModuleNotFoundError as missing:
-        if (missing.name or "?").startswith("phalanx"):
-            raise
-        sys.exit(f"error: {sys.executable} has no package {missing.name}: {_ways_out()}")
+        from phalanx.configs import programs
 
-
-def _ways_out() -> str:
-    """Return the command that installs a missing requirement."""
-    from phalanx.configs import programs
-
-    if programs.installed():
-        return f"`{sys.executable} -m pip check` lists what is missing"
-    return (
-        "start with `bash scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` "
-        "where it is made"
-    )
+        programs.leave_without(missing)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """How the project's programs are called here: scripts of a checkout, or commands of a package.
 
 Texts of manuals and errors name the scripts; `here` turns them into what exists on this machine.
-Imports nothing of the project, so that every module may advise.
+Imports nothing of the project, so that every module may advise; `command` imports what it runs.
 """
 
 import argparse
 import functools
+import importlib
 import itertools
 import re
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 COMMANDS = {
     "train": "phalanx-train",
@@ -32,6 +34,30 @@ COMMANDS = {
 _ROOT = Path(__file__).resolve().parents[1]
 _SCRIPT = re.compile(rf"(python )?(scripts/)?\b({'|'.join(COMMANDS)})\.py\b")
 _DOCS = re.compile(r" ?\((see )?docs/[^()]*\)")
+
+
+def command() -> int:
+    """Run the installed command that this process is, by its name; returns its exit code."""
+    scripts = {name: script for script, name in COMMANDS.items()}
+    script = scripts[Path(sys.argv[0]).name]
+    try:
+        code: int = importlib.import_module(f"phalanx.scripts.{script}").main()
+    except ModuleNotFoundError as missing:
+        leave_without(missing)
+    return code
+
+
+def leave_without(missing: ModuleNotFoundError) -> NoReturn:
+    """Exit with a line that says which package is missing, and what installs it."""
+    if (missing.name or "?").startswith("phalanx"):
+        raise missing
+    fix = "`pip install 'phalanx[train]'` installs what pretraining needs"
+    if not installed():
+        fix = (
+            "start with `bash scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` "
+            "where it is made"
+        )
+    sys.exit(f"error: {sys.executable} has no package {missing.name}: {fix}")
 
 
 def installed() -> bool:

@@ -1,5 +1,6 @@
 """Names of programs in manuals and errors: scripts of a checkout, commands of a package."""
 
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -19,12 +20,24 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_command_has_its_script() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {name: target.split(":")[0] for name, target in project["scripts"].items()}
-    expected = {
-        name: "phalanx.train" if script == "train" else f"phalanx.scripts.{script}"
-        for script, name in programs.COMMANDS.items()
-    }
-    assert declared == expected
+    names = dict(programs.COMMANDS)
+    expected = {names.pop("train"): "phalanx.train:command"}
+    assert all((ROOT / f"scripts/{script}.py").is_file() for script in names)
+    expected |= dict.fromkeys(names.values(), "phalanx.configs.programs:command")
+    assert project["scripts"] == expected
+
+
+def test_a_command_without_the_extra_says_what_installs_it() -> None:
+    start = (
+        "import sys; sys.argv = ['/usr/bin/phalanx-sample', 'runs/NAME'];"
+        "from phalanx.configs import programs; sys.exit(programs.command())"
+    )
+    bare = [sys.executable, "-S", "-c", start]  # without site-packages
+    finished = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True)
+    (line,) = finished.stderr.splitlines()
+    assert finished.returncode == 1
+    assert line.startswith(f"error: {sys.executable} has no package ")
+    assert line.endswith("`pip install 'phalanx[train]'` installs what pretraining needs")
 
 
 TEXTS = [
