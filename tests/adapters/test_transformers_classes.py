@@ -1,6 +1,8 @@
 """All classes of experts of transformers: the same values and gradients, or a refusal by name."""
 
 import copy
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -142,3 +144,10 @@ def test_other_implementations_refuse_converted_weights() -> None:
     module.config._experts_implementation = "batched_mm"
     with pytest.raises((ValueError, RuntimeError)):
         module(*routing(3, 2))
+
+
+def test_an_older_transformers_is_told_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    monkeypatch.delitem(sys.modules, "phalanx.adapters.transformers")
+    with pytest.raises(ImportError, match="needs transformers 5.23 or newer, not 5"):
+        importlib.import_module("phalanx.adapters.transformers")

@@ -11,9 +11,17 @@ transformers. `expert_parallel` shares experts between ranks. `fuse_norms(model)
 computed by torch's fused kernel, which saves a quarter of a step of Qwen3-30B-A3B's layers.
 """
 
+import transformers
 from transformers import PreTrainedModel
-from transformers.distributed.expert_parallel import EPImplementationInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as missing:
+    raise ImportError(
+        f"phalanx.adapters.transformers needs transformers 5.23 or newer, not "
+        f"{transformers.__version__}: pip install 'phalanx[transformers]'"
+    ) from missing
 
 from phalanx.adapters.expert_groups import groups, release
 from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
