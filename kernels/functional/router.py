@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.availability import hopper_kernels
+from phalanx.kernels.functional.experts import check_devices
 from phalanx.kernels.functional.options import constant, decoded, filled
 from phalanx.kernels.registry import Facts, KernelUnavailable
 from phalanx.kernels.routing.topk import custom_ops
@@ -98,7 +99,8 @@ def router_topk(
 
     Raises:
         TypeError: an option that does not exist.
-        ValueError: shapes, dtypes or options that do not fit, or a backend that cannot run here.
+        ValueError: shapes, dtypes, devices or options that do not fit, or a backend that cannot
+            run here.
     """
     chosen = filled(options, _DEFAULTS, "router_topk")
     if chosen["group_topk"] is None:
@@ -141,6 +143,7 @@ def _check(logits_TE: Tensor, top_k: int, bias: Tensor | None, options: dict[str
         raise ValueError("bias is for score=sigmoid: leave it out")
     if bias.shape != (E,) or not bias.is_floating_point():
         raise ValueError(f"bias must be [{E}] of floats, not {list(bias.shape)} {bias.dtype}")
+    check_devices(logits_TE, bias=bias)
 
 
 @torch.compiler.assume_constant_result

@@ -156,6 +156,11 @@ def test_compiles_as_one_graph_with_the_experts() -> None:
         (dict(groups=8, group_topk=1), ValueError, "cannot come from 1 of 8"),
         (dict(bias=torch.zeros(E)), ValueError, "bias is for score=sigmoid"),
         (dict(bias=torch.zeros(3), score="sigmoid"), ValueError, r"bias must be \[16\]"),
+        (
+            dict(bias=torch.zeros(E, device="meta"), score="sigmoid"),
+            ValueError,
+            "^bias is on meta, the input on cpu: move one of them",
+        ),
         (dict(backend="cudnn"), ValueError, "backend=cudnn is unknown: use auto, fused, torch"),
         (dict(backend="fused"), KernelUnavailable, "backend=fused cannot run: needs CUDA; use"),
         (dict(scores="softmax"), TypeError, "scores is no option of router_topk: use score, "),
