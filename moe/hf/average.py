@@ -84,9 +84,9 @@ def _compare(place: Place, reader: PieceReader, other: Place, last: PieceReader)
     shapes, others = ({key: r.shape(key) for key in _weights(r)} for r in (reader, last))
     for key in sorted(shapes.keys() | others.keys()):
         if shapes.get(key) != others.get(key):
+            here, there = (list(s[key]) if key in s else "none" for s in (shapes, others))
             raise ConversionError(
-                f"{place} and {other} are of different models: {key} has shape "
-                f"{list(shapes.get(key, ()))} and {list(others.get(key, ()))}"
+                f"{place} and {other} are of different models: {key} has shape {here} and {there}"
             )
     old, new = (understood(r.common.get("config", {})).values for r in (reader, last))
     for knob, value in old.items():

@@ -2,10 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.average import _compare
 from phalanx.scripts import checkpoint, convert_hf, evaluate
 from tests.parallel.checkpoint.checkpoints import (
     build,
@@ -127,6 +130,18 @@ def test_other_models_are_refused(
     assert average(*arguments) == 1
     error = capsys.readouterr().err
     assert "are of different models: " in error and "has shape" in error
+
+
+class _Tensors(dict[str, tuple[int, ...]]):
+    """Shapes by name, in place of a checkpoint's reader."""
+
+    shape = dict[str, tuple[int, ...]].__getitem__
+
+
+def test_a_tensor_that_one_lacks_is_told() -> None:
+    readers: list[Any] = [_Tensors(w=(2, 3)), _Tensors(w=(2, 3), bias=(3,))]
+    with pytest.raises(ConversionError, match=r"^a and b are .*: bias has shape none and \[3\]$"):
+        _compare(Path("a"), readers[0], Path("b"), readers[1])
 
 
 @pytest.mark.dist
