@@ -5,12 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import Transport
-from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
-from tests.parallel.dispatcher.test_fp8_rows import Given, dispatcher_of, drawn, experts
+from tests.parallel.dispatcher.gloo_exchange import experts, gloo_exchanges
+from tests.parallel.dispatcher.test_fp8_rows import Given, dispatcher_of, drawn
 from tests.support.distributed import run_distributed
 
 ROUNDS = 3
@@ -20,6 +22,7 @@ def crossed(given: Given, options: SymmOptions, fp8_rows: bool) -> tuple[list[Te
     """Results of calls of which each goes forward before the one before it goes backward, and the
     number of transfers of each exchange."""
     recipe, results = Fp8Block() if fp8_rows else None, list[Tensor]()
+    spec = MLPSpec(Activation("swiglu"), "torch", recipe=recipe)
     with gloo_exchanges() as exchanges:
         dispatcher = dispatcher_of(
             Transport("symm", ""), recipe, fp8_rows, backend="torch", symm=options
@@ -28,7 +31,7 @@ def crossed(given: Given, options: SymmOptions, fp8_rows: bool) -> tuple[list[Te
         def forward(number: int) -> tuple[list[Tensor], Tensor]:
             leaves = [t.clone().requires_grad_() for t in (given.x_TD.roll(number, 0), *given[1:4])]
             received = dispatcher.dispatch(leaves[0], given.idx_TK, leaves[1])
-            out = experts(received, leaves[2], leaves[3], recipe)
+            out = experts(received, MLPWeights(*leaves[2:]), spec)
             return leaves, dispatcher.combine(out, received)
 
         def backward(leaves: list[Tensor], out: Tensor) -> None:
