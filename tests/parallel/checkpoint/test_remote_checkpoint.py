@@ -97,7 +97,7 @@ def _goes_on(root: str, at: str, folder: Path, async_save: bool) -> list[str]:
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, root: str, async_save: bool) -> None:
     """The oldest checkpoint goes, and nothing stays of what was written before the uploads."""
-    root += f"/goes_on_{async_save}"
+    root += f"/goes_on_{ranks}_{async_save}"
     kept, *_ = run_distributed(_goes_on, ranks, root, s3.endpoint(), tmp_path, async_save)
     assert kept == ["OWNER", "step_00000002", "step_00000003"]
 
