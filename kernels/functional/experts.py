@@ -198,8 +198,8 @@ def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> T
             f"counts must be integers [{experts}], the rows of each expert, not {counts.dtype} "
             f"{list(counts.shape)}"
         )
-    if on_host and int(counts.min()) < 0:
-        raise ValueError(f"counts must not be negative, as {int(counts.min())} is")
+    if on_host and (least := int(counts.min())) < 0:
+        raise ValueError(f"counts must not be negative, as {least} is")
     if on_host and (total := int(counts.sum())) > S:
         raise ValueError(f"counts sum to {total}, more than the {S} rows")
     ends = counts.to(device, torch.int64).cumsum(0).clamp(max=S)

@@ -4,7 +4,7 @@ Shared by import, export, sample.py, evaluate.py and run.sample_every. Imports n
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
     return [Sidecar.read(path) for path in paths if path.is_file()]
 
 
+def tokenizers_of(described: Iterable[Sidecar]) -> str:
+    """Tokenizers that descriptions name, as a list for the user; empty without any."""
+    return ", ".join(sorted({each.tokenizer for each in described}))
+
+
 def check_of_data(tokenizer: Path, described: list[Sidecar], remedy: str = "") -> None:
     """Check that data was prepared with a tokenizer.json.
 
@@ -47,9 +52,11 @@ def check_of_data(tokenizer: Path, described: list[Sidecar], remedy: str = "") -
     """
     sums = {each.tokenizer_sha256 for each in described}
     if sums and hashlib.sha256(tokenizer.read_bytes()).hexdigest() not in sums:
-        names = ", ".join(sorted({each.tokenizer for each in described}))
         hint = f": {remedy}" if remedy else ""
-        raise DataError(f"tokenizer {tokenizer} is not that of the data, which is {names}{hint}")
+        raise DataError(
+            f"tokenizer {tokenizer} is not that of the data, which is "
+            f"{tokenizers_of(described)}{hint}"
+        )
 
 
 def check_pair(prefix: str, described: list[Sidecar]) -> None:
@@ -67,10 +74,9 @@ def check_pair(prefix: str, described: list[Sidecar]) -> None:
         return
     own = Sidecar.read(path)
     if own.tokenizer_sha256 not in {each.tokenizer_sha256 for each in described}:
-        names = ", ".join(sorted({each.tokenizer for each in described}))
         raise DataError(
             f"{prefix} was prepared with the tokenizer {own.tokenizer}, and the data of the run "
-            f"with {names}: prepare its text with that one"
+            f"with {tokenizers_of(described)}: prepare its text with that one"
         )
 
 

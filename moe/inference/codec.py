@@ -11,7 +11,13 @@ from phalanx.configs import programs
 from phalanx.configs.schema import Config
 from phalanx.moe.data.documents import load_tokenizer
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.sidecars import check_of_data, check_of_model, prefixes, sidecars
+from phalanx.moe.data.sidecars import (
+    check_of_data,
+    check_of_model,
+    prefixes,
+    sidecars,
+    tokenizers_of,
+)
 from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
 
 
@@ -84,7 +90,7 @@ def codec_of(
     if tokenizer is None:
         tokenizer = _known(data, described)
     if tokenizer is None:
-        names = ", ".join(sorted({s.tokenizer for s in described}))
+        names = tokenizers_of(described)
         known = f"the data was made with {names}" if names else "the data names no tokenizer"
         raise DataError(f"{known}: {remedy}")
     if tokenizer == BYTES:
@@ -92,7 +98,7 @@ def codec_of(
             raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {remedy}")
         if eod is not None:
             raise DataError(f"--eod is for a tokenizer.json; byte {BYTES_EOD} ends documents")
-        if names := ", ".join(sorted({s.tokenizer for s in described if s.tokenizer_sha256})):
+        if names := tokenizers_of(s for s in described if s.tokenizer_sha256):
             raise DataError(f"tokenizer bytes is not that of the data, which is {names}: {remedy}")
         return Codec(None, (BYTES_EOD,))
     path = Path(tokenizer).expanduser()

@@ -5,7 +5,6 @@ have met, and all ranks end with its errors before a model is built. The command
 been validated.
 """
 
-import errno
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -257,7 +256,7 @@ def _record(cfg: Config) -> Iterator[str]:
     if path := cfg.run.record_routing:
         try:
             if Path(path).is_dir():
-                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+                raise IsADirectoryError("it is a folder")
             _try_to_write(Path(path).parent)
         except OSError as error:
             reason = error.strerror or error

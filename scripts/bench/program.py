@@ -1,10 +1,10 @@
 """The part that the benchmark scripts share: collecting, showing and storing records."""
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from phalanx.parallel.checkpoint.commit import try_to_write
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.records import Record, plot, read, summary, table, write
 from phalanx.scripts.bench.timing import Bench
@@ -24,8 +24,7 @@ class Report:
         if self._path is not None:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self._path.parent):
-                    pass
+                try_to_write(self._path.parent)
             except OSError as error:
                 sys.exit(f"--json {self._path} cannot be written: {error.strerror or error}")
         print(_line(self.facts))

@@ -89,16 +89,13 @@ def points(path: Path) -> list[Point]:
     """
     records = read(path)
     found = [record for record in records if is_finite(record.get(_KEY))]
-    # Not in the record of a step that validated and was not logged; the same for all tokens.
-    flops = [
-        1e12 * record["tflops_per_gpu"] / record["tokens_per_second_per_gpu"]
-        for record in records
-        if "tflops_per_gpu" in record
-    ]
-    if not (found and flops):
+    # A step that validated and was not logged has no speed; FLOPs of a token are always the same.
+    logged = [record for record in records if "tflops_per_gpu" in record]
+    if not (found and logged):
         reason = "give a run with run.eval_interval on data of prepare_data.py"
         raise ValueError(f"{path} has no validation with bits per byte: {reason}")
-    return [_point(record, flops[-1]) for record in found]
+    flops = 1e12 * logged[-1]["tflops_per_gpu"] / logged[-1]["tokens_per_second_per_gpu"]
+    return [_point(record, flops) for record in found]
 
 
 def _point(record: dict[str, Any], flops: float) -> Point:

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.dist
 MASK = ["data.document_mask=true", "data.sequence_length=16"]
 WITHOUT_LOSS = [*DEEPSEEK, "model.moe.router.seq_aux_loss=0"]
 WINDOWS = [
-    *[*GPT_OSS, "model.moe.router.aux_loss=0"],
+    *GPT_OSS,
+    "model.moe.router.aux_loss=0",
     *["model.attention.window=6", "kernels.attention=reference"],
 ]
 QWEN3_NEXT = [

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.dist
 
 STEPS = 4
 COMMAND = [
-    *[*TINY, "data=synthetic"],
+    *TINY,
+    "data=synthetic",
     *[f"run.steps={STEPS}", "run.requeue_code=85", "run.save_interval=2"],
     *["run.eval_interval=2", "run.eval_batches=1"],
 ]

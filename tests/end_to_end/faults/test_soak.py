@@ -24,7 +24,8 @@ from tests.support.runs import TINY, before_step, exact, records, run
 
 KILLS, STEPS, INTERVAL, WORLD, SEED = 20, 200, 10, 2, 7
 COMMAND = [
-    *[*TINY, "data=synthetic"],
+    *TINY,
+    "data=synthetic",
     *[f"run.steps={STEPS}", f"run.save_interval={INTERVAL}", "parallel.timeout=20"],
 ]
 
