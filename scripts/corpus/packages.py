@@ -99,7 +99,8 @@ def download(package: Package, folder: Path, root: Path) -> Path:
         files = sorted(own.glob("*"))
         if done.returncode or len(files) != 1:
             last = (done.stderr.strip().splitlines() or ["no file came"])[-1]
-            raise ValueError(f"`{shown(package)}` failed: {last}")
+            advice = "; `apt-get update` brings its lists" if package.manager == "apt" else ""
+            raise ValueError(f"`{shown(package)}` failed: {last}{advice}")
     return files[0]
 
 
