@@ -20,6 +20,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.moe.report.quiet import quiet
+from phalanx.parallel.fault.activity import set_activity
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
 
@@ -39,6 +40,7 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
         The exit code.
     """
     quiet()
+    set_activity("start: configuration")
     # CUDA reads it when it starts. Streams share as many queues, in which a kernel waits for all
     # before it: with CUDA's 8, micro-batches that overlap ran one after the other in parts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -85,6 +87,7 @@ def _train(
             return 0
         announce(cfg, world)
         try:
+            set_activity("start: imports")
             from phalanx.parallel.megatron.imports import importing_megatron
 
             with importing_megatron():

@@ -13,6 +13,10 @@ from typing import Any
 
 import psutil
 
+from phalanx.parallel.fault.activity import parts_of_start
+
+_SLOW_START = 10.0
+"""Seconds of a start whose parts are worth a line."""
 TRAINING = "training"
 """Kind of the time of steps that were applied and that no rollback or restart has undone."""
 UNDONE = "undone"
@@ -121,3 +125,13 @@ def goodput_line(seconds: dict[str, float]) -> str:
 def _process_start() -> float:
     """Start of this process on the scale of `time.perf_counter`."""
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+def slow_start() -> str:
+    """Line on the parts of a start that took long so far; empty if it did not."""
+    whole = time.perf_counter() - _process_start()
+    if whole < _SLOW_START:
+        return ""
+    parts = sorted(parts_of_start().items(), key=lambda part: -part[1])
+    longest = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts if seconds >= 0.1)
+    return f"the start took {whole:.1f} s: {longest}"

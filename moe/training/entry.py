@@ -53,7 +53,9 @@ def run(
             watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
             set_activity("start: comparison of settings")
             compare_settings(cfg, store, rank, world)
+            set_activity("start: process groups")
 
+        set_activity("start: device and rendezvous")
         runtime = start(
             seed=cfg.run.seed,
             timeout=cfg.parallel.timeout,

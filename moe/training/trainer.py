@@ -28,7 +28,7 @@ from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.data.sources import stage_line
 from phalanx.moe.report.compiling import report_compilation
-from phalanx.moe.report.goodput import TRAINING
+from phalanx.moe.report.goodput import TRAINING, slow_start
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
 from phalanx.moe.report.start_page import describe, device, versions
@@ -51,7 +51,7 @@ from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.engine import Diverged
-from phalanx.parallel.fault.activity import set_activity
+from phalanx.parallel.fault.activity import parts_of_start, set_activity
 from phalanx.parallel.fault.agreement import Failed, failing_together, gather
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.folder_lock import FolderLock
@@ -163,9 +163,10 @@ class Trainer:
             DataError: on this rank alone, a sample could not be used.
         """
         if self.runtime.is_main:
+            set_activity("start: page")
             self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
-            self.metrics.start(self.facts)
-            for line in (self.lr_change, self.faults.summary()):
+            self.metrics.start(self.facts | {"start_parts": parts_of_start()})
+            for line in (slow_start(), self.lr_change, self.faults.summary()):
                 if line:
                     self.metrics.event(line)
         self.job.engine.train()

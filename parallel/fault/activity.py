@@ -22,12 +22,22 @@ class Progress(NamedTuple):
 
 
 _now = Progress("start", 0, time.monotonic(), False)
+_STARTING = "start: "
+_parts: dict[str, float] = {}
 
 
 def set_activity(at: str, *, limited: bool = False) -> None:
     """From now on this process is doing `at`; with `limited` not for longer than the timeout."""
     global _now
-    _now = Progress(at, _now.serial + 1, time.monotonic(), limited)
+    before, _now = _now, Progress(at, _now.serial + 1, time.monotonic(), limited)
+    if before.at.startswith(_STARTING):
+        name = before.at.removeprefix(_STARTING)
+        _parts[name] = _parts.get(name, 0.0) + _now.since - before.since
+
+
+def parts_of_start() -> dict[str, float]:
+    """Seconds of each activity named `start: PART` that has ended, by part, to milliseconds."""
+    return {part: round(seconds, 3) for part, seconds in _parts.items()}
 
 
 def heartbeat() -> None:

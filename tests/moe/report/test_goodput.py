@@ -1,6 +1,7 @@
 """Goodput: each moment in one kind, sums over launches, steps that were undone."""
 
 import io
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from phalanx.moe.report import goodput as module
 from phalanx.moe.report.goodput import TRAINING, Clock, earlier, goodput, goodput_line
 from phalanx.moe.report.loggers import lines, start_facts
 from phalanx.moe.report.metrics import Metrics
+from phalanx.parallel.fault import activity
 
 
 class Host:
@@ -53,6 +55,22 @@ def test_the_process_started_before_now() -> None:
     clock = Clock()
     clock.lap("start")
     assert 0 < clock.seconds["start"] < 86400
+
+
+def test_a_slow_start_names_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(activity, "_parts", {})
+    monkeypatch.setattr(activity, "_now", activity.current_progress())
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for seconds, part in ((0.0, "imports"), (2.0, "data"), (2.01, "imports"), (9.0, "model")):
+        now[0] = seconds
+        activity.set_activity(f"start: {part}")
+    assert activity.parts_of_start() == {"imports": 8.99, "data": 0.01}
+    began = time.perf_counter()
+    monkeypatch.setattr(module, "_process_start", lambda: began - 9)
+    assert not module.slow_start()
+    monkeypatch.setattr(module, "_process_start", lambda: began - 12)
+    assert re.fullmatch(r"the start took 12\.\d s: imports 9\.0 s", module.slow_start())
 
 
 def test_the_line_has_the_largest_loss_first() -> None:
