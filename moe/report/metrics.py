@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import psutil
 import torch
 
+from phalanx.configs.arithmetic.batch_sizes import samples_after, size_at, spans
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.goodput import Clock, earlier, goodput, goodput_line, trained_until
@@ -53,6 +54,7 @@ class Metrics:
         stream: TextIO | None = None,
     ) -> None:
         self._steps, self._main, self._stream = cfg.run.steps, is_main, stream or sys.stdout
+        self._data = cfg.data
         self._step, self._start = step, time.monotonic()
         self._resumed = f", resumed from step {step}," if step else ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=_STEADY)
@@ -170,7 +172,9 @@ class Metrics:
         if "step_time" not in record or record["step"] >= self._steps:
             return None
         seconds = statistics.fmean(r["step_time"] for r in self._recent)
-        return (self._steps - record["step"]) * seconds
+        samples = round(record.get("tokens", 0) / self._data.sequence_length)
+        left = samples_after(self._data, self._steps - record["step"], samples) - samples
+        return left / size_at(spans(self._data), samples) * seconds  # later batches may be larger
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._journal is not None:

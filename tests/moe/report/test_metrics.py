@@ -96,6 +96,16 @@ def test_columns_stand_under_their_names(steps: int, more: dict[str, float]) -> 
         assert len(top) <= 120
 
 
+def test_the_remaining_time_counts_batches_that_grow(tmp_path: Path) -> None:
+    """60 steps of 16 samples in 0.5 s, then 40 of 32 in a second each."""
+    cfg, stream = config(), io.StringIO()
+    cfg.data.sequence_length, cfg.data.global_batch = 256, 32
+    cfg.data.batch_warmup = [f"16:{60 * 16 * 256}"]
+    metrics = Metrics(tmp_path / "run", cfg, True, stream=stream)
+    metrics.log(record(10, tokens=10 * 16 * 256))
+    assert stream.getvalue().splitlines()[-1].endswith(" 1m05s")
+
+
 def test_the_heading_returns_and_reruns_are_reported_when_they_happen(tmp_path: Path) -> None:
     metrics, stream = make(tmp_path)
     for step in range(1, 61):
