@@ -1,13 +1,21 @@
 """Compile all kernels that the library can choose into the on-disk cache, ahead of a run.
 
     python scripts/build_kernels.py [--dir FOLDER] [--jobs N] [--only TEXT] [--list]
+        [--run OVERRIDE ...]
+
+Kernels of flash-attn-4 and QuACK are compiled for sizes of a model. Without --run these are sizes
+of the models in configs/model. --run takes the overrides of a run, as train.py does, and compiles
+what that run needs in their place, whatever the model; parallel.world_size says for how many ranks,
+if the experiment does not:
+
+    python scripts/build_kernels.py --run experiment=proof_moe_long data.document_mask=true
 
 Needs no GPU. Kernels in the cache are left alone, so a second call does nothing. A run finds
 the kernels if its $PHALANX_KERNEL_CACHE names the same folder; without it, both use the default.
 Kernels are for sm_90a, this machine type, this version of CuTe DSL and these sources: rebuild
 after any of them has changed. Kernels of flash-attn-4, several for an attention layer, and of QuACK
-are also specific to this CPU's instruction set. Exit code 1 if a kernel cannot be
-built.
+are also specific to this CPU's instruction set. Exit code 1 if a kernel cannot be built, 2 if the
+overrides are wrong.
 """
 
 import argparse
@@ -22,7 +30,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,6 +39,17 @@ from phalanx.configs.knobs import pluralize
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
 from phalanx.scripts.output.reader import may_leave
+
+if TYPE_CHECKING:
+    from phalanx.kernels.core_attention.fa4_shipped import AttentionLayer
+    from phalanx.kernels.rms_norm.quack_library import Rows
+
+
+class Sizes(NamedTuple):
+    """Keys of the libraries' kernels to build."""
+
+    layers: Sequence["AttentionLayer"]
+    rows: Sequence["Rows"]
 
 
 @dataclass(frozen=True)
@@ -44,13 +63,18 @@ class Target:
     """Compiles the entries that a cache folder lacks."""
 
 
-def targets() -> list[Target]:
-    """All kernels that the library can choose, in the same order in every process."""
+def targets(sizes: Sizes | None = None) -> list[Target]:
+    """All kernels that the library can choose, in the same order in every process.
+
+    Args:
+        sizes: of one run; None: those of the models in configs/model.
+    """
     from phalanx.kernels.core_attention import fa4_shipped
     from phalanx.kernels.rms_norm import quack_library
     from phalanx.kernels.sm90.jit import launch
     from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
+    layers, norms = sizes or Sizes(fa4_shipped.SHIPPED, quack_library.SHIPPED)
     found = [
         Target(
             f"{kernel.__name__} {config}",
@@ -59,13 +83,36 @@ def targets() -> list[Target]:
         )
         for kernel, config in SHIPPED
     ]
-    for layer in fa4_shipped.SHIPPED:
+    for layer in layers:
         entries = partial(fa4_shipped.entries, layer)
         found.append(Target(f"flash-attn-4 {layer}", entries, partial(fa4_shipped.build, layer)))
-    for rows in quack_library.SHIPPED:
+    for rows in norms:
         make = partial(quack_library.build, rows)
         found.append(Target(f"QuACK {rows}", partial(_entry, rows), make))
     return found
+
+
+def sizes_of(overrides: Sequence[str]) -> Sizes:
+    """Keys of the kernels that a run with these overrides launches.
+
+    Raises:
+        SystemExit: 2 after mistakes in the overrides, each on its own line on stderr.
+    """
+    from phalanx.configs.load import from_argv
+    from phalanx.kernels.registry import KernelUnavailable
+    from phalanx.moe.report.quiet import quiet
+
+    quiet()
+    cfg = from_argv(["--check", *overrides])  # for the ranks of the run, not of this machine
+    from phalanx.parallel.megatron.imports import importing_megatron
+
+    with importing_megatron():
+        from phalanx.moe.compiled_shapes import attention_layers, norm_rows
+    try:
+        return Sizes(attention_layers(cfg), norm_rows(cfg))
+    except KernelUnavailable as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _entries(entry_name: Callable[..., str], kernel: Any, config: Any) -> list[str]:
@@ -80,14 +127,14 @@ def _build(build: Callable[..., object], kernel: Any, config: Any, cache_folder:
     return build(kernel, config, Cache(cache_folder))
 
 
-def build(number: int, cache_folder: Path) -> tuple[float, str]:
-    """Build `targets()[number]` in a worker process, which imports the compiler once.
+def build(number: int, sizes: Sizes | None, cache_folder: Path) -> tuple[float, str]:
+    """Build `targets(sizes)[number]` in a worker process, which imports the compiler once.
 
     Returns seconds, and the error or an empty string.
     """
     started, why = time.monotonic(), ""
     try:
-        targets()[number].build(cache_folder)
+        targets(sizes)[number].build(cache_folder)
     except Exception as error:  # not every exception of the compiler can be pickled
         why = reason(error)
     return time.monotonic() - started, why
@@ -100,14 +147,15 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
-def build_all(missing: dict[int, str], cache_folder: Path, jobs: int) -> int:
+def build_all(missing: dict[int, str], sizes: Sizes | None, cache_folder: Path, jobs: int) -> int:
     """Build targets (number to label), print a line for each, and return the number of failures."""
     failed = 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings about tensors without memory
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as workers:
         running: dict[Future[tuple[float, str]], str] = {
-            workers.submit(build, number, cache_folder): label for number, label in missing.items()
+            workers.submit(build, number, sizes, cache_folder): label
+            for number, label in missing.items()
         }
         for done, future in enumerate(as_completed(running), start=1):
             crash = future.exception()  # set if the worker process died
@@ -162,6 +210,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--list", action="store_true", help="list cached and missing kernels, build nothing"
     )
+    parser.add_argument(
+        "--run",
+        nargs="+",
+        metavar="OVERRIDE",
+        help="kernels of flash-attn-4 and QuACK for the run that these overrides of train.py give",
+    )
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
@@ -171,9 +225,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 @may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-
     try:
-        known = targets()
+        sizes = sizes_of(args.run) if args.run else None
+    except ModuleNotFoundError as missing_module:
+        programs.leave_without(missing_module)
+    try:
+        known = targets(sizes)
     except ModuleNotFoundError as missing_module:
         if (missing_module.name or "").startswith("phalanx"):
             raise
@@ -198,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(why, file=sys.stderr)
         return 1
     started = time.monotonic()
-    failed = build_all(missing, args.dir, args.jobs) if missing else 0
+    failed = build_all(missing, sizes, args.dir, args.jobs) if missing else 0
     progress(
         f"{pluralize(len(missing) - failed, 'kernel')} built, {len(cached)} were cached, "
         f"{failed} failed, in {time.monotonic() - started:.1f} s: {args.dir}",

@@ -26,6 +26,8 @@ class Implementation:
     """Runs only on GPUs."""
     bf16: bool = False
     """Runs only in bf16."""
+    per_model: bool = False
+    """Its kernels are compiled for sizes of a model, which `moe.compiled_shapes` lists."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         slower=f"{_AVAILABILITY}:fa4_with_context",
         cuda=True,
         bf16=True,
+        per_model=True,
         documents_over_ranks=False,
         document_bounds=True,
         reads_projection=True,
@@ -240,6 +243,7 @@ NORM_BACKENDS: dict[str, NormBackend] = {
         implementation="phalanx.kernels.rms_norm.quack",
         cuda=True,
         bf16=True,
+        per_model=True,
     ),
     "te": NormBackend(
         f"{_AVAILABILITY}:te",

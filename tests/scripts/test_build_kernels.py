@@ -52,12 +52,60 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
     assert (counts["compiled"], counts["loaded"]) == (0, 1)
 
 
+def test_the_kernels_of_a_run_are_listed(tmp_path, capsys):
+    layer = fa4_shipped.AttentionLayer(3, 128, 128, deterministic=True, documents=True)
+    rows = [
+        quack_library.Rows(768, step, adds)
+        for step in ("forward", "backward")
+        for adds in (False, True)
+    ]
+    overrides = ("experiment=proof_moe_long", "data.document_mask=true", "run.deterministic=true")
+    assert build_kernels.main(["--list", "--dir", str(tmp_path), "--run", *overrides]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"missing {label}" for label in LABELS[: len(SHIPPED)]),
+        f"missing flash-attn-4 {layer}",
+        *(f"missing QuACK {key}" for key in rows),
+    ]
+
+
+def test_workers_build_the_kernels_of_the_run(tmp_path, monkeypatch, capsys):
+    def made(layer, folder):
+        assert layer == fa4_shipped.AttentionLayer(8, 192, 192)
+
+    monkeypatch.setattr(build_kernels, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(fa4_shipped, "build", made)
+    run = ("model=qwen3_30b_a3b", "model.attention.head_dim=192", "kernels.norm=torch")
+    only = ("--dir", str(tmp_path), "--only", "flash-attn-4")
+    assert build_kernels.main([*only, "--run", *run]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 kernel built, 0 were cached")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model=tini"], "error: model=tini: no such option; did you mean model=tiny"),
+        (["run.stepz=3"], "error: run.stepz: no such knob; did you mean run.steps?"),
+        (["model=tiny", "parallel.tensor=3"], "error: parallel.tensor=3"),
+        (
+            ["model=tiny_gpt_oss", "kernels.attention=fa4"],
+            "error: kernels.attention=fa4 cannot run here: needs heads of 32 to 256 channels",
+        ),
+    ],
+)
+def test_a_wrong_override_is_a_line_and_the_code_2(overrides, line, capsys):
+    with pytest.raises(SystemExit) as end:
+        build_kernels.main(["--list", "--run", *overrides])
+    assert end.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith(line) and output.err.count("\n") == 1
+
+
 def test_each_failure_has_a_line_and_the_code_is_1(tmp_path, monkeypatch, capsys):
     def broken(folder):
         raise OSError("lost.so")
 
     target = build_kernels.Target(LABEL, lambda: ["kernel"], broken)
-    monkeypatch.setattr(build_kernels, "targets", lambda: [target])
+    monkeypatch.setattr(build_kernels, "targets", lambda sizes: [target])
     monkeypatch.setattr(build_kernels, "ProcessPoolExecutor", Here)
     assert build_kernels.main(["--dir", str(tmp_path)]) == 1
     one, summary = capsys.readouterr().out.splitlines()
@@ -85,7 +133,7 @@ def test_errors_of_the_compiler_take_one_line():
 
 
 def test_without_the_compiler_there_is_one_line(monkeypatch, capsys):
-    def lacking():
+    def lacking(sizes):
         raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
 
     monkeypatch.setattr(build_kernels, "targets", lacking)
