@@ -20,7 +20,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.moe.report.quiet import quiet
-from phalanx.parallel.fault.activity import set_activity
+from phalanx.parallel.fault.activity import set_activity, start_run
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
 
@@ -40,7 +40,7 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
         The exit code.
     """
     quiet()
-    set_activity("start: configuration")
+    start_run()
     # CUDA reads it when it starts. Streams share as many queues, in which a kernel waits for all
     # before it: with CUDA's 8, micro-batches that overlap ran one after the other in parts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -214,7 +214,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--run",
         nargs="+",
         metavar="OVERRIDE",
-        help="kernels of flash-attn-4 and QuACK for the run that these overrides of train.py give",
+        help="kernels of flash-attn-4 and QuACK for the run that these overrides give",
     )
     args = parser.parse_args(argv)
     if args.jobs < 1:

@@ -15,7 +15,7 @@ import psutil
 
 from phalanx.parallel.fault.activity import parts_of_start
 
-_SLOW_START = 10.0
+_SLOW_START = 60.0
 """Seconds of a start whose parts are worth a line."""
 TRAINING = "training"
 """Kind of the time of steps that were applied and that no rollback or restart has undone."""
@@ -128,10 +128,9 @@ def _process_start() -> float:
 
 
 def slow_start() -> str:
-    """Line on the parts of a start that took long so far; empty if it did not."""
-    whole = time.perf_counter() - _process_start()
-    if whole < _SLOW_START:
-        return ""
+    """Line on the parts of a start that took long; empty if it did not."""
     parts = sorted(parts_of_start().items(), key=lambda part: -part[1])
+    if (whole := sum(parts_of_start().values())) < _SLOW_START:
+        return ""
     longest = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts if seconds >= 0.1)
     return f"the start took {whole:.1f} s: {longest}"

@@ -162,8 +162,8 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             DataError: on this rank alone, a sample could not be used.
         """
+        set_activity("start: page")  # on all ranks: they compare how many activities they had
         if self.runtime.is_main:
-            set_activity("start: page")
             self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
             self.metrics.start(self.facts | {"start_parts": parts_of_start()})
             for line in (slow_start(), self.lr_change, self.faults.summary()):

@@ -35,8 +35,14 @@ def set_activity(at: str, *, limited: bool = False) -> None:
         _parts[name] = _parts.get(name, 0.0) + _now.since - before.since
 
 
+def start_run() -> None:
+    """A run starts in this process, which may have had another one."""
+    set_activity(f"{_STARTING}configuration")
+    _parts.clear()
+
+
 def parts_of_start() -> dict[str, float]:
-    """Seconds of each activity named `start: PART` that has ended, by part, to milliseconds."""
+    """Seconds of each activity of this run named `start: PART` that has ended, by part."""
     return {part: round(seconds, 3) for part, seconds in _parts.items()}
 
 

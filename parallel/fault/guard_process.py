@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.parallel.fault.guard import LOST, SIGNALS
-from phalanx.parallel.fault.hub import Hub
+from phalanx.parallel.fault.hub import Hub, until_next
 from phalanx.parallel.fault.launcher import tell
 from phalanx.parallel.fault.verdict import QUIET, Where, died, silent
 from phalanx.parallel.folder_lock import Keeper
@@ -64,7 +64,7 @@ class GuardProcess:
     def run(self) -> None:
         """Serve; returns when nothing is left to do."""
         while self._here:
-            for key, _ in self._selector.select(self._period):
+            for key, _ in self._selector.select(until_next(self._sent, self._period)):
                 key.data()
             self._look(time.monotonic())
         if self._hub is not None and self._link is not None:

@@ -59,7 +59,7 @@ class Hub:
             self._selector, last_sent = selector, 0.0
             verdict: Verdict | None = None
             while verdict is None and not self._all_left():
-                for key, _ in selector.select(self._period):
+                for key, _ in selector.select(until_next(last_sent, self._period)):
                     if key.fileobj is self._server:
                         self._accept()
                     elif key.fileobj in self._lines:  # not closed a moment ago
@@ -155,6 +155,16 @@ class Hub:
         for _, connection in sorted(known, key=lambda item: -item[0]):
             with suppress(OSError):
                 connection.send(data)
+
+
+def until_next(last: float, period: float) -> float:
+    """Seconds to wait for messages until the next sign of life is due, `period` after the `last`.
+
+    A whole period after each message, signs of life would come two periods apart, which is as long
+    as the silence of a rank that is stopped (`QUIET`). One that is overdue cannot be given.
+    """
+    left = last + period - time.monotonic()
+    return left if left > 0 else period
 
 
 class _Lines:

@@ -1,9 +1,11 @@
 """Rank 0's hub with hand-made ranks on its sockets."""
 
 import errno
+import itertools
 import json
 import os
 import socket
+import statistics
 import time
 from typing import Any
 
@@ -61,6 +63,22 @@ def test_only_this_host_is_listened_to() -> None:
             for message in (hello(one, rank), {"left": True}):
                 connection.sendall(json.dumps(message).encode() + b"\n")
             one.thread.join(5)
+
+
+def test_signs_of_life_come_on_time_though_messages_come_before_them() -> None:
+    """Else they would be as far apart as the silence of a rank that is stopped."""
+    period, heard = 0.4, [time.monotonic()]
+    hub = Hub(1, timeout=60, period=period)
+    with talk(hub, hello(hub, 0)) as rank:
+        for _ in range(5):
+            assert b"met" in rank.recv(1 << 12)
+            heard.append(time.monotonic())
+            time.sleep(0.8 * period)  # the next message comes shortly before the next sign is due
+            rank.sendall(b'{"serial": 1, "at": "step", "since": 0, "limited": false}\n')
+        rank.sendall(b'{"left": true}\n')
+        hub.thread.join(5)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(heard[1:])]
+    assert statistics.median(gaps) < 1.4 * period, gaps
 
 
 def test_strangers_who_wait_and_come_in_crowds_are_shown_out(
