@@ -130,7 +130,7 @@ def _process_start() -> float:
 def slow_start() -> str:
     """Line on the parts of a start that took long; empty if it did not."""
     parts = sorted(parts_of_start().items(), key=lambda part: -part[1])
-    if (whole := sum(parts_of_start().values())) < _SLOW_START:
+    if (whole := sum(seconds for _, seconds in parts)) < _SLOW_START:
         return ""
     longest = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts if seconds >= 0.1)
     return f"the start took {whole:.1f} s: {longest}"
