@@ -6,21 +6,21 @@ listed follows from the code that launches: `moe.model.attention`, `moe.model.gr
 `moe.model.transformer_layer` and `moe.model.norm`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from phalanx.configs.arithmetic.accounting import qk_norms
+from phalanx.configs.arithmetic.batch_sizes import model_input
+from phalanx.configs.arithmetic.layers import has_window
 from phalanx.configs.linear_attention import is_linear
-from phalanx.configs.schema import Config
+from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, NORM_BACKENDS, Implementation
 from phalanx.kernels.core_attention.fa4_shipped import AttentionLayer
 from phalanx.kernels.registry import Facts, resolve
 from phalanx.kernels.rms_norm.quack_library import Rows
-from phalanx.moe.model.kernel_facts import facts
+from phalanx.moe.model.kernel_facts import hopper_facts
 
-_PACKAGES = frozenset({"flash_attn_4", "quack", "triton", "nvidia_cutlass_dsl"})
-"""Without Transformer Engine, which `auto` prefers where context ranks share sequences: the machine
-of the run may lack it."""
 _STEPS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 
@@ -33,8 +33,8 @@ def attention_layers(cfg: Config) -> tuple[AttentionLayer, ...]:
     Raises:
         KernelUnavailable: the config names flash-attn-4, which cannot run its model.
     """
-    a, sizes = cfg.model.attention, _on_hopper(cfg)
-    if not _chosen("attention", cfg.kernels.attention, ATTENTION_BACKENDS, sizes):
+    a, sizes = cfg.model.attention, _facts(cfg)
+    if not _chosen(cfg, "attention", ATTENTION_BACKENDS):
         return ()
     return tuple(
         AttentionLayer(
@@ -59,7 +59,7 @@ def norm_rows(cfg: Config) -> tuple[Rows, ...]:
     Raises:
         KernelUnavailable: the config names QuACK, which cannot run its model.
     """
-    if not _chosen("norm", cfg.kernels.norm, NORM_BACKENDS, _on_hopper(cfg)):
+    if not _chosen(cfg, "norm", NORM_BACKENDS):
         return ()
     m = cfg.model
     # The norm before attention adds nothing forward and the gradient of the residual backward, that
@@ -69,19 +69,20 @@ def norm_rows(cfg: Config) -> tuple[Rows, ...]:
     return tuple(Rows(*key, fp32_weight=m.norm_zero_centered) for key in dict.fromkeys(keys))
 
 
-def _on_hopper(cfg: Config) -> Facts:
-    device = "cpu" if cfg.run.device == "cpu" else "cuda"
-    capability = None if device == "cpu" else (9, 0)
-    world = cfg.parallel.world_size or 1
-    assumed = dict(packages=_PACKAGES, compiles=True)
-    return facts(cfg, world, device=device, capability=capability, **assumed)
+def _facts(cfg: Config) -> Facts:
+    # Without Transformer Engine, which `auto` prefers where context ranks share sequences: the
+    # machine of the run may lack it.
+    on_hopper = hopper_facts(cfg, cfg.parallel.world_size or 1)
+    on_cpu = cfg.run.device == "cpu"
+    return replace(on_hopper, device="cpu", capability=None) if on_cpu else on_hopper
 
 
-def _chosen(op: str, wanted: str, backends: Mapping[str, Implementation], on_hopper: Facts) -> bool:
+def _chosen(cfg: Config, op: str, backends: Mapping[str, Implementation]) -> bool:
     """Whether an operation runs by kernels that are compiled for a model's sizes."""
+    wanted = getattr(cfg.kernels, op)
     if wanted in backends and not backends[wanted].per_model:
         return False  # whatever else that implementation needs
-    return backends[resolve(op, wanted, on_hopper).backend].per_model
+    return backends[resolve(op, wanted, _facts(cfg)).backend].per_model
 
 
 def _group(cfg: Config) -> int:
@@ -93,33 +94,28 @@ def _group(cfg: Config) -> int:
     return a.heads // ranks // max(1, a.kv_heads // ranks)
 
 
-def _attention_numbers(cfg: Config) -> Iterator[int]:
-    """Number of each layer with softmax attention, from 1, as Megatron-Core counts them.
-
-    Layers of multi-token prediction are counted from 1 again.
-    """
-    m = cfg.model
-    yield from (layer + 1 for layer in range(m.layers) if not is_linear(m, layer))
-    yield from range(1, m.mtp_layers + 1)
+def _attention_layers(m: ModelConfig) -> list[int]:
+    """Layers with softmax attention, from 0; those of multi-token prediction from 0 again."""
+    decoder = [layer for layer in range(m.layers) if not is_linear(m, layer)]
+    return decoder + list(range(m.mtp_layers))
 
 
 def _windows(cfg: Config) -> set[bool]:
     """Does a window hide keys? Both answers where layers or chunks of a sequence differ."""
-    a, data, ranks = cfg.model.attention, cfg.data, cfg.parallel.context
-    # Packed sequences of a micro-batch are one, in which documents end.
-    tokens = data.sequence_length * (data.micro_batch if data.document_mask else 1)
+    a, ranks = cfg.model.attention, cfg.parallel.context
+    tokens, _ = model_input(cfg.data)
     first_chunk = tokens if ranks == 1 else tokens // (2 * ranks)
-    found = set()
-    for number in _attention_numbers(cfg):
-        windowed = a.window > 0 and (a.window_every == 1 or number % a.window_every > 0)
-        found |= {windowed and a.window < keys for keys in (first_chunk, tokens)}
-    return found
+    return {
+        has_window(a, layer) and a.window < keys
+        for layer in _attention_layers(cfg.model)
+        for keys in (first_chunk, tokens)
+    }
 
 
 def _inner_norms(cfg: Config) -> tuple[int, ...]:
     """Widths of norms inside attention that are no part of another kernel."""
     m, a = cfg.model, cfg.model.attention
-    if not any(_attention_numbers(cfg)):
+    if not _attention_layers(m):
         return ()
     if a.kind == "mla":
         return tuple(rank for rank in (a.q_lora_rank, a.kv_lora_rank) if rank)

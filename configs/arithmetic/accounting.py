@@ -10,7 +10,7 @@ router, norms or recompute.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from phalanx.configs.arithmetic.layers import is_dense, mlp_layers
+from phalanx.configs.arithmetic.layers import has_window, is_dense, mlp_layers
 from phalanx.configs.linear_attention import (
     HEAD_DIM,
     TAPS,
@@ -250,7 +250,6 @@ def _query_value_dim(a: AttentionConfig) -> int:
 
 def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:
     """Keys that a query of `layer` (from 0) attends to, on average over the sequence."""
-    windowed = a.window and (a.window_every == 1 or (layer + 1) % a.window_every)
-    if not windowed or a.window >= length:
+    if not has_window(a, layer) or a.window >= length:
         return length / 2
     return a.window - a.window * (a.window - 1) / (2 * length)

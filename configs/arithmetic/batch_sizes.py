@@ -66,6 +66,16 @@ def spans(data: DataConfig) -> list[tuple[int, int]]:
     return [*ends, (ALWAYS, data.global_batch)]
 
 
+def model_input(data: DataConfig) -> tuple[int, int]:
+    """(tokens of a sequence, sequences) of a micro-batch as the model has it.
+
+    Packed sequences are one, in which documents end.
+    """
+    if data.document_mask:
+        return data.sequence_length * data.micro_batch, 1
+    return data.sequence_length, data.micro_batch
+
+
 def size_at(sizes: Sequence[tuple[int, int]], samples: int) -> int:
     """Size of the global batch of the step that begins after so many samples, from `spans`."""
     return next(size for end, size in sizes if samples < end)

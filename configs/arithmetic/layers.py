@@ -1,6 +1,6 @@
-"""Which layers of a model have a dense MLP, and which have experts."""
+"""Which layers of a model have a dense MLP, which have experts, and which a window."""
 
-from phalanx.configs.schema import ModelConfig
+from phalanx.configs.schema import AttentionConfig, ModelConfig
 
 
 def has_experts(m: ModelConfig) -> bool:
@@ -17,6 +17,14 @@ def is_dense(m: ModelConfig, layer: int) -> bool:
             what the last decoder layer would have: experts, unless the model has none.
     """
     return not has_experts(m) or layer < m.moe.dense_layers
+
+
+def has_window(a: AttentionConfig, layer: int) -> bool:
+    """Return whether the attention of a layer (from 0) has a sliding window.
+
+    Megatron-Core counts layers of multi-token prediction from 0 again.
+    """
+    return a.window > 0 and (a.window_every == 1 or (layer + 1) % a.window_every > 0)
 
 
 def mlp_layers(m: ModelConfig, *, mtp: bool = True) -> tuple[int, int]:

@@ -12,14 +12,10 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights
-from phalanx.moe.model.kernel_facts import facts
+from phalanx.moe.model.kernel_facts import hopper_facts
 from phalanx.parallel.dispatcher.replication.choice import with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts
 from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of
-
-_PACKAGES = frozenset(
-    {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}
-)
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
@@ -44,7 +40,7 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
     cfg = copied(cfg)
     k, comm_sms = cfg.kernels, cfg.parallel.comm_sms
     expert = expert_parallel_size(cfg, world)
-    hopper = facts(cfg, world, device="cuda", capability=(9, 0), packages=_PACKAGES, compiles=True)
+    hopper = hopper_facts(cfg, world, also=["transformer_engine"])
     try:
         k.backend = resolve("grouped_mlp", k.backend, hopper).backend
         k.attention = resolve("attention", k.attention, hopper).backend

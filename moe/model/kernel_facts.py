@@ -1,5 +1,6 @@
 """Facts of a config and a machine that the choice of kernels depends on."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from phalanx.configs.arithmetic.accounting import qk_norms
@@ -10,6 +11,14 @@ from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Facts
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.router.router import slots
+
+_PACKAGES = frozenset({"flash_attn_4", "quack", "triton", "nvidia_cutlass_dsl"})
+
+
+def hopper_facts(cfg: Config, world: int, *, also: Iterable[str] = ()) -> Facts:
+    """Facts of `cfg` on Hopper GPUs with the packages of our kernels, and with others."""
+    packages = _PACKAGES.union(also)
+    return facts(cfg, world, device="cuda", capability=(9, 0), packages=packages, compiles=True)
 
 
 def facts(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from phalanx.configs.arithmetic.batch_sizes import model_input
 from phalanx.configs.schema import Config
 from phalanx.moe.model.loss import LossContext
 from phalanx.moe.model.packed import packed
@@ -278,13 +279,13 @@ class Step:
     def _microbatches(
         self, inputs: Inputs, labels: Labels, forward_only: bool = False
     ) -> list[Any]:
-        data = self.cfg.data
+        sequence, micro_batch = model_input(self.cfg.data)
         return self.job.engine.forward_backward(
             partial(self.forward_step, microbatches=len(inputs), mean_K=labels.mean_K),
             [iter(inputs) for _ in self.job.engine.chunks],
             microbatches=len(inputs),
-            sequence=data.sequence_length * (data.micro_batch if data.document_mask else 1),
-            micro_batch=1 if data.document_mask else data.micro_batch,
+            sequence=sequence,
+            micro_batch=micro_batch,
             forward_only=forward_only,
         )
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
     _write_item,
 )
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config as serialization
 
 from phalanx.parallel.checkpoint.commit import Sums
 from phalanx.parallel.checkpoint.host_buffer import Staging
@@ -167,7 +167,9 @@ def _write(mailbox: _Mailbox, buckets: list[Any], to: Remote | None) -> None:
     sums: Sums = {}
     try:
         for i, (path, name, (objects, tensors)) in enumerate(buckets):
-            with _File(path) as file, _without_records_sums():
+            # `_File` sums all bytes, four times as fast as torch.save does each tensor.
+            without_sums = serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+            with _File(path) as file, without_sums:
                 results[i] = [
                     _write_item(plain, cast(io.IOBase, file), data, item, name, torch_save)
                     for item, data in chain(objects, ((item, t.cpu()) for item, t in tensors))
@@ -178,17 +180,6 @@ def _write(mailbox: _Mailbox, buckets: list[Any], to: Remote | None) -> None:
     except Exception as error:  # reported by `finish`, on all ranks
         return mailbox.put(str(error) if isinstance(error, OSError) else repr(error), {})
     mailbox.put(results, sums)
-
-
-@contextmanager
-def _without_records_sums() -> Iterator[None]:
-    """Without torch.save's CRC-32 of each tensor: `_File` sums all bytes, four times as fast."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 def _write_in_fork(mailbox: "_Mailbox", buckets: list[Any], to: Remote | None) -> None:
