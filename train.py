@@ -44,6 +44,9 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
     # CUDA reads it when it starts. Streams share as many queues, in which a kernel waits for all
     # before it: with CUDA's 8, micro-batches that overlap ran one after the other in parts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # torch reads it at its first tensor. Large host tensors, as those of a checkpoint that is read,
+    # have huge pages: pages of 4 KiB are cleared one fault at a time, at 1 to 2 GB/s.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from phalanx.configs.load import from_argv
     from phalanx.configs.redact import redacted
 

@@ -5,6 +5,7 @@ it. When `finish` returns, every shard is on disk, or uploaded, and has a checks
 rank is raised on all.
 """
 
+import ctypes
 import io
 import logging
 import os
@@ -37,6 +38,13 @@ from phalanx.parallel.fault.agreement import agree, failing_together, gather
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron.patches import results_to
 from phalanx.parallel.object_store import Remote
+
+_BLOCK = 1 << 25  # bytes after which the disk begins with them
+_SYNC_FILE_RANGE_WRITE = 2  # fcntl.h of Linux
+# Found before a fork, in which a thread may have held the linker's lock.
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class Writing:
@@ -207,6 +215,7 @@ class _File:
     def __init__(self, path: str) -> None:
         self._file = open(path, "wb")
         self._error: OSError | None = None
+        self._begun = 0
         self.sums = (0, 0)
 
     def write(self, data: Any) -> int:
@@ -215,9 +224,22 @@ class _File:
         if self._error is None:
             try:
                 self._file.write(data)
+                if self.sums[0] - self._begun >= _BLOCK:
+                    self._begin_writing()
             except OSError as error:
                 self._error = error
         return length
+
+    def _begin_writing(self) -> None:
+        """Let the kernel write to the disk what it has, beside what is still to come.
+
+        By itself it begins after seconds or with gigabytes, so that fsync would wait for nearly the
+        whole file. Some file systems do not offer this: fsync, which follows, reports errors.
+        """
+        self._file.flush()
+        if _sync_file_range is not None:
+            _sync_file_range(self._file.fileno(), self._begun, 0, _SYNC_FILE_RANGE_WRITE)
+        self._begun = self.sums[0]
 
     def tell(self) -> int:
         return self.sums[0]

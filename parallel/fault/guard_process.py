@@ -58,6 +58,7 @@ class GuardProcess:
         self._failed = False
         self._at = "start"  # of rank 0
         self._verdict: dict[str, Any] | None = None
+        self._told = False  # the rank has told the user
         self._due = 0.0  # when the rank is ended from outside
         self._struck: float | None = None  # when it was
 
@@ -92,6 +93,8 @@ class GuardProcess:
             elif do == "left":
                 self._left = True
                 self._send(self._link, message)
+            elif do == "told":
+                self._told = True
             elif do == "ending":
                 self._due = time.monotonic() + message["limit"]
             elif do == "host":
@@ -197,7 +200,7 @@ class GuardProcess:
             return
         self._struck = now
         verdict = self._verdict
-        speaks = verdict is not None and verdict["speaker"] == self._where.rank
+        speaks = not self._told and verdict is not None and verdict["speaker"] == self._where.rank
         if verdict is not None and speaks and verdict["kind"] != "failed":
             where = f"stacks and collectives of the ranks: {self._folder}"
             line = f"error: {verdict['text']}; {where}"

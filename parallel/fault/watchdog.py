@@ -163,6 +163,7 @@ class Watchdog:
         if verdict.kind != "failed" and self._rank == speaker:
             where = f"stacks and collectives of the ranks: {self._folder}"
             self._emit(f"error: {verdict.text}; {where}")
+            self._guard.send({"do": "told"})
         post_mortem.write(self._folder, self._rank, verdict.text, self._error)
         if verdict.kind == "silent" and verdict.where.rank != self._rank:
             post_mortem.end_stopped(self._folder, verdict.where)

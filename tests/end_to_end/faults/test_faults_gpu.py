@@ -31,13 +31,8 @@ STAGES = "parallel.pipeline=2 parallel.expert=1 parallel.dispatch=auto"
 HANGING = """
 import os, sys, torch, train
 from contextlib import nullcontext
-from phalanx.parallel.dispatcher.symm import Symm
 from tests.support.runs import before_step
-dispatch = Symm.dispatch
-def hang(*args, **how):
-    torch.cuda._sleep(10**14)  # for hours
-    return dispatch(*args, **how)
-later = before_step(12, lambda: setattr(Symm, "dispatch", hang))
+later = before_step(12, lambda: torch.cuda._sleep(10**14))  # for hours
 with later if os.environ["RANK"] == "1" else nullcontext():
     train._leave(train.main(sys.argv[1:], ends_process=True))
 """
@@ -123,6 +118,12 @@ class Ranks:
         lines = [line for path in self.files for line in path.read_text().splitlines()]
         return [line for line in lines if line.startswith("error: ")]
 
+    def error(self) -> str:
+        """The only line on an error."""
+        lines = self.reported()
+        assert len(lines) == 1, f"{lines}\n{self.output()}"
+        return lines[0]
+
     def end(self) -> None:
         for rank in self.ranks:
             rank.kill()
@@ -158,7 +159,7 @@ def test_a_rank_that_is_gone_is_named_and_the_other_ends(
     with launched(tmp_path, ["train.py"], *given.split()) as ranks:
         os.kill(ranks.ranks[culprit].pid, how)
         ranks.until(lambda: None not in ranks.codes(), TIMEOUT + 40)
-        (line,) = ranks.reported()
+        line = ranks.error()
         where = f"rank {culprit} ({socket.gethostname()}, pid {ranks.ranks[culprit].pid})"
         fate = "has not answered for" if how == signal.SIGSTOP else "died"
         assert f"{where} {fate}" in line, ranks.output()
@@ -186,7 +187,7 @@ def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
         ranks.until(lambda: None not in ranks.codes(), 60)
         took = time.monotonic() - float((tmp_path / "when").read_text())
         print(f"{phase}, {after} s: all ended after {took:.2f} s")
-        (line,) = ranks.reported()
+        line = ranks.error()
         where = f"rank 1 ({socket.gethostname()}, pid {ranks.ranks[1].pid})"
         assert f"{where} died" in line, ranks.output()
         assert ranks.codes() == [LOST, -signal.SIGKILL] and took <= 5, (took, ranks.output())
@@ -197,7 +198,7 @@ def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
 def test_a_device_that_hangs_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
     with launched(tmp_path, ["-c", HANGING]) as ranks:
         ranks.until(lambda: None not in ranks.codes(), TIMEOUT + 40)
-        (line,) = ranks.reported()
+        line = ranks.error()
         assert "rank 1 " in line and "rank 0 " not in line, ranks.output()
         assert ranks.codes() == [LOST, LOST], ranks.output()
         (record,) = ranks.folder.glob("failures/*/rank_1.collectives.json")
@@ -223,7 +224,7 @@ def test_a_capture_that_fails_on_one_rank_is_given_up_by_both(tmp_path: Path) ->
             got[-1]["eager_steps"] == 6
             and "(rank 1); steps are eager from" in runs["auto"].output()
         )
-        (line,) = runs["forced"].reported()
+        line = runs["forced"].error()
         assert "could not be captured" in line and line.endswith("run.graph=auto")
         assert 1 in runs["forced"].codes()
     finally:

@@ -95,7 +95,8 @@ def test_a_killed_rank_does_not_kill_itself_again(hang: tuple[str, ...], tmp_pat
     assert code == 0, err
     assert happened(tmp_path) == sorted(faults)
     killed = where(tmp_path, "kill@6:rank1")
-    assert f"rank 1 {killed} died; it was last heard of in step " in err
+    # In a step, or in the start that it was in when its guard last heard of it, 0.4 s before.
+    assert f"rank 1 {killed} died; it was last heard of in st" in err
     for fault in hang:
         assert f"rank 0 {where(tmp_path, fault)} hangs, " in err
     starts = 1 + len(hang)

@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.parallel.checkpoint import host_buffer, writer
 from tests.parallel.checkpoint.checkpoints import (
     assert_equal,
     build,
@@ -22,6 +24,9 @@ from tests.parallel.checkpoint.checkpoints import (
     train,
 )
 from tests.support.distributed import RankFailed, run_distributed
+
+PIECES = [b"ab", b"", b"c" * 100, bytearray(b"def"), memoryview(b"g" * 50), b"h"]
+WHOLE = b"".join(bytes(piece) for piece in PIECES)
 
 
 def _background(folder: Path) -> list[tuple[str, ...]]:
@@ -246,3 +251,44 @@ def test_forks_see_what_was_copied_and_nothing_later() -> None:
         os._exit(0 if bool(copy.eq(7).all()) else 1)
     source.zero_()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def _written(path: Path) -> tuple[bytes, tuple[int, int]]:
+    with writer._File(str(path)) as file:
+        for piece in PIECES:
+            file.write(piece)
+    return path.read_bytes(), file.sums
+
+
+def test_the_disk_begins_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes what there is of a file before the file is complete."""
+    begun: list[tuple[int, int]] = []
+
+    def begin(number: int, start: int, length: int, flags: int) -> int:
+        assert length == 0 and flags == writer._SYNC_FILE_RANGE_WRITE
+        begun.append((start, (tmp_path / "file").stat().st_size))
+        return 0
+
+    monkeypatch.setattr(writer, "_BLOCK", 50)
+    monkeypatch.setattr(writer, "_sync_file_range", begin)
+    assert _written(tmp_path / "file") == (WHOLE, (len(WHOLE), zlib.crc32(WHOLE)))
+    # Each block is in the kernel's hands by then, and starts where the one before ended.
+    assert begun == [(0, 102), (102, 155)]
+
+
+@pytest.mark.parametrize("function", [None, lambda *_: -1], ids=["absent", "refused"])
+def test_a_file_system_that_does_not_offer_it(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_BLOCK", 1)
+    monkeypatch.setattr(writer, "_sync_file_range", function)
+    assert _written(tmp_path / "file") == (WHOLE, (len(WHOLE), zlib.crc32(WHOLE)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 100_003])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_pages_are_touched(size: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_buffer.os, "sched_getaffinity", lambda _: set(range(threads)))
+    memory = torch.ones(size + 2, dtype=torch.uint8)
+    host_buffer._touch(memory.data_ptr() + 1, size)
+    assert memory.tolist() == [1, *[0] * size, 1]

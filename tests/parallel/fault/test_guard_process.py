@@ -1,10 +1,17 @@
 """A rank's guard on sockets of this process."""
 
+import json
 import os
 import selectors
 import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
 
 from phalanx.parallel.fault.guard_process import GuardProcess
+from phalanx.parallel.fault.verdict import Where
 
 
 def test_rank_and_hub_may_go_at_once() -> None:
@@ -17,3 +24,26 @@ def test_rank_and_hub_may_go_at_once() -> None:
     guard.run()
     assert of_hub.fileno() == -1 and guard._verdict is None
     of_rank.close()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_user_is_told_once(
+    told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The guard that ends a rank tells why, unless the rank has."""
+    rank, of_rank = socket.socketpair()
+    process = subprocess.Popen(["sleep", "60"])
+    guard = GuardProcess(of_rank, process.pid, stacks=0, alone=False)
+    guard._folder, guard._where = tmp_path, Where(0, "here", process.pid, 0.0)
+    try:
+        guard._receive({"text": "rank 1 died", "kind": "died", "speaker": 0, "where": {}})
+        for message in [{"do": "ending", "limit": 0.0}] + [{"do": "told"}] * told:
+            rank.sendall(json.dumps(message).encode() + b"\n")
+        guard._hear_rank()
+        guard._look(time.monotonic())
+        assert process.wait(10) < 0
+        assert capfd.readouterr().err.count("error: rank 1 died") == (not told)
+    finally:
+        process.kill()
+        rank.close()
+        of_rank.close()
