@@ -93,11 +93,14 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
     go = tl.load(due) != 0
     if lse is not None:
         # A stale value is smaller. The slack exceeds both rounding errors, so that no row that may
-        # have the maximum is skipped, whichever program is first.
+        # have the maximum is skipped, whichever program is first. Another program may raise the
+        # value while the warps of this one read it. They all take the branch or none does, as its
+        # products need all of them: the answer is reduced over the warps after it was compared.
         reached = tl.load(most_H + h)
         at = lse + tl.program_id(1).to(tl.int64) * S + s
-        bound = tl.max(tl.load(at, mask=s < S, other=float("-inf")), 0)
-        go = go & (bound >= reached - (0.0625 + tl.abs(reached) * 0.0009765625))
+        bounds = tl.load(at, mask=s < S, other=float("-inf"))
+        may_raise = bounds >= reached - (0.0625 + tl.abs(reached) * 0.0009765625)
+        go = go & (tl.max(may_raise.to(tl.int32), 0) != 0)
     if go:
         last = tl.minimum(s, S - 1)  # rows past the end repeat the last one
         position = T - S + last

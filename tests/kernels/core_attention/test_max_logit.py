@@ -1,5 +1,6 @@
 """The largest logit of each head: torch and the interpreted kernel against every logit in fp64."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,26 @@ def test_kernel_interpreted() -> None:
     interpret(__name__)
 
 
+def own_loads_of_first_branch(ptx: str) -> set[str]:
+    """Parameters from whose memory each thread itself reads what the first branch depends on.
+
+    A value that another program may raise meanwhile must not be among them: warps would read
+    different values, and part of them would leave products that need all of them.
+    """
+    lines = re.findall(r"^\s*(?:@(%\w+) )?([a-z][\w.]*)\s+([^;]*);", ptx, re.MULTILINE)
+    end = next(i for i, (_, name, _) in enumerate(lines) if name == "bra")
+    wanted, found = {lines[end][0]}, set()
+    for predicate, name, operands in reversed(lines[:end]):
+        result, *sources = re.findall(r"%\w+|\[\s*\w+\s*\]", operands) or [""]
+        if result not in wanted or name.startswith("ld.shared"):
+            wanted.discard(result)  # from here on every warp has the same
+            continue
+        if name.startswith("ld.param"):
+            found.add(sources[0].strip("[ ]"))
+        wanted |= {source for source in (predicate, *sources) if source.startswith("%")}
+    return found
+
+
 @pytest.mark.parametrize("what", ["Moonlight", "GPT-OSS, with denominators", "documents"])
 def test_machine_code(what: str, tmp_path: Path) -> None:
     """Compiled for sm_90: by tensor cores, nothing spilled, one maximum an element."""
@@ -165,6 +186,7 @@ def test_machine_code(what: str, tmp_path: Path) -> None:
         lambda: max_logit_triton.launch(most, due, *heads, *rest),
         tmp_path,
     )
+    assert own_loads_of_first_branch(code.ptx) == {"attention_max_logit_param_1"}  # due
     assert code.stack == 0 and code.registers <= 128 and code.threads == 256  # two on an SM
     loops, columns = 3, 64 if d == 192 else 128
     each = loops * 128 * columns // code.threads
