@@ -18,7 +18,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 _ALIGN = 512  # bytes; whole cache lines, and any dtype
 _THREADS = 8
-"""Threads of a rank that clear pages, at most: these reach the speed of the memory."""
+"""Most threads of a rank that clear pages."""
 
 
 class Staging:
@@ -75,7 +75,7 @@ def _at(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:
 def _touch(address: int, size: int) -> None:
     """Clear `size` bytes at `address` by several threads.
 
-    A page is cleared when it is first touched, which CUDA would do with one thread at about 1 GB/s.
+    A page is cleared when it is first touched. CUDA would do that with one thread, at 1 to 2 GB/s.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // ranks))
