@@ -33,14 +33,14 @@ def attention_layers(cfg: Config) -> tuple[AttentionLayer, ...]:
     Raises:
         KernelUnavailable: the config names flash-attn-4, which cannot run its model.
     """
-    a, sizes = cfg.model.attention, _facts(cfg)
-    if not _chosen(cfg, "attention", ATTENTION_BACKENDS):
+    a, facts = cfg.model.attention, _facts(cfg)
+    if not _chosen("attention", cfg.kernels.attention, ATTENTION_BACKENDS, facts):
         return ()
     return tuple(
         AttentionLayer(
             _group(cfg),
-            sizes.head_dim,
-            sizes.v_dim,
+            facts.head_dim,
+            facts.v_dim,
             window=window,
             sinks=a.sinks,
             deterministic=cfg.run.deterministic,
@@ -59,7 +59,7 @@ def norm_rows(cfg: Config) -> tuple[Rows, ...]:
     Raises:
         KernelUnavailable: the config names QuACK, which cannot run its model.
     """
-    if not _chosen(cfg, "norm", NORM_BACKENDS):
+    if not _chosen("norm", cfg.kernels.norm, NORM_BACKENDS, _facts(cfg)):
         return ()
     m = cfg.model
     # The norm before attention adds nothing forward and the gradient of the residual backward, that
@@ -77,12 +77,11 @@ def _facts(cfg: Config) -> Facts:
     return replace(on_hopper, device="cpu", capability=None) if on_cpu else on_hopper
 
 
-def _chosen(cfg: Config, op: str, backends: Mapping[str, Implementation]) -> bool:
+def _chosen(op: str, wanted: str, backends: Mapping[str, Implementation], facts: Facts) -> bool:
     """Whether an operation runs by kernels that are compiled for a model's sizes."""
-    wanted = getattr(cfg.kernels, op)
     if wanted in backends and not backends[wanted].per_model:
         return False  # whatever else that implementation needs
-    return backends[resolve(op, wanted, _facts(cfg)).backend].per_model
+    return backends[resolve(op, wanted, facts).backend].per_model
 
 
 def _group(cfg: Config) -> int:

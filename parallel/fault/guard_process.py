@@ -24,7 +24,7 @@ from typing import Any
 from phalanx.parallel.fault.guard import LOST, SIGNALS
 from phalanx.parallel.fault.hub import Hub, until_next
 from phalanx.parallel.fault.launcher import tell
-from phalanx.parallel.fault.verdict import QUIET, Where, died, silent
+from phalanx.parallel.fault.verdict import QUIET, Where, died, error_line, silent
 from phalanx.parallel.folder_lock import Keeper
 
 _BEGINS = 1.0  # seconds after a verdict in which a rank that runs Python has begun to end
@@ -200,10 +200,13 @@ class GuardProcess:
             return
         self._struck = now
         verdict = self._verdict
-        speaks = not self._told and verdict is not None and verdict["speaker"] == self._where.rank
-        if verdict is not None and speaks and verdict["kind"] != "failed":
-            where = f"stacks and collectives of the ranks: {self._folder}"
-            line = f"error: {verdict['text']}; {where}"
+        if (
+            verdict is not None
+            and verdict["speaker"] == self._where.rank
+            and verdict["kind"] != "failed"
+            and not self._told
+        ):
+            line = error_line(verdict["text"], self._folder)
             print(line, file=sys.stderr, flush=True)
             tell(line)
         with suppress(ProcessLookupError):

@@ -5,6 +5,7 @@ No sockets and no clock here; parallel.fault.watchdog brings both.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 SETTLE = 0.5  # seconds after the first bad news in which the others' news still come in
 AGREED = 2.0  # the same after an error that all ranks may have raised, one later than another
@@ -97,6 +98,11 @@ def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict 
     if amiss and (not bad or now - min(bad.values()) >= SETTLE + QUIET):
         return _behind(here, now)
     return None
+
+
+def error_line(text: str, folder: Path) -> str:
+    """Line that tells the user a verdict's `text` and the folder of the post-mortem."""
+    return f"error: {text}; stacks and collectives of the ranks: {folder}"
 
 
 def died(where: Where, at: str) -> str:

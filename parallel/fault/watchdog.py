@@ -29,7 +29,7 @@ import torch.distributed as dist
 from phalanx.parallel.fault import post_mortem
 from phalanx.parallel.fault.activity import current_progress
 from phalanx.parallel.fault.guard import LOST, Guard
-from phalanx.parallel.fault.verdict import Verdict, Where
+from phalanx.parallel.fault.verdict import Verdict, Where, error_line
 
 _GRACE = 10.0  # seconds in which an error that all ranks raise has surely reached this one as well
 _BREAK = 0.3  # seconds in which a collective with a dead rank breaks here; its error tells where
@@ -161,8 +161,7 @@ class Watchdog:
             self._guard.send({"do": "ending", "limit": _GRACE})
             return
         if verdict.kind != "failed" and self._rank == speaker:
-            where = f"stacks and collectives of the ranks: {self._folder}"
-            self._emit(f"error: {verdict.text}; {where}")
+            self._emit(error_line(verdict.text, self._folder))
             self._guard.send({"do": "told"})
         post_mortem.write(self._folder, self._rank, verdict.text, self._error)
         if verdict.kind == "silent" and verdict.where.rank != self._rank:
