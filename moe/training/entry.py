@@ -1,6 +1,7 @@
 """One training process, from its first contact with the other ranks to its exit code."""
 
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -92,6 +93,10 @@ def run(
         watchdog.close()
     except Exception as error:
         rank, training = int(os.environ.get("RANK", "0")), trainer is not None
+        if ends_process:
+            # With its frames and their tensors: freeing pinned memory after the device has failed
+            # would end the process by an error in a destructor, with another code.
+            sys.last_exc = error
         shared = None if runtime is None else runtime.connections
         return exit_with(
             error, stop, rank=rank, training=training, watchdog=watchdog, connections=shared

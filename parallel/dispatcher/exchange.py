@@ -103,6 +103,8 @@ class Connection:
         layout = BufferLayout(group.size(), tokens, hidden, slots)
         peers = PeerMemory(group, layout.total, layout.clear)
         self.group, self._handle, self._options = group, peers.handle, options
+        self._at_barrier = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._yes_no = torch.tensor([[1], [0]], dtype=torch.int32, device=peers.memory.device)
         self.exchange = Exchange(
             peers.memory,
             peers.addresses,
@@ -114,7 +116,12 @@ class Connection:
 
     def begin(self) -> None:
         """Barrier of all ranks on their streams, then restart with the first buffers."""
+        yes, no = self._yes_no
+        # torch's barrier traps when its time is up, as any kernel's own fault would: the host then
+        # reads here that the device was in it.
+        self._at_barrier.copy_(yes, non_blocking=True)
         self._handle.barrier(channel=0, timeout_ms=self._options.limit_ms)
+        self._at_barrier.copy_(no, non_blocking=True)
         self.exchange.restart()
 
     def release(self) -> None:
@@ -126,10 +133,20 @@ class Connection:
         """Error text on the rank that a wait timed out for; empty if none did."""
         late = self.exchange.timed_out()
         if late is None:
-            return ""
+            lost = self._at_barrier.item() and _has_failed()  # a barrier that goes on may yet end
+            return "a rank has not reached the barrier of this step" if lost else ""
         rank, epoch, reached = late
         peer = dist.get_global_rank(self.group, rank)
         return f"rank {peer} has not reached exchange {epoch} of experts, only {reached}"
+
+
+def _has_failed() -> bool:
+    """Whether an error has stopped the device, which every call then reports."""
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError:
+        return True
+    return False
 
 
 class PassExchanges(NamedTuple):

@@ -2,9 +2,13 @@
 
 import faulthandler
 import json
+import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import torch.distributed as dist
@@ -31,17 +35,33 @@ def write(folder: Path, rank: int, verdict: str, error: str) -> None:
                 flush=True,
             )
             faulthandler.dump_traceback(file)
-        record = _flight_record(broken="CUDA error" in error)
+            with _stderr_to(file):
+                record = _flight_record(broken="CUDA error" in error)
         (folder / f"rank_{rank}.collectives.json").write_bytes(record)
     except OSError as problem:
         print(f"rank {rank}: stacks not written: {problem}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def _stderr_to(file: TextIO) -> Iterator[None]:
+    """Write what torch says by itself to a file: a page for each collective of a captured step.
+
+    It would come after the line that says what happened.
+    """
+    sys.stderr.flush()
+    before = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def _flight_record(broken: bool) -> bytes:
     """The last TORCH_FR_BUFFER_SIZE collectives of the job's backend, by torch's flight recorder.
 
-    A `broken` device cannot be asked which of NCCL's have ended. torch would tell a page for each
-    of them, after the line that says what happened.
+    A `broken` device cannot be asked which of NCCL's have ended.
     """
     from torch._C import _distributed_c10d as c10d
 

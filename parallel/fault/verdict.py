@@ -119,13 +119,16 @@ def silent(where: Where, seconds: float, at: str) -> str:
 def _behind(here: Mapping[int, Member], now: float) -> Verdict:
     """Collectives do not finish though all ranks live: the one that is behind keeps them.
 
-    A rank that says that it cannot go on does not hang. If none is behind, what the first of those
-    said tells more: whose tokens did not come, for one.
+    A rank that says that it cannot go on does not hang; if all but one say so, they wait for that
+    one. What the first of them said tells more: whose tokens did not come, for one.
     """
     failed = sorted((m.failed, m.reason) for m in here.values() if m.failed is not None)
+    reason = f"; {failed[0][1]}" if failed and failed[0][1] else ""
     waiting = [m for m in here.values() if m.failed is None] or list(here.values())
     m = min(waiting, key=lambda m: (m.serial, m.since))
-    if m.serial < max(other.serial for other in here.values()):
-        return Verdict(m.where, "stuck", f"{m.where} hangs, {now - m.since:.1f} s in {m.at}")
-    reason = f"; {failed[0][1]}" if failed else ""
+    alone = len(failed) == len(here) - 1
+    if alone or m.serial < max(other.serial for other in here.values()):
+        return Verdict(
+            m.where, "stuck", f"{m.where} hangs, {now - m.since:.1f} s in {m.at}{reason}"
+        )
     return Verdict(m.where, "broken", f"all ranks are stuck in {m.at}{reason}")

@@ -262,7 +262,8 @@ def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
         (stop, r"rank 1 \(.*\) has not answered for "),
         (
             hang,
-            "all ranks are stuck in .*; rank 1 has not reached exchange 41 of experts, only 39; ",
+            r"rank 1 \(.*\) hangs, .* in .*; "
+            "rank 1 has not reached exchange 41 of experts, only 39; ",
         ),
     ],
 )

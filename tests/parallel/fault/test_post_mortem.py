@@ -1,6 +1,7 @@
 """Files that a rank leaves behind where its device no longer answers."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_a_record_that_cannot_be_had_costs_no_more(
     assert "test_post_mortem.py" in text  # the stack
     record = json.loads((tmp_path / "failures/rank_3.collectives.json").read_bytes())
     assert record == {"entries": [], "error": "CUDA error: unspecified launch failure"}
+
+
+def test_pages_of_torch_go_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def pages() -> bytes:
+        os.write(2, b"Failed to update state for entry 117")
+        return b"{}"
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", pages)
+    post_mortem.write(tmp_path, 3, "rank 1 hangs", "")
+    os.write(2, b"after")
+    assert capfd.readouterr().err == "after"
+    text = (tmp_path / "rank_3.txt").read_text()
+    assert text.startswith("rank 1 hangs\n") and text.endswith("for entry 117")
 
 
 @pytest.mark.usefixtures("_on_nccl")

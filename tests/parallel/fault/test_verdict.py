@@ -56,6 +56,8 @@ OWN = {"failed": NOW - 3, "own": True}
         ),
         ({f"r{r}": {"since": NOW - 61 - r} for r in range(4)}, 3, "broken"),
         ({"r0": LOST}, 1, "broken"),
+        # All but one have said that they wait.
+        ({"r0": LOST, "r1": LOST, "r3": LOST}, 2, "stuck"),
         # It waited on its device for one whose host is no further, or a little further.
         ({"r0": LOST | {"serial": 49}}, 1, "broken"),
         ({"r0": LOST | {"serial": 49}, "r3": {"serial": 48}}, 3, "stuck"),
