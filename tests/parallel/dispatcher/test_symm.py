@@ -6,6 +6,7 @@ import inspect
 import traceback
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.parallel.dispatcher.test_base import dispatcher_of
 from tests.support.distributed import run_distributed
 
 
-def _connection(report: list[int]) -> Any:
+def _connection(report: list[int], at_barrier: bool) -> Any:
     """Connection of an exchange whose kernels have left a report."""
     pytest.importorskip("cutlass")
     from phalanx.kernels.sm90.exchange.exchange import Exchange
@@ -33,22 +34,36 @@ def _connection(report: list[int]) -> Any:
     connection.group, connection.exchange = dist.group.WORLD, object.__new__(Exchange)
     written = torch.tensor(report, dtype=torch.int32)
     connection.exchange._buffers = [SimpleNamespace(report=written)]
+    connection._at_barrier = torch.tensor([at_barrier], dtype=torch.int32)
     return connection
 
 
-def _missing() -> list[str]:
+def _missing(cases: list[tuple[list[int], bool, bool]]) -> list[str]:
     told = []
-    for report in ([0, 0, 0, 0], [2, 41, 39, 0]):
+    for report, at_barrier, failed in cases:
         connections = Connections()
-        connections.get("a", functools.partial(_connection, report))
-        told.append(connections.missing())
+        connections.get("a", functools.partial(_connection, report, at_barrier))
+        with mock.patch.object(exchanges, "_has_failed", lambda failed=failed: failed):
+            told.append(connections.missing())
     return told
 
 
 def test_who_did_not_come_is_named() -> None:
-    nobody, somebody = run_distributed(_missing, 2)[0]
-    assert nobody == ""
-    assert somebody == "rank 1 has not reached exchange 41 of experts, only 39"
+    nobody, late = [0, 0, 0, 0], [2, 41, 39, 0]
+    cases = [  # report, whether the device is in the barrier, and whether it has failed
+        (nobody, False, False),
+        (late, False, True),
+        (nobody, True, True),
+        (nobody, False, True),  # an error of another kernel
+        (nobody, True, False),  # an error of the host while the barrier waits
+    ]
+    assert run_distributed(_missing, 2, cases)[0] == [
+        "",
+        "rank 1 has not reached exchange 41 of experts, only 39",
+        "a rank has not reached the barrier of this step",
+        "",
+        "",
+    ]
 
 
 def _made(name: str) -> str:
