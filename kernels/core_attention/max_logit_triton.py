@@ -2,18 +2,18 @@
 
 See `kernels.core_attention.max_logit`. A program has a block of queries of one head and iterates
 over the keys that they see. Between two products it has one instruction per element, the maximum;
-masks are computed only in tiles at the edges. Registers and shared memory allow two programs on an
-SM, so that the products of one overlap the other. Programs of a head combine by an atomic maximum,
-whose result does not depend on order.
+masks are computed only in tiles at the edges, but in all tiles of a narrow window. Registers and
+shared memory allow two programs on an SM, so that the products of one overlap the other. Programs
+of a head combine by an atomic maximum, whose result does not depend on order.
 
 Legend: B batch, H query heads, G key-value heads, S queries, T keys, d channels.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
-
-_ROWS = 128
 
 
 @triton.jit
@@ -82,6 +82,7 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     # The last queries see most keys: they start first.
@@ -128,22 +129,40 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
         # those from `whole` to `part`.
         begin = least // COLUMNS * COLUMNS
         end = T - S + end_row
-        part = tl.maximum((T - S + top_row + 1) // COLUMNS * COLUMNS, begin)
-        whole = tl.minimum((most_first + COLUMNS - 1) // COLUMNS * COLUMNS, part)
+        part = begin
         most = tl.full([ROWS], float("-inf"), tl.float32)
-        most = tiles(
-            most, queries, rest, keys, k_t, begin, whole, T, first, position, D,
-            True, WIDE, REST, COLUMNS, EXACT,
-        )  # fmt: skip
-        most = tiles(
-            most, queries, rest, keys, k_t, whole, part, T, first, position, D,
-            False, WIDE, REST, COLUMNS, EXACT,
-        )  # fmt: skip
+        if not NARROW:  # else at most one tile needs no mask, and one loop prefetches all of them
+            part = tl.maximum((T - S + top_row + 1) // COLUMNS * COLUMNS, begin)
+            whole = tl.minimum((most_first + COLUMNS - 1) // COLUMNS * COLUMNS, part)
+            most = tiles(
+                most, queries, rest, keys, k_t, begin, whole, T, first, position, D,
+                True, WIDE, REST, COLUMNS, EXACT,
+            )  # fmt: skip
+            most = tiles(
+                most, queries, rest, keys, k_t, whole, part, T, first, position, D,
+                False, WIDE, REST, COLUMNS, EXACT,
+            )  # fmt: skip
         most = tiles(
             most, queries, rest, keys, k_t, part, end, T, first, position, D,
             True, WIDE, REST, COLUMNS, EXACT,
         )  # fmt: skip
         tl.atomic_max(most_H + h, tl.max(most, 0) * scale)
+
+
+class _Tiling(NamedTuple):
+    """Launch parameters of a program."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def _tiling(d: int, window: int) -> _Tiling:
+    if 0 < window <= 128 and d <= 64:
+        # A program has a few tiles, and waits for memory most of the time: six of them on an SM.
+        return _Tiling(64, 64, 4, 3)
+    return _Tiling(128, 128 if d <= 128 else 64, 8, 3 if d <= 64 else 2)
 
 
 def launch(
@@ -161,7 +180,8 @@ def launch(
     # 192 channels are 128 and 64: padded to a power of two, a quarter of the products would be 0.
     wide = max(16, 1 << (d.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(d - wide)) if d > wide else 0
-    attention_max_logit[(triton.cdiv(S, _ROWS), B * H)](
+    tiling = _tiling(d, window)
+    attention_max_logit[(triton.cdiv(S, tiling.rows), B * H)](
         most_H,
         due,
         q_BHSd,
@@ -175,9 +195,10 @@ def launch(
         D=d,
         WIDE=wide,
         REST=rest,
-        ROWS=_ROWS,
-        COLUMNS=128 if d <= 128 else 64,
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
+        NARROW=0 < window <= tiling.rows + tiling.columns,
         EXACT="ieee",
-        num_warps=8,
-        num_stages=3 if d <= 64 else 2,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )

@@ -22,6 +22,8 @@ CASES = [
     (1, 2, 2, 130, 130, 16, 1, ()),
     (1, 4, 2, 100, 290, 40, 0, ()),  # a chunk of a context parallel rank
     (1, 4, 4, 90, 190, 16, 100, ()),
+    (1, 2, 1, 300, 300, 16, 200, ()),
+    (1, 2, 1, 500, 500, 16, 300, ()),
     (1, 4, 2, 333, 333, 16, 0, (5, 1, 200, 127)),
     (1, 2, 1, 256, 256, 16, 20, (128, 64, 63, 1)),
 ]
@@ -165,7 +167,9 @@ def own_loads_of_first_branch(ptx: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("what", ["Moonlight", "GPT-OSS, with denominators", "documents"])
+@pytest.mark.parametrize(
+    "what", ["Moonlight", "GPT-OSS, with denominators", "GPT-OSS, window", "documents"]
+)
 def test_machine_code(what: str, tmp_path: Path) -> None:
     """Compiled for sm_90: by tensor cores, nothing spilled, one maximum an element."""
     pytest.importorskip("triton")
@@ -179,7 +183,8 @@ def test_machine_code(what: str, tmp_path: Path) -> None:
     most, lse = torch.empty(H, device="meta"), torch.empty(2, H, S, device="meta")
     first = torch.empty(S, dtype=torch.int64, device="meta")
     heads = [x.permute(1, 2, 0, 3) for x in (q, k)]
-    rest = (first if what == "documents" else None, lse if "GPT" in what else None, 0.1, 0)
+    window = 128 if "window" in what else 0
+    rest = (first if what == "documents" else None, lse if "GPT" in what else None, 0.1, window)
     code = launched(
         max_logit_triton,
         "attention_max_logit",
@@ -187,8 +192,12 @@ def test_machine_code(what: str, tmp_path: Path) -> None:
         tmp_path,
     )
     assert own_loads_of_first_branch(code.ptx) == {"attention_max_logit_param_1"}  # due
-    assert code.stack == 0 and code.registers <= 128 and code.threads == 256  # two on an SM
-    loops, columns = 3, 64 if d == 192 else 128
-    each = loops * 128 * columns // code.threads
+    rows, columns, loops = 128, 64 if d == 192 else 128, 3
+    programs = 2  # on an SM
+    if window:
+        rows, columns, loops, programs = 64, 64, 1, 6
+    assert code.stack == 0 and code.registers * code.threads * programs <= 65536
+    assert code.threads == 2 * rows
+    each = loops * rows * columns // code.threads
     assert code.count("HGMMA") == loops * d // 16
     assert 0.9 * each <= code.count("FMNMX") <= 1.5 * each
