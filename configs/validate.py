@@ -90,7 +90,8 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         cfg: stays as it is.
         world_size: ranks; `parallel.world_size`, where set, is laid out instead.
         experiment: that the command line took. On another number of ranks than its own all problems
-            of the layout are one, whose overrides together give a layout.
+            of the layout are one, whose overrides together give a layout, unless its own ranks have
+            all of them too.
     """
     cfg = copied(cfg)
     rules = (
@@ -120,8 +121,11 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     world_size = cfg.parallel.world_size or world_size
     before, own = copied(cfg), ranks_of_experiment(experiment)
     of_layout = list(layout_problems(cfg, world_size))
-    if of_layout and own not in (0, world_size):
-        of_layout = [_resized(before, world_size, experiment, own)]
+    if own not in (0, world_size):
+        of_any = set(layout_problems(copied(before), own))  # as much a problem on its own ranks
+        others = [problem for problem in of_layout if problem not in of_any]
+        if others:
+            of_layout = [_resized(before, world_size, experiment, own)]
     problems += [*of_layout, *inject_problems(cfg, world_size)]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -136,6 +136,18 @@ def resized(name: str, world: int, *more: str) -> tuple[list[str], Config]:
     return words, tried(given, words)
 
 
+def test_a_problem_of_any_number_of_ranks_is_not_blamed_on_it() -> None:
+    fp8 = ["precision=fp8_block", "precision.dispatch=fp8"]
+    lines = []
+    for name, ranks in (("olmoe_8gpu", 8), ("olmoe_8gpu", 4), ("", 4)):
+        model = f"experiment={name}" if name else "model=olmoe_1b_7b"
+        with pytest.raises(ConfigError) as raised:
+            validate(load([model, "parallel.expert=4", *fp8]), ranks, name)
+        lines.append(str(raised.value))
+    assert lines[0] == lines[1] == lines[2]
+    assert lines[0].startswith("precision.dispatch=fp8 cannot travel by parallel.dispatch=auto")
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> None:
     from phalanx.moe.estimate.resolve import resolved
