@@ -121,10 +121,9 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     world_size = cfg.parallel.world_size or world_size
     before, own = copied(cfg), ranks_of_experiment(experiment)
     of_layout = list(layout_problems(cfg, world_size))
-    if own not in (0, world_size):
-        of_any = set(layout_problems(copied(before), own))  # as much a problem on its own ranks
-        others = [problem for problem in of_layout if problem not in of_any]
-        if others:
+    if of_layout and own not in (0, world_size):
+        of_any_number = set(layout_problems(copied(before), own))
+        if not of_any_number.issuperset(of_layout):
             of_layout = [_resized(before, world_size, experiment, own)]
     problems += [*of_layout, *inject_problems(cfg, world_size)]
     if problems:
