@@ -110,6 +110,7 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "kernels.backend", reason, "auto")
     elif is_fp8(cfg) and facts.stock_layer:
         yield from _megatron(cfg)
+    yield from _rows(cfg)
 
 
 def _runs(recipe: str) -> str:
@@ -120,17 +121,12 @@ def _runs(recipe: str) -> str:
     return f"{listed(multiply)} multiplies, and {listed(emulate)} emulate"
 
 
-def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
-    """Problems of FP8 with the layout; `ranks` share the experts."""
+def _rows(cfg: Config) -> Iterator[str]:
+    """Yield the reason against rows in FP8. All transports that `auto` takes carry them."""
     wanted = cfg.parallel.dispatch
-    several = [name for name, facts in TRANSPORTS.items() if facts.auto and not facts.one_rank]
-    may_take = [wanted] if wanted != "auto" else several if ranks > 1 else []
-    without = [name for name in may_take if not TRANSPORTS[name].fp8]
-    if cfg.precision.dispatch == "fp8" and without:
-        reason = f"cannot travel by parallel.dispatch={wanted}"
-        reason += f", which may take {', '.join(without)}" if wanted == "auto" else ""
+    if cfg.precision.dispatch == "fp8" and wanted != "auto" and not TRANSPORTS[wanted].fp8:
         carry = [name for name, facts in TRANSPORTS.items() if facts.fp8 and not facts.one_rank]
-        reason += f", only by {' or '.join(carry)}"
+        reason = f"cannot travel by parallel.dispatch={wanted}, only by {', '.join(carry)}"
         yield repair(cfg, "precision.dispatch", reason, "bf16")
 
 

@@ -13,7 +13,6 @@ from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
 from phalanx.configs.arithmetic.batch_sizes import parse
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.arithmetic.stages import balanced
-from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import changed, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
@@ -304,7 +303,6 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     if p.dispatch != "auto" and TRANSPORTS[p.dispatch].one_rank and size > 1:
         reason = f"keeps tokens on their rank, and the experts are on {size} ranks"
         yield repair(cfg, "parallel.dispatch", reason, "alltoall")
-    yield from layout_fp8_problems(cfg, size)
     yield from _replication(cfg, size)
 
 

@@ -33,7 +33,10 @@ class TransportFacts:
     collective: bool = False
     """Exchanges are collectives of NCCL or gloo, which weight gradients hide in backward passes."""
     fp8: bool = False
-    """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales."""
+    """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales.
+
+    A transport with `auto` must.
+    """
 
     @property
     def replicates_experts(self) -> bool:
@@ -69,7 +72,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         over_nodes=True,
         overlaps_microbatches=True,
         collective=True,
-        # Without fp8, though the class carries it: that has run on CPU ranks alone.
+        fp8=True,
     ),
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatcher.alltoall:AllToAll",

@@ -108,6 +108,8 @@ def test_a_transport_carries_fp8_where_its_entry_says_so(monkeypatch: pytest.Mon
     assert len(problems(cfg, 2)) == 1
     monkeypatch.setitem(TRANSPORTS, "deepep", replace(TRANSPORTS["deepep"], fp8=True))
     assert problems(cfg, 2) == []
+    # The transport is unknown when a configuration is checked.
+    assert all(facts.fp8 for facts in TRANSPORTS.values() if facts.auto)
 
 
 def test_all_problems_come_at_once_and_without_consequences() -> None:

@@ -37,12 +37,9 @@ def fp8_gain(cfg: Config, world: int, machine: Machine) -> Choice | None:
     if fp8 is None or in_bf16 is None or not multiplies_fp8(fp8):
         return None
     seconds, bf16_seconds = (step_time(c, world, machine).total for c in (fp8, in_bf16))
-    others = {"precision=bf16": bf16_seconds}
-    rows = {"precision.dispatch": "fp8"}
-    for values in (rows, rows | {"parallel.dispatch": fp8.parallel.dispatch}):
-        if (trial := _resolved(changed(cfg, values), world, machine)) is not None:
-            others[overrides(values)] = step_time(trial, world, machine).total
-            break
+    others, rows = {"precision=bf16": bf16_seconds}, {"precision.dispatch": "fp8"}
+    if (trial := _resolved(changed(cfg, rows), world, machine)) is not None:
+        others[overrides(rows)] = step_time(trial, world, machine).total
     best = min(others, key=lambda name: others[name])
     reason = f"tokens/s of bf16, estimated for {machine.name}"
     if seconds > _NOTABLE * others[best]:

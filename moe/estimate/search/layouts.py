@@ -8,7 +8,6 @@ from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import Changes
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import MACHINES
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_CHUNKS, _MOST_MICRO_BATCH = 8, 8, 8, 4
 _MOST_EXPERT_NODES = 8
@@ -43,11 +42,9 @@ class Layout(NamedTuple):
         }
         if self.overlap:
             changes["parallel.overlap_microbatches"] = "on"
-        elif is_fp8(cfg) and p.dispatch == "auto":
-            # Rows that experts would round anyway travel in FP8 where they can.
-            inside = 1 < self.expert <= MACHINES[cfg.run.machine].node_gpus
-            changes["parallel.dispatch"] = "symm" if inside else "auto"
-            changes["precision.dispatch"] = "fp8" if inside else "bf16"
+        if is_fp8(cfg) and p.dispatch == "auto":
+            # Rows that experts would round anyway travel in FP8.
+            changes["precision.dispatch"] = "fp8" if self.expert > 1 else "bf16"
         return changes
 
 

@@ -29,8 +29,11 @@ def _cases() -> dict[str, Case]:
     cases = {}
     each = ("bf16", "fp8_block"), (EAGER, CAPTURED), ("off", "on")
     for layout, *how in product(LAYOUTS, *each):
-        model = "deepseek" if layout == "nodes" else "tiny"
-        cases[names((layout, *how))] = Case(GPUS, overrides(model, LAYOUTS[layout], *how), "2")
+        given, model = LAYOUTS[layout], "tiny"
+        if layout == "nodes":
+            model = "deepseek"
+            given = given + ["precision.dispatch=fp8"] * (how[0] == "fp8_block")
+        cases[names((layout, *how))] = Case(GPUS, overrides(model, given, *how), "2")
     return cases
 
 

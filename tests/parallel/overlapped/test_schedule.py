@@ -33,6 +33,7 @@ CASES = {
     "recomputed": ["model=tiny_deepseek", "precision=bf16", "run.recompute=[moe,norm]"],
     "full": ["model=tiny", "precision=bf16", "run.recompute=full", *BALANCE],
     "muon": ["model=tiny", "precision=bf16", "optim=muon", "parallel.overlap=false"],
+    "rows in fp8": ["model=tiny_deepseek", "precision=fp8_block", "precision.dispatch=fp8"],
 }
 
 
@@ -91,7 +92,7 @@ def test_results_with_pipeline_stages(case: str) -> None:
 
 
 @pytest.mark.dist
-@mostly_slow("case", ["deepseek", "full"], "deepseek")
+@mostly_slow("case", ["deepseek", "full", "rows in fp8"], "rows in fp8")
 def test_results_over_nodes(case: str) -> None:
     """The rail and the collectives inside nodes have groups for each pass."""
     hier = [*CASES[case], "parallel.dispatch=hier", "parallel.expert=4"]

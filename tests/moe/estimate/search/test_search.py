@@ -100,13 +100,11 @@ def test_overlap_of_micro_batches_is_searched() -> None:
     assert changes["parallel.overlap_microbatches"] == "on"
 
 
-def test_rows_of_fp8_experts_travel_in_fp8_inside_a_node() -> None:
+def test_rows_of_fp8_experts_travel_in_fp8() -> None:
     cfg = load([*QWEN, "precision=fp8_block"])
     for layout in layouts(cfg, 16, 8):
-        changes = layout.changes(cfg)
-        if not layout.overlap:
-            inside = 1 < layout.expert <= 8
-            assert changes["precision.dispatch"] == ("fp8" if inside else "bf16")
+        travel = "fp8" if layout.expert > 1 else "bf16"
+        assert layout.changes(cfg)["precision.dispatch"] == travel
 
 
 def test_what_fits_nowhere_exits_2() -> None:

@@ -66,6 +66,17 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(slots: int, tmp_path: Path)
         assert [s[name] for s in graph] == [s[name] for s in eager], name
 
 
+def test_rows_in_fp8_change_no_loss(tmp_path: Path) -> None:
+    """Experts would round tokens and gradients that arrive in bf16 alike; captured too."""
+    options = [*COMMON, FUSED, "parallel.dispatch=hier", "run.steps=8", "precision=fp8_block"]
+    rows = "precision.dispatch=fp8"
+    ways = {"bf16": [], "fp8": [rows], "graph": [rows, GRAPH]}
+    trained = {name: train(tmp_path, name, *options, *way, ranks=4) for name, way in ways.items()}
+    for name, steps in trained.items():
+        for metric in ("loss", "grad_norm"):
+            assert [s[metric] for s in steps] == [s[metric] for s in trained["bf16"]], name
+
+
 def test_fp32_goes_by_collectives_inside_a_node(tmp_path: Path) -> None:
     """Without pushes; only the order of sums differs."""
     options = [*COMMON, "kernels=reference", "precision=fp32"]

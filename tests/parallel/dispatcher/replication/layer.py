@@ -1,9 +1,8 @@
 """Program of a rank: layers over `symm` with expert replication, against the same without.
 
     torchrun --nproc-per-node R tests/parallel/dispatcher/replication/layer.py
-    PHALANX_ONE_GPU=1 torchrun --nproc-per-node R tests/parallel/dispatcher/replication/layer.py
-    small8 PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4
-    tests/parallel/dispatcher/replication/layer.py hier
+    PHALANX_ONE_GPU=1 torchrun --nproc-per-node R .../replication/layer.py small8
+    PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4 .../replication/layer.py hier
 
 The last one has `symm` inside the nodes of `hier`, each of which replicates by itself.
 Results and gradients of tokens, probabilities and residual have the same bits; gradients of weights
