@@ -131,7 +131,7 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
         end = T - S + end_row
         part = begin
         most = tl.full([ROWS], float("-inf"), tl.float32)
-        if not NARROW:  # else at most one tile needs no mask, and one loop prefetches all of them
+        if not NARROW:  # else at most one tile needs no mask, and one loop has all of them
             part = tl.maximum((T - S + top_row + 1) // COLUMNS * COLUMNS, begin)
             whole = tl.minimum((most_first + COLUMNS - 1) // COLUMNS * COLUMNS, part)
             most = tiles(
@@ -160,8 +160,9 @@ class _Tiling(NamedTuple):
 
 def _tiling(d: int, window: int) -> _Tiling:
     if 0 < window <= 128 and d <= 64:
-        # A program has a few tiles, and waits for memory most of the time: six of them on an SM.
-        return _Tiling(64, 64, 4, 3)
+        # A program has a few tiles, and waits for memory most of the time: many of them on an SM
+        # hide that better than prefetching, whose buffers would leave room for fewer.
+        return _Tiling(64, 64, 4, 1)
     return _Tiling(128, 128 if d <= 128 else 64, 8, 3 if d <= 64 else 2)
 
 
