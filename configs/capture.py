@@ -29,6 +29,8 @@ def not_capturable(cfg: Config) -> str | None:
         return f"{k.backend} experts count their rows on the host"
     if not attention_backend(k.attention).graph:
         return f"kernels.attention={k.attention} is for checks of eager steps"
+    if p.context > 1 and not attention_backend(k.attention).graph_over_ranks:
+        return f"kernels.attention={k.attention} passes keys and values from rank to rank"
     if linear_layers(cfg.model) and not in_bf16(cfg):
         return "linear attention in fp32 is that of torch, for checks of eager steps"
     if transport is not None and not transport.graph:

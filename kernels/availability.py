@@ -95,18 +95,6 @@ def quack(facts: Facts) -> Refusal:
     return None
 
 
-def fa4_with_context(facts: Facts) -> Refusal:
-    """Reason why context parallelism prefers Transformer Engine to flash-attn-4, or None."""
-    # Transformer Engine's ring of context ranks has neither windows nor sinks.
-    ring = facts.context > 1 and not facts.window and not facts.sinks
-    if ring and te_attention(facts) is None:
-        return (
-            "with context parallelism it would gather all keys and values on every rank, where te "
-            "passes them around"
-        )
-    return None
-
-
 def fla(facts: Facts) -> Refusal:
     """Reason why flash-linear-attention cannot run, or None."""
     if facts.device != "cuda":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from phalanx.parallel.fault.agreement import gather
@@ -225,6 +226,10 @@ def _attempted[Result](
     """Graph of `work` and its result; or why it cannot be captured."""
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
+    # Megatron-Core forks to these where ranks of a tensor group might draw. Transformer Engine's
+    # attention advances whichever is current, with no dropout too.
+    for forked in get_cuda_rng_tracker().get_states().values():
+        graph.register_generator_state(forked)
     state = generator.clone_state()
     result, failure = None, None
     # Other threads (checkpoints, watchdogs) may call CUDA meanwhile.

@@ -126,8 +126,7 @@ class Engine:
         if config.bf16 and sharded and optim.moments == "bf16":
             patches.without_masters(settings)
         moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
-        required = graph or optim.ema > 0
-        adam.install(moments, setup.kind, required=required, **setup.options())
+        adam.install(moments, setup.kind, **setup.options())
         self._clips_in_update = optim.moments == "bf16"
         """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
         self._clip_coef = torch.ones((), device=device)

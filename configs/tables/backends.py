@@ -94,6 +94,8 @@ class AttentionBackend(Implementation):
     """Takes the bounds of documents, of a fixed number."""
     max_logits_over_ranks: bool = True
     """Its largest logits are measured for sequences that context-parallel ranks share."""
+    graph_over_ranks: bool = True
+    """Steps can be captured where context-parallel ranks share sequences."""
     copies_heads: bool = False
     """Copies the queries and values that it reads out of a fused projection with norms."""
     reads_projection: bool = False
@@ -190,7 +192,6 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "fa4": AttentionBackend(
         f"{_AVAILABILITY}:fa4",
         "flash-attn-4 on Hopper",
-        slower=f"{_AVAILABILITY}:fa4_with_context",
         cuda=True,
         bf16=True,
         per_model=True,
@@ -206,6 +207,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         documents=False,
         documents_over_ranks=False,
         max_logits_over_ranks=False,
+        graph_over_ranks=False,
         copies_heads=True,
     ),
     "sdpa": AttentionBackend(

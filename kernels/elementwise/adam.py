@@ -7,8 +7,8 @@ slices, so that no moment exists in fp32 as a whole.
 
 FusedAdam of Transformer Engine has such moments too, but does not clip: that is a pass over all
 gradients of its own. On an H200 its step takes 1.8 to 2.1 times as long
-(docs/measured/kernels/libraries.md). With moments in fp32 both take the same time, and FusedAdam
-does the step where it is installed (`parallel.megatron.adam.install`).
+(docs/measured/kernels/libraries.md). With moments in fp32 torch's fused kernel does the step, and
+takes as long as FusedAdam.
 
 A master copy in fp32 may be held as the bf16 weight and the 16 bits that this lacks, as FusedAdam
 in NVIDIA/TransformerEngine does with `store_param_remainders`. The remainder is the master's lower

@@ -69,7 +69,7 @@ class OptimizerState:
 
     Args:
         optimizer: Megatron-Core optimizer, chained or not, whose Adam keeps `step` in the group
-            (parallel.megatron.adam, or Transformer Engine's FusedAdam). Missing state is allocated.
+            (parallel.megatron.adam). Missing state is allocated.
         model_state: `sharded_state_dict` of all model chunks that it updates, before preprocessing.
         stored: names in the checkpoint that is to be loaded. Master copies that it holds in the
             other form get host memory to be loaded to, 4 or 2 bytes an element of this rank.

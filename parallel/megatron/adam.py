@@ -1,8 +1,9 @@
 """AdamW as Megatron-Core's distributed optimizer checkpoints it: `step` lives in the group.
 
-Used where Transformer Engine's FusedAdam is absent, and for moments in bf16. With torch.optim.AdamW
-Megatron-Core 0.19.2 shares one loaded `step` tensor among all parameters, which then counts once
-per parameter, so a resumed run is not exact.
+It replaces Transformer Engine's FusedAdam, which takes the same time but can neither be captured in
+a CUDA graph nor have averages of weights: eager steps of a machine that has the package would have
+other bits than captured ones. With torch.optim.AdamW Megatron-Core 0.19.2 shares one loaded `step`
+tensor among all parameters, which then counts once per parameter, so a resumed run is not exact.
 """
 
 import functools
@@ -225,27 +226,17 @@ class Setup:
 def install(
     moments: torch.dtype = torch.float32,
     kind: type[AdamW] = AdamW,
-    *,
-    required: bool = False,
     **options: Any,
-) -> bool:
-    """Have the optimizers that Megatron-Core builds from now on use this AdamW; True if they do.
+) -> None:
+    """Have the optimizers that Megatron-Core builds from now on use this AdamW.
 
     Args:
-        moments: their dtype. With fp32 FusedAdam stays, if it is there.
-        kind: a subclass in its place, whatever is there, with its `options`.
-        required: FusedAdam does not stay, as it can neither be captured in a CUDA graph nor have
-            averages of weights.
+        moments: their dtype.
+        kind: a subclass in its place, with its `options`.
     """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    present = getattr(optimizer.Adam, "func", None)
-    ours = isinstance(present, type) and issubclass(present, AdamW)
-    needed = required or moments != torch.float32 or kind is not AdamW
-    if not (needed or ours or optimizer.USING_PYTORCH_OPTIMIZER):
-        return False
     optimizer.Adam = functools.partial(kind, moments=moments, **options)
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
-    return True

@@ -12,12 +12,16 @@ AGAINST = {
     "kernels.backend=reference": "reference experts count their rows on the host",
     "kernels.attention=reference": "kernels.attention=reference is for checks of eager steps",
     "parallel.dispatch=deepep": "parallel.dispatch=deepep counts rows on the host",
+    "kernels.attention=te parallel.context=2": (
+        "kernels.attention=te passes keys and values from rank to rank"
+    ),
 }
 
 
 @pytest.mark.parametrize("given", AGAINST)
 def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: str) -> None:
-    auto, forced = load([given]), load([given, "run.graph=full_iteration"])
+    overrides = given.split()
+    auto, forced = load(overrides), load([*overrides, "run.graph=full_iteration"])
     validate(auto, 4)
     assert not_capturable(auto) == AGAINST[given] and resolved_graph(auto) == "off"
     with pytest.raises(ConfigError) as caught:
@@ -26,7 +30,7 @@ def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: 
         f"run.graph=full_iteration cannot run: {AGAINST[given]}; set run.graph=auto"
     )
     assert resolved_graph(forced) == "full_iteration"  # never silently something else
-    validate(load([given, "run.graph=off"]), 4)
+    validate(load([*overrides, "run.graph=off"]), 4)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,7 @@ def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: 
         "kernels.attention=flex",
         "parallel.tensor=2",
         "parallel.context=2",
+        "kernels.attention=te",
         "parallel.pipeline=2",
         "parallel.dispatch=symm",
         "parallel.dispatch=hier",

@@ -115,7 +115,7 @@ A100 = replace(H200, capability=(8, 0))
         ("attention", replace(WITH_FA4, head_dim=64, v_dim=32), "te"),
         ("attention", replace(WITH_FA4, dtype=torch.float32), "flex"),
         ("attention", replace(WITH_FA4, capability=(10, 0)), "te"),
-        ("attention", replace(WITH_FA4, context=2), "te"),
+        ("attention", replace(WITH_FA4, context=2), "fa4"),
         ("attention", replace(WITH_FA4, documents=True), "fa4"),
         ("attention", replace(WITH_FA4, documents=True, head_dim=80, v_dim=80), "flex"),
         ("attention", replace(H200, documents=True), "flex"),

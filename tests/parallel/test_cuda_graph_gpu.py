@@ -1,9 +1,10 @@
-"""The update of a step as CUDA graphs, one for each decision of the host."""
+"""Captured work: generators that it forks to, and updates, one graph per decision of the host."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random as tracked
 
 from phalanx.parallel import cuda_graph
 from phalanx.parallel.cuda_graph import CaptureFailed, UpdateGraphs
@@ -77,3 +78,25 @@ def test_what_cannot_be_captured_changes_nothing(work: Doubling) -> None:
             graphs(False, work.update(False, fails=True), work.prepare, work.pool)
     assert caught.value.work == "the update"
     assert work.value.item() == 2 and next(work.factors) == 3
+
+
+def test_a_graph_draws_from_the_generator_that_it_forks_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformer Engine's attention does in tensor parallelism, without dropout too."""
+    monkeypatch.setattr(cuda_graph, "gather", lambda value: [value])
+    tracker = tracked.CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    monkeypatch.setattr(cuda_graph, "get_cuda_rng_tracker", lambda: tracker)
+    tracker.add(tracked._MODEL_PARALLEL_RNG_TRACKER_NAME, 3)
+
+    def draw() -> torch.Tensor:
+        with tracker.fork():
+            return torch.rand(4, device="cuda")
+
+    states = {name: state.clone_state() for name, state in tracker.get_states().items()}
+    want = [draw() for _ in range(2)]
+    tracker.set_states(states)
+    with cuda_graph.own_stream(torch.device("cuda")):
+        graph, drawn = cuda_graph._captured(draw, torch.cuda.graph_pool_handle(), "a draw")
+        for expected in want:
+            graph.replay()
+            assert torch.equal(drawn, expected)
+    graph.reset()

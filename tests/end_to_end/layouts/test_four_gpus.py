@@ -25,6 +25,9 @@ LAYOUTS = {
     "chunks": ["parallel.pipeline=4", "parallel.virtual_pipeline=2"],
     "expert_stages": ["parallel.pipeline=2", "parallel.expert=2"],
 }
+GENTLE = "optim.lr=2e-4"
+"""With 1e-3 and FP8, eight layers amplify rounding: how one CPU rank groups its micro-batches then
+changes gradient norms by up to 12 %, with this by 1.5 %."""
 SECONDS = 300
 
 
@@ -32,7 +35,7 @@ def _cases() -> dict[str, Case]:
     """Runs by name: every model and layout, eager and captured in bf16, captured in FP8."""
     cases = {}
     for model, recipe in product(MODELS, RECIPES):
-        common = [f"model={model}", "model.layers=8", f"precision={recipe}", *TRAINING]
+        common = [f"model={model}", "model.layers=8", f"precision={recipe}", *TRAINING, GENTLE]
         cases[names((model, recipe, "one"))] = Case(1, [*common, f"run.graph={EAGER}"])
         for layout, how in LAYOUTS.items():
             for graph in (EAGER, CAPTURED) if recipe == "bf16" else (CAPTURED,):

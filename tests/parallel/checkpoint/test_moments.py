@@ -158,10 +158,10 @@ def _with_another_adam() -> None:
         """Needs Transformer Engine."""
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Fused, False
-    assert not adam.install() and optimizer.Adam is Fused
-    assert adam.install(torch.bfloat16)
-    chosen = optimizer.Adam([torch.nn.Parameter(torch.zeros(3))], adam_w_mode=True)
-    assert isinstance(chosen, adam.AdamW) and chosen.moments == torch.bfloat16
+    for moments in (torch.float32, torch.bfloat16):
+        adam.install(moments)
+        chosen = optimizer.Adam([torch.nn.Parameter(torch.zeros(3))], adam_w_mode=True)
+        assert isinstance(chosen, adam.AdamW) and chosen.moments == moments
 
 
 def test_a_keyword_that_nobody_knows_is_named() -> None:
@@ -171,7 +171,7 @@ def test_a_keyword_that_nobody_knows_is_named() -> None:
         AdamW(parameters, weight_decy=0.1, amsgrad=True)
 
 
-def test_replaces_fused_adam_for_bf16_only() -> None:
+def test_replaces_fused_adam() -> None:
     run_distributed(_with_another_adam, 1)
 
 
