@@ -21,15 +21,15 @@ def not_capturable(cfg: Config) -> str | None:
         cfg: an `auto` of kernels, transport or device that is not resolved yet refuses nothing.
     """
     k, p, r = cfg.kernels, cfg.parallel, cfg.run
-    transport = TRANSPORTS.get(p.dispatch)
+    transport, attention = TRANSPORTS.get(p.dispatch), attention_backend(k.attention)
     if r.device == "cpu":
         return "needs CUDA"
     counts = has_experts(cfg.model) or quantizes(cfg)  # else Megatron-Core's own MLPs
     if expert_backend(k.backend).host_counts and counts:
         return f"{k.backend} experts count their rows on the host"
-    if not attention_backend(k.attention).graph:
+    if not attention.graph:
         return f"kernels.attention={k.attention} is for checks of eager steps"
-    if p.context > 1 and not attention_backend(k.attention).graph_over_ranks:
+    if p.context > 1 and not attention.graph_over_ranks:
         return f"kernels.attention={k.attention} passes keys and values from rank to rank"
     if linear_layers(cfg.model) and not in_bf16(cfg):
         return "linear attention in fp32 is that of torch, for checks of eager steps"

@@ -3,8 +3,8 @@
 See `kernels.core_attention.max_logit`. A program has a block of queries of one head and iterates
 over the keys that they see. Between two products it has one instruction per element, the maximum;
 masks are computed only in tiles at the edges, but in all tiles of a narrow window. Registers and
-shared memory allow two programs on an SM, so that the products of one overlap the other. Programs
-of a head combine by an atomic maximum, whose result does not depend on order.
+shared memory allow at least two programs on an SM, so that the products of one overlap the others.
+Programs of a head combine by an atomic maximum, whose result does not depend on order.
 
 Legend: B batch, H query heads, G key-value heads, S queries, T keys, d channels.
 """

@@ -224,7 +224,7 @@ class Setup:
 
 
 def install(
-    moments: torch.dtype = torch.float32,
+    moments: torch.dtype,
     kind: type[AdamW] = AdamW,
     **options: Any,
 ) -> None:

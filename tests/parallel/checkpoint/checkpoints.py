@@ -17,10 +17,9 @@ VOCAB, SEQUENCE, BATCH = 64, 16, 8
 
 def build(seed: int = 1, **kw: Any) -> tuple[Any, Any]:
     """(engine, groups) of a fresh tiny model."""
-    from phalanx.parallel.megatron import adam, cpu
+    from phalanx.parallel.megatron import cpu
 
     cpu.install()
-    adam.install()
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
