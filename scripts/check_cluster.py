@@ -27,7 +27,6 @@ import re
 import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +124,7 @@ def _check(args: argparse.Namespace, guard: Guard) -> int:
         # A collective that breaks is not this rank's fault.
         own = not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower())
         line = (str(error).splitlines() or [repr(error)])[0]
-        if watchdog.report(traceback.format_exc(), line, own=own):
+        if watchdog.report(error, line, own=own):
             _emit(f"error: rank {rank}: {line}")
         return 2
     code = _conclude(args, cluster, shown=rank == 0)

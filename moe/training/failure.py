@@ -53,13 +53,14 @@ def exit_with(
         watchdog: the watchdog, if it has been started.
         connections: memory shared with other ranks, if the process has joined the job.
     """
-    code, text = _verdict(error, training)
     lost = _lost_others(error, connections)
+    # Told before a traceback is formatted, which reads lines of code from the disk.
     if watchdog is not None:
-        stack = redacted("".join(traceback.format_exception(error)))
-        if not watchdog.report(stack, lost or _first_line(error), own=not lost):
-            return code
-    elif (rank or lost) and _signalled(stop):
+        speaks = watchdog.report(error, lost or _first_line(error), own=not lost)
+    else:
+        speaks = not ((rank or lost) and _signalled(stop))
+    code, text = _verdict(error, training)
+    if not speaks:
         return code
     if lost:
         text = f"error: the other ranks are gone: {lost}"

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,30 +14,32 @@ from typing import TextIO
 import psutil
 import torch.distributed as dist
 
+from phalanx.configs.redact import redacted
 from phalanx.parallel.fault.activity import current_progress
 from phalanx.parallel.fault.verdict import Where
 
 
-def write(folder: Path, rank: int, verdict: str, error: str) -> None:
+def write(folder: Path, rank: int, verdict: str, error: Exception | None) -> None:
     """Write this rank's files, or tell why they cannot be written.
 
     Args:
         folder: created.
         rank: of this process.
         verdict: why the job ends.
-        error: traceback that this rank has handled, empty if it had none.
+        error: what this rank has raised, if anything; its traceback is written without secrets.
     """
+    stack = "" if error is None else redacted("".join(traceback.format_exception(error)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
             print(
-                f"{verdict}\n\nrank {rank} was in {current_progress().at}\n{error}",
+                f"{verdict}\n\nrank {rank} was in {current_progress().at}\n{stack}",
                 file=file,
                 flush=True,
             )
             faulthandler.dump_traceback(file)
             with _stderr_to(file):
-                record = _flight_record(broken="CUDA error" in error)
+                record = _flight_record(broken="CUDA error" in stack)
         (folder / f"rank_{rank}.collectives.json").write_bytes(record)
     except OSError as problem:
         print(f"rank {rank}: stacks not written: {problem}", file=sys.stderr, flush=True)

@@ -65,7 +65,8 @@ class Watchdog:
     ) -> None:
         self._guard, self._rank, self._world, self._emit = guard, rank, world, emit
         self._period = min(0.5, timeout / 20)
-        self._error, self._own = "", False
+        self._error: Exception | None = None
+        self._own = False
         self._reported, self._decided, self._closing = (threading.Event() for _ in range(3))
         self._verdict: Verdict | None = None
         if world == 1:
@@ -118,14 +119,15 @@ class Watchdog:
         self._guard.end_receiving()  # wakes the thread
         self._thread.join()
 
-    def report(self, error: str, reason: str, *, own: bool) -> bool:
+    def report(self, error: Exception, reason: str, *, own: bool) -> bool:
         """This rank cannot go on; is it the one to say so?
 
         Waits until the hub has decided who is at fault. If this rank only suffers from another one,
         the process ends here, with `LOST`.
 
         Args:
-            error: traceback, for the post-mortem.
+            error: for the post-mortem. The watchdog formats its traceback, which may take longer
+                than it waits for this call: lines of code are read from the disk.
             reason: in a line, told if nobody is found to be at fault.
             own: whether something went wrong here, rather than in a collective.
         """

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import linecache
 import os
 import re
 import signal
@@ -66,6 +67,19 @@ CASES = {
 """Message and exit code of the faulty rank by kind of `run.inject`."""
 
 
+@contextlib.contextmanager
+def slow_disk(_rank: int) -> Iterator[None]:
+    """A `Change`: lines of code for tracebacks take a second to read."""
+    getlines = linecache.getlines
+
+    def slowly(*args: Any) -> list[str]:
+        time.sleep(0.05)
+        return getlines(*args)
+
+    with mock.patch.object(linecache, "getlines", slowly):
+        yield
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("case", "culprit"),
@@ -84,7 +98,8 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
         f"run.dir={tmp_path}",
         f"run.inject={fault}",
     ]
-    with Launch(2, command, tmp_path / "out") as launch:
+    change = slow_disk if case == "kill" else None
+    with Launch(2, command, tmp_path / "out", change) as launch:
         codes = launch.wait(60)
         began = json.loads((tmp_path / "run" / FOLDER / fault).read_bytes())["monotonic"]
         took = max(launch.ended.values()) - began
