@@ -75,12 +75,8 @@ def pytest_collection_finish() -> None:
 def _turn(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Keep tests with ranks from running next to a test that measures latencies."""
-    node = request.node
-    alone = node.get_closest_marker("alone") is not None
-    if not alone and node.get_closest_marker("dist") is None:
-        yield
-        return
+    """Keep other tests from running next to one that measures latencies."""
+    alone = request.node.get_closest_marker("alone") is not None
     base = tmp_path_factory.getbasetemp()
     with shared(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base, alone=alone):
         yield

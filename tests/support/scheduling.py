@@ -45,19 +45,19 @@ def is_unit(item: pytest.Item) -> bool:
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Sort test files: those with ranks, other slow ones, those that need an idle machine, others.
+    """Sort test files: those with ranks, other slow ones, unit tests, those for an idle machine.
 
-    The first take longest, so that the processes end together; when one comes to those that need an
-    idle machine, the others have no more ranks, for which it would wait.
+    The first take longest, so that the processes end together; the last wait for tests of the other
+    processes, which are short by then.
     """
     place: dict[Path, int] = {}
     for item in items:
         alone, ranks, unit = (
             item.get_closest_marker(n) is not None for n in ("alone", "dist", "unit")
         )
-        own = 2 if alone else 0 if ranks else 3 if unit else 1
+        own = 3 if alone else 0 if ranks else 2 if unit else 1
         known = place.setdefault(item.path, own)
-        place[item.path] = 2 if 2 in (own, known) else min(own, known)
+        place[item.path] = 3 if 3 in (own, known) else min(own, known)
     return sorted(items, key=lambda item: place[item.path])
 
 

@@ -139,9 +139,9 @@ class StandIn:
     """A watchdog that has decided who is to speak."""
 
     def __init__(self, speaks: bool) -> None:
-        self.speaks, self.reported = speaks, tuple[str, str, bool]()
+        self.speaks, self.reported = speaks, tuple[Exception, str, bool]()
 
-    def report(self, error: str, reason: str, *, own: bool) -> bool:
+    def report(self, error: Exception, reason: str, *, own: bool) -> bool:
         self.reported = (error, reason, own)
         return self.speaks
 
@@ -152,13 +152,9 @@ def test_the_watchdog_says_who_speaks(
     rank: int, speaks: bool, stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watchdog = StandIn(speaks)
-    try:
-        raise DataError("what")
-    except DataError as error:
-        code = failure.exit_with(error, stop, rank=rank, training=True, watchdog=watchdog)  # type: ignore[arg-type]
-    assert code == 2
-    stack, reason, own = watchdog.reported
-    assert "raise DataError" in stack and reason == "what" and own
+    error = DataError("what")
+    code = failure.exit_with(error, stop, rank=rank, training=True, watchdog=watchdog)  # type: ignore[arg-type]
+    assert code == 2 and watchdog.reported == (error, "what", True)
     told = "error: what (rank 3)\n" if rank else "error: what\n"
     assert capsys.readouterr().err == (told if speaks else "")
 
