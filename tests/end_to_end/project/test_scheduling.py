@@ -32,10 +32,10 @@ def test_unit_tests_are_selected_by_rule() -> None:
     assert all(importlib.util.find_spec(name) for name in SLOW_HELPERS)
 
 
-def test_files_with_ranks_come_first_and_stay_whole() -> None:
+def test_files_with_ranks_come_first_those_for_an_idle_machine_last() -> None:
     unit, compiles, idle = item("a", "unit"), item("b"), item("c", "dist", "alone")
     mixed = [item("d", "unit"), item("d", "dist")]
-    assert in_order([unit, idle, compiles, *mixed]) == [*mixed, compiles, idle, unit]
+    assert in_order([unit, idle, compiles, *mixed]) == [*mixed, compiles, unit, idle]
 
 
 OTHER = """
@@ -62,7 +62,7 @@ def comes(path: Path, timeout: float = 60) -> bool:
     ("mine", "others", "together"),
     [("beside", "beside", True), ("beside", "alone", False), ("alone", "beside", False)],
 )
-def test_ranks_run_beside_ranks_but_not_beside_one_who_is_alone(
+def test_tests_run_beside_others_but_not_beside_one_that_is_alone(
     mine: str, others: str, together: bool, tmp_path: Path
 ) -> None:
     root = Path(__file__).resolve().parents[3]
