@@ -228,9 +228,12 @@ def _attempted[Result](
     generator = torch.cuda.default_generators[device]
     # Megatron-Core forks to these where ranks of a tensor group might draw. Transformer Engine's
     # attention advances whichever is current, with no dropout too.
-    for forked in get_cuda_rng_tracker().get_states().values():
-        graph.register_generator_state(forked)
+    tracker = get_cuda_rng_tracker()
+    forked = tracker.get_states()
+    for other in forked.values():
+        graph.register_generator_state(other)
     state = generator.clone_state()
+    forked_states = {name: other.clone_state() for name, other in forked.items()}
     result, failure = None, None
     # Other threads (checkpoints, watchdogs) may call CUDA meanwhile.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -242,11 +245,12 @@ def _attempted[Result](
         graph.capture_end()
     except Exception as error:  # as after an error that broke the capture
         failure = failure or error
-        # torch leaves the allocator and the generator as in a capture: memory that another stream
+        # torch leaves the allocator and the generators as in a capture: memory that another stream
         # used would never be free again, and nothing could be drawn.
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
         generator.graphsafe_set_state(state)
+        tracker.set_states(forked_states)
     return graph, result, failure
 
 

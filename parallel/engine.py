@@ -128,7 +128,7 @@ class Engine:
         moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
         adam.install(moments, setup.kind, **setup.options())
         self._clips_in_update = optim.moments == "bf16"
-        """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
+        """`parallel.megatron.adam.AdamW` does with moments in bf16."""
         self._clip_coef = torch.ones((), device=device)
         self._scales_gradients = False
         """The update begins with a pass that clips the gradients."""

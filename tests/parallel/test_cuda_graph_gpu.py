@@ -1,6 +1,7 @@
 """Captured work: generators that it forks to, and updates, one graph per decision of the host."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -80,23 +81,51 @@ def test_what_cannot_be_captured_changes_nothing(work: Doubling) -> None:
     assert work.value.item() == 2 and next(work.factors) == 3
 
 
-def test_a_graph_draws_from_the_generator_that_it_forks_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Transformer Engine's attention does in tensor parallelism, without dropout too."""
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> tracked.CudaRNGStatesTracker:
     monkeypatch.setattr(cuda_graph, "gather", lambda value: [value])
     tracker = tracked.CudaRNGStatesTracker(use_cudagraphable_rng=True)
     monkeypatch.setattr(cuda_graph, "get_cuda_rng_tracker", lambda: tracker)
     tracker.add(tracked._MODEL_PARALLEL_RNG_TRACKER_NAME, 3)
+    return tracker
 
-    def draw() -> torch.Tensor:
-        with tracker.fork():
-            return torch.rand(4, device="cuda")
 
+def forked_draw(tracker: tracked.CudaRNGStatesTracker) -> torch.Tensor:
+    with tracker.fork():
+        return torch.rand(4, device="cuda")
+
+
+def two_draws(tracker: tracked.CudaRNGStatesTracker) -> list[torch.Tensor]:
+    """The next two draws, which are still to come afterwards."""
     states = {name: state.clone_state() for name, state in tracker.get_states().items()}
-    want = [draw() for _ in range(2)]
+    draws = [forked_draw(tracker) for _ in range(2)]
     tracker.set_states(states)
+    return draws
+
+
+def test_a_graph_draws_from_the_generator_that_it_forks_to(
+    tracker: tracked.CudaRNGStatesTracker,
+) -> None:
+    """As Transformer Engine's attention does in tensor parallelism, without dropout too."""
+    want, draw = two_draws(tracker), partial(forked_draw, tracker)
     with cuda_graph.own_stream(torch.device("cuda")):
         graph, drawn = cuda_graph._captured(draw, torch.cuda.graph_pool_handle(), "a draw")
         for expected in want:
             graph.replay()
             assert torch.equal(drawn, expected)
     graph.reset()
+
+
+def test_a_broken_capture_leaves_the_generators_that_it_forks_to(
+    tracker: tracked.CudaRNGStatesTracker,
+) -> None:
+    want = two_draws(tracker)
+
+    def broken() -> float:
+        return forked_draw(tracker).sum().item()
+
+    with cuda_graph.own_stream(torch.device("cuda")):
+        with pytest.raises(CaptureFailed):
+            cuda_graph._captured(broken, torch.cuda.graph_pool_handle(), "a draw")
+        for expected in want:
+            assert torch.equal(forked_draw(tracker), expected)
