@@ -8,6 +8,7 @@ one ends: they have to notice by themselves.
 import contextlib
 import faulthandler
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ class Launch:
         self.files = [folder / f"{rank}.txt" for rank in range(world)]
         self.ended: dict[int, float] = {}
         """time.monotonic() when a rank was seen to have ended."""
-        port = _free_port()
+        port = free_port()
         self.ranks = [
             context.Process(target=_main, args=(rank, world, port, list(overrides), file, change))
             for rank, file in enumerate(self.files)
@@ -94,7 +95,14 @@ def _main(
             train._leave(train.main(overrides, ends_process=True))
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """A port that only who is told it takes.
+
+    Linux hands out ports from 32768 on to connections: one of those may be taken before rank 0,
+    which has to import torch first, listens on it.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("localhost", port))
+            return port

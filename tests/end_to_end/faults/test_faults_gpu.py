@@ -16,6 +16,7 @@ import torch
 
 from phalanx.moe.report.loggers import read
 from phalanx.parallel.fault.watchdog import LOST
+from tests.support.launch import free_port
 
 pytestmark = pytest.mark.gpu
 
@@ -84,10 +85,8 @@ class Ranks:
 
     def __init__(self, folder: Path, program: Sequence[str], *more: str, count: int = 2) -> None:
         command = [sys.executable, *program, *OVERRIDES, f"run.dir={folder}", *more]
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = s.getsockname()[1]
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        place["WORLD_SIZE"] = str(count)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "run"
         self.files = [folder / f"{rank}.txt" for rank in range(count)]

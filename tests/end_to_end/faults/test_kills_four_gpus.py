@@ -1,9 +1,8 @@
 """Twenty kills of random ranks of four in captured steps: each is named, and the run goes on.
 
 Runs resume from their checkpoints and end with the losses of an undisturbed one, bit for bit. Four
-runs of five kills each, which may share the GPUs:
-
-    python -m pytest -m gpu -n 4 tests/end_to_end/faults/test_kills_four_gpus.py
+runs of five kills each. With `-n 4` they share the GPUs, which take turns: steps are slower than
+alone; starts, which take most of the time, are not.
 """
 
 import os
@@ -22,8 +21,8 @@ from tests.support.runs import exact, records
 
 pytestmark = pytest.mark.gpu
 
-RANKS, KILLS, STEPS, INTERVAL = 4, 5, 600, 20
-MOST = 60
+RANKS, KILLS, STEPS, INTERVAL = 4, 5, 300, 20
+MOST = 40
 """Steps that a run makes at most, after its first ones, before a rank is killed."""
 LAYOUTS = {
     "expert": ["parallel.expert=4"],
@@ -45,6 +44,10 @@ def test_kills_of_random_ranks_change_nothing(layout: str, tmp_path: Path) -> No
     rng = random.Random(layout)
     running = [straight := started(tmp_path / "straight", layout)]
     try:
+        # It ends before the others start: kernels that wait for a peer, whose GPU has another
+        # process's turn, would make both slow.
+        straight.until(lambda: None not in straight.codes(), 200)
+        assert straight.codes() == [0] * RANKS, straight.output()
         for _ in range(KILLS):
             running.append(ranks := started(tmp_path / "killed", layout))
             before = ranks.steps()
@@ -68,9 +71,8 @@ def test_kills_of_random_ranks_change_nothing(layout: str, tmp_path: Path) -> No
             assert codes.pop(culprit) == -signal.SIGKILL, ranks.output()
             assert codes == [LOST] * (RANKS - 1), ranks.output()
         running.append(last := started(tmp_path / "killed", layout))
-        for ranks in (last, straight):
-            ranks.until(lambda r=ranks: None not in r.codes(), 200)  # type: ignore[misc]
-            assert ranks.codes() == [0] * RANKS, ranks.output()
+        last.until(lambda: None not in last.codes(), 200)
+        assert last.codes() == [0] * RANKS, last.output()
         found, expected = (exact(records(ranks.folder)) for ranks in (last, straight))
         assert len(found) == STEPS and found == expected
     finally:

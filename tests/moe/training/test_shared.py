@@ -17,7 +17,7 @@ from phalanx.configs.load import load
 from phalanx.moe.training import shared
 from phalanx.parallel.fault.same_settings import Difference
 from tests.support.distributed import run_distributed
-from tests.support.launch import _free_port
+from tests.support.launch import free_port
 from tests.support.runs import TINY, Rank, _run, exact, records, run
 from tests.support.torchrun import ROOT
 
@@ -118,7 +118,7 @@ def test_two_launchers(tmp_path: Path) -> None:
     """Launches of one job on this machine: rejected with other settings, one run with the same."""
     words = [*COMMAND, f"run.dir={tmp_path}", "parallel.timeout=60"]
     for different, codes in (("optim.lr=2e-2", [1, 1]), ("optim.lr=1e-2", [0, 0])):
-        port = _free_port()
+        port = free_port()
         launchers = [
             subprocess.Popen(
                 [

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.moe.report.loggers import read
+from tests.support.launch import free_port
 from tests.support.runs import SMALL
 from tests.support.torchrun import Torchrun
 
@@ -32,9 +33,7 @@ NODES_OF_TWO = {"PHALANX_NODE_GPUS": "2"}
 @contextlib.contextmanager
 def two_torchruns(folder: Path, *overrides: str) -> Iterator[list[Torchrun]]:
     """Launchers of two ranks each, of which either may be the first node."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        meeting = f"127.0.0.1:{server.getsockname()[1]}"
-    where = ["--nnodes", "2", "--rdzv-id", "1", "--rdzv-endpoint", meeting]
+    where = ["--nnodes", "2", "--rdzv-id", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     command = [*RUN, f"run.dir={folder}", *overrides]
     with contextlib.ExitStack() as stack:
         yield [
