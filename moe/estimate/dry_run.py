@@ -358,9 +358,10 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     if t.exchange:
         exchanged = f", {cfg.parallel.dispatch} exchanges {_overlapped(cfg, world)}"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
+    left_out = "other delays" if cfg.run.graph == capture.CAPTURED else "wait for the host"
     yield (
         f"step {t.total:.3f} s: {rate} ({_utilisation(cfg, tokens / t.total * flops, machine)}): "
-        f"{f'balanced experts{exchanged}, ' if has_experts(cfg.model) else ''}no other delays"
+        f"{f'balanced experts{exchanged}, ' if has_experts(cfg.model) else ''}no {left_out}"
     )
     yield (
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "

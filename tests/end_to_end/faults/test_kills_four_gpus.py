@@ -21,8 +21,8 @@ from tests.support.runs import exact, records
 
 pytestmark = pytest.mark.gpu
 
-RANKS, KILLS, STEPS, INTERVAL = 4, 5, 300, 20
-MOST = 40
+RANKS, KILLS, STEPS, INTERVAL = 4, 5, 240, 20
+MOST = 30
 """Steps that a run makes at most, after its first ones, before a rank is killed."""
 LAYOUTS = {
     "expert": ["parallel.expert=4"],

@@ -174,8 +174,10 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
     ],
 )
 def test_what_auto_comes_to(overrides: str, graph: str, overlap: str) -> None:
-    text = section(RUN, "experiment=moonlight_8gpu", *overrides.split(), world=8)
+    text = section((RUN, STEP), "experiment=moonlight_8gpu", *overrides.split(), world=8)
     assert f"\n  graph     {graph}\n  overlap   {overlap}\n" in text
+    left_out = "other delays" if graph == "full_iteration" else "wait for the host"
+    assert f"no {left_out}\n" in text
 
 
 def test_a_graph_that_no_such_gpu_captures_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
