@@ -101,8 +101,10 @@ def free_port() -> int:
     Linux hands out ports from 32768 on to connections: one of those may be taken before rank 0,
     which has to import torch first, listens on it.
     """
+    # Runs seed `random` alike in every process of pytest, which would then draw the same ports.
+    draw = random.SystemRandom()
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = draw.randrange(20_000, 32_000)
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("localhost", port))
             return port

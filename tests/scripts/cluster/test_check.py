@@ -17,17 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.launch import free_port
 from tests.support.torchrun import ROOT, Program, Torchrun
 
 SCRIPT = "scripts/check_cluster.py"
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "PHALANX_NODE_GPUS": "2", "OMP_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.dist
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def two_torchruns(folder: Path, *words: str) -> list[tuple[int, str, str]]:
@@ -49,7 +45,8 @@ def ranks(
     folder: Path, numbers: Sequence[int], *words: str, world: int = 4, script: str = SCRIPT
 ) -> list[Program]:
     """Ranks without a launcher, as srun starts them."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting["WORLD_SIZE"] = str(world)
     return [
         Program(
             [script, *words],
