@@ -214,9 +214,10 @@ class Engine:
         Returns:
             What the loss function reported, one dict per micro-batch; empty but on the last stage.
         """
-        fp8_copies.forget(p for module in self.modules for p in module.parameters())
-        if self._overlapped is not None and not forward_only:
-            with _queued(self._wgrads):
+        parameters = [p for module in self.modules for p in module.parameters()]
+        queued = nullcontext() if forward_only else _queued(self._wgrads)
+        with fp8_copies.within_a_step(parameters), queued:
+            if self._overlapped is not None and not forward_only:
                 return self._overlapped(
                     forward_step,
                     batches,
@@ -224,7 +225,6 @@ class Engine:
                     sequence=sequence,
                     micro_batch=micro_batch,
                 )
-        with nullcontext() if forward_only else _queued(self._wgrads):
             return self._forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],

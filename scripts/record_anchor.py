@@ -25,7 +25,7 @@ from phalanx.configs.load import load
 from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch, write
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
-from phalanx.moe.report.loggers import is_finite, read
+from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.scripts.output.bad_input import reports_bad_input
 
 TOLERANCE = 0.01
@@ -102,6 +102,7 @@ def measured(args: argparse.Namespace) -> OwnRecord:
     return OwnRecord(
         **described(cfg, ranks, overrides),
         **rates,
+        system=f"Phalanx, experts {backend(cfg, args.metrics)}",
         date=datetime.fromtimestamp(last["time"], UTC).date().isoformat(),
         hardware=args.hardware,
         gpus=ranks,
@@ -117,6 +118,16 @@ def measured(args: argparse.Namespace) -> OwnRecord:
         peak_memory_gib=round(max(step["memory"] for step in steps), 2),
         note=args.note,
     )
+
+
+def backend(cfg: Config, path: Path) -> str:
+    """Backend of the experts; the metrics tell what `auto` took."""
+    chosen = cfg.kernels.backend
+    if chosen == "auto":
+        chosen = start_facts(path).get("experts", chosen)
+    if chosen == "auto":
+        raise ValueError(f"--metrics {path} do not tell what auto took: add kernels= to --command")
+    return chosen
 
 
 def window(path: Path) -> list[dict[str, Any]]:
@@ -166,7 +177,6 @@ def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, An
         "model": cfg.model.name,
         # Routing has a field of its own.
         "overrides": [text for text in of_model if text.split("=")[0] not in _CHOICE],
-        "system": f"Phalanx, experts {cfg.kernels.backend}",
         "dtype": cfg.precision.recipe,
         "sequence_length": cfg.data.sequence_length,
         "micro_batch": cfg.data.micro_batch,

@@ -4,7 +4,8 @@ Without the cache a copy is made for each use, six times per MLP layer and micro
 that is freed right after. The cache costs two bytes per parameter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -35,3 +36,17 @@ def forget(parameters: Iterable[Tensor]) -> None:
     """Drop the cached copies of parameters, before the first use of updated weights."""
     for parameter in parameters:
         facts_of(parameter).fp8_copies = None
+
+
+@contextmanager
+def within_a_step(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Copies cached before the context are not used in it, and those cached in it end with it.
+
+    They lie between activations of the step. An eager step whose copies lasted until the next one
+    would keep the allocator from returning the blocks around them, which a graph cannot use.
+    """
+    forget(parameters)
+    try:
+        yield
+    finally:
+        forget(parameters)

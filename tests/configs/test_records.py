@@ -207,6 +207,16 @@ def test_recorded_numbers_are_those_of_steps_41_to_50(tmp_path: Path) -> None:
     assert made.note == "First."
 
 
+def test_the_backend_that_auto_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, auto = metrics(tmp_path / "metrics.jsonl"), COMMAND.replace(" kernels=torch", "")
+    assert record(tmp_path, source, command=auto) == 2
+    assert "add kernels= to --command" in capsys.readouterr().err
+    start = json.dumps({"event": "start", "experts": "fused"})
+    source.write_text(f"{start}\n{source.read_text()}")
+    assert record(tmp_path, source, command=auto) == 0
+    assert own(tmp_path)["own_tiny"].system == "Phalanx, experts fused"
+
+
 def test_a_record_is_replaced(tmp_path: Path) -> None:
     source = metrics(tmp_path / "metrics.jsonl")
     assert record(tmp_path, source) == record(tmp_path, source, "--note=Second.") == 0

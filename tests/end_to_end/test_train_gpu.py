@@ -298,6 +298,17 @@ def test_overflows_of_any_stage_change_nothing_in_a_graph(
         assert [s.get(name) for s in often] == [s.get(name) for s in never], name
 
 
+def test_a_graph_takes_the_memory_of_eager_fp8_copies(tmp_path: Path) -> None:
+    """Cached copies of weights of the last eager step keep no blocks from it."""
+    layers, experts, width = 4, 32, 1024
+    model = ["model=tiny", f"model.layers={layers}", f"model.moe.experts={experts}"]
+    model += [f"model.hidden={width}", f"model.moe.ffn={width}"]
+    fp8 = ["precision=fp8_block", "precision.weights=resident"]
+    last = train(tmp_path, "run", *model, *fp8, "kernels=fused", GRAPH)[-1]
+    copies = 2 * layers * experts * 3 * width**2 / 2**30
+    assert last["memory_reserved"] - last["memory"] < copies / 2
+
+
 @pytest.mark.parametrize("layout", PIPELINES)
 @pytest.mark.parametrize(
     "given",

@@ -221,7 +221,10 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     dense_fc2(dense_fc1(x, w1, spec), w2, spec).sum().backward()
     copies = [facts_of(w).fp8_copies for w in (w1, w2)]
     assert copies[0].data_LOI.shape == (1, 64, 64) and copies[1] is not None
-    fp8_copies.forget([x, w1, w2])
+    with fp8_copies.within_a_step([x, w1, w2]):
+        assert facts_of(w1).fp8_copies is facts_of(w2).fp8_copies is None
+        dense_fc1(x, w1, spec)
+        assert facts_of(w1).fp8_copies is not None
     assert facts_of(w1).fp8_copies is None
     spec = replace(spec, keep_fp8=False)
     dense_fc1(x, w1, spec)
