@@ -75,7 +75,7 @@ class Stack:
     dispatcher: str = MISSING
     """Package that exchanges tokens: a key of moe.estimate.peers.dispatchers."""
     attention: str = "cudnn"
-    """Library of core attention: a key of moe.estimate.peers.kernels."""
+    """Library of core attention: one of configs.arithmetic.core_attention."""
     overlap: bool = False
     """Exchanges run beside the computation of another micro-batch."""
     graphs: bool = False

@@ -64,7 +64,7 @@ def active_parameters(model: ModelConfig) -> Parameters:
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token of a sequence of `sequence_length` tokens."""
-    m, h, a = model, model.hidden, model.attention
+    m, h = model, model.hidden
     dense, sparse = mlp_layers(m)
     state = linear_layers(m)
     linear = (dense + sparse - state) * _attention_weights(m)
@@ -73,11 +73,16 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     linear += sparse * mlp_weights(m, m.moe.ffn) * m.moe.top_k
     linear += sparse * mlp_weights(m, m.moe.shared_ffn)
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
-    full = [layer for layer in range(dense + sparse) if not is_linear(m, layer)]
-    seen = sum(_keys_seen(a, layer, sequence_length) for layer in full)
-    core = a.heads * _query_value_dim(a) * seen
     backward_twice, multiply_add = 3, 2
-    return float(backward_twice * multiply_add * (linear + core))
+    return float(backward_twice * multiply_add * linear + core_flops(m, sequence_length))
+
+
+def core_flops(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of a token's core attention, forward and backward, in all layers that have it."""
+    a, layers = model.attention, range(model.layers + model.mtp_layers)
+    full = [layer for layer in layers if not is_linear(model, layer)]
+    seen = sum(_keys_seen(a, layer, sequence_length) for layer in full)
+    return 6.0 * a.heads * _query_value_dim(a) * seen
 
 
 def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:

@@ -24,7 +24,8 @@ class Machine:
     expert_fp8_tflops: float
     """Grouped products of experts in FP8, without the quantization of their rows."""
     attention_tflops: float
-    """Core attention, its causal half counted."""
+    """Core attention with heads of linear attention, its causal half counted; that of other heads
+    (`configs.arithmetic.core_attention`) scales with it."""
     memory_gbs: float
     """Elementwise work: bytes read and written a second, in units of 1e9."""
     node_gbs: float
@@ -110,7 +111,7 @@ MACHINES: dict[str, Machine] = {
         dense_fp8_tflops=985,  # as much below an H200 as in bf16
         expert_fp8_tflops=753,
         attention_tflops=340,
-        memory_gbs=2200,
+        memory_gbs=2100,  # as much below the data sheet as of an H200
         node_gbs=335,
         network_gbs=40,
     ),

@@ -14,6 +14,11 @@ from phalanx.moe.estimate.weights import all_kinds
 from phalanx.moe.estimate.work import layer_wgrads
 from phalanx.parallel.dispatcher.costs import Links
 
+WAITING_COST = 0.7
+"""`Exchange.waiting_cost` of our steps, presumably since a GPU that waits is below its power limit
+and computes faster for that. Fitted to five steps with and without a paced wire
+(docs/measured/training/pipelines_two_h100s.md)."""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -26,6 +31,8 @@ class Exchange:
     """The forward pass of a micro-batch runs beside the backward pass of the one before it."""
     taken: float = 0.0
     """Part of a GPU that hidden exchanges take from the computation beside them."""
+    waiting_cost: float = 1.0
+    """Seconds by which a step is longer for a second that the GPU waits."""
 
     @property
     def total(self) -> float:
@@ -51,7 +58,7 @@ class Exchange:
             chunks: model chunks of a stage.
         """
         if not self.hidden:
-            return micro_batches * seconds
+            return self.waiting_cost * micro_batches * seconds
         forward, backward = (
             seconds * t / (self.total or 1.0) for t in (self.forward, self.backward)
         )
@@ -59,7 +66,7 @@ class Exchange:
         exposed += self.taken * (seconds - exposed)
         # A slot is 1 / chunks of a micro-batch; the bubble is (stages - 1) / chunks of one.
         alone = min(micro_batches, stages - (stages - 1) / chunks)
-        return alone * seconds + (micro_batches - alone) * exposed
+        return self.waiting_cost * (alone * seconds + (micro_batches - alone) * exposed)
 
 
 def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:
@@ -68,7 +75,8 @@ def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:
     forward, backward = (_crossing(cfg, world, machine, x) for x in (sent.forward, sent.backward))
     if beside_exchanges(cfg):
         backward -= _beside_wgrads(cfg, world, machine, sent)
-    return Exchange(forward, backward, hidden=cfg.parallel.overlap_microbatches == "on")
+    hidden = cfg.parallel.overlap_microbatches == "on"
+    return Exchange(forward, backward, hidden, waiting_cost=WAITING_COST)
 
 
 def _beside_wgrads(cfg: Config, world: int, machine: Machine, sent: Traffic) -> float:

@@ -11,8 +11,9 @@ transport. Other systems overlap exchanges with another micro-batch (DualPipe, a
 Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.formats import grad_width, in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -20,8 +21,9 @@ from phalanx.configs.layout import (
     micro_batches,
     stage_ranks,
 )
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import Machine
+from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.estimate.exchange import Exchange, own_exchange
 from phalanx.moe.estimate.gains.delayed_wgrad import waits
 from phalanx.moe.estimate.memory import stage_memory
@@ -37,8 +39,17 @@ nothing: about 70 kernels begin and end. 0.11 to 0.18 ms of four models
 (docs/measured/training/slices_one_h200.md)."""
 _RECOMPUTE_PASSES = 6.0
 """Reads and writes of a recomputed tensor: its inputs, itself, and a copy to its old storage."""
-_PASSES = 6.0
-"""Reads and writes of a saved tensor by elementwise work, forward and backward."""
+_PASSES = 2.5
+"""Reads and writes of a saved tensor by elementwise work, forward and backward. Norms, residuals
+and the router take one pass each: 2.3 to 2.6 of three models, all that is neither products nor the
+update (docs/measured/training/slices_one_h200.md)."""
+_IN_STEPS = 0.83
+"""Speed of core attention in a step, where other products have brought the GPU to its power limit,
+over its speed alone: 0.80 to 0.88 of four models (the same file; docs/measured/kernels/libraries.md
+has it alone)."""
+_UPDATE_RATE = 1.3
+"""Bytes a second of our AdamW's long passes over those of elementwise work: 3,800 to 4,100 GB/s on
+an H200 (the same file)."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +100,34 @@ _EXCHANGE = 4
 
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
-    return step_with(own_exchange(cfg, world, machine), cfg, world, machine)
+    sent = own_exchange(cfg, world, machine)
+    return step_with(sent, cfg, world, with_own_attention(cfg, machine), _PASSES)
 
 
-def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine) -> StepTime:
-    """Expected time of a step whose tokens travel by any exchange."""
+def with_own_attention(cfg: Config, machine: Machine) -> Machine:
+    """The machine with the rate of `kernels.attention` for the heads and windows of the model."""
+    if linear_layers(cfg.model):
+        return machine
+    library = {"te": "cudnn", "flex": "flex"}.get(cfg.kernels.attention, "fa4")
+    alone = core_tflops(cfg.model, cfg.data.sequence_length, library)
+    scale = machine.attention_tflops / MACHINES["h200"].attention_tflops
+    return replace(machine, attention_tflops=_IN_STEPS * alone * scale)
+
+
+def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes: float) -> StepTime:
+    """Expected time of a step whose tokens travel by any exchange.
+
+    Args:
+        sent: the exchange.
+        cfg: with resolved kernels.
+        world: ranks.
+        machine: rates.
+        passes: reads and writes of a saved tensor by elementwise work, forward and backward.
+    """
     heads, shards = heads_seconds(cfg, machine), shard_seconds(cfg, machine)
     stages, works = [], stage_work(cfg, world, machine)
     for work in works:
-        written = _PASSES * work.written + _RECOMPUTE_PASSES * work.refilled
+        written = passes * work.written + _RECOMPUTE_PASSES * work.refilled
         elementwise = written / (machine.memory_gbs * 1e9)
         others = (work.linear * heads, shards.tensor(work), shards.context(work))
         moved = (work.sparse * sent.total, *others)
@@ -142,7 +172,7 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
 
     Links run at their line rate, both kinds at once.
     """
-    sent = least_traffic(cfg, world)
+    sent, machine = least_traffic(cfg, world), with_own_attention(cfg, machine)
     bytes_ = sent.forward + sent.backward
     near, far = bytes_.near / machine.node_line_gbs, bytes_.far / machine.network_line_gbs
     stages, works = [], stage_work(cfg, world, machine)
@@ -184,11 +214,14 @@ def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
     for w in stage_weights(cfg, world):
         sent = w.dense * (replicas - 1) / replicas + w.expert * (copies - 1) / copies
         reduction = max(reduction, sent * each / (link * 1e9))
-        # Moments and master weights are read and written; gradients read, zeroed and normed.
-        state = w.optimizer_bytes * (4 / 3 if split_masters(cfg) else 1)  # with their upper halves
-        touched = 2 * state + 3 * w.gradient_bytes
+        # Moments and master weights are read and written, gradients read and normed. A third pass
+        # over gradients is fitted to steps with fp32 moments; those in bf16 have a kernel of ours,
+        # which reads the upper halves of weights too.
+        touched, speedup = 2.0 * w.optimizer_bytes + 3 * w.gradient_bytes, 1.0
+        if split_masters(cfg):
+            touched, speedup = 8 / 3 * w.optimizer_bytes + 2 * w.gradient_bytes, _UPDATE_RATE
         touched += _MUON_BYTES * w.by_muon.elements
-        seconds = touched / (machine.memory_gbs * 1e9)
+        seconds = touched / (speedup * machine.memory_gbs * 1e9)
         rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
         seconds += cfg.optim.ns_steps * w.by_muon.flops / (rate * 1e12)
         update = max(update, seconds)

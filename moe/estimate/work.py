@@ -5,6 +5,7 @@ Recomputation (`run.recompute`) is part of the work.
 
 from collections import Counter
 from dataclasses import replace
+from math import hypot
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.accounting import (
@@ -157,17 +158,19 @@ class Wgrads(NamedTuple):
     mlp: float
     """Dense MLP or shared experts."""
     experts: float
-    """Routed experts, or the passes over their sums where these take longer."""
+    """Routed experts, with the passes over their sums, which overlap products in part."""
 
 
 def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, Wgrads]:
     """Weight gradients of the kinds of layers in a model with resolved kernels."""
     f, (_, summed) = flops(cfg), _memory_ps(cfg, world, machine)
+    # Measured rates of the stock layer have the passes of their own sizes in them.
+    together = max if expert_backend(cfg.kernels.backend).stock_layer else hypot
     found = {}
     for kind in set(all_kinds(cfg)):
         rates = _rates(cfg, machine, kind.fp8)
         mlp = (f.mlp if kind.dense else f.shared) / rates.dense / 3
-        experts = 0.0 if kind.dense else max(f.routed / rates.experts / 3, summed)
+        experts = 0.0 if kind.dense else together(f.routed / rates.experts / 3, summed)
         found[kind] = Wgrads(f.projections / rates.dense / 3, mlp, experts)
     return found
 

@@ -11,7 +11,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.gains.natural_routing import busiest, with_natural_routing
 from phalanx.moe.estimate.peers.dispatchers import DISPATCHERS, peer_exchange
-from phalanx.moe.estimate.peers.kernels import peer_machine
+from phalanx.moe.estimate.peers.kernels import ELEMENTWISE_PASSES, peer_machine
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import StepTime, step_with
 
@@ -49,7 +49,8 @@ def simulated(record: Published) -> Simulated:
     stack, machine = record.stack, MACHINES[cfg.run.machine]
     known = resolved(cfg, world, machine.node_gpus)
     sent = peer_exchange(known, world, machine, DISPATCHERS[stack.dispatcher], stack.overlap)
-    step = step_with(sent, known, world, peer_machine(cfg, machine, stack.attention))
+    rates = peer_machine(cfg, machine, stack.attention)
+    step = step_with(sent, known, world, rates, ELEMENTWISE_PASSES)
     step = with_natural_routing(step, busiest(cfg, world))
     if not stack.graphs:
         layers = -(-(cfg.model.layers + cfg.model.mtp_layers) // cfg.parallel.pipeline)

@@ -57,7 +57,10 @@ def _lines(
         yield f"\n{i}. {_speed(changed(cfg, one.changes), one, machine)}"
         yield _command(one.changes, world, machine, words)
     yield ""
-    yield "balanced experts, no host or other delays; run.dry_run=true with one of them shows all of it"
+    yield (
+        "balanced experts, no waits for hosts or other delays; run.dry_run=true with one of them "
+        "shows all of it"
+    )
 
 
 def _speed(cfg: Config, one: Found, machine: Machine) -> str:

@@ -12,6 +12,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.advice import suggestions
+from phalanx.moe.estimate.exchange import WAITING_COST
 from phalanx.moe.estimate.memory import host_needed, needed, stage_memory
 from phalanx.moe.estimate.memory_options import MemoryOption, memory_options
 from phalanx.moe.estimate.resolve import resolved
@@ -100,8 +101,8 @@ def test_copies_that_find_nothing_to_run_beside_are_waited_for() -> None:
     moved = stage_memory(cfg, 8)[0].host
     micro_batches = cfg.data.global_batch // 8 // cfg.data.micro_batch
     busy = step_time(cfg, 8, fast)
-    whole = busy.gemm + busy.experts + busy.attention + busy.elementwise + busy.exchange
-    whole += busy.gaps
+    whole = busy.gemm + busy.experts + busy.attention + busy.elementwise + busy.gaps
+    whole += busy.exchange / WAITING_COST
     assert waits[0] == pytest.approx(2 * micro_batches * moved / 1e9 - whole, rel=1e-6)
 
 

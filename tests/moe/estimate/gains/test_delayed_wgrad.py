@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import hypot
 
 import pytest
 
@@ -9,7 +10,7 @@ from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
-from phalanx.moe.estimate.exchange import own_exchange
+from phalanx.moe.estimate.exchange import WAITING_COST, own_exchange
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap, overlap_effect
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
@@ -29,7 +30,10 @@ NVLINK = MACHINES["h100"]
 WIRE = replace(NVLINK, node_gpus=1, network_gbs=50.0)
 """The machine of PHALANX_NODE_GPUS=1 PHALANX_WIRE=50e9,20e-6."""
 ATTENTION = 6 * 2048 * (2 * 4096 + 2 * 512) / 3 / (NVLINK.dense_tflops * 1e12)
-EXPERTS = 6 * 8 * 3 * 2048 * 768 / 3 / (NVLINK.expert_tflops * 1e12)
+EXPERTS = hypot(
+    6 * 8 * 3 * 2048 * 768 / 3 / (NVLINK.expert_tflops * 1e12),
+    16 * 3 * 2048 * 768 * 8 / TOKENS / (NVLINK.memory_gbs * 1e9),  # fp32 sums of local experts
+)
 """Seconds of a token's weight gradients in a layer."""
 
 
@@ -98,7 +102,7 @@ def test_only_what_is_longer_than_the_weight_gradients_is_exposed(
     exposed += at_once.backward - 2 * each
     assert beside.backward == pytest.approx(exposed, abs=1e-15)
     step = step_time(known(machine, setting, IN_TURN), WORLD, machine)
-    assert step.exchange == pytest.approx(PASSES * TOKENS * (2 * each + exposed))
+    assert step.exchange == pytest.approx(WAITING_COST * PASSES * TOKENS * (2 * each + exposed))
 
 
 def test_with_overlap_the_first_forward_and_the_rest_of_the_last_backward_pass_are_exposed() -> (
@@ -106,7 +110,8 @@ def test_with_overlap_the_first_forward_and_the_rest_of_the_last_backward_pass_a
 ):
     sent = own_exchange(known(WIRE, f"{OVERLAP}=on"), WORLD, WIRE)
     step = step_time(known(WIRE, f"{OVERLAP}=on"), WORLD, WIRE)
-    assert step.exchange == pytest.approx(PASSES / 8 * TOKENS * (sent.forward + sent.backward))
+    exposed = PASSES / 8 * TOKENS * (sent.forward + sent.backward)
+    assert step.exchange == pytest.approx(WAITING_COST * exposed)
     assert sent.backward == pytest.approx(sent.forward / 2 - ATTENTION)
 
 

@@ -10,6 +10,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.estimate.exchange import WAITING_COST
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.memory import needed, stage_memory
 from phalanx.moe.estimate.resolve import resolved
@@ -52,7 +53,7 @@ def test_what_a_pass_is_too_short_to_hide_is_exposed() -> None:
     assert before.exchange / 8 < after.exchange < before.exchange
     # Both passes send the same bytes; a forward pass computes a third, beside 7 of 8 backward ones.
     assert before.exchange - after.exchange == pytest.approx(
-        7 / 8 * (before.exchange / 2 + computing / 3)
+        7 / 8 * (before.exchange / 2 + WAITING_COST * computing / 3)
     )
 
 

@@ -1,0 +1,67 @@
+"""Rates of core attention by library and shape of heads, from times of its kernels on one H200.
+
+docs/measured/kernels/libraries.md has the times, of sequences of 4,096 tokens.
+"""
+
+from phalanx.configs.arithmetic.accounting import core_flops
+from phalanx.configs.arithmetic.layers import has_window
+from phalanx.configs.linear_attention import is_linear
+from phalanx.configs.schema import AttentionConfig, ModelConfig
+
+_LENGTH, _WINDOW, _TILE = 4096, 128, 128
+_HEAD_US: dict[str, dict[tuple[int, int], float]] = {
+    "fa4": {
+        (64, 64): (558.0 + 1435.2) / (2 * 64),
+        (128, 128): (429.3 + 1258.5) / (2 * 32),
+        (192, 128): (1035.4 + 4119.2) / 128,
+    },
+    "cudnn": {
+        (64, 64): (602.6 + 1884.2) / (2 * 64),
+        (128, 128): (472.0 + 1455.6) / (2 * 32),
+        (192, 128): (1240.0 + 4420.8) / 128,
+    },
+    "flex": {
+        (64, 64): (820.6 + 2974.0) / (2 * 64),
+        (128, 128): (743.2 + 2633.8) / (2 * 32),
+        (192, 128): (2337.6 + 12561.5) / 128,
+    },
+}
+"""Microseconds of a query head over `_LENGTH` tokens, forward and backward, by library and by
+channels of a key and of a value."""
+_WINDOWED_US = {
+    "fa4": (151.7 + 446.8) / (2 * 64),
+    "cudnn": (147.7 + 578.9) / (2 * 64),
+    "flex": (210.1 + 653.5) / (2 * 64),
+}
+"""The same of heads of 64 channels with a sliding window of `_WINDOW`."""
+
+
+def core_tflops(model: ModelConfig, length: int, library: str) -> float:
+    """TFLOP/s of the kernels alone over all layers with core attention, by our count of FLOPs.
+
+    Shapes that were not measured take those of the measured one with the nearest key.
+
+    Args:
+        model: with core attention in a layer at least.
+        length: tokens of a sequence.
+        library: `fa4`, `cudnn` (in Transformer Engine) or `flex`.
+    """
+    layers = range(model.layers + model.mtp_layers)
+    full = [layer for layer in layers if not is_linear(model, layer)]
+    a = model.attention
+    us = sum(_head_us(a, length, library, windowed=has_window(a, layer)) for layer in full)
+    return core_flops(model, length) * length / (a.heads * us) / 1e6
+
+
+def _head_us(a: AttentionConfig, length: int, library: str, *, windowed: bool) -> float:
+    key, value = (
+        (a.head_dim, a.head_dim) if a.kind == "gqa" else (a.qk_nope_dim + a.qk_rope_dim, a.v_dim)
+    )
+    measured, times = _HEAD_US[library], length / _LENGTH
+    known = min(measured, key=lambda shape: abs(shape[0] - key))
+    us = measured[known] * (key + value) / sum(known)
+    if not windowed or a.window >= length:
+        return us * times**2
+    # Tiles on the diagonal and on the edge of the window are computed whole.
+    wider = (a.window + _TILE) / (_WINDOW + _TILE)
+    return us * times * wider * _WINDOWED_US[library] / measured[64, 64]
