@@ -79,10 +79,20 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 def core_flops(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of a token's core attention, forward and backward, in all layers that have it."""
-    a, layers = model.attention, range(model.layers + model.mtp_layers)
-    full = [layer for layer in layers if not is_linear(model, layer)]
-    seen = sum(_keys_seen(a, layer, sequence_length) for layer in full)
-    return 6.0 * a.heads * _query_value_dim(a) * seen
+    a = model.attention
+    seen = sum(_keys_seen(a, layer, sequence_length) for layer in core_layers(model))
+    return 6.0 * a.heads * sum(head_dims(a)) * seen
+
+
+def core_layers(model: ModelConfig) -> list[int]:
+    """Layers (from 0) with core attention, those of multi-token prediction last."""
+    layers = range(model.layers + model.mtp_layers)
+    return [layer for layer in layers if not is_linear(model, layer)]
+
+
+def head_dims(a: AttentionConfig) -> tuple[int, int]:
+    """Channels of a key head, as of a query head, and of a value head."""
+    return (a.head_dim,) * 2 if a.kind == "gqa" else (a.qk_nope_dim + a.qk_rope_dim, a.v_dim)
 
 
 def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
@@ -94,7 +104,7 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
     m, a, e = model, model.attention, model.moe
     state, weights = _linear_weights(m) + delta_rule_products(m), _attention_weights(m)
     sparse = mlp_weights(m, e.ffn) * e.top_k + mlp_weights(m, e.shared_ffn)
-    dense, channels = mlp_weights(m, m.dense_ffn), a.heads * _query_value_dim(a)
+    dense, channels = mlp_weights(m, m.dense_ffn), a.heads * sum(head_dims(a))
 
     def products(layer: int) -> float:
         mlp = dense if is_dense(m, layer) else sparse
@@ -246,11 +256,6 @@ def _attention_vectors(m: ModelConfig) -> int:
 def mlp_weights(m: ModelConfig, ffn: int) -> int:
     """Matrix elements of one MLP or expert."""
     return (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * ffn
-
-
-def _query_value_dim(a: AttentionConfig) -> int:
-    """Channels of a query and a value head together."""
-    return 2 * a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim + a.v_dim
 
 
 def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:

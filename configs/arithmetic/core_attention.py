@@ -3,10 +3,10 @@
 docs/measured/kernels/libraries.md has the times, of sequences of 4,096 tokens.
 """
 
-from phalanx.configs.arithmetic.accounting import core_flops
+from phalanx.configs.arithmetic.accounting import core_flops, core_layers, head_dims
 from phalanx.configs.arithmetic.layers import has_window
-from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import AttentionConfig, ModelConfig
+from phalanx.configs.tables.machines import MACHINES, Machine
 
 _LENGTH, _WINDOW, _TILE = 4096, 128, 128
 _HEAD_US: dict[str, dict[tuple[int, int], float]] = {
@@ -36,7 +36,7 @@ _WINDOWED_US = {
 """The same of heads of 64 channels with a sliding window of `_WINDOW`."""
 
 
-def core_tflops(model: ModelConfig, length: int, library: str) -> float:
+def core_tflops(model: ModelConfig, length: int, library: str, machine: Machine) -> float:
     """TFLOP/s of the kernels alone over all layers with core attention, by our count of FLOPs.
 
     Shapes that were not measured take those of the measured one with the nearest key.
@@ -45,21 +45,18 @@ def core_tflops(model: ModelConfig, length: int, library: str) -> float:
         model: with core attention in a layer at least.
         length: tokens of a sequence.
         library: `fa4`, `cudnn` (in Transformer Engine) or `flex`.
+        machine: its `attention_tflops` over an H200's scales the times.
     """
-    layers = range(model.layers + model.mtp_layers)
-    full = [layer for layer in layers if not is_linear(model, layer)]
-    a = model.attention
-    us = sum(_head_us(a, length, library, windowed=has_window(a, layer)) for layer in full)
-    return core_flops(model, length) * length / (a.heads * us) / 1e6
+    a, layers = model.attention, core_layers(model)
+    us = sum(_head_us(a, length, library, windowed=has_window(a, layer)) for layer in layers)
+    on_h200 = core_flops(model, length) * length / (a.heads * us) / 1e6
+    return on_h200 * machine.attention_tflops / MACHINES["h200"].attention_tflops
 
 
 def _head_us(a: AttentionConfig, length: int, library: str, *, windowed: bool) -> float:
-    key, value = (
-        (a.head_dim, a.head_dim) if a.kind == "gqa" else (a.qk_nope_dim + a.qk_rope_dim, a.v_dim)
-    )
-    measured, times = _HEAD_US[library], length / _LENGTH
-    known = min(measured, key=lambda shape: abs(shape[0] - key))
-    us = measured[known] * (key + value) / sum(known)
+    dims, measured, times = head_dims(a), _HEAD_US[library], length / _LENGTH
+    known = min(measured, key=lambda shape: abs(shape[0] - dims[0]))
+    us = measured[known] * sum(dims) / sum(known)
     if not windowed or a.window >= length:
         return us * times**2
     # Tiles on the diagonal and on the edge of the window are computed whole.

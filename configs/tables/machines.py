@@ -24,8 +24,9 @@ class Machine:
     expert_fp8_tflops: float
     """Grouped products of experts in FP8, without the quantization of their rows."""
     attention_tflops: float
-    """Core attention with heads of linear attention, its causal half counted; that of other heads
-    (`configs.arithmetic.core_attention`) scales with it."""
+    """Core attention of models with linear attention in some layers, its causal half counted. Other
+    models have it by the shape of their heads (`configs.arithmetic.core_attention`), as measured on
+    an H200, times this over an H200's."""
     memory_gbs: float
     """Elementwise work: bytes read and written a second, in units of 1e9."""
     node_gbs: float

@@ -23,7 +23,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.exchange import Exchange, own_exchange
 from phalanx.moe.estimate.gains.delayed_wgrad import waits
 from phalanx.moe.estimate.memory import stage_memory
@@ -109,9 +109,8 @@ def with_own_attention(cfg: Config, machine: Machine) -> Machine:
     if linear_layers(cfg.model):
         return machine
     library = {"te": "cudnn", "flex": "flex"}.get(cfg.kernels.attention, "fa4")
-    alone = core_tflops(cfg.model, cfg.data.sequence_length, library)
-    scale = machine.attention_tflops / MACHINES["h200"].attention_tflops
-    return replace(machine, attention_tflops=_IN_STEPS * alone * scale)
+    alone = core_tflops(cfg.model, cfg.data.sequence_length, library, machine)
+    return replace(machine, attention_tflops=_IN_STEPS * alone)
 
 
 def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes: float) -> StepTime:

@@ -4,6 +4,7 @@ Recomputation (`run.recompute`) is part of the work.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import hypot
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from phalanx.configs.arithmetic.accounting import (
     delta_rule_products,
     flops_per_token,
+    head_dims,
     projections,
 )
 from phalanx.configs.arithmetic.layers import mlp_layers
@@ -164,15 +166,21 @@ class Wgrads(NamedTuple):
 def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, Wgrads]:
     """Weight gradients of the kinds of layers in a model with resolved kernels."""
     f, (_, summed) = flops(cfg), _memory_ps(cfg, world, machine)
-    # Measured rates of the stock layer have the passes of their own sizes in them.
-    together = max if expert_backend(cfg.kernels.backend).stock_layer else hypot
-    found = {}
+    with_passes, found = beside_passes(cfg), {}
     for kind in set(all_kinds(cfg)):
         rates = _rates(cfg, machine, kind.fp8)
         mlp = (f.mlp if kind.dense else f.shared) / rates.dense / 3
-        experts = 0.0 if kind.dense else together(f.routed / rates.experts / 3, summed)
+        experts = 0.0 if kind.dense else with_passes(f.routed / rates.experts / 3, summed)
         found[kind] = Wgrads(f.projections / rates.dense / 3, mlp, experts)
     return found
+
+
+def beside_passes(cfg: Config) -> Callable[[float, float], float]:
+    """Time of weight gradients from those of their products and of passes over their sums.
+
+    They overlap in part; measured rates of the stock layer have passes of their own sizes in them.
+    """
+    return max if expert_backend(cfg.kernels.backend).stock_layer else hypot
 
 
 class ExpertBytes(NamedTuple):
@@ -211,8 +219,7 @@ def _logit_products(cfg: Config) -> float:
     a, every = cfg.model.attention, logit_interval(cfg.optim)
     if not every:
         return 0.0
-    key = a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim
-    value = a.head_dim if a.kind == "gqa" else a.v_dim
+    key, value = head_dims(a)
     return key / (key + value) / 3 / every
 
 

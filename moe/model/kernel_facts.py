@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from phalanx.configs.arithmetic.accounting import qk_norms
+from phalanx.configs.arithmetic.accounting import head_dims, qk_norms
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
@@ -26,6 +26,7 @@ def facts(
 ) -> Facts:
     """Facts of `cfg` on `world` ranks; `machine` has more facts of a machine that is not this."""
     a, e = cfg.model.attention, cfg.model.moe
+    key, value = head_dims(a)
     routed = has_experts(cfg.model)  # else the kernels run one MLP, of all tokens
     return Facts(
         device=device,
@@ -44,8 +45,8 @@ def facts(
         activation_offset=e.activation_offset,
         sinks=a.sinks,
         window=a.window,
-        head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
-        v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
+        head_dim=key,
+        v_dim=value,
         norms=_norms(cfg),
         documents=cfg.data.document_mask,
         context=cfg.parallel.context,

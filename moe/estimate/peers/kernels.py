@@ -32,11 +32,10 @@ def peer_machine(cfg: Config, machine: Machine, attention: str) -> Machine:
         attention: library, a key of the measurements.
     """
     h200 = MACHINES["h200"]
-    core = core_tflops(cfg.model, cfg.data.sequence_length, attention)
     return replace(
         machine,
         expert_tflops=_grouped(cfg) * machine.expert_tflops / h200.expert_tflops,
-        attention_tflops=core * machine.attention_tflops / h200.attention_tflops,
+        attention_tflops=core_tflops(cfg.model, cfg.data.sequence_length, attention, machine),
     )
 
 

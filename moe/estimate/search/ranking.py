@@ -20,7 +20,7 @@ from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.search.layouts import ALONE, Layout
 from phalanx.moe.estimate.shards import shard_seconds
 from phalanx.moe.estimate.timing import GAPS, step_time
-from phalanx.moe.estimate.work import expert_bytes
+from phalanx.moe.estimate.work import beside_passes, expert_bytes
 
 _WHOLE = Layout(1, 1, 1, 1, 1, 1, overlap=False)
 
@@ -46,6 +46,7 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         sparse * ranks * each / (machine.memory_gbs * 1e9) for each in expert_bytes(spread, ranks)
     )
     """Seconds in which all layers read all experts, and add to their gradients."""
+    with_passes = beside_passes(spread)
 
     @functools.cache
     def exchange(expert: int, overlap: bool) -> Exchange | None:
@@ -72,7 +73,7 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         often = split / layout.micro_batch
         """Micro-batches in the time that one rank would take for a sequence."""
         sequence = dense + max(step.experts * 2 / 3, often * reading / layout.expert)
-        sequence += max(step.experts / 3, often * summing / layout.expert)
+        sequence += with_passes(step.experts / 3, often * summing / layout.expert)
         sequence += often * layers * GAPS
         whole, exposed = sparse * sent.total * length, 0.0
         if count:
