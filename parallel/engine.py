@@ -37,6 +37,7 @@ from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches, rescale
 from phalanx.parallel.megatron.averages import Averages
+from phalanx.parallel.megatron.param_gather import ParamGather, gather_once
 from phalanx.parallel.megatron.updated import parts
 from phalanx.parallel.overlapped.schedule import OverlappedSchedule
 
@@ -60,8 +61,6 @@ class Engine:
         optim: kind of optimizer, the dtype of moments, and schedule.
         steps: optimizer steps of the run.
         device: where parameters live.
-        graph: forward and backward are going to be captured, and the update: parameters are
-            gathered before, not meanwhile, since the host decides when.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
             (`parallel.overlapped.schedule`).
         wgrads: events for which weight gradients wait.
@@ -76,7 +75,6 @@ class Engine:
         optim: OptimConfig,
         steps: int,
         device: torch.device,
-        graph: bool = False,
         overlap_microbatches: bool = False,
         wgrads: wgrad_queue.Waiting = wgrad_queue.AT_ONCE,
     ) -> None:
@@ -91,7 +89,7 @@ class Engine:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=parallel.grad_dtype == "fp32",
             overlap_grad_reduce=parallel.overlap,
-            overlap_param_gather=parallel.overlap and sharded and not graph,
+            overlap_param_gather=parallel.overlap and sharded,
             use_distributed_optimizer=sharded,
             check_for_nan_in_grad=False,
         )
@@ -141,6 +139,11 @@ class Engine:
             use_gloo_process_groups=False,
         )
         setup.built(self.optimizer)
+        self._gather: ParamGather | None = None
+        if ddp.overlap_param_gather:
+            self._gather = ParamGather(self.chunks)
+        elif sharded:
+            gather_once(self.optimizer)
         self._averages = Averages(self.optimizer, optim.ema) if optim.ema else None
         curve = Curve.of(optim, steps)
         self.scheduler = curve.scheduler(self.optimizer, optim.weight_decay)
@@ -184,12 +187,16 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._gather is not None:  # a graph gathers all parameters, whatever has before
+            self._gather.invalidate()
 
     def abandon_step(self) -> None:
         """Forget what a step that ended in an error has begun."""
         for chunk in self.chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.grad_reduce_handle = None
+        if self._gather is not None:
+            self._gather.abandon()
 
     def forward_backward(
         self,
@@ -216,7 +223,7 @@ class Engine:
         """
         parameters = [p for module in self.modules for p in module.parameters()]
         queued = nullcontext() if forward_only else _queued(self._wgrads)
-        with fp8_copies.within_a_step(parameters), queued:
+        with fp8_copies.within_a_step(parameters), queued, self._gathering():
             if self._overlapped is not None and not forward_only:
                 return self._overlapped(
                     forward_step,
@@ -234,6 +241,15 @@ class Engine:
                 micro_batch_size=micro_batch,
                 forward_only=forward_only,
             )
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Inside, forward passes gather parameters."""
+        if self._gather is not None:
+            self._gather.begin()
+        yield
+        if self._gather is not None:
+            self._gather.end()
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -285,6 +301,8 @@ class Engine:
                 part.optimizer.clip_coef = coef
         else:
             self._clip_coef.fill_(coef)
+        if self._gather is not None:
+            self._gather.invalidate()
         if run is None:
             self.update()
         else:

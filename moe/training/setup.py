@@ -124,7 +124,6 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         optim=in_steps(cfg.optim, cfg.data),
         steps=cfg.run.steps,
         device=runtime.device,
-        graph=built.captured,
         overlap_microbatches=built.overlaps,
         wgrads=built.wgrads,
     )

@@ -1,0 +1,156 @@
+"""When parameters are gathered, how often, and what forward passes then compute with."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.checkpoint import checkpoints
+from tests.parallel.checkpoint.checkpoints import SEQUENCE, VOCAB, train
+from tests.support.distributed import run_distributed
+
+RANKS = 2
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"expert": 2},
+    {"pipeline": 2, "virtual_pipeline": 2, "layers": 4},
+]
+
+
+def build(**kw: Any) -> tuple[Any, Any]:
+    """(engine, groups) of a tiny model of many buckets."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    small = partial(DistributedDataParallelConfig, bucket_size=2000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.parallel.engine.DistributedDataParallelConfig", small)
+        engine, groups = checkpoints.build(**kw)
+    if kw["overlap"] and len(engine.chunks) == 1:
+        assert len(engine.chunks[0].bucket_groups) > 3
+    return engine, groups
+
+
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each gathering from now on."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    sent: list[int] = []
+    gather = buffers.dist_all_gather_func
+
+    def counted(output: torch.Tensor, *given: Any, **named: Any) -> Any:
+        sent.append(output.numel())
+        return gather(output, *given, **named)
+
+    monkeypatch.setattr(buffers, "dist_all_gather_func", counted)
+    return sent
+
+
+def bucket_sizes(engine: Any) -> list[int]:
+    groups = [
+        g for c in engine.chunks for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)
+    ]
+    return sorted(bucket.param_data.numel() for group in groups for bucket in group.buckets)
+
+
+def validated(engine: Any, groups: Any) -> list[float]:
+    """Losses of a forward pass."""
+    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    ids = torch.randint(0, VOCAB, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(9))
+
+    def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[Any, Any]:
+        x = next(batches)
+        given = x[:, :-1].contiguous(), torch.arange(SEQUENCE)[None], mask
+        output = chunk(*given, labels=x[:, 1:].contiguous())
+        return output, lambda out: (out.sum(), torch.tensor(1), {"loss": out.mean()})
+
+    with torch.no_grad():
+        reports = engine.forward_backward(
+            forward,
+            [iter([ids] * 2) for _ in engine.chunks],
+            microbatches=2,
+            sequence=SEQUENCE,
+            micro_batch=2,
+            forward_only=True,
+        )
+    return [float(report["loss"]) for report in reports]
+
+
+def _once(layout: dict[str, Any], overlap: bool) -> None:
+    engine, groups = build(overlap=overlap, **layout)
+    with pytest.MonkeyPatch.context() as patch:
+        sent = gathers(patch)
+        train(engine, groups, 0, 1)
+        first = len(sent)
+        train(engine, groups, 1, 2)
+        assert sorted(sent[first:]) == bucket_sizes(engine)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_a_step_gathers_each_parameter_once(layout: dict[str, Any], overlap: bool) -> None:
+    """In a model with experts and other parameters, which have an optimizer each."""
+    run_distributed(_once, RANKS, layout, overlap)
+
+
+def _same(layout: dict[str, Any]) -> None:
+    from phalanx.parallel.checkpoint.model_state import parameters_gathered
+
+    engine, groups = build(overlap=True, **layout)
+    plain, _ = build(overlap=True, **layout)
+    for step in range(3):
+        results = train(engine, groups, step, step + 1)
+        assert results == train(plain, groups, step, step + 1)
+        # A replay of a graph leaves the host's notes as validation has made them.
+        for _ in range(2):
+            with parameters_gathered(plain.chunks):
+                expected = validated(plain, groups)
+            assert validated(engine, groups) == expected
+            engine.step()
+            plain.step()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_passes_have_the_parameters_of_the_last_update(layout: dict[str, Any]) -> None:
+    """Validation too, after updates without a step of the host between them."""
+    run_distributed(_same, 4 if "pipeline" in layout else RANKS, layout)
+
+
+def _whatever_has_before() -> None:
+    engine, groups = build(overlap=True)
+    train(engine, groups, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        sent = gathers(patch)
+        validated(engine, groups)
+        validated(engine, groups)
+        assert sorted(sent) == bucket_sizes(engine)  # once
+        train(engine, groups, 1, 2)
+        assert sorted(sent) == sorted(2 * bucket_sizes(engine))
+
+
+@pytest.mark.dist
+def test_a_step_gathers_after_validation_too() -> None:
+    """Else the graph of a step that is captured after it would never gather."""
+    run_distributed(_whatever_has_before, RANKS)
+
+
+def _nothing_left() -> None:
+    engine, _ = build(overlap=True)
+    gather, (chunk,) = engine._gather, engine.chunks
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    for finish in (gather.end, gather.abandon):
+        gather.invalidate()
+        gather.begin()
+        assert any(group.param_gather_handle is not None for group in groups)
+        finish()
+        assert all(group.param_gather_handle is None for group in groups)
+    gather.invalidate()
+
+
+@pytest.mark.dist
+def test_nothing_is_on_its_way_after_a_step() -> None:
+    """Where no module is called, and after an error."""
+    run_distributed(_nothing_left, RANKS)
