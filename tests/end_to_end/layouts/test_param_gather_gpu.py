@@ -42,7 +42,7 @@ SECONDS = 300
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_are_the_same(layout: str, outcomes: dict[str, Outcome]) -> None:
-    """Of losses, gradient norms and validation, in eager steps and in captured ones."""
+    """Eager and captured: losses, gradient norms and validation."""
     values = ("loss", "grad_norm", "valid_loss")
     eager, captured = (
         [[step[value] for value in values] for step in steps_of(outcomes[name], STEPS)]

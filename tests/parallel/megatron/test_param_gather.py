@@ -152,5 +152,5 @@ def _nothing_left() -> None:
 
 @pytest.mark.dist
 def test_nothing_is_on_its_way_after_a_step() -> None:
-    """Where no module is called, and after an error."""
+    """After a step that calls no module, and after an error."""
     run_distributed(_nothing_left, RANKS)
