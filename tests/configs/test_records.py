@@ -26,7 +26,7 @@ def check_shared(record: Record) -> None:
     assert int(record.hardware.split(" x ")[0]) == record.gpus
     assert record.routing in ("natural", "replayed", "forced")
     assert record.data in ("real", "mock")
-    assert record.dtype in ("bf16", "fp32")
+    assert record.dtype in ("bf16", "fp32", "fp8_block")
     assert date(2025, 1, 1) < date.fromisoformat(record.date)
 
 
