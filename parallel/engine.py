@@ -139,10 +139,8 @@ class Engine:
             use_gloo_process_groups=False,
         )
         setup.built(self.optimizer)
-        self._gather: ParamGather | None = None
-        if ddp.overlap_param_gather:
-            self._gather = ParamGather(self.chunks)
-        elif sharded:
+        self._gather = ParamGather(self.chunks if ddp.overlap_param_gather else [])
+        if sharded and not ddp.overlap_param_gather:
             gather_once(self.optimizer)
         self._averages = Averages(self.optimizer, optim.ema) if optim.ema else None
         curve = Curve.of(optim, steps)
@@ -187,16 +185,14 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self._gather is not None:  # a graph gathers all parameters, whatever has before
-            self._gather.invalidate()
+        self._gather.invalidate()  # a graph gathers all parameters, whatever has before
 
     def abandon_step(self) -> None:
         """Forget what a step that ended in an error has begun."""
         for chunk in self.chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.grad_reduce_handle = None
-        if self._gather is not None:
-            self._gather.abandon()
+        self._gather.abandon()
 
     def forward_backward(
         self,
@@ -223,7 +219,7 @@ class Engine:
         """
         parameters = [p for module in self.modules for p in module.parameters()]
         queued = nullcontext() if forward_only else _queued(self._wgrads)
-        with fp8_copies.within_a_step(parameters), queued, self._gathering():
+        with fp8_copies.within_a_step(parameters), queued, self._gather.meanwhile():
             if self._overlapped is not None and not forward_only:
                 return self._overlapped(
                     forward_step,
@@ -241,15 +237,6 @@ class Engine:
                 micro_batch_size=micro_batch,
                 forward_only=forward_only,
             )
-
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        """Inside, forward passes gather parameters."""
-        if self._gather is not None:
-            self._gather.begin()
-        yield
-        if self._gather is not None:
-            self._gather.end()
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -301,8 +288,7 @@ class Engine:
                 part.optimizer.clip_coef = coef
         else:
             self._clip_coef.fill_(coef)
-        if self._gather is not None:
-            self._gather.invalidate()
+        self._gather.invalidate()  # replays note nothing, validation has
         if run is None:
             self.update()
         else:

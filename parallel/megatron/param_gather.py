@@ -5,7 +5,8 @@ modules, and the host notes which buckets a step has gathered. A captured step g
 in every replay, of which the host notes nothing: `ParamGather` corrects its notes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,7 +25,7 @@ class ParamGather:
     """Gathering of parameters beside forward passes.
 
     Args:
-        chunks: model chunks of this rank, with `overlap_param_gather`.
+        chunks: model chunks of this rank, with `overlap_param_gather`; none: nothing is gathered.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -35,8 +36,16 @@ class ParamGather:
             later = [*groups[_AHEAD:], *[None] * _AHEAD]
             for group, following in zip(groups, later, strict=False):
                 group.next_param_gather_bucket_group = following  # also of the next chunk
-        for first in self._dense[:1]:
+        if self._dense:
+            first = self._dense[0]
             first.finish_param_sync = partial(self._finish_first, first, first.finish_param_sync)
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """Inside, forward passes gather parameters."""
+        self.begin()
+        yield
+        self.end()
 
     def begin(self) -> None:
         """Start to gather what forward passes wait for first.

@@ -109,21 +109,22 @@ def _config(sizes: dict[str, int], layers: int = 2, experts: int = 4, bf16: bool
     )
 
 
+def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[Any, Any]:
+    """Output of a chunk for the next [micro-batch, SEQUENCE + 1] tokens, and its loss function."""
+    ids = next(batches)
+    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    positions = torch.arange(SEQUENCE)[None]
+    output = chunk(ids[:, :-1].contiguous(), positions, mask, labels=ids[:, 1:].contiguous())
+    return output, lambda out: (
+        out.float().sum(),
+        torch.tensor(out.numel(), dtype=torch.int),
+        {"loss": out.detach().float().mean()},
+    )
+
+
 def train(engine: Any, groups: Any, first: int, last: int) -> list[tuple[float, float]]:
     """(loss of this rank, gradient norm) of steps first + 1 .. last."""
     results = []
-    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
-    positions = torch.arange(SEQUENCE)[None]
-
-    def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[Any, Any]:
-        ids = next(batches)
-        output = chunk(ids[:, :-1].contiguous(), positions, mask, labels=ids[:, 1:].contiguous())
-        return output, lambda out: (
-            out.float().sum(),
-            torch.tensor(out.numel(), dtype=torch.int),
-            {"loss": out.detach().float().mean()},
-        )
-
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator)

@@ -1,6 +1,5 @@
 """When parameters are gathered, how often, and what forward passes then compute with."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from tests.parallel.checkpoint import checkpoints
-from tests.parallel.checkpoint.checkpoints import SEQUENCE, VOCAB, train
+from tests.parallel.checkpoint.checkpoints import SEQUENCE, VOCAB, forward, train
 from tests.support.distributed import run_distributed
 
 RANKS = 2
@@ -54,17 +53,9 @@ def bucket_sizes(engine: Any) -> list[int]:
     return sorted(bucket.param_data.numel() for group in groups for bucket in group.buckets)
 
 
-def validated(engine: Any, groups: Any) -> list[float]:
+def validated(engine: Any) -> list[float]:
     """Losses of a forward pass."""
-    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
     ids = torch.randint(0, VOCAB, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(9))
-
-    def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[Any, Any]:
-        x = next(batches)
-        given = x[:, :-1].contiguous(), torch.arange(SEQUENCE)[None], mask
-        output = chunk(*given, labels=x[:, 1:].contiguous())
-        return output, lambda out: (out.sum(), torch.tensor(1), {"loss": out.mean()})
-
     with torch.no_grad():
         reports = engine.forward_backward(
             forward,
@@ -106,8 +97,8 @@ def _same(layout: dict[str, Any]) -> None:
         # A replay of a graph leaves the host's notes as validation has made them.
         for _ in range(2):
             with parameters_gathered(plain.chunks):
-                expected = validated(plain, groups)
-            assert validated(engine, groups) == expected
+                expected = validated(plain)
+            assert validated(engine) == expected
             engine.step()
             plain.step()
 
@@ -124,8 +115,8 @@ def _whatever_has_before() -> None:
     train(engine, groups, 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         sent = gathers(patch)
-        validated(engine, groups)
-        validated(engine, groups)
+        validated(engine)
+        validated(engine)
         assert sorted(sent) == bucket_sizes(engine)  # once
         train(engine, groups, 1, 2)
         assert sorted(sent) == sorted(2 * bucket_sizes(engine))
