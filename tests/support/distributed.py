@@ -108,7 +108,7 @@ class _Pool:
         if not self._ranks:
             self._start()
         self._calls += 1
-        store = f"{self._folder.name}/{self._calls}"
+        store = self._store()
         for process, pipe in self._ranks:
             os.kill(process.pid, signal.SIGCONT)
             pipe.send((store, timeout, task))
@@ -120,8 +120,8 @@ class _Pool:
             ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = list(pending.values())
-                stacks = [f.read_text() for r in late if (f := Path(f"{store}.{r}")).exists()]
-                raise RankFailed(f"ranks {late} still ran after {timeout} s\n" + "\n".join(stacks))
+                stacks = "\n".join(self._stacks(r) for r in late)
+                raise RankFailed(f"ranks {late} still ran after {timeout} s\n{stacks}")
             for pipe in ready:
                 rank = pending.pop(pipe)
                 results[rank], more = self._receive(rank)
@@ -140,10 +140,19 @@ class _Pool:
             threads = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             process.join()
-            raise RankFailed(f"rank {rank} died: exit code {process.exitcode}") from None
+            died = f"rank {rank} died: exit code {process.exitcode}\n{self._stacks(rank)}"
+            raise RankFailed(died) from None
         if raised:
             raise RankFailed(f"rank {rank} of {self._world} raised\n{raised}")
         return result, threads
+
+    def _store(self) -> str:
+        return f"{self._folder.name}/{self._calls}"
+
+    def _stacks(self, rank: int) -> str:
+        """Stacks of the threads of a rank that was late or died by a signal, as it wrote them."""
+        file = Path(f"{self._store()}.{rank}")
+        return file.read_text() if file.exists() else ""
 
 
 @functools.cache
@@ -170,14 +179,16 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
         except EOFError:  # the session is over
             return
         with open(f"{store}.{rank}", "w") as stacks:
+            faulthandler.enable(file=stacks)  # SIGSEGV and the like
             faulthandler.dump_traceback_later(0.9 * timeout, file=stacks)
             try:
                 answer = pickle.dumps((None, _call(store, timeout, rank, world_size, task)))
             except BaseException:
                 answer = pickle.dumps((traceback.format_exc(), None))
             faulthandler.cancel_dump_traceback_later()
-        pipe.send_bytes(answer)
-        pipe.send_bytes(pickle.dumps(len(os.listdir("/proc/self/task"))))
+            pipe.send_bytes(answer)
+            pipe.send_bytes(pickle.dumps(len(os.listdir("/proc/self/task"))))
+            faulthandler.disable()
 
 
 def _share_a_device() -> None:
