@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -36,6 +37,9 @@ class ParamGather:
             later = [*groups[_AHEAD:], *[None] * _AHEAD]
             for group, following in zip(groups, later, strict=False):
                 group.next_param_gather_bucket_group = following  # also of the next chunk
+        for group in self._groups():
+            if dist.get_backend(group.intra_distributed_optimizer_instance_group) == "gloo":
+                group.start_param_sync = partial(_gather_now, group, group.start_param_sync)
         if self._dense:
             first = self._dense[0]
             first.finish_param_sync = partial(self._finish_first, first, first.finish_param_sync)
@@ -88,6 +92,16 @@ def _start(groups: Sequence[Any]) -> None:
     for group in groups[:_AHEAD]:
         if not group.param_gather_dispatched:
             group.start_param_sync()
+
+
+def _gather_now(group: Any, start: Callable[..., None], **named: Any) -> None:
+    """Gather a bucket before this returns.
+
+    gloo of PyTorch 2.11 corrupts the heap if two coalesced gatherings of a group run at a time.
+    """
+    start(**named)
+    if group.param_gather_handle is not None:
+        group.param_gather_handle.wait()
 
 
 def gather_once(optimizer: Any) -> None:

@@ -1,5 +1,7 @@
 """When parameters are gathered, how often, and what forward passes then compute with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -145,3 +147,35 @@ def _nothing_left() -> None:
 def test_nothing_is_on_its_way_after_a_step() -> None:
     """After a step that calls no module, and after an error."""
     run_distributed(_nothing_left, RANKS)
+
+
+def _one_at_a_time(layout: dict[str, Any]) -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    engine, groups = build(overlap=True, **layout)
+    coalesce, under_way = buffers._coalescing_manager, set()
+
+    @contextmanager
+    def watched(group: Any, **named: Any) -> Iterator[Any]:
+        before = len(sent)
+        with coalesce(group, **named) as work:
+            yield work
+            gathers_now = len(sent) > before
+            assert not (gathers_now and group in under_way)
+        if gathers_now:
+            under_way.add(group)
+            wait = work.wait
+            work.wait = lambda: (wait(), under_way.discard(group))
+
+    with pytest.MonkeyPatch.context() as patch:
+        sent = gathers(patch)
+        patch.setattr(buffers, "_coalescing_manager", watched)
+        train(engine, groups, 0, 2)
+    assert sent and not under_way
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gloo_gathers_one_bucket_at_a_time(layout: dict[str, Any]) -> None:
+    """PyTorch's gloo corrupts memory if two coalesced gatherings of a group run at a time."""
+    run_distributed(_one_at_a_time, 4 if "pipeline" in layout else RANKS, layout)
