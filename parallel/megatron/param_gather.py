@@ -97,7 +97,9 @@ def _start(groups: Sequence[Any]) -> None:
 def _gather_now(group: Any, start: Callable[..., None], **named: Any) -> None:
     """Gather a bucket before this returns.
 
-    gloo of PyTorch 2.11 corrupts the heap if two coalesced gatherings of a group run at a time.
+    In PyTorch 2.11 the worker threads of a gloo group assign the name of what they have completed
+    to one string, without a lock (`ProcessGroupGloo::runLoop`). The name of coalesced gatherings is
+    long enough for the heap, which two at a time would corrupt.
     """
     start(**named)
     if group.param_gather_handle is not None:

@@ -194,7 +194,8 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
 def _share_a_device() -> None:
     """Make all later groups of this process share one gloo device, and thus one thread.
 
-    A device's thread wakes up a hundred times a second, and a run has two dozen groups.
+    A device's thread wakes up a hundred times a second, and a run has two dozen groups. Each has
+    one worker thread: in PyTorch 2.11 two would share a string (parallel/megatron/param_gather.py).
     """
     gloo = c10d.ProcessGroupGloo
     device = gloo.create_default_device()
@@ -202,7 +203,7 @@ def _share_a_device() -> None:
     class Sharing(gloo):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
-            options._devices, options._timeout = [device], timeout
+            options._devices, options._timeout, options._threads = [device], timeout, 1
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
