@@ -182,8 +182,9 @@ class GuardProcess:
                 self._sent, age = now, now - self._stated
                 self._send(self._link, self._state | {"since": self._state["since"] + age})
             silence = now - self._heard
-            # If a collective failed here and rank 0's side does not say why, it is rank 0.
-            if silence >= (QUIET if self._failed else self._timeout):
+            # If a collective failed here and rank 0's side does not say why, it is rank 0. In the
+            # process that has the hub, silence means that it had no time.
+            if self._hub is None and silence >= (QUIET if self._failed else self._timeout):
                 self._judge("silent", silent(self._rank_0, silence, self._at))
         if self._verdict is not None and now >= self._due and self._struck is None:
             self._strike(now)

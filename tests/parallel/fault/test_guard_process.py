@@ -7,11 +7,12 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.parallel.fault.guard_process import GuardProcess
-from phalanx.parallel.fault.verdict import Where
+from phalanx.parallel.fault.verdict import QUIET, Where
 
 
 def test_rank_and_hub_may_go_at_once() -> None:
@@ -47,3 +48,19 @@ def test_the_user_is_told_once(
         process.kill()
         rank.close()
         of_rank.close()
+
+
+@pytest.mark.parametrize(("rank", "named"), [(1, True), (0, False)])
+def test_a_silent_hub_is_rank_0_for_all_others(rank: int, named: bool) -> None:
+    """Rank 0's own guard has the hub, and was merely slow if it has not heard of it."""
+    (of_test, of_rank), (hub, of_hub) = socket.socketpair(), socket.socketpair()
+    guard = GuardProcess(of_rank, os.getpid(), stacks=0, alone=False)
+    guard._where, guard._rank_0 = (Where(r, "here", os.getpid(), 0.0) for r in (rank, 0))
+    guard._link, guard._hub = of_hub, None if rank else SimpleNamespace()
+    guard._failed, guard._heard = True, time.monotonic() - 2 * QUIET
+    guard._look(time.monotonic())
+    assert (guard._verdict is not None) == named
+    if guard._verdict is not None:
+        assert guard._verdict["kind"] == "silent" and guard._verdict["where"]["rank"] == 0
+    for connection in (of_test, of_rank, hub, of_hub):
+        connection.close()
