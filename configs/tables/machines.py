@@ -16,7 +16,9 @@ class Machine:
     memory_gib: float
     """Memory that the driver reports."""
     dense_tflops: float
-    """Large bf16 matrix products of attention, dense layers and the output layer."""
+    """Large bf16 matrix products of attention and dense layers."""
+    head_tflops: float
+    """bf16 products of the output layer, which are the largest."""
     expert_tflops: float
     """Grouped products of experts, forward and backward, with what is fused into them."""
     dense_fp8_tflops: float
@@ -94,6 +96,7 @@ MACHINES: dict[str, Machine] = {
         name="H200",
         memory_gib=139.8,
         dense_tflops=650,
+        head_tflops=785,  # 785 of Moonlight's and 795 of GPT-OSS-20B's in their steps
         expert_tflops=560,
         # cuBLASLt's 1x128 by 128x128 at K 2048; of experts fitted to docs/measured/kernels/fp8.json
         # together with the bytes of quantization (moe.estimate.work).
@@ -108,6 +111,7 @@ MACHINES: dict[str, Machine] = {
         name="H100 SXM",
         memory_gib=79.1,
         dense_tflops=620,
+        head_tflops=750,  # as much above `dense_tflops` as of an H200
         expert_tflops=530,
         dense_fp8_tflops=985,  # as much below an H200 as in bf16
         expert_fp8_tflops=753,

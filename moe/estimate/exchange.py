@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from statistics import fmean
 
+from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
@@ -18,6 +19,9 @@ WAITING_COST = 0.7
 """`Exchange.waiting_cost` of our steps, presumably since a GPU that waits is below its power limit
 and computes faster for that. Fitted to five steps with and without a paced wire
 (docs/measured/training/pipelines_two_h100s.md)."""
+SKEW = 0.03
+"""`Exchange.skew` of our steps: 0.01 to 0.05 of eight steps on four H200s and two
+(docs/measured/training/four_h200s.md)."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Exchange:
     """Part of a GPU that hidden exchanges take from the computation beside them."""
     waiting_cost: float = 1.0
     """Seconds by which a step is longer for a second that the GPU waits."""
+    skew: float = 0.0
+    """Seconds that a GPU waits for the others for a second in which it computes: each has its own
+    clock at the power limit, and every exchange waits for the slowest."""
 
     @property
     def total(self) -> float:
@@ -76,7 +83,8 @@ def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:
     if beside_exchanges(cfg):
         backward -= _beside_wgrads(cfg, world, machine, sent)
     hidden = cfg.parallel.overlap_microbatches == "on"
-    return Exchange(forward, backward, hidden, waiting_cost=WAITING_COST)
+    skew = SKEW if expert_parallel_size(cfg, world) > 1 else 0.0
+    return Exchange(forward, backward, hidden, waiting_cost=WAITING_COST, skew=skew)
 
 
 def _beside_wgrads(cfg: Config, world: int, machine: Machine, sent: Traffic) -> float:

@@ -3,14 +3,16 @@
 Expected: GEMMs, core attention, elementwise work and the exchanges of experts, tensor ranks and
 context ranks run one after another, as they do in this code; exchanges that overlap the experts,
 weight gradients (`parallel.delay_wgrad`) or another micro-batch (`parallel.overlap_microbatches`)
-are exposed in part. Gradient reduction overlaps all of it if `parallel.overlap` is on. Stragglers,
-uneven routing and host time are not counted.
+are exposed in part, and GPUs that exchange wait for the slowest one. Gradients are reduced beside
+the last backward pass and parameters gathered beside the first forward pass if `parallel.overlap`
+is on, but for those of the embedding. Uneven routing and host time are not counted.
 
 At best: matrix products and core attention alone, with everything else overlapped, for any
 transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
 Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
@@ -50,6 +52,8 @@ has it alone)."""
 _UPDATE_RATE = 1.3
 """Bytes a second of our AdamW's long passes over those of elementwise work: 3,800 to 4,100 GB/s on
 an H200 (the same file)."""
+_OVERLAPPED = 0.9
+"""Part of a pass beside which parameters are gathered or gradients reduced."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class StepTime:
     """Time between kernels."""
     offload: float
     """Exposed part of copies to and from host memory."""
+    skew: float
+    """Waiting for the slowest GPU at every exchange of expert tokens."""
     waiting: float
     """Pipeline bubble."""
     gradients: float
@@ -94,8 +100,9 @@ class Bound:
     """The bottleneck: `matrix products`, `network` or `links inside a node`."""
 
 
-_EXCHANGE = 4
-"""Place of the exchange among the parts of a stage's time, which are in the order of `StepTime`."""
+_EXPERTS, _EXCHANGE = 1, 4
+"""Places of experts and of the exchange among the parts of a stage's time, which are in the order
+of `StepTime`."""
 
 
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
@@ -138,15 +145,13 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes:
     parts = [count * t for t in slow]
     pipeline, chunks = cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
     exchange = slow[_EXCHANGE]
-    parts[_EXCHANGE] = sent.exposed(exchange, max(seconds) - exchange, count, pipeline, chunks)
-    reduction, update = _update(cfg, world, machine)
-    if cfg.parallel.overlap:
-        # Reduction overlaps the last micro-batch's backward pass, 0.6 of which it can use.
-        reduction = max(0.0, reduction - 0.6 * max(seconds))
+    computing = max(seconds) - exchange
+    parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, chunks)
+    collectives = _exposed_collectives(cfg, world, machine, slow)
     delayed, held = [work.delayed for work in works], _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
-    wait = total - count * max(seconds)
-    return StepTime(*(*parts, wait, reduction, update))
+    waits = sent.skew * count * computing, total - count * max(seconds)
+    return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine)))
 
 
 def _held(cfg: Config, world: int) -> list[int]:
@@ -189,8 +194,49 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     chunks, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
     count, held = micro_batches(cfg, world), _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
-    total += _update(cfg, world, machine)[1]
+    total += _update(cfg, world, machine)
     return Bound(total, max(slow, key=lambda name: slow[name]))
+
+
+def _exposed_collectives(
+    cfg: Config, world: int, machine: Machine, micro_batch: Sequence[float]
+) -> float:
+    """Exposed seconds of gradient reduction and parameter gathering.
+
+    Nothing runs beside those of the embedding, which is read first and whose gradient comes last
+    (docs/measured/training/four_h200s.md).
+
+    Args:
+        cfg: with resolved kernels.
+        world: ranks.
+        machine: rates.
+        micro_batch: seconds of a micro-batch by part, in the order of `StepTime`.
+    """
+    p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
+    rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)
+    replicas, copies = _replicas(cfg, world)
+    sent = max(
+        w.dense * (replicas - 1) / replicas + w.expert * (copies - 1) / copies
+        for w in stage_weights(cfg, world)
+    )
+    embedding = m.vocab_size * m.hidden / p.tensor * (replicas - 1) / replicas
+    # Bytes of an element beside a backward pass, two thirds of the work, and a forward pass.
+    widths = [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]
+    if not p.distributed_optimizer:
+        widths = [(2 / 3, 2 * grad_width(cfg))]
+    # Inside a node a bucket takes milliseconds, as experts do, and its kernel waits for theirs,
+    # which hold all SMs. Over a network it goes on beside several of them.
+    beside = sum(micro_batch) - (micro_batch[_EXPERTS] if near else 0.0)
+    hidden = _OVERLAPPED * beside if p.overlap else 0.0
+    return sum(
+        max(embedding * each / rate, sent * each / rate - hidden * part) for part, each in widths
+    )
+
+
+def _replicas(cfg: Config, world: int) -> tuple[int, int]:
+    """Number of ranks that share a rank's dense parameters, and its experts."""
+    copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
+    return data_parallel_size(cfg, world) * cfg.parallel.context, copies
 
 
 _FP32_RATE = 0.1
@@ -201,27 +247,21 @@ _MUON_BYTES = 36
 """Bytes read and written per element around Muon's products: momentum, norm, rounding."""
 
 
-def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of gradient reduction with parameter gathering, and of the optimizer."""
-    p = cfg.parallel
-    link = machine.node_gbs if world <= machine.node_gpus else machine.network_gbs
-    replicas = data_parallel_size(cfg, world) * p.context
-    copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
-    grad, param = grad_width(cfg), width(cfg)
-    each = grad + param if p.distributed_optimizer else 2 * grad
-    reduction = update = 0.0
+def _update(cfg: Config, world: int, machine: Machine) -> float:
+    """Seconds of the optimizer."""
+    replicas, copies = _replicas(cfg, world) if cfg.parallel.distributed_optimizer else (1, 1)
+    update = 0.0
     for w in stage_weights(cfg, world):
-        sent = w.dense * (replicas - 1) / replicas + w.expert * (copies - 1) / copies
-        reduction = max(reduction, sent * each / (link * 1e9))
+        gradients = grad_width(cfg) * (w.dense / replicas + w.expert / copies)
         # Moments and master weights are read and written, gradients read and normed. A third pass
         # over gradients is fitted to steps with fp32 moments; those in bf16 have a kernel of ours,
         # which reads the upper halves of weights too.
-        touched, speedup = 2.0 * w.optimizer_bytes + 3 * w.gradient_bytes, 1.0
+        touched, speedup = 2.0 * w.optimizer_bytes + 3 * gradients, 1.0
         if split_masters(cfg):
-            touched, speedup = 8 / 3 * w.optimizer_bytes + 2 * w.gradient_bytes, _UPDATE_RATE
+            touched, speedup = 8 / 3 * w.optimizer_bytes + 2 * gradients, _UPDATE_RATE
         touched += _MUON_BYTES * w.by_muon.elements
         seconds = touched / (speedup * machine.memory_gbs * 1e9)
         rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
         seconds += cfg.optim.ns_steps * w.by_muon.flops / (rate * 1e12)
         update = max(update, seconds)
-    return reduction, update
+    return update

@@ -103,7 +103,8 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     for chunk in chunks(cfg):
         kinds, head = chunk.kinds, chunk.heads
         sparse = [kind for kind in kinds if not kind.dense]
-        gemm = (head * f.head + chunk.mtp * f.mtp_projection) / machine.dense_tflops
+        gemm = head * f.head / machine.head_tflops
+        gemm += chunk.mtp * f.mtp_projection / machine.dense_tflops
         delayed = dense_waits * gemm / 3
         for kind in kinds:
             mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared

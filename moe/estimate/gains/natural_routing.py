@@ -2,8 +2,8 @@
 
 All ranks of an expert-parallel group wait for the busiest one. Its rows over the mean were measured
 as what natural routing costs runs of four models beside the same runs with balanced experts: steps
-41 to 50 from scratch (docs/measured/training/own_*.yaml), the mean of runs of 22 and 27 November
-2026. Routers that have trained for longer are more even: 1.07 on eight ranks
+41 to 50 from scratch (docs/measured/training/own_*.yaml), the mean of three such pairs of 22 and 27
+November 2026. Routers that have trained for longer are more even: 1.07 on eight ranks
 (docs/measured/training/routing_load.md).
 """
 
@@ -16,10 +16,10 @@ from phalanx.configs.schema import Config
 from phalanx.moe.estimate.timing import StepTime
 
 BUSIEST: dict[str, float] = {
-    "deepseek_v3_l4": 1.39,
-    "gpt_oss_20b": 1.12,
+    "deepseek_v3_l4": 1.36,
+    "gpt_oss_20b": 1.11,
     "moonlight_16b_a3b": 1.15,
-    "qwen3_30b_a3b": 1.30,
+    "qwen3_30b_a3b": 1.26,
 }
 """Rows of the busiest rank over the mean, by model."""
 

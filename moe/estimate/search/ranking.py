@@ -78,7 +78,7 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         whole, exposed = sparse * sent.total * length, 0.0
         if count:
             exposed = sent.exposed(whole, sequence, count, layout.pipeline, layout.chunks) / count
-        each = sequence + exposed + shards(layout.tensor, layout.context) * length
+        each = (1 + sent.skew) * sequence + exposed + shards(layout.tensor, layout.context) * length
         chunks = layout.pipeline * layout.chunks
         stage = -(-layers // chunks) * layout.chunks / layers  # of the most loaded stage
         bubble = (layout.pipeline - 1) / max(1, count * layout.chunks)

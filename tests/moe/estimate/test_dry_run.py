@@ -314,7 +314,7 @@ def test_parts_of_the_work_add_up() -> None:
 def test_machines_are_slower_than_their_data_sheets() -> None:
     for machine in MACHINES.values():
         peak = bf16_peak(machine.name) or 0
-        assert max(machine.dense_tflops, machine.expert_tflops, machine.attention_tflops) < peak
+        assert max(machine.head_tflops, machine.expert_tflops, machine.attention_tflops) < peak
         assert machine.network_gbs < machine.node_gbs < machine.memory_gbs
 
 
@@ -335,7 +335,7 @@ def test_published_layout_of_deepseek_v3() -> None:
     for dispatch in ("auto", "alltoall", "deepep"):
         text = section(STEP, *overrides, f"parallel.dispatch={dispatch}", world=1024)
         best = re.search(r"^  at best [\d.]+ s: ([\d,]+) tokens/s/GPU.* in bf16: ", text, re.M)
-        assert best and 1061 < int(best[1].replace(",", "")) < 1700
+        assert best and 1061 < int(best[1].replace(",", "")) < 1750
         reported = re.findall(
             r"^  published (\S+) tokens/s/GPU.* on 1024 x H100, bf16.*\((.*)\)$", text, re.M
         )
@@ -362,7 +362,7 @@ def test_records_beside_the_estimate_are_of_the_same_model() -> None:
     reported = re.findall(
         r"(published|measured) ([\d,]+) tokens.* on (\d+ x \w+), .*another layout", text
     )
-    assert reported == [("measured", "19,646", "4 x H200")]
+    assert reported == [("measured", "20,074", "4 x H200")]
     shorter = section(STEP, "experiment=qwen3_30b_8gpu", "model.layers=24", world=8)
     assert "published" not in shorter
 
@@ -372,7 +372,7 @@ def test_records_of_the_same_kernels_come_first() -> None:
     text = section(STEP, "experiment=gpt_oss_20b_8gpu", world=8)
     reported = re.findall(r"^  (published|measured) ([\d,]+) tokens.*?: (.*?) on ", text, re.M)
     assert reported == [
-        ("measured", "19,858", "Phalanx, experts fused"),
+        ("measured", "21,114", "Phalanx, experts fused"),
         ("published", "13,058", "Automodel"),
         ("measured", "8,211", "Phalanx, experts torch"),
     ]
@@ -622,5 +622,5 @@ def test_fp8_copies_of_weights_live_where_they_fit() -> None:
 def test_machines_multiply_fp8_between_bf16_and_its_peak() -> None:
     for m in MACHINES.values():
         peak = fp8_peak(m.name) or 0
-        assert m.dense_tflops < m.dense_fp8_tflops < peak
+        assert m.dense_tflops < m.head_tflops < m.dense_fp8_tflops < peak
         assert m.expert_tflops < m.expert_fp8_tflops < m.dense_fp8_tflops

@@ -24,7 +24,7 @@ SIX = [
     "qwen3_30b_a3b-Megatron-Bridge-16",
     "moonlight_16b_a3b-Megatron-Bridge-16",
 ]
-MISSED = {"gpt_oss_20b-Automodel-8": (0.15, 0.18)}
+MISSED = {"gpt_oss_20b-Automodel-8": (0.18, 0.19)}
 """Runs that are off by more than 15 %, with bounds of their errors."""
 
 
