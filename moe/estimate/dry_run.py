@@ -391,12 +391,11 @@ def _rate(tokens: float, flops: float) -> str:
 
 
 def _tflops(m: Machine, fp8: bool) -> str:
-    if not fp8:
-        return f"{m.dense_tflops:.0f} TFLOP/s GEMM, {m.expert_tflops:.0f} experts"
-    return (
-        f"{m.dense_tflops:.0f} TFLOP/s GEMM ({m.dense_fp8_tflops:.0f} in FP8), "
-        f"{m.expert_tflops:.0f} experts ({m.expert_fp8_tflops:.0f})"
-    )
+    dense, experts = f"{m.dense_tflops:.0f} TFLOP/s GEMM", f"{m.expert_tflops:.0f} experts"
+    if fp8:
+        dense += f" ({m.dense_fp8_tflops:.0f} in FP8)"
+        experts += f" ({m.expert_fp8_tflops:.0f})"
+    return f"{dense}, {m.head_tflops:.0f} output layer, {experts}"
 
 
 def _utilisation(cfg: Config, flops: float, machine: Machine) -> str:
