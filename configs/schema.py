@@ -337,7 +337,7 @@ class PrecisionConfig:
     stochastic_rounding: bool = True
     """Round gradients of `nvfp4` up or down at random, so that they are right in the mean."""
     weights: str = knob("auto", choices=("auto", "scratch", "resident"))
-    """Place of FP8 copies of expert weights: `resident`, `scratch`, or `auto` by what fits.
+    """Place of FP8 copies of weights: `resident`, `scratch`, or `auto` by what fits.
 
     `resident` makes them once a step and needs 2 bytes a parameter, as GEMMs read them in two
     layouts. `scratch` makes them for each use, in memory that all layers share.

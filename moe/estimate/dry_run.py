@@ -150,11 +150,11 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
 
 
 def _copies(cfg: Config, world: int) -> str:
-    """FP8 copies of expert weights, in words."""
+    """FP8 copies of weights, in words."""
     copies = max(fp8_copy_bytes(cfg, world))
     if not copies:
         return f"no FP8 copies: {cfg.kernels.backend} experts multiply FP8 values in bf16"
-    return f"FP8 copies of experts {cfg.precision.weights}, {storage(copies)}"
+    return f"FP8 copies of weights {cfg.precision.weights}, {storage(copies)}"
 
 
 def _graph(cfg: Config) -> str:

@@ -38,7 +38,7 @@ class StageMemory:
     stage: int
     weights: Weights
     cached: int
-    """Placeholders of weight gradients, FP8 copies of expert weights, and workspaces."""
+    """Placeholders of weight gradients, FP8 copies of weights, and workspaces."""
     saved: int
     """Activations saved for backward passes, of all micro-batches in flight."""
     backward: int

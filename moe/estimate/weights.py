@@ -260,7 +260,9 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
 
 
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
-    """Bytes on each stage of FP8 copies of expert weights in both layouts, of all layers or one.
+    """Bytes on each stage of FP8 copies of weights in both layouts.
+
+    They are those of all layers; with `precision.weights=scratch` those of one layer's experts.
 
     Args:
         cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
@@ -269,9 +271,20 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
     m, stages = cfg.model, [0] * cfg.parallel.pipeline
     if not multiplies_fp8(cfg):
         return stages
-    local = m.moe.experts // expert_parallel_size(cfg, world)
-    layer = 2 * local * (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * m.moe.ffn
+    matrices = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden
+    experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
+    attention = sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    dense = cfg.precision.dense == "fp8" and not stock
+    scratch = cfg.precision.weights == "scratch"
     for chunk in chunks(cfg):
-        stages[chunk.stage] += sum(k.fp8 and not k.dense for k in chunk.kinds)
-    most = 1 if cfg.precision.weights == "scratch" else m.layers + m.mtp_layers
-    return [layer * min(layers, most) for layers in stages]
+        for kind in (kind for kind in chunk.kinds if kind.fp8):
+            routed = 0 if kind.dense else experts
+            if scratch:
+                stages[chunk.stage] = max(stages[chunk.stage], 2 * routed)
+                continue
+            # Projections of linear attention stay in bf16.
+            others = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
+            others += 0 if kind.linear else attention
+            stages[chunk.stage] += 2 * (routed + dense * others // cfg.parallel.tensor)
+    return stages

@@ -600,15 +600,16 @@ def with_room(bytes_: int) -> Machine:
 
 
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:
-    """Two bytes a parameter of the experts, of all layers or of one."""
+    """Two bytes a parameter of all layers, or of the experts of one."""
     base = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")
-    layer, text = 2 * 4 * 3 * 2880 * 2880, section(RUN, *base, world=8)
-    assert f"weights   FP8 copies of experts resident, {storage(24 * layer)}\n" in text
+    experts, text = 2 * 4 * 3 * 2880 * 2880, section(RUN, *base, world=8)
+    resident = 24 * (experts + 2 * 2880 * (64 + 2 * 8 + 64) * 64)
+    assert f"weights   FP8 copies of weights resident, {storage(resident)}\n" in text
     cfg = load(list(base))
     needs = {}
     for cfg.precision.weights in ("scratch", "resident", "auto"):
         needs[cfg.precision.weights] = needed(resolved(cfg, 8, 8), 8)
-    assert needs["auto"] == needs["resident"] == needs["scratch"] + 23 * layer
+    assert needs["auto"] == needs["resident"] == needs["scratch"] + resident - experts
     known = resolved(cfg, 8, 8)
     known.precision.weights = "auto"
     assert fp8_weights(known, 8, needs["resident"]) == "resident"
