@@ -75,6 +75,12 @@ def quantized_layer(cfg: Config, layer: int) -> bool:
     return quantizes(cfg) and layer >= p.bf16_first_layers and not last
 
 
+def quantizes_dense(cfg: Config) -> bool:
+    """Linear layers other than the routed experts follow the recipe, if there is one."""
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    return cfg.precision.dense == "fp8" and not stock
+
+
 def quantizes_on_arrival(cfg: Config) -> bool:
     """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
     facts = expert_backend(cfg.kernels.backend)

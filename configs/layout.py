@@ -47,6 +47,17 @@ def expert_parallel_size(cfg: Config, world: int) -> int:
     return largest_divisor(math.gcd(cfg.model.moe.experts, stage_ranks(cfg, world)), 8)
 
 
+def replicas(cfg: Config, world: int) -> tuple[int, int]:
+    """Number of ranks that have the same dense parameters, and the same experts."""
+    dense = data_parallel_size(cfg, world) * cfg.parallel.context
+    return dense, stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
+
+
+def optimizer_shards(cfg: Config, world: int) -> tuple[int, int]:
+    """Number of parts of the optimizer's state for the same: one without a sharded optimizer."""
+    return replicas(cfg, world) if cfg.parallel.distributed_optimizer else (1, 1)
+
+
 def micro_batches(cfg: Config, world: int) -> int:
     """Forward passes of a rank in one optimizer step."""
     return cfg.data.global_batch // (cfg.data.micro_batch * data_parallel_size(cfg, world))

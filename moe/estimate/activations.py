@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
+from phalanx.configs.formats import fp8_row, is_fp8, quantizes, quantizes_dense, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -148,13 +148,8 @@ class Activations:
 
     def _fp8_dense(self, fp8: bool | None) -> bool:
         """Do linear layers other than the routed experts follow the recipe?"""
-        cfg = self._cfg
-        on = quantizes(cfg) if fp8 is None else fp8
-        return (
-            on
-            and cfg.precision.dense == "fp8"
-            and not expert_backend(cfg.kernels.backend).stock_layer
-        )
+        on = quantizes(self._cfg) if fp8 is None else fp8
+        return on and quantizes_dense(self._cfg)
 
     def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
         """Extra bytes of FP8 copies of a norm's output, one for each linear layer that reads it.

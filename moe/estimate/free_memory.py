@@ -17,9 +17,8 @@ from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.formats import width
 from phalanx.configs.knobs import listed, overrides, pluralize
 from phalanx.configs.layout import (
-    data_parallel_size,
-    expert_parallel_size,
     pipeline_chunks,
+    replicas,
     stage_ranks,
 )
 from phalanx.configs.linear_attention import linear_layers
@@ -153,14 +152,13 @@ def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     of them hold.
     """
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
-    replicas = data_parallel_size(cfg, world) * cfg.parallel.context
-    copies, wide = each // expert_parallel_size(cfg, world), width(cfg)
+    (of_dense, of_experts), wide = replicas(cfg, world), width(cfg)
     total = 0
     for w in (weights[rank // each] for rank in ranks):
         state = w.optimizer_bytes
         if not cfg.parallel.distributed_optimizer:
-            state //= replicas
-        total += state + wide * (w.dense // replicas + w.expert // copies)
+            state //= of_dense
+        total += state + wide * (w.dense // of_dense + w.expert // of_experts)
     return total
 
 

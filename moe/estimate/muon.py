@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.accounting import projections
-from phalanx.configs.layout import data_parallel_size, expert_parallel_size, stage_ranks
+from phalanx.configs.layout import data_parallel_size, expert_parallel_size, optimizer_shards
 from phalanx.configs.linear_attention import HEAD_DIM
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -106,15 +106,12 @@ def largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
         held: matrices of a stage, in the order of its layers.
     """
     p = cfg.parallel
-    replicas = data_parallel_size(cfg, world) * p.context
-    copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
+    of_dense, of_experts = optimizer_shards(cfg, world)
     bucket = max(_BUCKET, _BUCKET_OF_RANK * data_parallel_size(cfg, world)) if p.overlap else None
-    if not p.distributed_optimizer:
-        replicas = copies = 1
     # Each tensor parallel rank stores its part of a dense matrix, and computes all of it.
     dense = [(s.elements // p.tensor, s.flops) for s in held if not s.expert]
     experts = [(s.elements, s.flops) for s in held if s.expert]
-    shares = (_assigned(dense, replicas, bucket), _assigned(experts, copies, bucket))
+    shares = (_assigned(dense, of_dense, bucket), _assigned(experts, of_experts, bucket))
     elements, flops, padding = (sum(values) for values in zip(*shares, strict=True))
     return Share(elements, flops, padding)  # type: ignore[arg-type]
 

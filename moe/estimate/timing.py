@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.formats import grad_width, in_bf16, width
 from phalanx.configs.layout import (
-    data_parallel_size,
-    expert_parallel_size,
     micro_batches,
-    stage_ranks,
+    optimizer_shards,
+    replicas,
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
@@ -32,7 +31,7 @@ from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.shards import heads_seconds, shard_seconds
 from phalanx.moe.estimate.traffic import least_traffic
-from phalanx.moe.estimate.weights import split_masters, stage_weights
+from phalanx.moe.estimate.weights import Weights, split_masters, stage_weights
 from phalanx.moe.estimate.work import stage_work
 
 GAPS = 1.5e-4
@@ -147,11 +146,12 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes:
     exchange = slow[_EXCHANGE]
     computing = max(seconds) - exchange
     parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, chunks)
-    collectives = _exposed_collectives(cfg, world, machine, slow)
+    weights = stage_weights(cfg, world)
+    collectives = _exposed_collectives(cfg, world, machine, weights, slow)
     delayed, held = [work.delayed for work in works], _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
     waits = sent.skew * count * computing, total - count * max(seconds)
-    return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine)))
+    return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine, weights)))
 
 
 def _held(cfg: Config, world: int) -> list[int]:
@@ -194,12 +194,16 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     chunks, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
     count, held = micro_batches(cfg, world), _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
-    total += _update(cfg, world, machine)
+    total += _update(cfg, world, machine, stage_weights(cfg, world))
     return Bound(total, max(slow, key=lambda name: slow[name]))
 
 
 def _exposed_collectives(
-    cfg: Config, world: int, machine: Machine, micro_batch: Sequence[float]
+    cfg: Config,
+    world: int,
+    machine: Machine,
+    weights: Sequence[Weights],
+    micro_batch: Sequence[float],
 ) -> float:
     """Exposed seconds of gradient reduction and parameter gathering.
 
@@ -210,19 +214,18 @@ def _exposed_collectives(
         cfg: with resolved kernels.
         world: ranks.
         machine: rates.
+        weights: of every stage.
         micro_batch: seconds of a micro-batch by part, in the order of `StepTime`.
     """
     p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
     rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)
-    replicas, copies = _replicas(cfg, world)
-    sent = max(
-        w.dense * (replicas - 1) / replicas + w.expert * (copies - 1) / copies
-        for w in stage_weights(cfg, world)
-    )
-    embedding = m.vocab_size * m.hidden / p.tensor * (replicas - 1) / replicas
+    dense, experts = (1 - 1 / ranks for ranks in replicas(cfg, world))  # parts that others have
+    sent = max(w.dense * dense + w.expert * experts for w in weights)
+    embedding = m.vocab_size * m.hidden / p.tensor * dense
     # Bytes of an element beside a backward pass, two thirds of the work, and a forward pass.
-    widths = [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]
-    if not p.distributed_optimizer:
+    if p.distributed_optimizer:
+        widths = [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]
+    else:
         widths = [(2 / 3, 2 * grad_width(cfg))]
     # Inside a node a bucket takes milliseconds, as experts do, and its kernel waits for theirs,
     # which hold all SMs. Over a network it goes on beside several of them.
@@ -233,12 +236,6 @@ def _exposed_collectives(
     )
 
 
-def _replicas(cfg: Config, world: int) -> tuple[int, int]:
-    """Number of ranks that share a rank's dense parameters, and its experts."""
-    copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
-    return data_parallel_size(cfg, world) * cfg.parallel.context, copies
-
-
 _FP32_RATE = 0.1
 """Rate of matrix products in fp32 relative to bf16."""
 
@@ -247,12 +244,12 @@ _MUON_BYTES = 36
 """Bytes read and written per element around Muon's products: momentum, norm, rounding."""
 
 
-def _update(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds of the optimizer."""
-    replicas, copies = _replicas(cfg, world) if cfg.parallel.distributed_optimizer else (1, 1)
+def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
+    """Seconds of the optimizer on the slowest stage."""
+    of_dense, of_experts = optimizer_shards(cfg, world)
     update = 0.0
-    for w in stage_weights(cfg, world):
-        gradients = grad_width(cfg) * (w.dense / replicas + w.expert / copies)
+    for w in weights:
+        gradients = grad_width(cfg) * (w.dense / of_dense + w.expert / of_experts)
         # Moments and master weights are read and written, gradients read and normed. A third pass
         # over gradients is fitted to steps with fp32 moments; those in bf16 have a kernel of ours,
         # which reads the upper halves of weights too.

@@ -24,13 +24,13 @@ from phalanx.configs.formats import (
     multiplies_fp8,
     quantized_layer,
     quantizes,
+    quantizes_dense,
     width,
 )
 from phalanx.configs.layout import (
-    data_parallel_size,
     expert_parallel_size,
+    optimizer_shards,
     pipeline_chunks,
-    stage_ranks,
 )
 from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import Config
@@ -205,14 +205,12 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon
         master = 0  # the fp32 parameters are the master weights
     if cfg.optim.ema:
         master += _FP32
-    replicas = data_parallel_size(cfg, world) * p.context
-    copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
-    if not p.distributed_optimizer:
-        replicas = copies = 1
+    of_dense, of_experts = optimizer_shards(cfg, world)
     share = muon.largest_share(cfg, world, stacks)
     dense_left = dense - sum(s.elements for s in stacks if not s.expert) // p.tensor
     expert_left = expert - sum(s.elements for s in stacks if s.expert)
-    state = (master + moments * moment) * (-(-dense_left // replicas) - (-expert_left // copies))
+    left = -(-dense_left // of_dense) - (-expert_left // of_experts)
+    state = (master + moments * moment) * left
     state += (master + moment) * share.elements
     padding = share.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
     return Weights(
@@ -274,17 +272,14 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
     matrices = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden
     experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
     attention = sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
-    stock = expert_backend(cfg.kernels.backend).stock_layer
-    dense = cfg.precision.dense == "fp8" and not stock
     scratch = cfg.precision.weights == "scratch"
     for chunk in chunks(cfg):
         for kind in (kind for kind in chunk.kinds if kind.fp8):
-            routed = 0 if kind.dense else experts
-            if scratch:
-                stages[chunk.stage] = max(stages[chunk.stage], 2 * routed)
-                continue
-            # Projections of linear attention stay in bf16.
-            others = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
-            others += 0 if kind.linear else attention
-            stages[chunk.stage] += 2 * (routed + dense * others // cfg.parallel.tensor)
-    return stages
+            layer = 0 if kind.dense else experts
+            if quantizes_dense(cfg) and not scratch:
+                others = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
+                others += 0 if kind.linear else attention  # linear attention's stay in bf16
+                layer += others // cfg.parallel.tensor
+            held = stages[chunk.stage]
+            stages[chunk.stage] = max(held, layer) if scratch else held + layer
+    return [2 * elements for elements in stages]

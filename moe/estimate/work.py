@@ -16,7 +16,7 @@ from phalanx.configs.arithmetic.accounting import (
     projections,
 )
 from phalanx.configs.arithmetic.layers import mlp_layers
-from phalanx.configs.formats import grad_width, multiplies_fp8, width
+from phalanx.configs.formats import grad_width, multiplies_fp8, quantizes_dense, width
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
@@ -277,7 +277,7 @@ class _Rates(NamedTuple):
 
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     """Rates of a layer in FP8 or not."""
-    m, p, facts = machine, cfg.precision, expert_backend(cfg.kernels.backend)
+    m, p = machine, cfg.precision
     fast = fp8 and multiplies_fp8(cfg)
 
     def mixed(slow: float, quick: float) -> float:
@@ -287,7 +287,7 @@ def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
     experts = mixed(m.expert_tflops, m.expert_fp8_tflops)
     return _Rates(
-        dense if fast and p.dense == "fp8" and not facts.stock_layer else m.dense_tflops,
+        dense if fast and quantizes_dense(cfg) else m.dense_tflops,
         experts if fast else m.expert_tflops,
     )
 

@@ -5,6 +5,7 @@ from math import hypot
 
 import pytest
 
+from phalanx.configs.layout import replicas
 from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.moe.estimate.resolve import resolved
@@ -38,9 +39,9 @@ def step(*overrides: str) -> StepTime:
 )
 def test_the_estimate_is_near_what_was_measured(overrides: list[str], measured: float) -> None:
     """When it was measured, parameters were gathered twice, after the update."""
-    (w, *_), data = stage_weights(load([*MODEL, *overrides]), 2), "pipeline" not in str(overrides)
-    experts = w.expert if "parallel.expert=1" in overrides else 0
-    gathered = data * 2 * (w.dense + experts) / 2 / (H100.node_gbs * 1e9)
+    cfg = load([*MODEL, *overrides])
+    (w, *_), (dense, experts) = stage_weights(cfg, 2), (1 - 1 / n for n in replicas(cfg, 2))
+    gathered = 2 * (w.dense * dense + w.expert * experts) / (H100.node_gbs * 1e9)
     assert step(*overrides).total + 2 * gathered == pytest.approx(measured, rel=0.04)
 
 
