@@ -81,10 +81,23 @@ def quantizes_dense(cfg: Config) -> bool:
     return cfg.precision.dense == "fp8" and not stock
 
 
+def rows_in_fp8(cfg: Config) -> bool:
+    """Tokens and gradients travel to the experts in FP8.
+
+    `auto` does not where weight gradients need them in bf16, or what they travel by.
+    """
+    p, wanted = cfg.precision, cfg.parallel.dispatch
+    if p.dispatch != "auto":
+        return p.dispatch == "fp8"
+    carried = wanted == "auto" or TRANSPORTS[wanted].fp8
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    return is_fp8(cfg) and p.wgrad == "fp8" and carried and not stock
+
+
 def quantizes_on_arrival(cfg: Config) -> bool:
     """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
-    facts = expert_backend(cfg.kernels.backend)
-    return is_fp8(cfg) and cfg.precision.dispatch != "fp8" and not facts.stock_layer
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    return is_fp8(cfg) and not rows_in_fp8(cfg) and not stock
 
 
 def fp8_row(channels: int, parts: int = 1) -> int:
@@ -133,7 +146,7 @@ def _rows(cfg: Config) -> Iterator[str]:
     if cfg.precision.dispatch == "fp8" and wanted != "auto" and not TRANSPORTS[wanted].fp8:
         carry = [name for name, facts in TRANSPORTS.items() if facts.fp8 and not facts.one_rank]
         reason = f"cannot travel by parallel.dispatch={wanted}, only by {', '.join(carry)}"
-        yield repair(cfg, "precision.dispatch", reason, "bf16")
+        yield repair(cfg, "precision.dispatch", reason, "auto")
 
 
 def _switches(cfg: Config) -> Iterator[str]:
@@ -141,7 +154,9 @@ def _switches(cfg: Config) -> Iterator[str]:
     own = recipe_facts(cfg).switches
     for f in fields(cfg.precision):
         of = [recipe for recipe, facts in RECIPES.items() if f.name in facts.switches]
-        if of and f.name not in own and getattr(cfg.precision, f.name) != f.default:
+        given = getattr(cfg.precision, f.name)
+        unset = given == f.default or (f.name, given) == ("dispatch", "bf16")  # of older runs
+        if of and f.name not in own and not unset:
             reason = f"is a switch of {listed(of)}, and precision is {cfg.precision.recipe}"
             yield repair(cfg, f"precision.{f.name}", reason, f.default)
 

@@ -320,10 +320,11 @@ class PrecisionConfig:
 
     It is most of what a layer saves. `fp8` rounds the input of gradients, not the output.
     """
-    dispatch: str = knob("bf16", choices=("bf16", "fp8"))
+    dispatch: str = knob("auto", choices=("auto", "bf16", "fp8"))
     """Format of tokens and gradients on their way to the experts: `bf16`, or `fp8` with its scales.
 
-    The experts would round them anyway. Sums travel back in bf16.
+    `auto` is `fp8` with `fp8_block`, whose experts would round them anyway, so that no bit changes;
+    with `precision.wgrad=bf16` some do, and it is `bf16`. Sums travel back in bf16.
     """
     dense: str = knob("fp8", choices=("fp8", "bf16"))
     """Attention projections, dense MLPs, shared experts: `fp8`, as the routed experts, or `bf16`.

@@ -59,7 +59,7 @@ _OF_EXPERTS = {
     "model.moe.router.rounding": "none",
     "model.moe.router.force_balance": False,
     "model.moe.router.replay": "",
-    "precision.dispatch": "bf16",
+    "precision.dispatch": "auto",
     "precision.hidden": "bf16",
     "precision.weights": "auto",
     "parallel.expert": 0,
@@ -69,6 +69,7 @@ _OF_EXPERTS = {
 }
 """Knobs that are of experts alone, with the value that a dense model has."""
 _NO_EFFECT = {
+    "precision.dispatch": ("bf16",),
     "parallel.expert": (1,),
     "parallel.expert_replication": ("auto",),
     "parallel.overlap_microbatches": ("off",),

@@ -33,7 +33,7 @@ class TransportFacts:
     collective: bool = False
     """Exchanges are collectives of NCCL or gloo, which weight gradients hide in backward passes."""
     fp8: bool = False
-    """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales.
+    """Tokens and gradients may travel in FP8 with scales (`precision.dispatch`).
 
     A transport with `auto` must.
     """

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.configs.formats import fp8_row, is_fp8, quantizes, quantizes_dense, width
+from phalanx.configs.formats import (
+    fp8_row,
+    is_fp8,
+    quantizes,
+    quantizes_dense,
+    rows_in_fp8,
+    width,
+)
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -218,7 +225,7 @@ class Activations:
             return parts
         parts, sent = experts.saved_tensors(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)
         tokens = sent.saved * width(cfg) * hidden
-        if fp8 and "fp8" in (p.wgrad, p.dispatch):
+        if fp8 and (p.wgrad == "fp8" or rows_in_fp8(cfg)):
             # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
             # experts quantize once more the tokens that they send a second time.
             resent = bool(overlap_sms(cfg, self._world))

@@ -1,7 +1,7 @@
 """Expert traffic between ranks: rows and bytes per token, by kind of link.
 
 Exact expectation over uniformly random routing (`parallel.dispatcher.rail.reached`). Rows
-have the precision of the run; with `precision.dispatch=fp8` dispatched rows are FP8.
+have the precision of the run; dispatched rows may be FP8 (`precision.dispatch`).
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
+from phalanx.configs.formats import in_bf16, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import expert_backend
@@ -132,7 +132,7 @@ def received(cfg: Config, world: int) -> int:
 
 def row_bytes(cfg: Config) -> int:
     """Bytes of a dispatched token, or gradient."""
-    hidden, fp8 = cfg.model.hidden, cfg.precision.dispatch == "fp8"
+    hidden, fp8 = cfg.model.hidden, rows_in_fp8(cfg)
     return packed.row_bytes(hidden) if fp8 else hidden * width(cfg)
 
 

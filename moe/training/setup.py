@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from phalanx.configs import capture
 from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import is_fp8, quantizes_on_arrival
+from phalanx.configs.formats import is_fp8, quantizes_on_arrival, rows_in_fp8
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS
@@ -259,7 +259,7 @@ def _moe_options(
     return MoEOptions(
         moe=e,
         spec=spec,
-        fp8_rows=cfg.precision.dispatch == "fp8",
+        fp8_rows=rows_in_fp8(cfg),
         transport=transport,
         budget=budget,
         symm=exchange,

@@ -76,6 +76,8 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} kernels=megatron precision.grad_format=e5m2 precision.bf16_first_layers=1", 1),
         (f"{FP8} precision.bf16_first_layers=1 precision.bf16_last_layers=2", 1),
         (f"{FP8} precision.dispatch=fp8", 1),
+        ("precision=bf16 precision.dispatch=bf16", 1),
+        ("model.moe.experts=0 model.moe.router.aux_loss=0 precision.dispatch=bf16", 1),
         (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
         *[
             (
@@ -177,7 +179,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block", "mxfp8", "nvfp4"),
     "precision.stochastic_rounding": (True, False),
     "precision.hidden": ("bf16", "fp8"),
-    "precision.dispatch": ("bf16", "fp8"),
+    "precision.dispatch": ("auto", "bf16", "fp8"),
     "precision.wgrad": ("bf16", "fp8"),
     "precision.bf16_first_layers": (0, 0, 1, 6),
     "precision.bf16_last_layers": (0, 0, 2, 6),

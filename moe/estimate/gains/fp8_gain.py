@@ -17,7 +17,7 @@ from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 
-_BF16: Mapping[str, Any] = {"precision.recipe": "bf16", "precision.dispatch": "bf16"}
+_BF16: Mapping[str, Any] = {"precision.recipe": "bf16", "precision.dispatch": "auto"}
 _NOTABLE = 1.01
 """Speeds that differ by less are not told apart."""
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import Changes
 from phalanx.configs.schema import Config
 
@@ -42,9 +41,6 @@ class Layout(NamedTuple):
         }
         if self.overlap:
             changes["parallel.overlap_microbatches"] = "on"
-        if is_fp8(cfg) and p.dispatch == "auto":
-            # Rows that experts would round anyway travel in FP8.
-            changes["precision.dispatch"] = "fp8" if self.expert > 1 else "bf16"
         return changes
 
 
@@ -78,7 +74,7 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                                 yield Layout(*sizes_, overlap=True)
 
 
-ALONE: Changes = {"parallel.dispatch": "auto", "precision.dispatch": "bf16"}
+ALONE: Changes = {"parallel.dispatch": "auto", "precision.dispatch": "auto"}
 """Values that any layout may have."""
 
 

@@ -34,7 +34,7 @@ def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int
     if cfg.run.dry_run == WITH_PRECISION:
         other: Changes = {"precision.recipe": "bf16" if is_fp8(cfg) else "fp8_block"}
         if is_fp8(cfg):
-            other["precision.dispatch"] = "bf16"
+            other["precision.dispatch"] = "auto"
         more = best(changed(cfg, other), world, machine, _SHOWN)
         found += [each.beside(other) for each in more]
         found = sorted(found, key=lambda each: each.seconds)[:_SHOWN]

@@ -24,6 +24,7 @@ LAYOUTS = {
     "pipeline": ["parallel.pipeline=2"],
     "interleaved": ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
 }
+ROWS_IN_BF16 = "precision.dispatch=bf16"
 STEPS = 10
 TRAINING = [
     *["run.device=cuda", f"run.steps={STEPS}", "run.save_interval=-1", "kernels=fused"],
@@ -54,6 +55,9 @@ def _cases() -> dict[str, Case]:
                 for graph in graphs:
                     overrides = [*common, *how, f"run.graph={graph}"]
                     actual[names((model, recipe, kind, layout, graph))] = Case(RANKS, overrides)
+            if (kind, recipe) == ("adamw", "fp8_block"):
+                given = [*common, *LAYOUTS["expert"], f"run.graph={CAPTURED}", ROWS_IN_BF16]
+                actual[names((model, recipe, kind, "expert", "rows"))] = Case(RANKS, given)
     return actual
 
 
@@ -83,6 +87,13 @@ def test_two_gpus_train_as_one(name: str, outcomes: dict[str, Outcome]) -> None:
 def test_a_graph_repeats_the_bits_of_eager_steps(name: str, outcomes: dict[str, Outcome]) -> None:
     eager = name.replace(CAPTURED, EAGER)
     assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[eager], STEPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in PAIRS if n.endswith("rows")])
+def test_rows_in_fp8_change_no_bit(name: str, outcomes: dict[str, Outcome]) -> None:
+    fp8 = name.removesuffix("rows") + CAPTURED
+    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[fp8], STEPS)
 
 
 def test_every_run_is_a_valid_configuration() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.configs.bounds import choices
-from phalanx.configs.formats import described, fp8_row, width
+from phalanx.configs.formats import described, fp8_row, rows_in_fp8, width
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import PrecisionConfig
 from phalanx.kernels.quantize.blocks import quantize_rows
@@ -66,6 +66,24 @@ def test_what_differs_from_the_defaults_is_described() -> None:
     assert described(load([FP8])) == "fp8_block"
     given = ["precision.hidden=fp8", "precision.bf16_first_layers=1"]
     assert described(load([FP8, *given])) == "fp8_block (hidden fp8, bf16_first_layers 1)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_fp8"),
+    [
+        ([], False),
+        (["precision=mxfp8"], False),
+        ([FP8], True),
+        ([FP8, "precision.dispatch=bf16"], False),
+        ([FP8, "parallel.dispatch=alltoall"], True),
+        ([FP8, "parallel.dispatch=deepep"], False),  # which carries bf16 alone
+        ([FP8, "precision.wgrad=bf16"], False),  # which reads the tokens themselves
+        ([FP8, "precision.wgrad=bf16", "precision.dispatch=fp8"], True),
+        ([FP8, "kernels=megatron"], False),
+    ],
+)
+def test_rows_travel_in_fp8_where_no_bit_changes(overrides: list[str], in_fp8: bool) -> None:
+    assert rows_in_fp8(load(overrides)) == in_fp8
 
 
 @pytest.mark.parametrize(("channels", "parts"), [(64, 1), (2880, 1), (5760, 2), (4096, 2)])

@@ -100,13 +100,6 @@ def test_overlap_of_micro_batches_is_searched() -> None:
     assert changes["parallel.overlap_microbatches"] == "on"
 
 
-def test_rows_of_fp8_experts_travel_in_fp8() -> None:
-    cfg = load([*QWEN, "precision=fp8_block"])
-    for layout in layouts(cfg, 16, 8):
-        travel = "fp8" if layout.expert > 1 else "bf16"
-        assert layout.changes(cfg)["precision.dispatch"] == travel
-
-
 def test_what_fits_nowhere_exits_2() -> None:
     found, text, code = searched(*LARGE, "run.machine=h100", world=64)
     assert not found and code == 2 and "nothing fits: set " in text
