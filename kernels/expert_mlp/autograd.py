@@ -188,7 +188,8 @@ class ExpertMLP(torch.autograd.Function):
             h = x.new_empty(0)
         elif args.on_saved_h is not None:
             args.on_saved_h(*tensors_of(h))
-        # The parameters themselves: saved tensors may come back as others, without a buffer.
+        # The parameters themselves: hooks make others of saved tensors, without buffer and copies.
+        ctx.parameters = [p if p is not None and p.is_leaf else None for p in weights]
         ctx.accumulated = [
             p if args.spec.accumulate and main_grad.takes(p) else None for p in weights
         ]
@@ -209,12 +210,14 @@ class ExpertMLP(torch.autograd.Function):
         addends = [dout if need else None for need in needs[8:]]
         if not any(needs[:6]):  # h was not saved
             return *[None] * 8, *addends
-        w1, w2, b1, b2, *tensors = ctx.saved_tensors
-        num_h, num_x = ctx.counts
+        tensors = ctx.saved_tensors
+        pairs = zip(ctx.parameters, tensors[:4], strict=True)
+        weights = MLPWeights(*(saved if p is None else p for p, saved in pairs))
+        tensors, (num_h, num_x) = tensors[4:], ctx.counts
         h, tensors = rows_of(tensors[:num_h]), tensors[num_h:]
         x = rows_of(tensors[:num_x]) if num_x else None
         plan = ExpertPlan(*tensors[num_x:]) if num_x else ctx.plan
-        args, weights = ctx.args, MLPWeights(w1, w2, b1, b2)
+        args = ctx.args
         in_flight = args.overlap is not None and not args.spec.recompute_h
         first: Layer = "fc1" if args.spec.recompute_h else "fc2"
         for_all = args.experts.start(weights, first, args.overlap.wait_rows if in_flight else None)

@@ -1,6 +1,6 @@
 """FP8 copies of weights, cached on the parameter between two updates of it.
 
-Without the cache a copy is made for each use, six times per MLP layer and micro-batch, in memory
+Without the cache a copy is made for each use, four times per MLP layer and micro-batch, in memory
 that is freed right after. The cache costs two bytes per parameter.
 """
 

@@ -257,6 +257,28 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     return [sum(2 * rows * columns for rows, columns in shapes) for shapes in stages]
 
 
+class Fp8Weights(NamedTuple):
+    """Numbers of a layer's weights on a rank that products in FP8 read."""
+
+    experts: int
+    dense: int
+
+
+def fp8_weights_of(cfg: Config, world: int, kind: LayerKind) -> Fp8Weights:
+    """Weights of a layer of which FP8 copies are made; `cfg` has resolved kernels."""
+    m = cfg.model
+    if not (kind.fp8 and multiplies_fp8(cfg)):
+        return Fp8Weights(0, 0)
+    matrices, experts, dense = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden, 0, 0
+    if not kind.dense:
+        experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
+    if quantizes_dense(cfg):
+        dense = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
+        if not kind.linear:  # linear attention's stay in bf16
+            dense += sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
+    return Fp8Weights(experts, dense // cfg.parallel.tensor)
+
+
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
     """Bytes on each stage of FP8 copies of weights in both layouts.
 
@@ -266,20 +288,9 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
         cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
         world: ranks.
     """
-    m, stages = cfg.model, [0] * cfg.parallel.pipeline
-    if not multiplies_fp8(cfg):
-        return stages
-    matrices = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden
-    experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
-    attention = sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
-    scratch = cfg.precision.weights == "scratch"
+    stages, scratch = [0] * cfg.parallel.pipeline, cfg.precision.weights == "scratch"
     for chunk in chunks(cfg):
-        for kind in (kind for kind in chunk.kinds if kind.fp8):
-            layer = 0 if kind.dense else experts
-            if quantizes_dense(cfg) and not scratch:
-                others = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
-                others += 0 if kind.linear else attention  # linear attention's stay in bf16
-                layer += others // cfg.parallel.tensor
-            held = stages[chunk.stage]
-            stages[chunk.stage] = max(held, layer) if scratch else held + layer
+        for kind in chunk.kinds:
+            weights, held = fp8_weights_of(cfg, world, kind), stages[chunk.stage]
+            stages[chunk.stage] = max(held, weights.experts) if scratch else held + sum(weights)
     return [2 * elements for elements in stages]

@@ -17,7 +17,7 @@ from phalanx.configs.arithmetic.accounting import (
 )
 from phalanx.configs.arithmetic.layers import mlp_layers
 from phalanx.configs.formats import grad_width, multiplies_fp8, quantizes_dense, width
-from phalanx.configs.layout import expert_parallel_size, logit_interval
+from phalanx.configs.layout import expert_parallel_size, logit_interval, micro_batches
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -26,7 +26,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs
-from phalanx.moe.estimate.weights import LayerKind, all_kinds, chunks
+from phalanx.moe.estimate.weights import LayerKind, all_kinds, chunks, fp8_weights_of
 
 
 class Flops(NamedTuple):
@@ -95,6 +95,7 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     refilled, actual = _refilled(cfg, act), Activations(cfg, world).per_layer_kind()
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
+    copies = _weight_copies(cfg, world, machine)
     read, _ = _memory_ps(cfg, world, machine)
     none = Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, tokens)
     wgrads, dense_waits = layer_wgrads(cfg, world, machine), waits(cfg)
@@ -112,6 +113,7 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
             wgrad = wgrads[kind]
             delayed += dense_waits * (wgrad.attention + wgrad.mlp) + routed_waits * wgrad.experts
         experts = sum(kind.fp8 for kind in sparse) * quantization
+        experts += sum(copies[kind] for kind in kinds)
         for kind in sparse:
             rows = (factors.routed - 1 / 3) * f.routed / rates[kind.fp8].experts
             experts += max(rows, read) + wgrads[kind].experts
@@ -151,6 +153,28 @@ def _quantized_bytes(cfg: Config) -> float:
         return 0.0
     channels = m.hidden + ACTIVATIONS[m.moe.activation].halves * m.moe.ffn
     return _FP8_PASSES * m.moe.top_k * channels
+
+
+_FP8_COPY = 3.1
+"""Bytes that copying a bf16 weight into both layouts in FP8 takes as long as: it reads and writes
+four, at 3.9 TB/s on an H200 (docs/measured/training/four_h200s.md), above `Machine.memory_gbs`."""
+
+
+def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, float]:
+    """Picoseconds of a token for FP8 copies of weights in a layer of each kind.
+
+    They are made once a step, or for each use: by products forward and for the gradients of
+    rows, which are all but those of weight gradients, a third of the work without recomputation.
+    """
+    rate = sizes(cfg, world).local_tokens * machine.memory_gbs / 1e3 / _FP8_COPY
+    factors, found = _work_factors(cfg), {}
+    experts, dense = (3 * part - 1 for part in (factors.routed, factors.projections))
+    if cfg.precision.weights != "scratch":
+        experts = dense = 1 / micro_batches(cfg, world)
+    for kind in set(all_kinds(cfg)):
+        weights = fp8_weights_of(cfg, world, kind)
+        found[kind] = (experts * weights.experts + dense * weights.dense) / rate
+    return found
 
 
 class Wgrads(NamedTuple):

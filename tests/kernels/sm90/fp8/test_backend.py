@@ -215,6 +215,20 @@ def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.Monke
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
+def test_copies_are_found_where_saved_tensors_are_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As exchanges do that send tokens once more in the backward pass."""
+    made, quantize = [], fp8_copies.quantize_weights
+    monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    p = make(Activation("swiglu"), torch.bfloat16, D=192, width=160)
+    leaves = leaves_of(p)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = forward(p, leaves, "fused", recipe=Fp8Block(), keep_fp8=True)
+    gradients(out, p.dout, leaves)
+    assert len(made) == 2
+
+
 def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     x, w1, w2 = (torch.randn(s).bfloat16().requires_grad_() for s in ((9, 64), (64, 64), (64, 32)))
     spec = MLPSpec(Activation("swiglu"), "fused", recipe=Fp8Block(), keep_fp8=True)
