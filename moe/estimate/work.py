@@ -110,10 +110,11 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
         for kind in kinds:
             mlp = factors.mlp * f.mlp if kind.dense else factors.shared * f.shared
             gemm += (factors.projections * f.projections + mlp) / rates[kind.fp8].dense
+            gemm += copies[kind].dense
             wgrad = wgrads[kind]
             delayed += dense_waits * (wgrad.attention + wgrad.mlp) + routed_waits * wgrad.experts
         experts = sum(kind.fp8 for kind in sparse) * quantization
-        experts += sum(copies[kind] for kind in kinds)
+        experts += sum(copies[kind].experts for kind in kinds)
         for kind in sparse:
             rows = (factors.routed - 1 / 3) * f.routed / rates[kind.fp8].experts
             experts += max(rows, read) + wgrads[kind].experts
@@ -160,8 +161,15 @@ _FP8_COPY = 3.1
 four, at 3.9 TB/s on an H200 (docs/measured/training/four_h200s.md), above `Machine.memory_gbs`."""
 
 
-def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, float]:
-    """Picoseconds of a token for FP8 copies of weights in a layer of each kind.
+class _CopyTimes(NamedTuple):
+    """Picoseconds of a token for FP8 copies of weights in a layer."""
+
+    experts: float
+    dense: float
+
+
+def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, _CopyTimes]:
+    """Times of each kind of layer.
 
     They are made once a step, or for each use: by products forward and for the gradients of
     rows, which are all but those of weight gradients, a third of the work without recomputation.
@@ -173,7 +181,7 @@ def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind,
         experts = dense = 1 / micro_batches(cfg, world)
     for kind in set(all_kinds(cfg)):
         weights = fp8_weights_of(cfg, world, kind)
-        found[kind] = (experts * weights.experts + dense * weights.dense) / rate
+        found[kind] = _CopyTimes(experts * weights.experts / rate, dense * weights.dense / rate)
     return found
 
 

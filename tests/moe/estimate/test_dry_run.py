@@ -496,8 +496,10 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     plain = timed([*FP8[1:], many])
     cfg = resolved(load([*FP8, many]), 8, 8)
     rows = cfg.data.global_batch * cfg.data.sequence_length * cfg.model.moe.top_k / 8
-    # 5.5 bytes to quantise a row of an expert, per channel of x, gate and up, in three layers.
-    rounding = 3 * rows * 5.5 * (7168 + 2 * 2048) / (machine.memory_gbs * 1e9)
+    # 5.5 bytes to quantise a row of an expert, per channel of x, gate and up, in three layers; 3.1
+    # for each of their weights, once a step.
+    moved = 5.5 * rows * (7168 + 2 * 2048) + 3.1 * 32 * 3 * 7168 * 2048
+    rounding = 3 * moved / (machine.memory_gbs * 1e9)
     products = 3 * rows * 6 * 7168 * 2048 / 1e12  # a third of all
     sums = 3 * micro_batches(cfg, 8) * expert_bytes(cfg, 8).sums / (machine.memory_gbs * 1e9)
 
@@ -517,6 +519,12 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     of_three = (2 * experts(fp8) + experts(bf16)) / 3 + 2 / 3 * rounding
     assert seconds["bf16_last_layers=1"].experts == pytest.approx(of_three)
     assert seconds[""].attention == plain.attention
+    # 3.1 bytes in scratch for each weight and use: twice in each of the micro-batches.
+    scratch = timed([*FP8, many, "precision.weights=scratch"])
+    of_experts = 3 * 3.1 * 32 * 3 * 7168 * 2048 / (machine.memory_gbs * 1e9)
+    more = (2 * micro_batches(cfg, 8) - 1) * of_experts
+    assert scratch.experts - seconds[""].experts == pytest.approx(more)
+    assert scratch.gemm > seconds[""].gemm
 
 
 def test_fp8_is_measured_by_both_peaks() -> None:
