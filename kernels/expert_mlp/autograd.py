@@ -210,10 +210,10 @@ class ExpertMLP(torch.autograd.Function):
         addends = [dout if need else None for need in needs[8:]]
         if not any(needs[:6]):  # h was not saved
             return *[None] * 8, *addends
-        tensors = ctx.saved_tensors
-        pairs = zip(ctx.parameters, tensors[:4], strict=True)
+        w1, w2, b1, b2, *tensors = ctx.saved_tensors
+        pairs = zip(ctx.parameters, (w1, w2, b1, b2), strict=True)
         weights = MLPWeights(*(saved if p is None else p for p, saved in pairs))
-        tensors, (num_h, num_x) = tensors[4:], ctx.counts
+        num_h, num_x = ctx.counts
         h, tensors = rows_of(tensors[:num_h]), tensors[num_h:]
         x = rows_of(tensors[:num_x]) if num_x else None
         plan = ExpertPlan(*tensors[num_x:]) if num_x else ctx.plan

@@ -264,19 +264,20 @@ class Fp8Weights(NamedTuple):
     dense: int
 
 
-def fp8_weights_of(cfg: Config, world: int, kind: LayerKind) -> Fp8Weights:
-    """Weights of a layer of which FP8 copies are made; `cfg` has resolved kernels."""
-    m = cfg.model
-    if not (kind.fp8 and multiplies_fp8(cfg)):
-        return Fp8Weights(0, 0)
-    matrices, experts, dense = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden, 0, 0
-    if not kind.dense:
-        experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
-    if quantizes_dense(cfg):
+def fp8_weights_by_kind(cfg: Config, world: int) -> dict[LayerKind, Fp8Weights]:
+    """Weights of a layer of each kind of which FP8 copies are made; `cfg` has resolved kernels."""
+    m, found = cfg.model, dict.fromkeys(all_kinds(cfg), Fp8Weights(0, 0))
+    if not multiplies_fp8(cfg):
+        return found
+    matrices = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden
+    of_experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
+    attention = sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
+    for kind in (kind for kind in found if kind.fp8):
         dense = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
-        if not kind.linear:  # linear attention's stay in bf16
-            dense += sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
-    return Fp8Weights(experts, dense // cfg.parallel.tensor)
+        dense += 0 if kind.linear else attention  # linear attention's stay in bf16
+        dense = dense // cfg.parallel.tensor if quantizes_dense(cfg) else 0
+        found[kind] = Fp8Weights(0 if kind.dense else of_experts, dense)
+    return found
 
 
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
@@ -289,8 +290,9 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
         world: ranks.
     """
     stages, scratch = [0] * cfg.parallel.pipeline, cfg.precision.weights == "scratch"
+    by_kind = fp8_weights_by_kind(cfg, world)
     for chunk in chunks(cfg):
-        for kind in chunk.kinds:
-            weights, held = fp8_weights_of(cfg, world, kind), stages[chunk.stage]
+        for weights in (by_kind[kind] for kind in chunk.kinds):
+            held = stages[chunk.stage]
             stages[chunk.stage] = max(held, weights.experts) if scratch else held + sum(weights)
     return [2 * elements for elements in stages]

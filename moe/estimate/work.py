@@ -26,7 +26,7 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs
-from phalanx.moe.estimate.weights import LayerKind, all_kinds, chunks, fp8_weights_of
+from phalanx.moe.estimate.weights import LayerKind, all_kinds, chunks, fp8_weights_by_kind
 
 
 class Flops(NamedTuple):
@@ -114,10 +114,9 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
             wgrad = wgrads[kind]
             delayed += dense_waits * (wgrad.attention + wgrad.mlp) + routed_waits * wgrad.experts
         experts = sum(kind.fp8 for kind in sparse) * quantization
-        experts += sum(copies[kind].experts for kind in kinds)
         for kind in sparse:
             rows = (factors.routed - 1 / 3) * f.routed / rates[kind.fp8].experts
-            experts += max(rows, read) + wgrads[kind].experts
+            experts += max(rows, read) + wgrads[kind].experts + copies[kind].experts
         core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         before = stages[chunk.stage]
@@ -175,14 +174,14 @@ def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind,
     rows, which are all but those of weight gradients, a third of the work without recomputation.
     """
     rate = sizes(cfg, world).local_tokens * machine.memory_gbs / 1e3 / _FP8_COPY
-    factors, found = _work_factors(cfg), {}
+    factors = _work_factors(cfg)
     experts, dense = (3 * part - 1 for part in (factors.routed, factors.projections))
     if cfg.precision.weights != "scratch":
         experts = dense = 1 / micro_batches(cfg, world)
-    for kind in set(all_kinds(cfg)):
-        weights = fp8_weights_of(cfg, world, kind)
-        found[kind] = _CopyTimes(experts * weights.experts / rate, dense * weights.dense / rate)
-    return found
+    return {
+        kind: _CopyTimes(experts * weights.experts / rate, dense * weights.dense / rate)
+        for kind, weights in fp8_weights_by_kind(cfg, world).items()
+    }
 
 
 class Wgrads(NamedTuple):

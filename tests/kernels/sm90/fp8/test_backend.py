@@ -188,10 +188,15 @@ def test_two_micro_batches(recipe: Fp8Block) -> None:
         torch.testing.assert_close(left, torch.ones_like(left), rtol=0, atol=1e-3, msg=name)
 
 
-def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    quantize = fp8_copies.quantize_weights
+def copies_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets an element for every copy of weights from now on."""
+    made, quantize = [], fp8_copies.quantize_weights
     monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    return made
+
+
+def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = copies_made(monkeypatch)
 
     def twice(keep: bool) -> list[dict[str, Tensor]]:
         p = make(Activation("swiglu"), torch.bfloat16, D=192, width=160)
@@ -219,8 +224,7 @@ def test_copies_are_found_where_saved_tensors_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As exchanges do that send tokens once more in the backward pass."""
-    made, quantize = [], fp8_copies.quantize_weights
-    monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    made = copies_made(monkeypatch)
     p = make(Activation("swiglu"), torch.bfloat16, D=192, width=160)
     leaves = leaves_of(p)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -279,8 +283,7 @@ def test_gemms_of_replicas_leave_sms_to_transposes_too(monkeypatch: pytest.Monke
 
 def test_copies_of_replicas_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are others in the next micro-batch."""
-    made, quantize = [], fp8_copies.quantize_weights
-    monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    made = copies_made(monkeypatch)
     p = make(Activation("swiglu"), torch.bfloat16, L=6, D=192, width=160)
     compare(p, 4, MLPSpec(p.act, "fused", accumulate=True, recipe=Fp8Block(), keep_fp8=True))
     assert len(made) == 2 + 4 + 2  # own experts', replicas' for each use; all experts' of the other
