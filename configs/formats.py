@@ -75,6 +75,27 @@ def quantized_layer(cfg: Config, layer: int) -> bool:
     return quantizes(cfg) and layer >= p.bf16_first_layers and not last
 
 
+def resident_layers(cfg: Config) -> tuple[int, int]:
+    """Number of layers that keep FP8 copies of weights between two updates, and of all layers.
+
+    Layers of multi-token prediction count as one, after the last decoder layer.
+    `precision.weights=auto` counts as `resident`.
+    """
+    wanted, layers = cfg.precision.weights, cfg.model.layers + (cfg.model.mtp_layers > 0)
+    if isinstance(wanted, str):
+        return 0 if wanted == "scratch" else layers, layers
+    return min(wanted, layers), layers
+
+
+def is_resident(cfg: Config, layer: int) -> bool:
+    """A layer, numbered as for `quantized_layer`, is one of `resident_layers`.
+
+    They are spread evenly over the model, so that pipeline stages have as many as each other.
+    """
+    kept, layers = resident_layers(cfg)
+    return (layer + 1) * kept // layers > layer * kept // layers
+
+
 def quantizes_dense(cfg: Config) -> bool:
     """Linear layers other than the routed experts follow the recipe, if there is one."""
     stock = expert_backend(cfg.kernels.backend).stock_layer

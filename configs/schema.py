@@ -337,11 +337,12 @@ class PrecisionConfig:
     """Number of last decoder layers in bf16; layers of multi-token prediction do not count."""
     stochastic_rounding: bool = True
     """Round gradients of `nvfp4` up or down at random, so that they are right in the mean."""
-    weights: str = knob("auto", choices=("auto", "scratch", "resident"))
-    """Place of FP8 copies of weights: `resident`, `scratch`, or `auto` by what fits.
+    weights: int | str = knob("auto", choices=("auto", "scratch", "resident"))
+    """Number of layers that keep FP8 copies of weights, `resident` for all, `scratch` for none.
 
-    `resident` makes them once a step and needs 2 bytes a parameter, as GEMMs read them in two
-    layouts. `scratch` makes them for each use, in memory that all layers share.
+    They are spread evenly over the model, make the copies once a step and need 2 bytes a parameter,
+    as GEMMs read them in two layouts; other layers make them for each use, in memory that they
+    share. `auto` has as many as fit.
     """
 
 

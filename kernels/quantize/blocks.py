@@ -65,6 +65,11 @@ class QuantizedWeights(NamedTuple):
         """W."""
         return Quantized(self.data_LOI, self.scale)
 
+    @property
+    def transposed(self) -> Quantized:
+        """W^T of each expert, which products for data gradients read."""
+        return Quantized(self.data_LIO, self.scale.mT)
+
 
 def block_count(channels: int, parts: int = 1) -> int:
     """Number of blocks of `channels` in `parts` equal parts."""

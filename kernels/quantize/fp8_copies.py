@@ -1,7 +1,8 @@
 """FP8 copies of weights, cached on the parameter between two updates of it.
 
-Without the cache a copy is made for each use, four times per MLP layer and micro-batch, in memory
-that is freed right after. The cache costs two bytes per parameter.
+Without the cache a copy is made for each use, four times per MLP layer and micro-batch, in the
+layout that is read and in memory that is freed right after. The cache has both layouts and costs
+two bytes per parameter.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,25 +12,26 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import Linear
 from phalanx.kernels.parameter_facts import facts_of
-from phalanx.kernels.quantize.blocks import QuantizedWeights
-from phalanx.kernels.quantize.quantize import quantize_weights
+from phalanx.kernels.quantize.blocks import Quantized, QuantizedWeights
+from phalanx.kernels.quantize.quantize import quantize_layout, quantize_weights
 
 
-def weight_copies(linear: Linear, *, keep: bool) -> QuantizedWeights:
-    """FP8 copies of the weights in their stored layout.
+def weight_copy(linear: Linear, *, keep: bool) -> Quantized:
+    """FP8 weights of a layer, [L, O, I], with contiguous channels in.
 
     Args:
         linear: layer of the weights.
-        keep: cache them on the parameter until `forget`.
+        keep: cache them on the parameter until `forget`, in both layouts.
     """
     stored = linear.transposed if linear.is_transposed else linear
     facts = None if linear.source is None else facts_of(linear.source)
     copies: QuantizedWeights | None = None if facts is None else facts.fp8_copies
     if copies is None:
-        copies = quantize_weights(stored.weight_LOI, stored.parts)
-        if keep and facts is not None:
-            facts.fp8_copies = copies
-    return copies
+        if facts is None or not keep:
+            transposed = linear.is_transposed
+            return quantize_layout(stored.weight_LOI, stored.parts, transposed=transposed)
+        facts.fp8_copies = copies = quantize_weights(stored.weight_LOI, stored.parts)
+    return copies.transposed if linear.is_transposed else copies.forward
 
 
 def forget(parameters: Iterable[Tensor]) -> None:

@@ -72,20 +72,48 @@ def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
     Raises:
         ValueError: another dtype, shape or stride.
     """
-    if w_LOI.ndim != 3 or not w_LOI.is_contiguous() or w_LOI.dtype not in _UNQUANTIZED:
-        raise ValueError(
-            f"weights must be contiguous [L, O, I] in bf16 or fp32, not {_described(w_LOI)}"
-        )
-    if w_LOI.shape[1] % parts:
-        raise ValueError(f"{w_LOI.shape[1]} channels out are not {parts} equal parts")
+    _check_weights(w_LOI, parts)
     if not w_LOI.is_cuda:
         return definition.quantize_weights(w_LOI, parts)
     from phalanx.kernels.quantize import weights_triton
 
     L, O, I = w_LOI.shape  # noqa: E741
     out = empty_weights(L, O, I, parts, device=w_LOI.device)
-    weights_triton.quantize(w_LOI, out, parts)
+    weights_triton.quantize(w_LOI, *out, parts)
     return out
+
+
+@torch.no_grad()
+def quantize_layout(w_LOI: Tensor, parts: int = 1, *, transposed: bool) -> Quantized:
+    """One layout of `quantize_weights`: `forward`, or `transposed`.
+
+    Raises:
+        ValueError: as `quantize_weights`.
+    """
+    _check_weights(w_LOI, parts)
+    if not w_LOI.is_cuda:
+        both = definition.quantize_weights(w_LOI, parts)
+        return both.transposed if transposed else both.forward
+    from phalanx.kernels.quantize import weights_triton
+
+    L, O, I = w_LOI.shape  # noqa: E741
+    shape = (L, I, O) if transposed else (L, O, I)
+    data = torch.empty(shape, dtype=E4M3, device=w_LOI.device)
+    scale = _empty_scale(L, O, I, parts, device=w_LOI.device)
+    if transposed:
+        weights_triton.quantize(w_LOI, None, data, scale, parts)
+        return Quantized(data, scale.mT)
+    weights_triton.quantize(w_LOI, data, None, scale, parts)
+    return Quantized(data, scale)
+
+
+def _check_weights(w_LOI: Tensor, parts: int) -> None:
+    if w_LOI.ndim != 3 or not w_LOI.is_contiguous() or w_LOI.dtype not in _UNQUANTIZED:
+        raise ValueError(
+            f"weights must be contiguous [L, O, I] in bf16 or fp32, not {_described(w_LOI)}"
+        )
+    if w_LOI.shape[1] % parts:
+        raise ValueError(f"{w_LOI.shape[1]} channels out are not {parts} equal parts")
 
 
 @torch.no_grad()
@@ -230,12 +258,23 @@ def empty_weights(
     device: torch.device,
 ) -> QuantizedWeights:
     """Memory for `quantize_weights`."""
-    scales = L, block_count(O, parts), block_count(I)
     return QuantizedWeights(
         torch.empty(L, O, I, dtype=E4M3, device=device),
         torch.empty(L, I, O, dtype=E4M3, device=device),
-        torch.empty(scales, dtype=torch.float32, device=device),
+        _empty_scale(L, O, I, parts, device=device),
     )
+
+
+def _empty_scale(
+    L: int,
+    O: int,  # noqa: E741
+    I: int,  # noqa: E741
+    parts: int,
+    *,
+    device: torch.device,
+) -> Tensor:
+    shape = L, block_count(O, parts), block_count(I)
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def empty_columns(

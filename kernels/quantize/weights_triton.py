@@ -1,4 +1,4 @@
-"""`quantize_weights` on an NVIDIA GPU, in Triton: both layouts in one read of W.
+"""`quantize_weights` on an NVIDIA GPU, in Triton: both layouts, or one, in one read of W.
 
 A program has one block, with its rows arranged as in `tiles_triton`.
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.quantize.blocks import BLOCK, QuantizedWeights
+from phalanx.kernels.quantize.blocks import BLOCK
 from phalanx.kernels.quantize.tiles_triton import (
     BIASED,
     chunk_amax,
@@ -37,6 +37,7 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     outs,
     ins,
     PARTS: tl.constexpr,
+    FP8: tl.constexpr,
     BIASED: tl.constexpr,
     TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,7 +52,6 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     first_out = matrix % PARTS * rows + first_row
     of_expert = (matrix // PARTS).to(tl.int64) * outs * ins
     corner = of_expert + first_out.to(tl.int64) * ins + first_channel
-    across_data += of_expert + first_channel.to(tl.int64) * outs + first_out
 
     row = TURNS * tl.arange(0, BLOCK // TURNS)
     i = tl.arange(0, BLOCK)
@@ -66,31 +66,41 @@ def fp8_weights(  # type: ignore[no-untyped-def]
         amax = tl.maximum(amax, chunk_amax(x, 8))
     up, down = powers(tl.max(amax), BIASED)
     tl.store(scale + program, down)
-    fp8: tl.constexpr = data.dtype.element_ty
     made = ()
     for k in tl.static_range(TURNS):
         here = (first_row + row + k < rows)[:, None] & known[None, :]
         made = made + (values[k] * up,)
-        tl.store(data + corner + k * ins + at, made[k].to(fp8), mask=here)
-    to = i[:, None] * outs + i[None, :]
-    here = known[:, None] & (first_row + i < rows)[None, :]
-    tl.store(across_data + to, transposed(made, fp8), mask=here)
+        if data is not None:
+            tl.store(data + corner + k * ins + at, made[k].to(FP8), mask=here)
+    if across_data is not None:
+        across_data += of_expert + first_channel.to(tl.int64) * outs + first_out
+        to = i[:, None] * outs + i[None, :]
+        here = known[:, None] & (first_row + i < rows)[None, :]
+        tl.store(across_data + to, transposed(made, FP8), mask=here)
 
 
-def quantize(w_LOI: Tensor, to: QuantizedWeights, parts: int) -> None:
-    """Write both layouts and the scales; all tensors are contiguous, w is bf16 or fp32."""
+def quantize(
+    w_LOI: Tensor, data_LOI: Tensor | None, data_LIO: Tensor | None, scale: Tensor, parts: int
+) -> None:
+    """Write one layout or both in e4m3, and the scales.
+
+    All tensors are contiguous, w is bf16 or fp32.
+    """
     O, I = w_LOI.shape[1:]  # noqa: E741
-    blocks = to.scale.numel()
+    blocks = scale.numel()
     if not blocks:
         return
     fp8_weights[(blocks,)](
         w_LOI,
-        *to,
+        data_LOI,
+        data_LIO,
+        scale,
         O // parts,
         O,
         I,
         PARTS=parts,
-        BIASED=BIASED[to.data_LOI.dtype],
+        FP8=tl.float8e4nv,
+        BIASED=BIASED[torch.float8_e4m3fn],
         TURNS=_TURNS,
         BLOCK=BLOCK,
         num_warps=_WARPS,

@@ -46,6 +46,7 @@ from phalanx.moe.estimate.memory import (
     StageMemory,
     exchange_bytes,
     fits,
+    fp8_place,
     host_needed,
     stage_memory,
     with_delayed,
@@ -154,7 +155,7 @@ def _copies(cfg: Config, world: int) -> str:
     copies = max(fp8_copy_bytes(cfg, world))
     if not copies:
         return f"no FP8 copies: {cfg.kernels.backend} experts multiply FP8 values in bf16"
-    return f"FP8 copies of weights {cfg.precision.weights}, {storage(copies)}"
+    return f"FP8 copies of weights {fp8_place(cfg)}, {storage(copies)}"
 
 
 def _graph(cfg: Config) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
+from phalanx.configs.formats import resident_layers
 from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend
@@ -187,15 +188,32 @@ def fits(cfg: Config, world: int, machine: Machine) -> bool:
     return needed(cfg, world) <= machine.room and host_needed(cfg, world) <= machine.host_room
 
 
-def fp8_weights(cfg: Config, world: int, available: int) -> str:
+def fp8_weights(cfg: Config, world: int, available: int) -> int | str:
     """Value of `precision.weights` on ranks that may need `available` bytes.
 
-    `auto` is `resident` where that fits, else `scratch`.
+    `auto` is the largest number of layers that fits.
     """
     if cfg.precision.weights != "auto":
         return cfg.precision.weights
-    resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
-    return "resident" if needed(resident, world) <= available else "scratch"
+    kept, layers = resident_layers(cfg)
+    most, least = (needed(with_fp8_weights(cfg, n), world) for n in (kept, 0))
+    if most > max(least, available):
+        kept = int(layers * max(0, available - least) / (most - least))
+        while kept and needed(with_fp8_weights(cfg, kept), world) > available:
+            kept -= 1  # layers differ, and so do stages
+    return kept
+
+
+def fp8_place(cfg: Config) -> str:
+    """`precision.weights` in words; `auto` counts as `resident`."""
+    kept, layers = resident_layers(cfg)
+    named = {0: "scratch", layers: "resident"}
+    return named.get(kept, f"resident in {kept} of {layers} layers")
+
+
+def with_fp8_weights(cfg: Config, weights: int | str) -> Config:
+    """The configuration with another `precision.weights`."""
+    return replace(cfg, precision=replace(cfg.precision, weights=weights))
 
 
 def delay_wgrad(cfg: Config, world: int, machine: Machine) -> str:

@@ -21,6 +21,7 @@ from phalanx.configs.arithmetic.layers import is_dense, mlp_layers
 from phalanx.configs.formats import (
     grad_width,
     in_bf16,
+    is_resident,
     multiplies_fp8,
     quantized_layer,
     quantizes,
@@ -97,6 +98,8 @@ class LayerKind(NamedTuple):
     """Linear layers in the recipe of the run."""
     linear: bool = False
     """Linear attention."""
+    resident: bool = False
+    """FP8 copies of its weights last from one update to the next."""
 
 
 class Chunk(NamedTuple):
@@ -156,9 +159,13 @@ def all_kinds(cfg: Config) -> list[LayerKind]:
 
 def _kinds(cfg: Config, layers: list[int]) -> list[LayerKind]:
     m, fp8 = cfg.model, quantizes(cfg)
-    return [
-        LayerKind(is_dense(m, i), fp8 and quantized_layer(cfg, i), is_linear(m, i)) for i in layers
-    ]
+    found = []
+    for i in layers:
+        recipe = fp8 and quantized_layer(cfg, i)
+        found.append(
+            LayerKind(is_dense(m, i), recipe, is_linear(m, i), recipe and is_resident(cfg, i))
+        )
+    return found
 
 
 def _in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int, int]:
@@ -281,18 +288,23 @@ def fp8_weights_by_kind(cfg: Config, world: int) -> dict[LayerKind, Fp8Weights]:
 
 
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
-    """Bytes on each stage of FP8 copies of weights in both layouts.
+    """Bytes on each stage of FP8 copies of weights.
 
-    They are those of all layers; with `precision.weights=scratch` those of one layer's experts.
+    They are those of its resident layers in both layouts, and one of another layer's experts.
 
     Args:
         cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
         world: ranks.
     """
-    stages, scratch = [0] * cfg.parallel.pipeline, cfg.precision.weights == "scratch"
-    by_kind = fp8_weights_by_kind(cfg, world)
+    stages, by_kind = (
+        [[0, 0] for _ in range(cfg.parallel.pipeline)],
+        fp8_weights_by_kind(cfg, world),
+    )
     for chunk in chunks(cfg):
-        for weights in (by_kind[kind] for kind in chunk.kinds):
-            held = stages[chunk.stage]
-            stages[chunk.stage] = max(held, weights.experts) if scratch else held + sum(weights)
-    return [2 * elements for elements in stages]
+        held = stages[chunk.stage]
+        for kind in chunk.kinds:
+            if kind.resident:
+                held[0] += 2 * sum(by_kind[kind])
+            else:
+                held[1] = max(held[1], by_kind[kind].experts)
+    return [sum(held) for held in stages]

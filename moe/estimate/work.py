@@ -155,9 +155,9 @@ def _quantized_bytes(cfg: Config) -> float:
     return _FP8_PASSES * m.moe.top_k * channels
 
 
-_FP8_COPY = 3.1
-"""Bytes that copying a bf16 weight into both layouts in FP8 takes as long as: it reads and writes
-four, at 3.9 TB/s on an H200 (docs/measured/training/four_h200s.md), above `Machine.memory_gbs`."""
+_FP8_COPY = 3.9 / 3.0
+"""Rate at which weights are copied to FP8 over `Machine.memory_gbs`, on an H200
+(docs/measured/training/four_h200s.md)."""
 
 
 class _CopyTimes(NamedTuple):
@@ -173,15 +173,15 @@ def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind,
     They are made once a step, or for each use: by products forward and for the gradients of
     rows, which are all but those of weight gradients, a third of the work without recomputation.
     """
-    rate = sizes(cfg, world).local_tokens * machine.memory_gbs / 1e3 / _FP8_COPY
-    factors = _work_factors(cfg)
-    experts, dense = (3 * part - 1 for part in (factors.routed, factors.projections))
-    if cfg.precision.weights != "scratch":
-        experts = dense = 1 / micro_batches(cfg, world)
-    return {
-        kind: _CopyTimes(experts * weights.experts / rate, dense * weights.dense / rate)
-        for kind, weights in fp8_weights_by_kind(cfg, world).items()
-    }
+    rate = _FP8_COPY * sizes(cfg, world).local_tokens * machine.memory_gbs / 1e3
+    factors, found = _work_factors(cfg), {}
+    for kind, weights in fp8_weights_by_kind(cfg, world).items():
+        if kind.resident:  # two bytes are read, and one is written for each layout
+            experts = dense = 4 / micro_batches(cfg, world)
+        else:
+            experts, dense = (3 * (3 * part - 1) for part in (factors.routed, factors.projections))
+        found[kind] = _CopyTimes(experts * weights.experts / rate, dense * weights.dense / rate)
+    return found
 
 
 class Wgrads(NamedTuple):

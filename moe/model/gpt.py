@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from phalanx.configs.arithmetic.layers import is_dense
+from phalanx.configs.formats import is_resident
 from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import (
     AttentionConfig,
@@ -250,7 +251,10 @@ def _layer(
     moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute
     spec = replace(
-        moe.spec, recompute_h="expert_h" in recomputed, save_unquantized="norm" in recomputed
+        moe.spec,
+        keep_fp8=moe.spec.keep_fp8 and is_resident(cfg, number),
+        recompute_h="expert_h" in recomputed,
+        save_unquantized="norm" in recomputed,
     )
     moe = replace(moe, spec=spec)
     mla = m.attention.kind == "mla"

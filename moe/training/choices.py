@@ -14,7 +14,14 @@ from torch import nn
 from phalanx.configs import capture
 from phalanx.configs.arithmetic.accounting import mlp_weights
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import is_emulated, is_fp8, multiplies_fp8, recipe_facts, width
+from phalanx.configs.formats import (
+    is_emulated,
+    is_fp8,
+    multiplies_fp8,
+    recipe_facts,
+    resident_layers,
+    width,
+)
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
@@ -25,7 +32,13 @@ from phalanx.moe.estimate.free_memory import free_gpu_memory
 from phalanx.moe.estimate.gains.delayed_wgrad import ON, PAIRS, beside_exchanges
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.gains.wgrad_pairs import possible
-from phalanx.moe.estimate.memory import needed, with_delayed
+from phalanx.moe.estimate.memory import (
+    fp8_place,
+    fp8_weights,
+    needed,
+    with_delayed,
+    with_fp8_weights,
+)
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
@@ -160,38 +173,39 @@ def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
     return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]
 
 
-def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
-    """Choice of the memory of FP8 expert weights, on all ranks; none without any. Collective.
+_USABLE = 0.97
+"""Part of free memory that tensors may fill. Between blocks of the allocator 1.6 to 4.7 GiB of an
+H200 were left in seven runs in FP8 (docs/measured/training/four_h200s.md)."""
+
+
+def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[Choice]]:
+    """`precision.weights` of all ranks, and its line; no line without FP8 experts. Collective.
 
     Args:
         cfg: result of `with_choices`, with the transport and the graph that were chosen.
         runtime: this rank, before the model is built.
     """
+    wanted, backend = cfg.precision.weights, cfg.kernels.backend
     if not is_fp8(cfg) or not has_experts(cfg.model):
-        return []
-    wanted = cfg.precision.weights
-    chosen, reason = _fp8_weights_of_rank(cfg, runtime)
-    if "scratch" in gather(chosen) and chosen == "resident":
-        chosen, reason = "scratch", f"{reason}, and another rank has less free memory"
-    if wanted == "auto":
-        return [Choice("fp8 weights", chosen, f"auto; {reason}")]
-    if multiplies_fp8(cfg):
-        return [Choice("fp8 weights", wanted, f"precision.weights={wanted}")]
-    return [Choice("fp8 weights", chosen, f"{reason}; precision.weights={wanted} is not in effect")]
-
-
-def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
-    """Value of `precision.weights=auto` on this rank, and the reason."""
-    backend = cfg.kernels.backend
-    experts = EXPERT_BACKENDS[backend]
+        return wanted, []
     if not multiplies_fp8(cfg):
-        return "none", f"{backend} experts multiply values of FP8 in bf16"
-    if experts.stock_layer:
-        return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
-    resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
-    need, free = needed(resident, runtime.world), free_gpu_memory(runtime.device).free
-    chosen = "resident" if need <= free else "scratch"
-    return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
+        place, reason = "none", f"{backend} experts multiply values of FP8 in bf16"
+    elif EXPERT_BACKENDS[backend].stock_layer:
+        place, reason = "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
+    elif wanted != "auto":
+        return wanted, [Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}")]
+    else:
+        free = int(_USABLE * free_gpu_memory(runtime.device).free)
+        here = with_fp8_weights(cfg, fp8_weights(cfg, runtime.world, free))
+        agreed = with_fp8_weights(cfg, min(gather(resident_layers(here)[0])))
+        need = needed(with_fp8_weights(cfg, "resident"), runtime.world)
+        reason = f"auto; with resident weights {storage(need)} of {storage(free)} would be needed"
+        if resident_layers(agreed) != resident_layers(here):
+            reason += ", and another rank has less free memory"
+        return agreed.precision.weights, [Choice("fp8 weights", fp8_place(agreed), reason)]
+    auto = wanted == "auto"
+    reason = f"auto; {reason}" if auto else f"{reason}; precision.weights={wanted} is not in effect"
+    return wanted, [Choice("fp8 weights", place, reason)]
 
 
 def machine_here(cfg: Config, runtime: Runtime) -> Machine:

@@ -183,9 +183,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     resolved = with_choices(cfg, runtime, choices, transport.name)
     graph = choose_graph(resolved)
     resolved.run.graph = graph.backend
-    weights = choose_fp8_weights(resolved, runtime)
-    for choice in weights:
-        resolved.precision.weights = choice.backend
+    resolved.precision.weights, weights = choose_fp8_weights(resolved, runtime)
     overlaps, overlap_line = choose_overlap(resolved, runtime)
     how = replace(resolved.parallel, overlap_microbatches="on" if overlaps else "off")
     overlapped = replace(resolved, parallel=how)
@@ -215,14 +213,14 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if overlaps:
         transport, exchange = for_two_passes(transport, exchange, p.comm_sms, groups.pg.ep)
     options = _moe_options(cfg, experts, transport, budget, exchange, runtime.connections)
-    resident = any(choice.backend == "resident" for choice in weights)
     # Gradients are summed over ranks, which must have the same order of channels.
     everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
     interleaved = options.spec.activation.gated and everywhere
     margins = options.spec.margins.at_least(exchange.comm_sms if overlaps else 0)
-    spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved, margins=margins)
+    spec = replace(options.spec, keep_fp8=True, interleaved=interleaved, margins=margins)
     options = replace(options, spec=spec)
-    chunks = _chunks(cfg, config, groups, backends, options)
+    built = replace(cfg, precision=resolved.precision)
+    chunks = _chunks(built, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before initialization: random numbers depend on the device
     if facts.dense_multiple and is_fp8(cfg):

@@ -150,8 +150,9 @@ class Fused(UnquantizedMixin):
 
         d, plan, into = call.d, call.plan, call.into
         return bias_grad(
-            self._in_bf16(d),
+            d.matrix,
             plan.offsets,
+            parts=d.parts,
             scale_S=plan.row_prob_S if call.scale else None,
             index_S=plan.row_index_S if d.gather else None,
             out_LO=None if into is None else into.out,

@@ -1,15 +1,16 @@
 """Kernel `bias_grad`: db[e] (+)= sum over the rows s of expert e of scale[s] * d[s].
 
-Bound by reading d once. An expert's rows are cut into chunks of 256, counted from its first row; a
-CTA adds up one chunk for 256 columns in fp32 and writes it to a slot of its own. A second kernel
-adds an expert's slots one after the other. Neither the cut nor an order of additions depends on
-where an expert begins or who computes what, so results repeat bit for bit.
+Bound by reading d once, in bf16 or in FP8 with a scale for 128 channels of a row. An expert's rows
+are cut into chunks of 256, counted from its first row; a CTA adds up one chunk for 256 columns in
+fp32 and writes it to a slot of its own. A second kernel adds an expert's slots one after the other.
+Neither the cut nor an order of additions depends on where an expert begins or who computes what, so
+results repeat bit for bit.
 
 Expert e has the slots from offsets[e] // 256 + e on: enough for its chunks, and never another's.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -18,16 +19,18 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64
 from torch import Tensor
 
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS
+from phalanx.kernels.sm90.gemm.operands import Matrix, Rows, data_of, format_of, rows
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
-from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Bf16ScalarPtr, Fp32Ptr, IntPtr
+from phalanx.kernels.sm90.jit.pointers import Bf16ScalarPtr, Fp32Ptr, IntPtr
 
 CHUNK = 256
 """Rows of a slot."""
 WARPS = 8
 _LANE_COLUMNS = 8
 _COLUMNS = 32 * _LANE_COLUMNS
-"""Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row."""
+"""Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row in bf16."""
 _SUM_THREADS = 128
 _TOGETHER = 4
 """Rows that a warp of the first kernel has in flight: loads before their first addition."""
@@ -47,6 +50,13 @@ class BiasGradConfig:
     """Rows of d are picked by an index."""
     behind: bool = False
     """offsets[0] may be above 0: slots of rows before it are neither written nor read."""
+    rows_format: str = "bf16"
+    """`bf16`, `e4m3` or `e5m2`."""
+
+    @property
+    def element(self) -> Any:
+        """Type of the elements of d."""
+        return BFloat16 if self.rows_format == "bf16" else FORMATS[self.rows_format]
 
 
 class BiasGradKernel:
@@ -58,7 +68,7 @@ class BiasGradKernel:
     @cute.jit
     def __call__(
         self,
-        d: Bf16Ptr,
+        d: Rows,
         scale: Fp32Ptr,
         index: IntPtr,
         offsets: IntPtr,
@@ -72,8 +82,9 @@ class BiasGradKernel:
         """Launch both kernels.
 
         Args:
-            d: bf16 [S, O], with config.indexed [any, O]. scale: fp32 [S]. index: int32 [S].
-            offsets: int32 [L + 1]. slots: fp32 [S // CHUNK + L, O]. db: [L, O].
+            d: S rows of O channels in config.rows_format, with config.indexed any number. scale:
+            fp32 [S]. index: int32 [S]. offsets: int32 [L + 1]. slots: fp32 [S // CHUNK + L, O].
+            db: [L, O].
             O: a multiple of 64.
         """
         O = cute.assume(O, divby=64)  # noqa: E741
@@ -81,12 +92,11 @@ class BiasGradKernel:
         # Slots by the largest number that any distribution of rows over experts needs: the host
         # does not know theirs.
         count = S // CHUNK + L
-        mD = cute.make_tensor(d, cute.make_layout((S, O), stride=(row, 1)))
         partial = cute.make_tensor(slots, cute.make_layout((count, O), stride=(row, 1)))
         if cutlass.const_expr(self.config.fp32_out):
             db = cute.recast_ptr(db, dtype=Float32)
         self.chunks(
-            mD,
+            d,
             cute.make_tensor(scale, cute.make_layout(S)),
             cute.make_tensor(index, cute.make_layout(S)),
             cute.make_tensor(offsets, cute.make_layout(L + 1)),
@@ -110,7 +120,7 @@ class BiasGradKernel:
     @cute.kernel
     def chunks(
         self,
-        mD: cute.Tensor,
+        d: Rows,
         scale: cute.Tensor,
         index: cute.Tensor,
         offsets: cute.Tensor,
@@ -129,8 +139,8 @@ class BiasGradKernel:
             column = tile * _COLUMNS + lane * _LANE_COLUMNS
             total = cute.make_rmem_tensor(_LANE_COLUMNS, Float32)
             total.fill(0.0)
-            if column < mD.shape[1]:
-                self._add_rows(total, mD, scale, index, row + warp, end, column)
+            if column < slots.shape[1]:
+                self._add_rows(total, self._columns(d, column), scale, index, row + warp, end)
             sums = cute.make_tensor(
                 storage.sums.data_ptr(),
                 cute.make_layout((WARPS, _COLUMNS), stride=(_COLUMNS, 1)),
@@ -140,7 +150,7 @@ class BiasGradKernel:
             cute.arch.sync_threads()  # sums of all warps, before each thread adds a column of them
             thread = cute.arch.thread_idx()[0]
             out_column = tile * _COLUMNS + thread
-            if out_column < mD.shape[1]:
+            if out_column < slots.shape[1]:
                 total_of_warps = Float32(0)
                 for w in cutlass.range_constexpr(WARPS):
                     total_of_warps += sums[w, thread]
@@ -185,39 +195,66 @@ class BiasGradKernel:
     def _add_rows(
         self,
         total: cute.Tensor,
-        mD: cute.Tensor,
+        d: "_Columns",
         scale: cute.Tensor,
         index: cute.Tensor,
         first: Int32,
         end: Int32,
-        column: Int32,
     ) -> None:
-        """Add rows first, first + 8, ... before `end`: 8 columns from `column` on."""
+        """Add rows first, first + 8, ... before `end`."""
         count = cutlass.max((end - first + (WARPS - 1)) // WARPS, 0)
         # Several rows are requested before the first is added: loads, not additions, bound this.
         together = count // _TOGETHER * _TOGETHER
         for i in cutlass.range(0, together, _TOGETHER, unroll=1):
             rows = [first + (i + j) * WARPS for j in range(_TOGETHER)]
-            loaded = [self._load(mD, scale, index, row, column) for row in rows]
+            loaded = [self._load(d, scale, index, row) for row in rows]
             for piece, factor in loaded:
                 self._add(total, piece, factor)
         for i in cutlass.range(together, count, unroll=1):
-            piece, factor = self._load(mD, scale, index, first + i * WARPS, column)
+            piece, factor = self._load(d, scale, index, first + i * WARPS)
             self._add(total, piece, factor)
 
+    def _columns(self, d: Rows, column: Int32) -> "_Columns":
+        """8 columns from `column` on, which share a scale: parts are multiples of 64."""
+        data = cute.recast_ptr(d.data, dtype=self.config.element)
+        scales = d.scale
+        if self.config.rows_format != "bf16":
+            part = column // d.channels
+            block = part * ((d.channels + (BLOCK - 1)) // BLOCK)
+            block += (column - part * d.channels) // BLOCK
+            scales += block * d.scale_block
+        return _Columns(data, scales, column, d.pitch, d.scale_row)
+
     def _load(
-        self, mD: cute.Tensor, scale: cute.Tensor, index: cute.Tensor, row: Int32, column: Int32
+        self, d: "_Columns", scale: cute.Tensor, index: cute.Tensor, row: Int32
     ) -> tuple[cute.Tensor, Float32]:
         """8 columns of a row, and what to multiply them by."""
         source = index[row] if self.config.indexed else row
-        at = mD.iterator + (Int64(source) * mD.shape[1] + column)
-        piece = cute.make_rmem_tensor(_LANE_COLUMNS, BFloat16)
-        cute.autovec_copy(cute.make_tensor(at.align(16), _LANE_COLUMNS), piece)
-        return piece, scale[row] if self.config.scaled else Float32(1)
+        piece = cute.make_rmem_tensor(_LANE_COLUMNS, self.config.element)
+        at = d.data + (Int64(source) * d.pitch + d.first)
+        at = at.align(_LANE_COLUMNS * self.config.element.width // 8)
+        cute.autovec_copy(cute.make_tensor(at, _LANE_COLUMNS), piece)
+        factor = scale[row] if self.config.scaled else Float32(1)
+        if self.config.rows_format != "bf16":
+            factor *= cute.make_tensor(d.scales + Int64(source) * d.scale_row, cute.make_layout(1))[
+                0
+            ]
+        return piece, factor
 
     def _add(self, total: cute.Tensor, piece: cute.Tensor, factor: Float32) -> None:
+        values = piece.load().to(Float32)
         for i in range(_LANE_COLUMNS):
-            total[i] += Float32(piece[i]) * factor
+            total[i] += values[i] * factor
+
+
+class _Columns(NamedTuple):
+    """A lane's columns of all rows."""
+
+    data: cute.Pointer
+    scales: cute.Pointer
+    first: Int32
+    pitch: Int32
+    scale_row: Int32
 
 
 def _chunks(begin: Any, end: Any) -> Any:
@@ -225,9 +262,10 @@ def _chunks(begin: Any, end: Any) -> Any:
 
 
 def bias_grad(
-    d: Tensor,
+    d: Matrix,
     offsets: Tensor,
     *,
+    parts: int = 1,
     scale_S: Tensor | None = None,
     index_S: Tensor | None = None,
     out_LO: Tensor | None = None,
@@ -238,10 +276,12 @@ def bias_grad(
     """db[e] (+)= sum over expert e's rows s of scale[s] * d[s], in fp32, rounded once.
 
     Args:
-        d: bf16 [S, O], contiguous, O a multiple of 64; with index_S [N, O], and d[s] is row
-            index_S[s].
+        d: bf16 [S, O], contiguous, O a multiple of 64; or e4m3 or e5m2, where rows are contiguous
+            and begin at multiples of 16 bytes, with a scale for 128 channels: fp32 [S, blocks of
+            O], of any strides. With index_S [N, O], and d[s] is row index_S[s].
         offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
             offsets[e + 1].
+        parts: equal ranges of O whose borders no block of FP8 rows crosses.
         scale_S: fp32 [S]; default: ones. index_S: int32 [S]. Neither is read from offsets[L] on.
         out_LO: bf16 or fp32, contiguous; default: a new one of `dtype`.
         accumulate: add to out_LO instead of writing it.
@@ -253,34 +293,36 @@ def bias_grad(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    if d.ndim != 2 or offsets.ndim != 1:
-        shapes = [list(t.shape) for t in (d, offsets)]
+    data = data_of(d)
+    if data.ndim != 2 or offsets.ndim != 1:
+        shapes = [list(t.shape) for t in (data, offsets)]
         raise ValueError(f"d and offsets must be [S, O] and [L + 1], not {shapes}")
-    (N, O), L = d.shape, offsets.shape[0] - 1  # noqa: E741
+    (N, O), L = data.shape, offsets.shape[0] - 1  # noqa: E741
     S = N if index_S is None else index_S.numel()
     if O % 64 or not O or L < 1:
         raise ValueError(f"O={O}, L={L}: O must be a positive multiple of 64")
     if accumulate and out_LO is None:
         raise ValueError("accumulate: needs out_LO to add to")
-    out = d.new_empty(L, O, dtype=dtype) if out_LO is None else out_LO
+    out = data.new_empty(L, O, dtype=dtype) if out_LO is None else out_LO
     if out.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
-    check(d.device, "d", d, torch.bfloat16, (N, O))
-    check(d.device, "offsets", offsets, torch.int32, (L + 1,))
-    check(d.device, "out", out, out.dtype, (L, O))
-    check(d.device, "scale", scale_S, torch.float32, (S,))
-    check(d.device, "index", index_S, torch.int32, (S,))
+    operand = rows("d", d, (N, O), parts)
+    check(data.device, "offsets", offsets, torch.int32, (L + 1,))
+    check(data.device, "out", out, out.dtype, (L, O))
+    check(data.device, "scale", scale_S, torch.float32, (S,))
+    check(data.device, "index", index_S, torch.int32, (S,))
     if S == 0 or N == 0:
         return out if accumulate else out.zero_()
     config = BiasGradConfig(
         *(out.dtype == torch.float32, accumulate, scale_S is not None, index_S is not None),
         behind=behind,
+        rows_format=format_of("d", d),
     )
-    slots = d.new_empty(S // CHUNK + L, O, dtype=torch.float32)
+    slots = data.new_empty(S // CHUNK + L, O, dtype=torch.float32)
     launch(
         BiasGradKernel,
         config,
-        **dict(d=d, scale=scale_S, index=index_S, offsets=offsets, slots=slots, db=out),
+        **dict(d=operand, scale=scale_S, index=index_S, offsets=offsets, slots=slots, db=out),
         **dict(S=S, O=O, L=L),
     )
     return out

@@ -28,7 +28,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
-from phalanx.kernels.quantize.fp8_copies import weight_copies
+from phalanx.kernels.quantize.fp8_copies import weight_copy
 from phalanx.kernels.quantize.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
@@ -108,10 +108,7 @@ class FusedFP8(FP8Operands, Fused):
         return super().wgrad_pair(_of_columns(first), _of_columns(second))
 
     def _weights(self, linear: Linear) -> Quantized:
-        copies = weight_copies(linear, keep=self._keep)
-        return (
-            Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
-        )
+        return weight_copy(linear, keep=self._keep)
 
     def _in_bf16(self, x: Operand) -> Tensor:
         values: Tensor = in_dtype(x, torch.bfloat16)

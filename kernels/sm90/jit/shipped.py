@@ -62,6 +62,7 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     """Kernels in FP8, by the tiles that they choose."""
+    from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
     from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
@@ -95,6 +96,12 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             yield DgradKernel, GemmConfig(grad, loop)
             if gather and act not in OTHERS:
                 yield DgradKernel, GemmConfig(grad, loop, waits=True)
+    for rows_format, scaled in product(("e4m3", "e5m2"), EITHER):
+        for add, behind in ((True, False), (False, False), (False, True)):  # the last: replicas'
+            yield (
+                BiasGradKernel,
+                BiasGradConfig(True, add, scaled, scaled, behind, rows_format),
+            )
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
         math = Fp8Contraction(columns, rows_format)
         for fp32_out, add in ((True, True), (True, False), (False, False)):

@@ -84,15 +84,17 @@ def test_rows_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
+def test_weights(layouts: tuple[bool, bool], dtype: torch.dtype, tmp_path: Path) -> None:
     w = torch.empty(32, 4096, 7168, dtype=dtype, device=META)
-    to = quantize.empty_weights(32, 4096, 7168, device=META)
-    run = lambda: weights_triton.quantize(w, to, 1)  # noqa: E731
+    *both, scale = quantize.empty_weights(32, 4096, 7168, device=META)
+    to = [x if wanted else None for x, wanted in zip(both, layouts, strict=True)]
+    run = lambda: weights_triton.quantize(w, *to, scale, 1)  # noqa: E731
     code = launched(weights_triton, "fp8_weights", run, tmp_path)
     check(code, TILE, 11, 96 * 1024)
     assert code.stack == 0
     assert code.count(r"LDG\.E\.128") == 4 * dtype.itemsize
-    assert code.count(r"STG\.E\.128") == 8 and code.count(r"STG\.E ") == 1
+    assert code.count(r"STG\.E\.128") == 4 * sum(layouts) and code.count(r"STG\.E ") == 1
     assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
 
 
@@ -205,7 +207,7 @@ def test_quantisers_for_blackwell(tmp_path: Path) -> None:
         (columns_triton, "fp8_columns"): lambda: columns_triton.quantize(
             x, None, None, offsets, columns, 1
         ),
-        (weights_triton, "fp8_weights"): lambda: weights_triton.quantize(w, weights, 1),
+        (weights_triton, "fp8_weights"): lambda: weights_triton.quantize(w, *weights, 1),
     }
     for (module, name), call in calls.items():
         code = launched(module, name, call, tmp_path, capability=100)

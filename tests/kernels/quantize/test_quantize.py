@@ -53,10 +53,13 @@ def check_packed(x: Tensor) -> None:
 def check_weights(w: Tensor, parts: int = 1) -> None:
     from phalanx.kernels.quantize import weights_triton
 
-    got = quantize.empty_weights(*w.shape, parts, device=CPU)
-    dirty(*got)
-    weights_triton.quantize(w, got, parts)
-    same(got, definition.quantize_weights(w, parts))
+    want = definition.quantize_weights(w, parts)
+    for written in [(0, 1, 2), (0, 2), (1, 2)]:  # both layouts, one
+        got = quantize.empty_weights(*w.shape, parts, device=CPU)
+        dirty(*got)
+        layouts = (got[i] if i in written else None for i in range(2))
+        weights_triton.quantize(w, *layouts, got.scale, parts)
+        same([got[i] for i in written], [want[i] for i in written])
 
 
 def assert_same_numbers(got: Tensor, want: Tensor) -> None:

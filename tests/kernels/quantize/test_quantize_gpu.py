@@ -1,5 +1,7 @@
 """Kernels that quantise on a GPU: the bits of the definition, large and small, and in a graph."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,8 +92,11 @@ def test_weights(O: int, I: int, parts: int, kind: torch.dtype) -> None:  # noqa
     w = spread(3 * O, I, kind).view(3, O, I)
     w[1, :200, :200] = 0
     w[2, 5, 5], w[2, 6, 6] = NAN, problems.INF
-    got = unread(lambda: quantize.quantize_weights(w, parts))
-    same(got, definition.quantize_weights(w, parts))
+    want = definition.quantize_weights(w, parts)
+    same(unread(lambda: quantize.quantize_weights(w, parts)), want)
+    for transposed, one in ((False, want.forward), (True, want.transposed)):
+        got = unread(partial(quantize.quantize_layout, w, parts, transposed=transposed))
+        same(got, one)
 
 
 @KINDS

@@ -32,6 +32,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.reference import Reference
+from phalanx.kernels.quantize.fp8_operands import in_dtype
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
@@ -196,8 +197,9 @@ class Kernels:
 
     class bias_grad:
         @staticmethod
-        def bias_grad(d, offsets, *, scale_S, index_S, out_LO, dtype, accumulate, behind):
+        def bias_grad(d, offsets, *, parts, scale_S, index_S, out_LO, dtype, accumulate, behind):
             assert dtype == torch.float32 and (behind or not offsets[0])
+            d = in_dtype(Operand(d, parts=parts), torch.bfloat16)
             plan, operand = plan_of(offsets, index_S, scale_S), Operand(d, index_S is not None)
             into = None if out_LO is None else Buffer(out_LO, accumulate)
             return reference.bias_grad(BiasGradCall(operand, plan, scale_S is not None, into))

@@ -12,6 +12,10 @@ from tests.kernels.sm90.sass import Sass
 
 CONFIGS = [BiasGradConfig(*flags) for flags in itertools.product((False, True), repeat=4)]
 CONFIGS += [BiasGradConfig(True, False, scaled, scaled, behind=True) for scaled in (False, True)]
+CONFIGS += [
+    BiasGradConfig(True, False, scaled, scaled, rows_format=of)
+    for scaled, of in itertools.product((False, True), ("e4m3", "e5m2"))
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -20,7 +24,8 @@ def test_machine_code(config, tmp_path):
     code.check_no_stack()
     assert len(code.usages("REG")) == 2  # two kernels
     assert max(code.usages("REG")) <= 64  # many CTAs on an SM hide the latency of memory
-    assert code.count(r"LDG\.E\.128") >= 5  # four rows at a time, and the rest one by one
+    width = "128" if config.rows_format == "bf16" else "64"
+    assert code.count(rf"LDG\.E\.{width}") >= 5  # four rows at a time, and the rest one by one
     assert "ATOM" not in code.text and "RED." not in code.text
 
 

@@ -10,6 +10,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 import itertools
 
+from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
+from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows
 from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +102,26 @@ def test_integers_are_exact(dtype, accumulate, indexed):
     made = bias_grad(**p.given, out_LO=out, accumulate=accumulate)
     exact = p.expert_by_expert(FP64) + (start.double() if accumulate else 0)
     assert made is out and torch.equal(out, exact.to(FP32).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("indexed", [False, True], ids=["dense", "indexed"])
+@pytest.mark.parametrize(
+    ("O", "parts", "packed"),
+    [(64, 1, False), (2880, 1, True), (2880, 1, False), (5760, 2, False), (448, 7, False)],
+)
+def test_rows_in_fp8_have_the_bits_of_their_values(O, parts, packed, indexed, dtype):  # noqa: E741
+    p = Problem(COUNTS["ragged"], O, scaled=indexed, indexed=indexed)
+    q = quantize_rows(p.given["d"], parts, dtype)
+    want = bias_grad(**p.given | {"d": dequantize_rows(q, parts, BF16)}, dtype=FP32)
+    if packed:  # as they travel, with scales behind each row
+        room = torch.full((len(q.data), row_bytes(O)), 0x7F, device="cuda").byte()
+        to = unpack_rows(room, O, dtype)
+        to.data.view(torch.uint8).copy_(q.data.view(torch.uint8))
+        to.scale.copy_(q.scale)
+        q = to
+    got = bias_grad(**p.given | {"d": q}, parts=parts, dtype=FP32)
+    assert torch.equal(got, want) and bool(want.any())
 
 
 def test_runs_repeat_bit_for_bit():

@@ -8,6 +8,7 @@ import inspect
 import sys
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -188,10 +189,16 @@ def test_two_micro_batches(recipe: Fp8Block) -> None:
         torch.testing.assert_close(left, torch.ones_like(left), rtol=0, atol=1e-3, msg=name)
 
 
-def copies_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets an element for every copy of weights from now on."""
-    made, quantize = [], fp8_copies.quantize_weights
-    monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+def copies_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of functions that make copies, at each call."""
+    made = []
+
+    def counting(name: str) -> Any:
+        quantize = getattr(fp8_copies, name)
+        return lambda *w, **how: made.append(name) or quantize(*w, **how)
+
+    for name in ("quantize_weights", "quantize_layout"):
+        monkeypatch.setattr(fp8_copies, name, counting(name))
     return made
 
 
@@ -213,9 +220,9 @@ def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.Monke
         return results
 
     with_copies = twice(True)
-    assert len(made) == 4  # of two matrices, before and after the change
+    assert made == ["quantize_weights"] * 4  # of two matrices, before and after the change
     without = twice(False)
-    assert len(made) == 4 + 12  # of each for every use
+    assert made[4:] == ["quantize_layout"] * 12  # of each for every use
     for ours, theirs in zip(with_copies, without, strict=True):
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
