@@ -6,7 +6,7 @@ from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import resident_layers
 from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import attention_backend
+from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, LayerMemory
 from phalanx.moe.estimate.gains.delayed_wgrad import (
@@ -191,9 +191,10 @@ def fits(cfg: Config, world: int, machine: Machine) -> bool:
 def fp8_weights(cfg: Config, world: int, available: int) -> int | str:
     """Value of `precision.weights` on ranks that may need `available` bytes.
 
-    `auto` is the largest number of layers that fits.
+    `auto` is the largest number of layers that fits; Megatron-Core's layer has its own copies.
     """
-    if cfg.precision.weights != "auto":
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    if stock or cfg.precision.weights != "auto":
         return cfg.precision.weights
     kept, layers = resident_layers(cfg)
     most, least = (needed(with_fp8_weights(cfg, n), world) for n in (kept, 0))

@@ -296,15 +296,13 @@ def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
         cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
         world: ranks.
     """
-    stages, by_kind = (
-        [[0, 0] for _ in range(cfg.parallel.pipeline)],
-        fp8_weights_by_kind(cfg, world),
-    )
+    by_kind = fp8_weights_by_kind(cfg, world)
+    kept, scratch = [0] * cfg.parallel.pipeline, [0] * cfg.parallel.pipeline
     for chunk in chunks(cfg):
-        held = stages[chunk.stage]
+        i = chunk.stage
         for kind in chunk.kinds:
             if kind.resident:
-                held[0] += 2 * sum(by_kind[kind])
+                kept[i] += 2 * sum(by_kind[kind])
             else:
-                held[1] = max(held[1], by_kind[kind].experts)
-    return [sum(held) for held in stages]
+                scratch[i] = max(scratch[i], by_kind[kind].experts)
+    return [sum(each) for each in zip(kept, scratch, strict=True)]

@@ -19,7 +19,7 @@ from phalanx.moe.estimate.free_memory import (
     nearly_full,
     pinned_bytes,
 )
-from phalanx.moe.estimate.memory import host_needed
+from phalanx.moe.estimate.memory import fp8_weights, host_needed
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.training.choices import with_choices
 from phalanx.moe.training.out_of_memory import advice
@@ -55,6 +55,8 @@ def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     transport = _transport(cfg, runtime.world, len(local_ranks))
     resolved = with_choices(cfg, runtime, choices, transport)
     resolved.run.graph = resolved_graph(resolved)
+    # `auto` keeps FP8 copies in what is left.
+    resolved.precision.weights = fp8_weights(resolved, runtime.world, available=0)
     expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
     warnings = [nearly_full(cfg.model.name, expected, room, advice(cfg, runtime.world))]
