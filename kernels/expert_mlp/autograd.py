@@ -159,6 +159,22 @@ class Fp8Inputs:
     """Gradient of out, in the backward pass."""
 
 
+def hold_parameters(ctx: Any, weights: Sequence[Tensor | None], spec: MLPSpec) -> None:
+    """Keep the parameters themselves, as hooks make others of saved tensors.
+
+    Those have neither the buffer of the gradient nor FP8 copies. `ctx.accumulated` has the
+    parameters whose gradients go to their buffers, and None for others.
+    """
+    ctx.parameters = [p if p is not None and p.is_leaf else None for p in weights]
+    ctx.accumulated = [p if spec.accumulate and main_grad.takes(p) else None for p in weights]
+
+
+def held_parameters(ctx: Any, saved: Sequence[Tensor | None]) -> list[Any]:
+    """The parameters of `hold_parameters`, or for those that are no leaves the saved tensors."""
+    pairs = zip(ctx.parameters, saved, strict=True)
+    return [tensor if p is None else p for p, tensor in pairs]
+
+
 class ExpertMLP(torch.autograd.Function):
     """out of x, weights, biases, probabilities and addends.
 
@@ -188,11 +204,7 @@ class ExpertMLP(torch.autograd.Function):
             h = x.new_empty(0)
         elif args.on_saved_h is not None:
             args.on_saved_h(*tensors_of(h))
-        # The parameters themselves: hooks make others of saved tensors, without buffer and copies.
-        ctx.parameters = [p if p is not None and p.is_leaf else None for p in weights]
-        ctx.accumulated = [
-            p if args.spec.accumulate and main_grad.takes(p) else None for p in weights
-        ]
+        hold_parameters(ctx, weights, args.spec)
         saved_h, saved_x = tensors_of(h), tensors_of(x_rows) if overlap is None else ()
         ctx.counts = len(saved_h), len(saved_x)
         if overlap is None:
@@ -211,8 +223,7 @@ class ExpertMLP(torch.autograd.Function):
         if not any(needs[:6]):  # h was not saved
             return *[None] * 8, *addends
         w1, w2, b1, b2, *tensors = ctx.saved_tensors
-        pairs = zip(ctx.parameters, (w1, w2, b1, b2), strict=True)
-        weights = MLPWeights(*(saved if p is None else p for p, saved in pairs))
+        weights = MLPWeights(*held_parameters(ctx, (w1, w2, b1, b2)))
         num_h, num_x = ctx.counts
         h, tensors = rows_of(tensors[:num_h]), tensors[num_h:]
         x = rows_of(tensors[:num_x]) if num_x else None

@@ -15,6 +15,8 @@ from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.autograd import (
     backend_of,
     for_wgrad,
+    held_parameters,
+    hold_parameters,
     input_for_wgrad,
     saved_input,
 )
@@ -58,13 +60,14 @@ class _Linear(torch.autograd.Function):
         ops, ctx.plan, ctx.spec = backend_of(spec, "forward"), one_group(x_NI), spec
         x = ops.quantize(x_NI)
         ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
-        ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
+        hold_parameters(ctx, [w_OI], spec)
         return ops.rows(RowsCall(x, Linear.single_expert(w_OI, bias_O), ctx.plan))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        w_OI, *x = ctx.saved_tensors
+        saved, *x = ctx.saved_tensors
+        (w_OI,) = held_parameters(ctx, [saved])
         dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
@@ -83,8 +86,9 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) -> Tensor | None:
-    """In the dtype of w, or in the buffer of `ctx.accumulated`."""
-    if ctx.accumulated is None:
+    """In the dtype of w, or in the buffer of the parameter in `ctx.accumulated`."""
+    (accumulated,) = ctx.accumulated
+    if accumulated is None:
         dw_LOI: Tensor = wgrad.wgrad(WgradCall(d, v, ctx.plan))
         return dw_LOI.view(w_OI.shape).to(w_OI.dtype)
     plan = ctx.plan
@@ -92,4 +96,4 @@ def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) 
     def compute(buffer: Buffer) -> None:
         wgrad.wgrad(WgradCall(d, v, plan, buffer._replace(out=buffer.out[None])))
 
-    return main_grad.write(ctx.accumulated, compute)
+    return main_grad.write(accumulated, compute)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.autograd import (
     backend_of,
     for_wgrad,
+    held_parameters,
+    hold_parameters,
     input_for_wgrad,
     saved_input,
 )
@@ -112,7 +113,8 @@ class _Fc1(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_NH: Tensor, *_: None) -> tuple[Any, ...]:
-        w1, *x = ctx.saved_tensors
+        saved, *x = ctx.saved_tensors
+        (w1,) = held_parameters(ctx, [saved])
         fc1 = _fc1_layer(w1, ctx.spec)
         dh: Rows = dh_NH
         columns: Any = dh_NH
@@ -155,7 +157,8 @@ class _Fc2(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
-        h_NH, w2 = ctx.saved_tensors
+        h_NH, saved = ctx.saved_tensors
+        (w2,) = held_parameters(ctx, [saved])
         spec, fc2 = ctx.spec, Linear.single_expert(w2)
         dgrad, dout_ND = backend_of(spec, "dgrad"), dout_ND.contiguous()
         dy = dgrad.quantize(dout_ND, gradient=True)
@@ -189,7 +192,7 @@ def _fc1_layer(w1: Tensor, spec: MLPSpec) -> Linear:
 
 def _save_context(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
     ctx.plan, ctx.spec = plan, spec
-    ctx.accumulated = w if spec.accumulate and main_grad.takes(w) else None
+    hold_parameters(ctx, [w], spec)
 
 
 def _shapes(*tensors: Tensor) -> str:

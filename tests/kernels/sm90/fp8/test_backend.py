@@ -23,6 +23,7 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
+from phalanx.kernels.expert_mlp.dense_linear import dense_linear
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -238,6 +239,14 @@ def test_copies_are_found_where_saved_tensors_are_replaced(
         out = forward(p, leaves, "fused", recipe=Fp8Block(), keep_fp8=True)
     gradients(out, p.dout, leaves)
     assert len(made) == 2
+
+    shapes = (9, 64), (64, 64), (64, 32), (64, 64)
+    x, w1, w2, w = (torch.randn(s).bfloat16().requires_grad_() for s in shapes)
+    spec = MLPSpec(Activation("swiglu"), "fused", recipe=Fp8Block(), keep_fp8=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = dense_fc2(dense_fc1(x, w1, spec), w2, spec) + dense_linear(x, w, None, spec)
+    y.sum().backward()
+    assert len(made) == 5
 
 
 def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
