@@ -236,9 +236,8 @@ class BiasGradKernel:
         cute.autovec_copy(cute.make_tensor(at, _LANE_COLUMNS), piece)
         factor = scale[row] if self.config.scaled else Float32(1)
         if self.config.rows_format != "bf16":
-            factor *= cute.make_tensor(d.scales + Int64(source) * d.scale_row, cute.make_layout(1))[
-                0
-            ]
+            scale_of_row = d.scales + Int64(source) * d.scale_row
+            factor *= cute.make_tensor(scale_of_row, cute.make_layout(1))[0]
         return piece, factor
 
     def _add(self, total: cute.Tensor, piece: cute.Tensor, factor: Float32) -> None:
