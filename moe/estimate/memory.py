@@ -188,11 +188,18 @@ def fits(cfg: Config, world: int, machine: Machine) -> bool:
     return needed(cfg, world) <= machine.room and host_needed(cfg, world) <= machine.host_room
 
 
-def fp8_weights(cfg: Config, world: int, available: int) -> int | str:
-    """Value of `precision.weights` on ranks that may need `available` bytes.
+USABLE = 0.97
+"""Part of free memory that FP8 copies may fill up. Between blocks of the allocator 1.6 to 4.7 GiB
+of an H200 were left in seven runs in FP8 (docs/measured/training/four_h200s.md)."""
 
-    `auto` is the largest number of layers that fits; Megatron-Core's layer has its own copies.
+
+def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
+    """Value of `precision.weights` on ranks with so many bytes free.
+
+    `auto` is the largest number of layers that fits into `USABLE` of them; Megatron-Core's layer
+    has its own copies.
     """
+    available = int(USABLE * free)
     stock = expert_backend(cfg.kernels.backend).stock_layer
     if stock or cfg.precision.weights != "auto":
         return cfg.precision.weights

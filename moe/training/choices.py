@@ -33,6 +33,7 @@ from phalanx.moe.estimate.gains.delayed_wgrad import ON, PAIRS, beside_exchanges
 from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.gains.wgrad_pairs import possible
 from phalanx.moe.estimate.memory import (
+    USABLE,
     fp8_place,
     fp8_weights,
     needed,
@@ -173,11 +174,6 @@ def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
     return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]
 
 
-_USABLE = 0.97
-"""Part of free memory that tensors may fill. Between blocks of the allocator 1.6 to 4.7 GiB of an
-H200 were left in seven runs in FP8 (docs/measured/training/four_h200s.md)."""
-
-
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[Choice]]:
     """`precision.weights` of all ranks, and its line; no line without FP8 experts. Collective.
 
@@ -195,11 +191,12 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[C
     elif wanted != "auto":
         return wanted, [Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}")]
     else:
-        free = int(_USABLE * free_gpu_memory(runtime.device).free)
+        free = free_gpu_memory(runtime.device).free
         here = with_fp8_weights(cfg, fp8_weights(cfg, runtime.world, free))
         agreed = with_fp8_weights(cfg, min(gather(resident_layers(here)[0])))
         need = needed(with_fp8_weights(cfg, "resident"), runtime.world)
-        reason = f"auto; with resident weights {storage(need)} of {storage(free)} would be needed"
+        room = storage(int(USABLE * free))
+        reason = f"auto; with resident weights {storage(need)} of {room} would be needed"
         if resident_layers(agreed) != resident_layers(here):
             reason += ", and another rank has less free memory"
         return agreed.precision.weights, [Choice("fp8 weights", fp8_place(agreed), reason)]

@@ -56,7 +56,7 @@ def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     resolved = with_choices(cfg, runtime, choices, transport)
     resolved.run.graph = resolved_graph(resolved)
     # `auto` keeps FP8 copies in what is left.
-    resolved.precision.weights = fp8_weights(resolved, runtime.world, available=0)
+    resolved.precision.weights = fp8_weights(resolved, runtime.world, free=0)
     expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
     warnings = [nearly_full(cfg.model.name, expected, room, advice(cfg, runtime.world))]

@@ -4,7 +4,7 @@ import copy
 import re
 import shlex
 from dataclasses import replace
-from math import hypot
+from math import ceil, floor, hypot
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.dry_run import sections
-from phalanx.moe.estimate.memory import delay_wgrad, fp8_weights, stage_memory
+from phalanx.moe.estimate.memory import USABLE, delay_wgrad, fp8_weights, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.work import expert_bytes
@@ -625,8 +625,8 @@ def test_fp8_copies_of_weights_live_where_they_fit() -> None:
     for kept in (23, 7):
         bytes_of[kept] = needs["scratch"] + kept * resident // 24
     for kept, bytes_ in bytes_of.items():
-        assert fp8_weights(known, 8, bytes_) == kept
-        assert fp8_weights(known, 8, bytes_ - 1) == max(0, kept - 1)
+        assert fp8_weights(known, 8, ceil(bytes_ / USABLE)) == kept
+        assert fp8_weights(known, 8, floor((bytes_ - 1) / USABLE)) == max(0, kept - 1)
     known.precision.weights = 7
     assert needed(known, 8) == bytes_of[7]
     copies = storage(7 * resident // 24 + experts // 2)

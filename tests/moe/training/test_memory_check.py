@@ -23,7 +23,7 @@ FP8 = ["precision=fp8_block", "parallel.dispatch=local", "run.graph=off"]
 
 
 def _warning(overrides: list[str], free: int) -> str:
-    """What a GPU with so many bytes free warns of."""
+    """Text on stderr for a GPU with so many bytes free."""
     room = mock.patch.object(
         memory_check, "free_gpu_memory", return_value=FreeMemory("GPU 0", free)
     )
