@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
-from phalanx.configs.formats import resident_layers
+from phalanx.configs.formats import multiplies_fp8, resident_layers
 from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
@@ -193,16 +193,20 @@ USABLE = 0.97
 of an H200 were left in seven runs in FP8 (docs/measured/training/four_h200s.md)."""
 
 
+def chooses_fp8_weights(cfg: Config) -> bool:
+    """`precision.weights` is `auto`, and there are copies; Megatron-Core's layer has its own."""
+    stock = expert_backend(cfg.kernels.backend).stock_layer
+    return cfg.precision.weights == "auto" and multiplies_fp8(cfg) and not stock
+
+
 def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
     """Value of `precision.weights` on ranks with so many bytes free.
 
-    `auto` is the largest number of layers that fits into `USABLE` of them; Megatron-Core's layer
-    has its own copies.
+    A choice is the largest number of layers that fits into `USABLE` of them.
     """
-    available = int(USABLE * free)
-    stock = expert_backend(cfg.kernels.backend).stock_layer
-    if stock or cfg.precision.weights != "auto":
+    if not chooses_fp8_weights(cfg):
         return cfg.precision.weights
+    available = int(USABLE * free)
     kept, layers = resident_layers(cfg)
     most, least = (needed(with_fp8_weights(cfg, n), world) for n in (kept, 0))
     if most > max(least, available):

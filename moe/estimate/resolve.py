@@ -1,7 +1,7 @@
 """Values of every `auto` on Hopper GPUs with all optional packages."""
 
 from phalanx.configs import capture
-from phalanx.configs.formats import multiplies_fp8, quantizes_on_arrival
+from phalanx.configs.formats import quantizes_on_arrival
 from phalanx.configs.knobs import copied
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
@@ -28,8 +28,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
         raise ConfigError(capture.forced_graph_error(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
-    if multiplies_fp8(cfg):
-        cfg.precision.weights = fp8_weights(cfg, world, machine.room)
+    cfg.precision.weights = fp8_weights(cfg, world, machine.room)
     cfg.parallel.overlap_microbatches = microbatch_overlap(cfg, world, machine, machine.room).value
     cfg.parallel.delay_wgrad = delay_wgrad(cfg, world, machine)
     return cfg

@@ -34,6 +34,7 @@ from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.gains.wgrad_pairs import possible
 from phalanx.moe.estimate.memory import (
     USABLE,
+    chooses_fp8_weights,
     fp8_place,
     fp8_weights,
     needed,
@@ -181,25 +182,27 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[C
         cfg: result of `with_choices`, with the transport and the graph that were chosen.
         runtime: this rank, before the model is built.
     """
-    wanted, backend = cfg.precision.weights, cfg.kernels.backend
+    wanted, backend, world = cfg.precision.weights, cfg.kernels.backend, runtime.world
     if not is_fp8(cfg) or not has_experts(cfg.model):
         return wanted, []
+    chooses = chooses_fp8_weights(cfg)
+    free = free_gpu_memory(runtime.device).free if chooses else 0
+    here = with_fp8_weights(cfg, fp8_weights(cfg, world, free))
+    # All ranks take part: experts of some may be of a backend that has nothing to choose.
+    agreed = with_fp8_weights(cfg, min(gather(resident_layers(here)[0])))
+    if chooses:
+        need, room = needed(with_fp8_weights(cfg, "resident"), world), int(USABLE * free)
+        reason = f"with resident weights {storage(need)} of {storage(room)} would be needed"
+        if resident_layers(agreed) != resident_layers(here):
+            reason += ", and another rank has less free memory"
+        line = Choice("fp8 weights", fp8_place(agreed), f"auto; {reason}")
+        return agreed.precision.weights, [line]
     if not multiplies_fp8(cfg):
         place, reason = "none", f"{backend} experts multiply values of FP8 in bf16"
     elif EXPERT_BACKENDS[backend].stock_layer:
         place, reason = "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
-    elif wanted != "auto":
-        return wanted, [Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}")]
     else:
-        free = free_gpu_memory(runtime.device).free
-        here = with_fp8_weights(cfg, fp8_weights(cfg, runtime.world, free))
-        agreed = with_fp8_weights(cfg, min(gather(resident_layers(here)[0])))
-        need = needed(with_fp8_weights(cfg, "resident"), runtime.world)
-        room = storage(int(USABLE * free))
-        reason = f"auto; with resident weights {storage(need)} of {room} would be needed"
-        if resident_layers(agreed) != resident_layers(here):
-            reason += ", and another rank has less free memory"
-        return agreed.precision.weights, [Choice("fp8 weights", fp8_place(agreed), reason)]
+        return wanted, [Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}")]
     auto = wanted == "auto"
     reason = f"auto; {reason}" if auto else f"{reason}; precision.weights={wanted} is not in effect"
     return wanted, [Choice("fp8 weights", place, reason)]

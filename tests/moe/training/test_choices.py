@@ -30,6 +30,7 @@ from phalanx.moe.training.choices import (
     machine_here,
     with_choices,
 )
+from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.runtime import Runtime
 from tests.support.distributed import run_distributed
 from tests.support.pages import README, blocks
@@ -190,6 +191,18 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     forced = told("precision.weights=scratch", experts="torch")
     assert forced == f"none; {emulated}; precision.weights=scratch is not in effect"
     assert run_distributed(_weights, 1, [], "fused", "cuda", [0]) == [""]
+
+
+def _weights_of_two_backends() -> tuple[str, list[int]]:
+    here = _weights(FP8, ["fused", "torch"][dist.get_rank()], "cuda", [0, 0])
+    return here, gather(dist.get_rank())  # what ranks gather next
+
+
+@pytest.mark.dist
+def test_ranks_without_copies_of_their_own_choose_with_the_others() -> None:
+    lines_, next_ = zip(*run_distributed(_weights_of_two_backends, 2), strict=True)
+    assert [line.split(";")[0] for line in lines_] == ["scratch", "none"]
+    assert list(next_) == [[0, 1], [0, 1]]
 
 
 def _overlap(overrides: list[str], transports: tuple[str, str]) -> str:
