@@ -100,11 +100,9 @@ def quantize_layout(w_LOI: Tensor, parts: int = 1, *, transposed: bool) -> Quant
     shape = (L, I, O) if transposed else (L, O, I)
     data = torch.empty(shape, dtype=E4M3, device=w_LOI.device)
     scale = _empty_scale(L, O, I, parts, device=w_LOI.device)
-    if transposed:
-        weights_triton.quantize(w_LOI, None, data, scale, parts)
-        return Quantized(data, scale.mT)
-    weights_triton.quantize(w_LOI, data, None, scale, parts)
-    return Quantized(data, scale)
+    data_LOI, data_LIO = (None, data) if transposed else (data, None)
+    weights_triton.quantize(w_LOI, data_LOI, data_LIO, scale, parts)
+    return Quantized(data, scale.mT if transposed else scale)
 
 
 def _check_weights(w_LOI: Tensor, parts: int) -> None:

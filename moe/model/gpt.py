@@ -252,7 +252,7 @@ def _layer(
     recomputed = memory_plan(cfg).recompute
     spec = replace(
         moe.spec,
-        keep_fp8=moe.spec.keep_fp8 and is_resident(cfg, number),
+        keep_fp8=is_resident(cfg, number),
         recompute_h="expert_h" in recomputed,
         save_unquantized="norm" in recomputed,
     )

@@ -217,7 +217,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     everywhere = all(EXPERT_BACKENDS[name].interleave for name in gather(experts))
     interleaved = options.spec.activation.gated and everywhere
     margins = options.spec.margins.at_least(exchange.comm_sms if overlaps else 0)
-    spec = replace(options.spec, keep_fp8=True, interleaved=interleaved, margins=margins)
+    spec = replace(options.spec, interleaved=interleaved, margins=margins)
     options = replace(options, spec=spec)
     built = replace(cfg, precision=resolved.precision)
     chunks = _chunks(built, config, groups, backends, options)

@@ -8,17 +8,14 @@ import pytest
 import torch
 
 from phalanx.configs.load import load
-from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.free_memory import FreeMemory
 from phalanx.moe.estimate.memory import needed, with_fp8_weights
 from phalanx.moe.training import memory_check
-from phalanx.moe.training.choices import with_choices
 from phalanx.parallel.runtime import Runtime
+from tests.moe.training.test_choices import KERNELS, on
 from tests.support.distributed import run_distributed
 
 HERE = Runtime(0, 1, 0, torch.device("cuda"))
-KERNELS = [Choice("grouped_mlp", "fused", ""), Choice("attention", "te", "")]
-KERNELS.append(Choice("norm", "te", ""))
 FP8 = ["precision=fp8_block", "parallel.dispatch=local", "run.graph=off"]
 
 
@@ -34,7 +31,7 @@ def _warning(overrides: list[str], free: int) -> str:
 
 @pytest.mark.dist
 def test_copies_that_auto_leaves_out_are_no_reason_to_warn() -> None:
-    cfg = with_choices(load(FP8), HERE, KERNELS, "local")
+    cfg = on("cuda", FP8, KERNELS, "local")
     least, most = (needed(with_fp8_weights(cfg, each), 1) for each in ("scratch", "resident"))
     assert least < most
 
