@@ -43,7 +43,7 @@ def quantize_rows(
     """
     _check("x", x_RC, _UNQUANTIZED, parts)
     if out is not None:
-        _check_rows(out, parts)
+        check_rows(out, parts)
         if out.data.shape != x_RC.shape or out.data.dtype != dtype:
             raise ValueError(f"out must be {dtype} {list(x_RC.shape)}, not {_described(out.data)}")
     if not x_RC.is_cuda:
@@ -169,7 +169,7 @@ def transpose_rows(
     Raises:
         ValueError: unsupported dtype, shape or stride.
     """
-    _check_rows(q, parts)
+    check_rows(q, parts)
     if out is None:
         out = empty_transpose(q, offsets, blocks, index_S=index_S, parts=parts)
     if not q.data.is_cuda:
@@ -225,7 +225,7 @@ def dequantize_rows(q: Quantized, parts: int = 1, dtype: torch.dtype = torch.bfl
     Raises:
         ValueError: another dtype, shape or stride.
     """
-    _check_rows(q, parts)
+    check_rows(q, parts)
     if dtype not in _UNQUANTIZED:
         raise ValueError(f"rows become bfloat16 or float32, not {dtype}")
     if not q.data.is_cuda:
@@ -305,7 +305,8 @@ def _check(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: int) ->
         raise ValueError(f"{x.shape[1]} channels are not {parts} equal parts")
 
 
-def _check_rows(q: Quantized, parts: int) -> None:
+def check_rows(q: Quantized, parts: int = 1) -> None:
+    """Raise ValueError for rows that kernels cannot read: another dtype, shape or stride."""
     _check("rows", q.data, _FP8, parts)
     want = [len(q.data), block_count(q.data.shape[1], parts)]
     if list(q.scale.shape) != want or q.scale.dtype != torch.float32:

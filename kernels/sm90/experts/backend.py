@@ -170,11 +170,6 @@ class Fused(UnquantizedMixin):
         """Weights as the GEMMs take them."""
         return linear.weight_LOI
 
-    def _in_bf16(self, x: Operand) -> Tensor:
-        """Rows as kernels in bf16 read them."""
-        rows: Tensor = x.matrix
-        return rows
-
     def _scale_of_bias(self, linear: Linear, plan: ExpertPlan, like_S: Tensor) -> Tensor | None:
         """Factor of each expert row's bias, if there is a bias."""
         if linear.bias_LO is None:
@@ -193,7 +188,7 @@ class Fused(UnquantizedMixin):
         if partial_CS is None:
             return None
         table_NL = None
-        if b2_LD is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = bias_products(matrix, b2_LD)
+        if b2_LD is not None and len(tensors_of(dy.matrix)[0]):
+            table_NL = bias_products(dy.matrix, b2_LD)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)

@@ -32,8 +32,8 @@ _LANE_COLUMNS = 8
 _COLUMNS = 32 * _LANE_COLUMNS
 """Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row in bf16."""
 _SUM_THREADS = 128
-_TOGETHER = 4
-"""Rows that a warp of the first kernel has in flight: loads before their first addition."""
+_IN_FLIGHT = 64
+"""Bytes that a lane of the first kernel requests before its first addition."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class BiasGradConfig:
     def element(self) -> Any:
         """Type of the elements of d."""
         return BFloat16 if self.rows_format == "bf16" else FORMATS[self.rows_format]
+
+    @property
+    def together(self) -> int:
+        """Rows that a warp has in flight."""
+        bytes_of_row: int = _LANE_COLUMNS * self.element.width // 8
+        return _IN_FLIGHT // bytes_of_row
 
 
 class BiasGradKernel:
@@ -204,9 +210,10 @@ class BiasGradKernel:
         """Add rows first, first + 8, ... before `end`."""
         count = cutlass.max((end - first + (WARPS - 1)) // WARPS, 0)
         # Several rows are requested before the first is added: loads, not additions, bound this.
-        together = count // _TOGETHER * _TOGETHER
-        for i in cutlass.range(0, together, _TOGETHER, unroll=1):
-            rows = [first + (i + j) * WARPS for j in range(_TOGETHER)]
+        batch = self.config.together
+        together = count // batch * batch
+        for i in cutlass.range(0, together, batch, unroll=1):
+            rows = [first + (i + j) * WARPS for j in range(batch)]
             loaded = [self._load(d, scale, index, row) for row in rows]
             for piece, factor in loaded:
                 self._add(total, piece, factor)

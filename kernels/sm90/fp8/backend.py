@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.backend import HiddenGrads
@@ -29,7 +28,7 @@ from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.quantize.fp8_copies import weight_copy
-from phalanx.kernels.quantize.fp8_operands import FP8Operands, in_dtype
+from phalanx.kernels.quantize.fp8_operands import FP8Operands
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
@@ -109,10 +108,6 @@ class FusedFP8(FP8Operands, Fused):
 
     def _weights(self, linear: Linear) -> Quantized:
         return weight_copy(linear, keep=self._keep)
-
-    def _in_bf16(self, x: Operand) -> Tensor:
-        values: Tensor = in_dtype(x, torch.bfloat16)
-        return values
 
 
 def _of_columns(call: WgradCall) -> WgradCall:

@@ -25,6 +25,7 @@ from phalanx.kernels.expert_mlp.calls import (
     Fc2DgradCall,
     Linear,
     Operand,
+    Rows,
     RowsCall,
     WgradCall,
 )
@@ -214,8 +215,9 @@ FILES = {name: part for name, part in vars(Kernels).items() if isinstance(part, 
 ROOMS = dict.fromkeys(FILES, "experts") | {"plan": "routing"}
 
 
-def bias_products(dy: Tensor, b2: Tensor) -> Tensor:
-    return dy.float() @ b2.float().T
+def bias_products(dy: Rows, b2: Tensor) -> Tensor:
+    values = in_dtype(Operand(dy), torch.bfloat16)
+    return values.float() @ b2.float().T
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, *functions: Callable[..., Any]) -> None:

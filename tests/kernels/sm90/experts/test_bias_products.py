@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
+from phalanx.kernels.quantize.quantize import dequantize_rows, empty_rows, quantize_rows
 from tests.kernels.interpreter import interpret
 
 SHAPES = [(130, 5, 96), (1, 66, 64), (0, 3, 32)]
@@ -31,6 +33,22 @@ def check(rows: int, experts: int, channels: int, device: str) -> None:
     beside = () if device == "cpu" else (slice(0, 1), slice(experts // 2, experts))
     for some in beside:
         assert torch.equal(bias_products(dy, b2[some].contiguous()), found[:, some])
+    check_fp8(dy, b2)
+
+
+def check_fp8(dy: Tensor, b2: Tensor) -> None:
+    """Rows in FP8, also with scales behind each row, have the bits of their values in bf16."""
+    from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
+
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        q = quantize_rows(dy, dtype=dtype)
+        want = bias_products(dequantize_rows(q), b2)
+        assert torch.equal(bias_products(q, b2), want)
+        room = torch.zeros(len(dy), row_bytes(dy.shape[1]), dtype=torch.uint8, device=dy.device)
+        packed = unpack_rows(room, dy.shape[1], dtype)
+        packed.data.view(torch.uint8).copy_(q.data.view(torch.uint8))
+        packed.scale.copy_(q.scale)
+        assert torch.equal(bias_products(packed, b2), want)
 
 
 def refused() -> None:
@@ -59,8 +77,11 @@ def test_in_an_interpreter() -> None:
     interpret(__name__)
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", [(130, 5, 96), (4096, 34, 2880)])
-def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: Path) -> None:
+def test_the_kernel_compiles_for_hopper(
+    shape: tuple[int, int, int], quantized: bool, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
     from phalanx.kernels.sm90.experts import bias_products_triton
     from tests.kernels.triton_code import launched
@@ -70,8 +91,10 @@ def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: P
         torch.empty(n, channels, dtype=torch.bfloat16, device="meta") for n in (rows, experts)
     )
 
+    matrix = empty_rows(rows, channels, device=dy.device) if quantized else dy
+
     def call() -> None:
-        bias_products_triton.bias_products(dy, b2)
+        bias_products_triton.bias_products(matrix, b2)
 
     code = launched(bias_products_triton, "bias_products_kernel", call, tmp_path)
     assert code.stack == 0 and code.count("HGMMA")
