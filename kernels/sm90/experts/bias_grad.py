@@ -213,8 +213,7 @@ class BiasGradKernel:
         batch = self.config.together
         together = count // batch * batch
         for i in cutlass.range(0, together, batch, unroll=1):
-            rows = [first + (i + j) * WARPS for j in range(batch)]
-            loaded = [self._load(d, scale, index, row) for row in rows]
+            loaded = [self._load(d, scale, index, first + (i + j) * WARPS) for j in range(batch)]
             for piece, factor in loaded:
                 self._add(total, piece, factor)
         for i in cutlass.range(together, count, unroll=1):
