@@ -40,6 +40,7 @@ from phalanx.moe.estimate.memory import (
     needed,
     with_delayed,
     with_fp8_weights,
+    with_growth,
 )
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
@@ -191,8 +192,11 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[C
     # All ranks take part: experts of some may be of a backend that has nothing to choose.
     agreed = with_fp8_weights(cfg, min(gather(resident_layers(here)[0])))
     if chooses:
-        need, room = needed(with_fp8_weights(cfg, "resident"), world), int(USABLE * free)
+        grown, room = with_growth(cfg), int(USABLE * free)
+        need = needed(with_fp8_weights(grown, "resident"), world)
         reason = f"with resident weights {storage(need)} of {storage(room)} would be needed"
+        if grown is not cfg:
+            reason += f" at capacity_factor {grown.parallel.capacity_factor:g}"
         if resident_layers(agreed) != resident_layers(here):
             reason += ", and another rank has less free memory"
         line = Choice("fp8 weights", fp8_place(agreed), f"auto; {reason}")

@@ -19,7 +19,7 @@ from phalanx.moe.estimate.free_memory import (
     nearly_full,
     pinned_bytes,
 )
-from phalanx.moe.estimate.memory import fp8_weights, host_needed
+from phalanx.moe.estimate.memory import fp8_weights, host_needed, with_fp8_weights
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.training.choices import with_choices
 from phalanx.moe.training.out_of_memory import advice
@@ -59,7 +59,8 @@ def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     resolved.precision.weights = fp8_weights(resolved, runtime.world, free=0)
     expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
-    warnings = [nearly_full(cfg.model.name, expected, room, advice(cfg, runtime.world))]
+    remedies = advice(with_fp8_weights(cfg, resolved.precision.weights), runtime.world)
+    warnings = [nearly_full(cfg.model.name, expected, room, remedies)]
     if on_gpu:
         warnings.append(_pinned(cfg, runtime.world, local_ranks, host))
         offloaded = len(local_ranks) * host_needed(resolved, runtime.world)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.configs.bounds import oversized
+from phalanx.configs.formats import is_fp8, multiplies_fp8, resident_layers
 from phalanx.configs.knobs import changed, get, listed, overrides
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, largest_divisor
 from phalanx.configs.schema import Config
@@ -63,6 +64,9 @@ def advice(cfg: Config, world: int) -> str:
 def _remedies(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
     """Changes of knobs that save memory, for each remedy the smallest change first."""
     d, p, r = cfg.data, cfg.parallel, cfg.run
+    multiplies = cfg.kernels.backend == "auto" or multiplies_fp8(cfg)
+    if is_fp8(cfg) and multiplies and resident_layers(cfg)[0]:
+        yield [{"precision.weights": "scratch"}]
     if p.delay_wgrad == "pairs" or (p.pipeline > 1 and p.delay_wgrad != "off"):
         yield [{"parallel.delay_wgrad": "off"}]
     if d.micro_batch > 1:
