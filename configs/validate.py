@@ -5,7 +5,8 @@ First every knob by itself (`bounds`), then the rules between knobs (here) and t
 is checked anywhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from phalanx.configs import capture
 from phalanx.configs.addresses import flaw, is_address
@@ -124,19 +125,20 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     of_layout = list(layout_problems(cfg, world_size))
     if of_layout and own not in (0, world_size):
         of_any_number = set(layout_problems(copied(before), own))
-        if not of_any_number.issuperset(of_layout):
-            of_layout = [_resized(before, world_size, experiment, own)]
+        of_number = not of_any_number.issuperset(of_layout)
+        if of_number and (fitted := fit_to_ranks(before, world_size)) is not None:
+            of_layout = [_resized(fitted, world_size, experiment, own)]
     problems += [*of_layout, *inject_problems(cfg, world_size)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
+def _resized(fitted: Mapping[str, Any], world: int, experiment: str, own: int) -> str:
     """The line on an experiment whose layout does not fit a number of ranks."""
     shown = overrides({"run.dry_run": True, "parallel.world_size": own})
     return (
         f"experiment={experiment} is laid out for {pluralize(own, 'rank')}, not {world}: set "
-        f"{overrides(fit_to_ranks(cfg, world))}; {shown} shows it on {own}"
+        f"{overrides(fitted)}; {shown} shows it on {own}"
     )
 
 

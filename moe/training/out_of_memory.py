@@ -64,8 +64,8 @@ def advice(cfg: Config, world: int) -> str:
 def _remedies(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
     """Changes of knobs that save memory, for each remedy the smallest change first."""
     d, p, r = cfg.data, cfg.parallel, cfg.run
-    multiplies = cfg.kernels.backend == "auto" or multiplies_fp8(cfg)
-    if is_fp8(cfg) and multiplies and resident_layers(cfg)[0]:
+    copies = is_fp8(cfg) if cfg.kernels.backend == "auto" else multiplies_fp8(cfg)
+    if copies and resident_layers(cfg)[0]:
         yield [{"precision.weights": "scratch"}]
     if p.delay_wgrad == "pairs" or (p.pipeline > 1 and p.delay_wgrad != "off"):
         yield [{"parallel.delay_wgrad": "off"}]

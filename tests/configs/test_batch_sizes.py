@@ -95,7 +95,9 @@ def test_sizes_of_a_warmup_fit_the_stages_and_ranks() -> None:
     assert advice == ["data.batch_warmup=[16:1e6]"]
     cfg = load([*words[:2], *advice])
     validate(cfg, 4)
-    fitted = changed(cfg, fit_to_ranks(cfg, 48))
+    sizes = fit_to_ranks(cfg, 48)
+    assert sizes is not None
+    fitted = changed(cfg, sizes)
     assert fitted.data.batch_warmup != ["16:1e6"]
     validate(fitted, 48)
 

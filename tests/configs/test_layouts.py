@@ -147,6 +147,14 @@ def test_a_problem_of_any_number_of_ranks_is_not_blamed_on_it() -> None:
     assert lines[0].startswith("parallel.virtual_pipeline=2 needs more than one stage")
 
 
+def test_an_experiment_that_fits_no_number_of_ranks_has_its_problems_named() -> None:
+    name, more = "kimi_k2_256gpu", ["parallel.dispatch=local", "parallel.expert_replication=1"]
+    with pytest.raises(ConfigError, match="^parallel.pipeline=16 does not divide") as raised:
+        validate(load([f"experiment={name}", *more, "parallel.world_size=4"]), 1, name)
+    lines = str(raised.value).splitlines()
+    assert any(line.startswith("parallel.expert_replication=1 is not possible") for line in lines)
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> None:
     from phalanx.moe.estimate.resolve import resolved

@@ -241,6 +241,9 @@ LESS_MEMORY = [
         ["parallel.pipeline=2", "parallel.pipeline_layout='Ett|ttL'", "data.sequence_length=7"],
         [["parallel.delay_wgrad=off"], ["data.micro_batch=2"]],
     ),
+    (["precision=fp8_block"], [["precision.weights=scratch"], ["data.micro_batch=2"]]),
+    (["precision=fp8_block", "precision.weights=0"], [["data.micro_batch=2"]]),
+    (["precision=fp8_block", "kernels=torch"], [["data.micro_batch=2"]]),
 ]
 
 
