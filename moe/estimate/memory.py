@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
-from phalanx.configs.layout import document_places
+from phalanx.configs.layout import document_places, expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.machines import Machine
@@ -210,7 +210,7 @@ def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
     """
     if not chooses_fp8_weights(cfg):
         return cfg.precision.weights
-    cfg, available = with_growth(cfg), int(USABLE * free)
+    cfg, available = with_growth(cfg, world), int(USABLE * free)
     kept, layers = resident_layers(cfg)
     most, least = (needed(with_fp8_weights(cfg, n), world) for n in (kept, 0))
     if most > max(least, available):
@@ -220,9 +220,9 @@ def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
     return kept
 
 
-def with_growth(cfg: Config) -> Config:
-    """The configuration with the row budget that natural routing may come to need."""
-    if cfg.model.moe.router.force_balance:
+def with_growth(cfg: Config, world: int) -> Config:
+    """The configuration with the row budget that natural routing over ranks may come to need."""
+    if cfg.model.moe.router.force_balance or expert_parallel_size(cfg, world) == 1:
         return cfg
     factor = _GROWTH * cfg.parallel.capacity_factor
     return replace(cfg, parallel=replace(cfg.parallel, capacity_factor=factor))

@@ -192,7 +192,7 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[C
     # All ranks take part: experts of some may be of a backend that has nothing to choose.
     agreed = with_fp8_weights(cfg, min(gather(resident_layers(here)[0])))
     if chooses:
-        grown, room = with_growth(cfg), int(USABLE * free)
+        grown, room = with_growth(cfg, world), int(USABLE * free)
         need = needed(with_fp8_weights(grown, "resident"), world)
         reason = f"with resident weights {storage(need)} of {storage(room)} would be needed"
         if grown is not cfg:
