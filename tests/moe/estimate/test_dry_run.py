@@ -612,8 +612,8 @@ def with_room(bytes_: int) -> Machine:
 
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:
     """Two bytes a parameter of the layers that keep them, one of the experts of another."""
-    natural = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")
-    base = (*natural, "model.moe.router.force_balance=true")
+    base = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")
+    base += ("model.moe.router.force_balance=true",)
     experts, text = 2 * 4 * 3 * 2880 * 2880, section(RUN, *base, world=8)
     resident = 24 * (experts + 2 * 2880 * (64 + 2 * 8 + 64) * 64)
     assert f"weights   FP8 copies of weights resident, {storage(resident)}\n" in text
