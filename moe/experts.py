@@ -242,13 +242,15 @@ def backward_bytes(cfg: Config, counts: TokenCounts, local: int) -> int:
     m, e, k = cfg.model, cfg.model.moe, cfg.kernels
     parts, element = ACTIVATIONS[e.activation].halves, width(cfg)
     row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
-    w1, w2 = (local * n * m.hidden * e.ffn * element for n in (parts, 1))
+    fused, facts = k.gradient_accumulation_fusion, expert_backend(k.backend)
+    # Those of the stock layer have no placeholders: one expert's stands for all of them.
+    grads = 0 if fused and facts.stock_layer else local
+    w1, w2 = (grads * n * m.hidden * e.ffn * element for n in (parts, 1))
     dh, tokens = parts * row_f, counts.received * m.hidden * element
-    facts = expert_backend(k.backend)
     copies = int(not facts.fuses_gather)  # gathered rows, bf16 weight gradients
     # In FP8 all operands of weight gradients are transposed while x's gradient is live.
     transposed = row_f + row_d if saves_fp8_inputs(cfg) and facts.fuses_gather else 0
-    dw2 = w2 if facts.stock_layer or not k.gradient_accumulation_fusion else 0
+    dw2 = 0 if fused else w2
     return max(
         copies * row_d + row_f + dh + row_f * copies,
         copies * (row_d + w2) + dh + row_f,

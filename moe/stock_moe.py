@@ -124,12 +124,15 @@ class StockRouter(KeepsPrecision, TopKRouter):
         pg_collection: ProcessGroupCollection,
         is_mtp_layer: bool = False,
     ) -> None:
+        experts, top_k = config.num_moe_experts, config.moe_router_topk
+        chosen = forced_choice(options, experts=experts, top_k=top_k)
+        config = copy.copy(config)
+        config.moe_router_fusion = HAVE_TE and chosen is None  # its kernel chooses by itself
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.options = options
         self.statistics = Statistics(self.num_experts)
         if self.enable_expert_bias:  # fp32 there, which stops counting at 2**24
             self.local_tokens_per_expert = self.local_tokens_per_expert.long()
-        chosen = forced_choice(options, experts=self.num_experts, top_k=self.topk)
         if chosen is not None:
             self.router_replay = _ForcedReplay(chosen, pg_collection.ep)
 
@@ -264,6 +267,8 @@ def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
     """The model's config with the fusions that Transformer Engine brings, where it is installed."""
     config = copy.copy(config)
     config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
+    # Sequential experts without tokens would multiply nothing into their buffers.
+    config.gradient_accumulation_fusion &= HAVE_TE
     if options.recompute:
         config.recompute_granularity, config.recompute_modules = "selective", [*options.recompute]
     config.bias_activation_fusion = HAVE_TE and _fusable(

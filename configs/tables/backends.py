@@ -183,7 +183,6 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         host_counts=True,
         replicates=False,
         multiplies=("fp8_block",),
-        placeholder_grads=False,
     ),
 }
 """Backends of the expert MLP by value of `kernels.backend`."""

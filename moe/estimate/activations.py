@@ -142,9 +142,7 @@ class Activations:
         element = width(self._cfg)
         logits = s.tokens * m.vocab_size // t * element
         hidden = s.local_tokens * m.hidden * element
-        fused = not expert_backend(self._cfg.kernels.backend).stock_layer and (
-            self._cfg.kernels.gradient_accumulation_fusion
-        )
+        fused = self._cfg.kernels.gradient_accumulation_fusion
         weight = 0 if fused else m.vocab_size * m.hidden // t * element
         # The gradient of the logits is written over them.
         return LayerMemory((1 + m.mtp_layers) * (logits + 2 * hidden), hidden * t + weight)

@@ -178,12 +178,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         bf16=in_bf16(cfg),
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # The stock MoE layer applies it to its experts too, which then need Apex or TE.
-        gradient_accumulation_fusion=(
-            cfg.kernels.gradient_accumulation_fusion
-            and not expert_backend(cfg.kernels.backend).stock_layer
-            and not on_cpu
-        ),
+        gradient_accumulation_fusion=cfg.kernels.gradient_accumulation_fusion and not on_cpu,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

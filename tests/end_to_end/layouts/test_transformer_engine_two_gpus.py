@@ -1,4 +1,6 @@
-"""With Transformer Engine installed two GPUs train as without, and its attention trains like fa4.
+"""Two GPUs with Transformer Engine installed: its optimizer, attention and experts train like ours.
+
+Its experts are those of Megatron-Core's stock layer.
 
 Needs the package, without which `auto` chooses the same optimizer and, for these heads, `fa4`:
 
@@ -6,11 +8,12 @@ Needs the package, without which `auto` chooses the same optimizer and, for thes
 """
 
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.end_to_end.layouts.test_two_gpus import STEPS, TRAINING, check_close
+from tests.end_to_end.layouts.test_two_gpus import MODELS, STEPS, TRAINING, check_close
 from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
 
 LAYOUTS = {
@@ -20,6 +23,11 @@ LAYOUTS = {
 }
 GRAPHS = {"expert": CAPTURED, "tensor": CAPTURED, "context": EAGER}
 """Its attention is captured where ranks do not share sequences."""
+EXPERTS = {
+    "fused": [],
+    "megatron": ["kernels=megatron"],
+    "unfused": ["kernels=megatron", "kernels.gradient_accumulation_fusion=false"],
+}
 
 
 def _cases() -> dict[str, Case]:
@@ -33,6 +41,9 @@ def _cases() -> dict[str, Case]:
             own = [f"kernels.attention={attention}", f"run.graph={graph}"]
             overrides = ["model=tiny", *TRAINING, *how, *own]
             cases[names((attention, layout, graph))] = Case(RANKS, overrides)
+    for model, (experts, how) in product(MODELS, EXPERTS.items()):
+        overrides = [f"model={model}", *TRAINING, *LAYOUTS["expert"], f"run.graph={EAGER}", *how]
+        cases[names((model, experts))] = Case(RANKS, overrides)
     return cases
 
 
@@ -61,6 +72,19 @@ def test_a_graph_repeats_the_bits_of_eager_steps(layout: str, outcomes: dict[str
         losses_of(outcomes[names(("fa4", layout, graph))], STEPS) for graph in (CAPTURED, EAGER)
     )
     assert captured == eager
+
+
+@pytest.mark.gpu
+@INSTALLED
+@pytest.mark.parametrize("experts", [name for name in EXPERTS if name != "fused"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_stock_layer_trains_like_fused_experts(
+    model: str, experts: str, outcomes: dict[str, Outcome]
+) -> None:
+    stock, fused = (
+        losses_of(outcomes[names((model, which))], STEPS) for which in (experts, "fused")
+    )
+    check_close(stock, fused)
 
 
 def test_every_run_is_a_valid_configuration() -> None:
