@@ -56,7 +56,7 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.search.nearby import next_override
-from phalanx.moe.estimate.timing import bound, step_time, with_own_attention
+from phalanx.moe.estimate.timing import bound, step_time, with_own_kernels
 from phalanx.moe.estimate.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, model_size, storage, work
@@ -345,10 +345,10 @@ def _bytes(sent: Links) -> str:
 
 def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     d, t = cfg.data, step_time(cfg, world, machine)
-    core = with_own_attention(cfg, machine).attention_tflops
+    own = with_own_kernels(cfg, machine)
     yield (
-        f"machine   {_tflops(machine, is_fp8(cfg))}, "
-        f"{core:.0f} attention; {machine.memory_gbs:.0f} GB/s memory, "
+        f"machine   {_tflops(own, is_fp8(cfg))}, "
+        f"{own.attention_tflops:.0f} attention; {machine.memory_gbs:.0f} GB/s memory, "
         f"{machine.node_gbs:.0f} node, {machine.network_gbs:.0f} network"
     )
     for name, seconds in vars(t).items():
@@ -384,7 +384,7 @@ def _measured(cfg: Config) -> str:
     if cfg.model.name in BUSIEST:
         return "as measured in steps 41 to 50 from scratch"
     least, most = min(BUSIEST.values()), max(BUSIEST.values())
-    return f"the mean of four other models from scratch ({least:.2f} to {most:.2f})"
+    return f"the median of five other models from scratch ({least:.2f} to {most:.2f})"
 
 
 def _rate(tokens: float, flops: float) -> str:

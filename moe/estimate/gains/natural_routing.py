@@ -1,14 +1,14 @@
 """Steps with natural routing, in which some ranks have more expert rows than others.
 
 All ranks of an expert-parallel group wait for the busiest one. Its rows over the mean were measured
-as what natural routing costs runs of four models beside the same runs with balanced experts: steps
+as what natural routing costs runs of five models beside the same runs with balanced experts: steps
 41 to 50 from scratch (docs/measured/training/own_*.yaml), the mean of three such pairs of 22 and 27
-November 2026. Routers that have trained for longer are more even: 1.07 on eight ranks
-(docs/measured/training/routing_load.md).
+November 2026, and of Mixtral of one in FP8, with two experts on a rank. Routers that have trained
+for longer are more even: 1.07 on eight ranks (docs/measured/training/routing_load.md).
 """
 
 from dataclasses import replace
-from statistics import fmean
+from statistics import median
 
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.layout import expert_parallel_size
@@ -18,6 +18,7 @@ from phalanx.moe.estimate.timing import StepTime
 BUSIEST: dict[str, float] = {
     "deepseek_v3_l4": 1.36,
     "gpt_oss_20b": 1.11,
+    "mixtral_8x7b": 1.81,
     "moonlight_16b_a3b": 1.15,
     "qwen3_30b_a3b": 1.26,
 }
@@ -25,14 +26,14 @@ BUSIEST: dict[str, float] = {
 
 
 def busiest(cfg: Config, world: int) -> float:
-    """Rows of the busiest rank over the mean: measured with the model, or the mean of the measured.
+    """Rows of the busiest rank over the mean: measured with the model, or the median of all.
 
     1 where all experts of a layer are on one rank, or routing is balanced by force.
     """
     alone = expert_parallel_size(cfg, world) == 1
     if alone or not has_experts(cfg.model) or cfg.model.moe.router.force_balance:
         return 1.0
-    return BUSIEST.get(cfg.model.name, fmean(BUSIEST.values()))
+    return BUSIEST.get(cfg.model.name, median(BUSIEST.values()))
 
 
 def with_natural_routing(step: StepTime, load: float) -> StepTime:

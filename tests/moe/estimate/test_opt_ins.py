@@ -25,8 +25,8 @@ OF_THE_HOST = {"parallel.expert", "data.global_batch", "model.moe.experts"}
 OF_THE_HOST |= {"model.moe.router.groups", "model.moe.router.group_topk"}
 """Fewer GPUs have fewer experts and sequences."""
 CHOSEN = OF_THE_HOST | {"precision"}
-OF_FREE_MEMORY = {"precision.weights"}
-"""`auto` keeps FP8 copies where they fit."""
+OF_FREE_MEMORY = {"precision.weights", "run.recompute"}
+"""`auto` keeps FP8 copies where they fit; on fewer GPUs than it is for an experiment recomputes."""
 OF_THE_BENCHMARK = {"model.moe.router.force_balance", "run.profile"}
 
 

@@ -132,3 +132,19 @@ def test_bf16_buffers_take_the_same_bits() -> None:
     assert torch.equal(series, others) and (series > 0).all()
     for key, value in theirs.items():
         assert torch.equal(after[key], value), key
+
+
+def _fuses(overrides: list[str]) -> bool:
+    from phalanx.parallel.megatron import cpu
+
+    cpu.install()
+    from phalanx.moe.model.megatron_config import Layout, transformer_config
+
+    return transformer_config(load(overrides), Layout(), on_cpu=False).gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize("kernels", ["torch", "megatron"])
+def test_on_a_gpu_the_baseline_adds_to_buffers_like_all_others(kernels: str) -> None:
+    for value in (True, False):
+        knob = f"kernels.gradient_accumulation_fusion={str(value).lower()}"
+        assert run_distributed(_fuses, 1, [f"kernels={kernels}", knob]) == [value]
