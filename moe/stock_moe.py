@@ -1,9 +1,9 @@
 """The baseline: Megatron-Core's stock MoELayer under the same trainer (kernels.backend=megatron).
 
-It has the all-to-all dispatcher, with Transformer Engine's grouped GEMM and fused permutation where
-that is installed, else sequential experts. The changes are those without which a comparison would
-be unfair, wrong or impossible: counts, forced routing, optimizer layout, expert biases, splits
-without CUDA.
+It has the all-to-all dispatcher, with Transformer Engine's grouped GEMM, fused permutation and
+fused router where that is installed, else sequential experts. The changes are those without which a
+comparison would be unfair, wrong or impossible: counts, forced routing, optimizer layout, expert
+biases, splits without CUDA.
 """
 
 import copy
@@ -267,7 +267,7 @@ def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
     """The model's config with the fusions that Transformer Engine brings, where it is installed."""
     config = copy.copy(config)
     config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
-    # Sequential experts without tokens would multiply nothing into their buffers.
+    # Sequential experts return their gradients: one without tokens would multiply no rows.
     config.gradient_accumulation_fusion &= HAVE_TE
     if options.recompute:
         config.recompute_granularity, config.recompute_modules = "selective", [*options.recompute]
