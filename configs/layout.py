@@ -47,6 +47,12 @@ def expert_parallel_size(cfg: Config, world: int) -> int:
     return largest_divisor(math.gcd(cfg.model.moe.experts, stage_ranks(cfg, world)), 8)
 
 
+def may_be_uneven(cfg: Config, world: int) -> bool:
+    """True if a router deals tokens to ranks, which may then have different numbers of rows."""
+    sent = has_experts(cfg.model) and expert_parallel_size(cfg, world) > 1
+    return sent and not cfg.model.moe.router.force_balance
+
+
 def replicas(cfg: Config, world: int) -> tuple[int, int]:
     """Number of ranks that have the same dense parameters, and the same experts."""
     dense = data_parallel_size(cfg, world) * cfg.parallel.context

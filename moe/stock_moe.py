@@ -30,6 +30,7 @@ from phalanx.moe.experts import h_bytes
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.router import balance
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
+from phalanx.moe.router.fused_topk import forces_choice
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.router import forced_choice
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
@@ -124,15 +125,12 @@ class StockRouter(KeepsPrecision, TopKRouter):
         pg_collection: ProcessGroupCollection,
         is_mtp_layer: bool = False,
     ) -> None:
-        experts, top_k = config.num_moe_experts, config.moe_router_topk
-        chosen = forced_choice(options, experts=experts, top_k=top_k)
-        config = copy.copy(config)
-        config.moe_router_fusion = HAVE_TE and chosen is None  # its kernel chooses by itself
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.options = options
         self.statistics = Statistics(self.num_experts)
         if self.enable_expert_bias:  # fp32 there, which stops counting at 2**24
             self.local_tokens_per_expert = self.local_tokens_per_expert.long()
+        chosen = forced_choice(options, experts=self.num_experts, top_k=self.topk)
         if chosen is not None:
             self.router_replay = _ForcedReplay(chosen, pg_collection.ep)
 
@@ -267,6 +265,8 @@ def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
     """The model's config with the fusions that Transformer Engine brings, where it is installed."""
     config = copy.copy(config)
     config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
+    # The fused router knows no choice but its own.
+    config.moe_router_fusion = HAVE_TE and not forces_choice(options.moe.router)
     # Sequential experts return their gradients: one without tokens would multiply no rows.
     config.gradient_accumulation_fusion &= HAVE_TE
     if options.recompute:

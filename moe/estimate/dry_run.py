@@ -384,7 +384,7 @@ def _measured(cfg: Config) -> str:
     if cfg.model.name in BUSIEST:
         return "as measured in steps 41 to 50 from scratch"
     least, most = min(BUSIEST.values()), max(BUSIEST.values())
-    return f"the median of five other models from scratch ({least:.2f} to {most:.2f})"
+    return f"the median of {len(BUSIEST)} other models from scratch ({least:.2f} to {most:.2f})"
 
 
 def _rate(tokens: float, flops: float) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
-from phalanx.configs.layout import document_places, expert_parallel_size
+from phalanx.configs.layout import document_places, may_be_uneven
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.machines import Machine
@@ -222,7 +222,7 @@ def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
 
 def with_growth(cfg: Config, world: int) -> Config:
     """The configuration with the row budget that natural routing over ranks may come to need."""
-    if cfg.model.moe.router.force_balance or expert_parallel_size(cfg, world) == 1:
+    if not may_be_uneven(cfg, world):
         return cfg
     factor = _GROWTH * cfg.parallel.capacity_factor
     return replace(cfg, parallel=replace(cfg.parallel, capacity_factor=factor))

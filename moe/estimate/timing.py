@@ -12,11 +12,11 @@ transport. Other systems overlap exchanges with another micro-batch (DualPipe, a
 Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
+from phalanx.configs.arithmetic.expert_rates import with_wide_experts
 from phalanx.configs.formats import grad_width, in_bf16, width
 from phalanx.configs.layout import (
     micro_batches,
@@ -105,41 +105,20 @@ _EXPERTS, _EXCHANGE = 1, 4
 of `StepTime`."""
 
 
-_WIDE, _WIDE_GAINS = (7168 * 2048, 4096 * 14336), (0.06, 0.27)
-"""Elements of a matrix of DeepSeek-V3's and of Mixtral-8x7B's experts, and what products of the
-latter gain over `Machine.expert_tflops` and `Machine.expert_fp8_tflops`, which are those of
-smaller experts: two experts on a rank, 4,096 rows each, on four H200s
-(docs/measured/training/four_h200s.md). Of sizes between them it grows with the logarithm."""
-
-
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
-    sent = own_exchange(cfg, world, machine)
-    return step_with(sent, cfg, world, with_own_kernels(cfg, machine), _PASSES)
+    own = with_own_kernels(cfg, machine)
+    return step_with(own_exchange(cfg, world, own), cfg, world, own, _PASSES)
 
 
 def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
-    machine = _with_wide_experts(cfg, machine)
+    machine = with_wide_experts(cfg.model, machine)
     if linear_layers(cfg.model):
         return machine
     library = {"te": "cudnn", "flex": "flex"}.get(cfg.kernels.attention, "fa4")
     alone = core_tflops(cfg.model, cfg.data.sequence_length, library, machine)
     return replace(machine, attention_tflops=_IN_STEPS * alone)
-
-
-def _with_wide_experts(cfg: Config, machine: Machine) -> Machine:
-    """The machine with the rates of experts of this size."""
-    size = cfg.model.hidden * cfg.model.moe.ffn
-    if size <= _WIDE[0]:
-        return machine
-    share = min(1.0, math.log(size / _WIDE[0]) / math.log(_WIDE[1] / _WIDE[0]))
-    bf16, fp8 = (1 + share * gain for gain in _WIDE_GAINS)
-    return replace(
-        machine,
-        expert_tflops=bf16 * machine.expert_tflops,
-        expert_fp8_tflops=fp8 * machine.expert_fp8_tflops,
-    )
 
 
 def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes: float) -> StepTime:

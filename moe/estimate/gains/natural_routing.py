@@ -10,8 +10,7 @@ for longer are more even: 1.07 on eight ranks (docs/measured/training/routing_lo
 from dataclasses import replace
 from statistics import median
 
-from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import may_be_uneven
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.timing import StepTime
 
@@ -30,8 +29,7 @@ def busiest(cfg: Config, world: int) -> float:
 
     1 where all experts of a layer are on one rank, or routing is balanced by force.
     """
-    alone = expert_parallel_size(cfg, world) == 1
-    if alone or not has_experts(cfg.model) or cfg.model.moe.router.force_balance:
+    if not may_be_uneven(cfg, world):
         return 1.0
     return BUSIEST.get(cfg.model.name, median(BUSIEST.values()))
 

@@ -5,6 +5,7 @@ than to multiply; two micro-batches in one pass halve that traffic, and keep the
 more micro-batch.
 """
 
+from phalanx.configs.arithmetic.expert_rates import with_wide_experts
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import grad_width, multiplies_fp8
 from phalanx.configs.layout import expert_parallel_size, micro_batches, replica_slots
@@ -67,7 +68,8 @@ def sums_to_products(cfg: Config, world: int, machine: Machine) -> float:
     ranks = expert_parallel_size(cfg, world)
     local = max(1, cfg.model.moe.experts // ranks)
     rows = sizes(cfg, world).local_tokens * cfg.model.moe.top_k / local  # of an expert, balanced
-    rate = machine.expert_fp8_tflops if multiplies_fp8(cfg) else machine.expert_tflops
+    own = with_wide_experts(cfg.model, machine)
+    rate = own.expert_fp8_tflops if multiplies_fp8(cfg) else own.expert_tflops
     # Of an element of the gradient: both are read and written once, and 2 FLOP a row.
     return (2 * grad_width(cfg) / (machine.memory_gbs * 1e9)) / (2 * rows / (rate * 1e12))
 

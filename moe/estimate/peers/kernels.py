@@ -4,10 +4,10 @@ Sources: grouped products of Transformer Engine 2.20.2 with the activation betwe
 and backward, of three local shapes; `configs.arithmetic.core_attention`.
 """
 
-import math
 from dataclasses import replace
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
+from phalanx.configs.arithmetic.expert_rates import by_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
 
@@ -41,11 +41,7 @@ def peer_machine(cfg: Config, machine: Machine, attention: str) -> Machine:
 
 def _grouped(cfg: Config) -> float:
     """TFLOP/s of a model's experts, between measured ones by the size of a matrix."""
-    measured = []
-    for rows, hidden, ffn, ms in _GROUPED:
-        measured.append((math.log(hidden * ffn), 18e-9 * rows * hidden * ffn / ms))
-    size = math.log(cfg.model.hidden * cfg.model.moe.ffn)
-    below = max((m for m in measured if m[0] <= size), default=measured[0])
-    above = min((m for m in measured if m[0] >= size), default=measured[-1])
-    share = (size - below[0]) / (above[0] - below[0]) if above > below else 0.0
-    return below[1] + share * (above[1] - below[1])
+    return by_size(
+        cfg.model,
+        [(d * f, 18e-9 * rows * d * f / ms) for rows, d, f, ms in _GROUPED],
+    )
