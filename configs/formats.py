@@ -110,9 +110,10 @@ def rows_in_fp8(cfg: Config) -> bool:
     p, wanted = cfg.precision, cfg.parallel.dispatch
     if p.dispatch != "auto":
         return p.dispatch == "fp8"
-    carried = wanted == "auto" or TRANSPORTS[wanted].fp8
-    stock = expert_backend(cfg.kernels.backend).stock_layer
-    return is_fp8(cfg) and p.wgrad == "fp8" and carried and not stock
+    # Megatron-Core's layer has a dispatcher of its own, which is not one of TRANSPORTS
+    if expert_backend(cfg.kernels.backend).stock_layer or not is_fp8(cfg):
+        return False
+    return p.wgrad == "fp8" and (wanted == "auto" or TRANSPORTS[wanted].fp8)
 
 
 def quantizes_on_arrival(cfg: Config) -> bool:

@@ -23,11 +23,15 @@ LAYOUTS = {
 }
 GRAPHS = {"expert": CAPTURED, "tensor": CAPTURED, "context": EAGER}
 """Its attention is captured where ranks do not share sequences."""
-EXPERTS = {
-    "fused": [],
-    "megatron": ["kernels=megatron"],
-    "unfused": ["kernels=megatron", "kernels.gradient_accumulation_fusion=false"],
+FP8 = ["precision=fp8_block"]
+UNFUSED = ["kernels.gradient_accumulation_fusion=false"]
+FUSED = {"fused": [], "fused_fp8": FP8}
+STOCK = {
+    "megatron": ("fused", ["kernels=megatron"]),
+    "megatron_unfused": ("fused", ["kernels=megatron", *UNFUSED]),
+    "megatron_fp8": ("fused_fp8", ["kernels=megatron", *FP8]),
 }
+"""Overrides by name, after the name of those of the run to compare with."""
 
 
 def _cases() -> dict[str, Case]:
@@ -41,14 +45,15 @@ def _cases() -> dict[str, Case]:
             own = [f"kernels.attention={attention}", f"run.graph={graph}"]
             overrides = ["model=tiny", *TRAINING, *how, *own]
             cases[names((attention, layout, graph))] = Case(RANKS, overrides)
-    for model, (experts, how) in product(MODELS, EXPERTS.items()):
+    experts = FUSED | {name: how for name, (_, how) in STOCK.items()}
+    for model, (name, how) in product(MODELS, experts.items()):
         overrides = [f"model={model}", *TRAINING, *LAYOUTS["expert"], f"run.graph={EAGER}", *how]
-        cases[names((model, experts))] = Case(RANKS, overrides)
+        cases[names((model, name))] = Case(RANKS, overrides)
     return cases
 
 
 CASES = _cases()
-SECONDS = 200
+SECONDS = 240
 INSTALLED = pytest.mark.skipif(not find_spec("transformer_engine"), reason="it is not installed")
 
 
@@ -76,15 +81,14 @@ def test_a_graph_repeats_the_bits_of_eager_steps(layout: str, outcomes: dict[str
 
 @pytest.mark.gpu
 @INSTALLED
-@pytest.mark.parametrize("experts", [name for name in EXPERTS if name != "fused"])
+@pytest.mark.parametrize("experts", STOCK)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_stock_layer_trains_like_fused_experts(
     model: str, experts: str, outcomes: dict[str, Outcome]
 ) -> None:
-    stock, fused = (
-        losses_of(outcomes[names((model, which))], STEPS) for which in (experts, "fused")
-    )
-    check_close(stock, fused)
+    fused, _ = STOCK[experts]
+    got, want = (losses_of(outcomes[names((model, which))], STEPS) for which in (experts, fused))
+    check_close(got, want)
 
 
 def test_every_run_is_a_valid_configuration() -> None:

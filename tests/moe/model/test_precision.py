@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from phalanx.configs.bounds import choices
-from phalanx.configs.formats import described, fp8_row, rows_in_fp8, width
+from phalanx.configs.formats import described, fp8_row, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import PrecisionConfig
 from phalanx.kernels.quantize.blocks import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.moe.model.precision import compute_dtype, recipe
+from phalanx.parallel.dispatcher.transport import of_megatron
 from tests.support.distributed import run_distributed
 
 FP8 = "precision=fp8_block"
@@ -84,6 +85,12 @@ def test_what_differs_from_the_defaults_is_described() -> None:
 )
 def test_rows_travel_in_fp8_where_no_bit_changes(overrides: list[str], in_fp8: bool) -> None:
     assert rows_in_fp8(load(overrides)) == in_fp8
+
+
+def test_no_row_travels_in_fp8_by_the_dispatcher_of_the_stock_layer() -> None:
+    cfg = load([FP8, "kernels=megatron"])
+    cfg.parallel.dispatch = of_megatron(cfg.parallel.dispatch).name
+    assert not rows_in_fp8(cfg) and not quantizes_on_arrival(cfg)
 
 
 @pytest.mark.parametrize(("channels", "parts"), [(64, 1), (2880, 1), (5760, 2), (4096, 2)])
