@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from phalanx.configs.knobs import listed, pluralize, repair
+from phalanx.configs.linear_attention import input_dim, linear_layers
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
 from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
@@ -197,6 +198,13 @@ def _megatron(cfg: Config) -> Iterator[str]:
     """Yield the limits of Megatron-Core's layer with Transformer Engine's recipe."""
     if cfg.run.device == "cpu":
         reason = "has fp8_block by Transformer Engine, which needs CUDA, and run.device is cpu"
+        yield repair(cfg, "kernels.backend", reason, "auto")
+        return
+    channels = input_dim(cfg.model.linear_attention)
+    if linear_layers(cfg.model) and channels % 16:
+        # Megatron-Core asserts it of every model with an FP8 recipe, though this layer stays bf16
+        reason = "takes fp8_block only where linear attention projects its input to a multiple of "
+        reason += f"16 channels, and here it is {channels:,}"
         yield repair(cfg, "kernels.backend", reason, "auto")
         return
     for name in ("wgrad", "hidden", "dispatch", "weights"):
