@@ -9,11 +9,19 @@ Needs the package, without which `auto` chooses the same optimizer and, for thes
 
 from importlib.util import find_spec
 from itertools import product
+from statistics import mean
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.end_to_end.layouts.test_two_gpus import MODELS, STEPS, TRAINING, check_close
+from tests.end_to_end.layouts.test_two_gpus import (
+    LOSS,
+    MODELS,
+    NORM,
+    STEPS,
+    TRAINING,
+    check_close,
+)
 from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
 
 LAYOUTS = {
@@ -25,13 +33,15 @@ GRAPHS = {"expert": CAPTURED, "tensor": CAPTURED, "context": EAGER}
 """Its attention is captured where ranks do not share sequences."""
 FP8 = ["precision=fp8_block"]
 UNFUSED = ["kernels.gradient_accumulation_fusion=false"]
-FUSED = {"fused": [], "fused_fp8": FP8}
+FUSED = {"fused": [], "fused_fp8": [*FP8, "precision.dense=bf16"]}
 STOCK = {
     "megatron": ("fused", ["kernels=megatron"]),
     "megatron_unfused": ("fused", ["kernels=megatron", *UNFUSED]),
     "megatron_fp8": ("fused_fp8", ["kernels=megatron", *FP8]),
 }
-"""Overrides by name, after the name of those of the run to compare with."""
+"""Overrides by name, after the name of the run to compare with: in FP8 of the experts alone too."""
+NO_FP8 = ["tiny_qwen3_next"]
+"""Models whose linear attention has sizes that Megatron-Core rejects in FP8."""
 
 
 def _cases() -> dict[str, Case]:
@@ -47,6 +57,8 @@ def _cases() -> dict[str, Case]:
             cases[names((attention, layout, graph))] = Case(RANKS, overrides)
     experts = FUSED | {name: how for name, (_, how) in STOCK.items()}
     for model, (name, how) in product(MODELS, experts.items()):
+        if model in NO_FP8 and set(FP8) <= set(how):
+            continue
         overrides = [f"model={model}", *TRAINING, *LAYOUTS["expert"], f"run.graph={EAGER}", *how]
         cases[names((model, name))] = Case(RANKS, overrides)
     return cases
@@ -81,14 +93,25 @@ def test_a_graph_repeats_the_bits_of_eager_steps(layout: str, outcomes: dict[str
 
 @pytest.mark.gpu
 @INSTALLED
-@pytest.mark.parametrize("experts", STOCK)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "experts"), [pair for pair in product(MODELS, STOCK) if names(pair) in CASES]
+)
 def test_the_stock_layer_trains_like_fused_experts(
     model: str, experts: str, outcomes: dict[str, Outcome]
 ) -> None:
-    fused, _ = STOCK[experts]
+    """In FP8, norms are compared on average over the steps.
+
+    That of one step differs by up to 0.10 between FP8 and bf16 of the same experts, and by up to
+    0.04 on average: in nine runs, three of each model. It moves with the experts that nearly tied
+    tokens choose.
+    """
+    fused, how = STOCK[experts]
     got, want = (losses_of(outcomes[names((model, which))], STEPS) for which in (experts, fused))
-    check_close(got, want)
+    if set(FP8) <= set(how):
+        assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in want], rel=LOSS)
+        assert mean(abs(a / b - 1) for (_, a), (_, b) in zip(got, want, strict=True)) < NORM
+    else:
+        check_close(got, want)
 
 
 def test_every_run_is_a_valid_configuration() -> None:
