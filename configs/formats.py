@@ -10,7 +10,7 @@ from dataclasses import fields
 from phalanx.configs.knobs import listed, pluralize, repair
 from phalanx.configs.linear_attention import input_dim, linear_layers
 from phalanx.configs.schema import Config, PrecisionConfig
-from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend, is_stock
 from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS
 
@@ -99,7 +99,7 @@ def is_resident(cfg: Config, layer: int) -> bool:
 
 def quantizes_dense(cfg: Config) -> bool:
     """Linear layers other than the routed experts follow the recipe, if there is one."""
-    stock = expert_backend(cfg.kernels.backend).stock_layer
+    stock = is_stock(cfg.kernels.backend)
     return cfg.precision.dense == "fp8" and not stock
 
 
@@ -112,14 +112,14 @@ def rows_in_fp8(cfg: Config) -> bool:
     if p.dispatch != "auto":
         return p.dispatch == "fp8"
     # Megatron-Core's layer has a dispatcher of its own, which is not one of TRANSPORTS
-    if expert_backend(cfg.kernels.backend).stock_layer or not is_fp8(cfg):
+    if is_stock(cfg.kernels.backend) or not is_fp8(cfg):
         return False
     return p.wgrad == "fp8" and (wanted == "auto" or TRANSPORTS[wanted].fp8)
 
 
 def quantizes_on_arrival(cfg: Config) -> bool:
     """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
-    stock = expert_backend(cfg.kernels.backend).stock_layer
+    stock = is_stock(cfg.kernels.backend)
     return is_fp8(cfg) and not rows_in_fp8(cfg) and not stock
 
 

@@ -16,7 +16,7 @@ from phalanx.configs.arithmetic.stages import balanced
 from phalanx.configs.knobs import changed, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import expert_backend, is_stock
 from phalanx.configs.tables.transports import (
     MAX_REPLICATED_EXPERTS,
     MAX_REPLICATION_RANKS,
@@ -399,7 +399,7 @@ def not_overlappable(cfg: Config) -> str | None:
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
     if not has_experts(cfg.model):
         return "a dense model exchanges no tokens"
-    if expert_backend(cfg.kernels.backend).stock_layer:
+    if is_stock(cfg.kernels.backend):
         return f"kernels.backend={cfg.kernels.backend} has its own exchanges"
     if transport is not None and not (transport.one_rank or transport.overlaps_microbatches):
         return f"parallel.dispatch={p.dispatch} has one exchange for both passes"

@@ -6,7 +6,7 @@ from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activation_memory import CONTAINS
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 
 _AGAINST: dict[str, tuple[str, ...]] = {
     "residual": (),
@@ -36,7 +36,7 @@ def memory_problems(cfg: Config) -> Iterator[str]:
         reason = f"would be moved and computed again (run.recompute={again[0]})" if again else ""
         if name == "expert_h" and not has_experts(cfg.model):
             reason = _NO_EXPERTS
-        elif name == "expert_h" and expert_backend(cfg.kernels.backend).stock_layer:
+        elif name == "expert_h" and is_stock(cfg.kernels.backend):
             reason = "is not of Megatron-Core's experts (kernels.backend=megatron)"
         if name == "attention" and cfg.parallel.context > 1:
             reason = "is gathered from other ranks with parallel.context above 1"
@@ -52,7 +52,7 @@ def _impossible(cfg: Config) -> dict[str, str]:
         found["mla_up"] = "is of model.attention.kind=mla"
     if not has_experts(cfg.model):
         found |= dict.fromkeys(("expert_h", "moe", "moe_act"), _NO_EXPERTS)
-    elif expert_backend(cfg.kernels.backend).stock_layer:
+    elif is_stock(cfg.kernels.backend):
         found["expert_h"] = "is not of Megatron-Core's experts (kernels.backend=megatron)"
     else:
         found["moe_act"] = "is of kernels.backend=megatron; these experts always do it"

@@ -269,6 +269,11 @@ def expert_backend(name: str) -> ExpertBackend:
     return EXPERT_BACKENDS.get(name, _UNRESOLVED)
 
 
+def is_stock(name: str) -> bool:
+    """Return whether a backend is Megatron-Core's own MoE layer, which `auto` is not."""
+    return expert_backend(name).stock_layer
+
+
 def attention_backend(name: str) -> AttentionBackend:
     """The entry of a backend of attention; for `auto` one that no rule excludes."""
     return ATTENTION_BACKENDS.get(name, _UNRESOLVED_ATTENTION)

@@ -24,7 +24,7 @@ from phalanx.configs.matching import Match, matching_records
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
@@ -287,7 +287,7 @@ def _verdict(cfg: Config, world: int, available: int) -> str:
         return f"does not fit{', not even with balanced experts' * has_experts(cfg.model)}"
     if factor == math.inf:
         return f"fits{' with any routing' * has_experts(cfg.model)}"
-    if expert_backend(cfg.kernels.backend).stock_layer:
+    if is_stock(cfg.kernels.backend):
         return f"fits, up to {factor:g} x the balanced rows"
     enough = needed(cfg, world) <= available
     verdict = "fits, up to" if enough else "does not fit; it would with"
@@ -303,11 +303,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     tokens = received(cfg, world)
     yield f"received  {tokens} tokens, {storage(tokens * row_bytes(cfg))}"
     factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
-    load = (
-        "balanced"
-        if expert_backend(cfg.kernels.backend).stock_layer
-        else f"capacity_factor {factor:g}"
-    )
+    load = "balanced" if is_stock(cfg.kernels.backend) else f"capacity_factor {factor:g}"
     cases = {load: budget} | ({"all tokens to one rank": worst} if worst != budget else {})
     for case, m in cases.items():
         yield (

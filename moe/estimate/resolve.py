@@ -5,7 +5,7 @@ from phalanx.configs.formats import quantizes_on_arrival
 from phalanx.configs.knobs import copied
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
@@ -47,9 +47,7 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
     except KernelUnavailable as error:
         raise ConfigError(str(error)) from error
     cfg.run.device = "cuda"
-    if (
-        expert_backend(k.backend).stock_layer and cfg.parallel.dispatch != "auto"
-    ):  # it has its own dispatcher
+    if is_stock(k.backend) and cfg.parallel.dispatch != "auto":  # it has its own dispatcher
         cfg.parallel.comm_sms = 0 if comm_sms == "auto" else comm_sms
         return cfg
     refusals = {name: class_of(name).refuse_dtype(hopper.dtype) for name in TRANSPORTS}

@@ -17,18 +17,23 @@ from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.arithmetic.expert_rates import with_wide_experts
-from phalanx.configs.formats import grad_width, in_bf16, width
+from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.formats import grad_width, in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
+    expert_parallel_size,
     micro_batches,
     optimizer_shards,
     replicas,
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import Machine
+from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.exchange import Exchange, own_exchange
 from phalanx.moe.estimate.gains.delayed_wgrad import waits
 from phalanx.moe.estimate.memory import stage_memory
+from phalanx.moe.estimate.peers.kernels import beside_products, with_grouped_products
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.shards import heads_seconds, shard_seconds
 from phalanx.moe.estimate.traffic import least_traffic
@@ -108,12 +113,26 @@ of `StepTime`."""
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
     own = with_own_kernels(cfg, machine)
-    return step_with(own_exchange(cfg, world, own), cfg, world, own, _PASSES)
+    sent, beside = own_exchange(cfg, world, own), _beside_experts(cfg, world, own)
+    return step_with(sent, cfg, world, own, _PASSES, beside)
+
+
+def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
+    """Seconds of a MoE layer and micro-batch that the stock layer takes beside products and passes.
+
+    Those of the fused experts are in their rates.
+    """
+    if not is_stock(cfg.kernels.backend) or not has_experts(cfg.model):
+        return 0.0
+    local = cfg.model.moe.experts // expert_parallel_size(cfg, world)
+    rows = sizes(cfg, world).local_tokens * cfg.model.moe.top_k
+    return beside_products(cfg.model, machine, local=local, rows=rows, fp8=multiplies_fp8(cfg))
 
 
 def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
-    machine = with_wide_experts(cfg.model, machine)
+    with_experts = with_grouped_products if is_stock(cfg.kernels.backend) else with_wide_experts
+    machine = with_experts(cfg.model, machine)
     if linear_layers(cfg.model):
         return machine
     library = {"te": "cudnn", "flex": "flex"}.get(cfg.kernels.attention, "fa4")
@@ -121,7 +140,14 @@ def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     return replace(machine, attention_tflops=_IN_STEPS * alone)
 
 
-def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes: float) -> StepTime:
+def step_with(
+    sent: Exchange,
+    cfg: Config,
+    world: int,
+    machine: Machine,
+    passes: float,
+    beside_experts: float = 0.0,
+) -> StepTime:
     """Expected time of a step whose tokens travel by any exchange.
 
     Args:
@@ -130,12 +156,13 @@ def step_with(sent: Exchange, cfg: Config, world: int, machine: Machine, passes:
         world: ranks.
         machine: rates.
         passes: reads and writes of a saved tensor by elementwise work, forward and backward.
+        beside_experts: seconds of a MoE layer and micro-batch in more elementwise work.
     """
     heads, shards = heads_seconds(cfg, machine), shard_seconds(cfg, machine)
     stages, works = [], stage_work(cfg, world, machine)
     for work in works:
         written = passes * work.written + _RECOMPUTE_PASSES * work.refilled
-        elementwise = written / (machine.memory_gbs * 1e9)
+        elementwise = written / (machine.memory_gbs * 1e9) + work.sparse * beside_experts
         others = (work.linear * heads, shards.tensor(work), shards.context(work))
         moved = (work.sparse * sent.total, *others)
         gaps = work.layers * GAPS

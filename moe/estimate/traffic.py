@@ -12,7 +12,7 @@ import torch
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config, MoEConfig
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize import packed
@@ -57,11 +57,7 @@ class Traffic:
 
 def traffic(cfg: Config, world: int) -> Traffic:
     """Traffic of `parallel.dispatch`; of its own all-to-all with `kernels.backend=megatron`."""
-    sent = (
-        _megatron_costs(cfg, world)
-        if expert_backend(cfg.kernels.backend).stock_layer
-        else costs(cfg, world)
-    )
+    sent = _megatron_costs(cfg, world) if is_stock(cfg.kernels.backend) else costs(cfg, world)
     there, back = (sent.there, sent.back) if resends(cfg) else (NOTHING, NOTHING)
     return _traffic(cfg, world, (sent.there, sent.back), (there + sent.resent, back))
 

@@ -21,7 +21,7 @@ from phalanx.configs.layout import expert_parallel_size, logit_interval, micro_b
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.gains.delayed_wgrad import experts_wait, waits
@@ -212,7 +212,7 @@ def beside_passes(cfg: Config) -> Callable[[float, float], float]:
 
     They overlap in part; measured rates of the stock layer have passes of their own sizes in them.
     """
-    return max if expert_backend(cfg.kernels.backend).stock_layer else hypot
+    return max if is_stock(cfg.kernels.backend) else hypot
 
 
 class ExpertBytes(NamedTuple):

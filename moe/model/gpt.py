@@ -33,7 +33,7 @@ from phalanx.configs.schema import (
     AttentionConfig,
     Config,
 )
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding
@@ -246,7 +246,7 @@ def _layer(
     cfg: Config, config: TransformerConfig, backends: Backends, moe: MoEOptions, number: int
 ) -> ModuleSpec:
     """Spec of layer `number`, from 0; prediction layers come after the last decoder layer."""
-    m, stock = cfg.model, expert_backend(backends.experts).stock_layer
+    m, stock = cfg.model, is_stock(backends.experts)
     layer_recipe = None if stock else recipe(cfg, number)
     moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute

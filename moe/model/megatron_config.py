@@ -25,7 +25,7 @@ from phalanx.configs.schema import (
     MoEConfig,
 )
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import is_stock
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.precision import compute_dtype
@@ -204,7 +204,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
 def _fp8(cfg: Config) -> dict[str, Any]:
     """Fields of Transformer Engine's blockwise recipe, for Megatron-Core's own experts."""
     p = cfg.precision
-    if not is_fp8(cfg) or not expert_backend(cfg.kernels.backend).stock_layer:
+    if not is_fp8(cfg) or not is_stock(cfg.kernels.backend):
         return {}
     return dict(
         fp8="hybrid" if p.grad_format == "e5m2" else "e4m3",

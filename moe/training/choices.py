@@ -24,7 +24,7 @@ from phalanx.configs.formats import (
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend, is_stock
 from phalanx.configs.tables.machines import MACHINES, Machine, machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
@@ -72,7 +72,7 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
     if EXPERT_BACKENDS[experts.backend].fuses_router and reason is not None:
         experts = replace(experts, reason=f"{experts.reason}; routing by torch: {reason}")
-    if e.experts and EXPERT_BACKENDS[experts.backend].stock_layer:
+    if e.experts and is_stock(experts.backend):
         by = "Transformer Engine's grouped GEMM" if HAVE_TE else "a loop over experts"
         experts = replace(experts, reason=f"{experts.reason}; {by}")
     return [
@@ -203,7 +203,7 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[C
         return agreed.precision.weights, [line]
     if not multiplies_fp8(cfg):
         place, reason = "none", f"{backend} experts multiply values of FP8 in bf16"
-    elif EXPERT_BACKENDS[backend].stock_layer:
+    elif is_stock(backend):
         place, reason = "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
     else:
         return wanted, [Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}")]
