@@ -1,4 +1,4 @@
-"""Tables of all knobs in Markdown, from the docstrings under the fields of schema.py.
+"""Tables of all knobs in Markdown, from the docstrings under the fields of the schema.
 
 `python -m phalanx.configs.docs` prints them, and writes them between the markers of a page that is
 given, docs/configuration.md. Defaults are those of the composed config.yaml, which train.py uses
@@ -9,6 +9,7 @@ import argparse
 import ast
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from phalanx.configs import programs, schema
@@ -20,7 +21,8 @@ BEGIN, END = "<!-- knobs -->", "<!-- /knobs -->"
 
 def field_docs() -> dict[str, str]:
     """Docstring of every knob that has one, by dotted path; with the entries of its table."""
-    by_class = dict(_classes(ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))))
+    files = sorted(Path(schema.__file__).parent.glob("*.py"))
+    by_class = dict(chain(*(_classes(ast.parse(f.read_text(encoding="utf-8"))) for f in files)))
     owners = {"": schema.Config, **sections()}
     found = {}
     for path in knobs():

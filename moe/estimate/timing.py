@@ -159,9 +159,11 @@ def step_with(
         beside_experts: seconds of a MoE layer and micro-batch in more elementwise work.
     """
     heads, shards = heads_seconds(cfg, machine), shard_seconds(cfg, machine)
+    weights, added = stage_weights(cfg, world), _added_bytes(cfg)
     stages, works = [], stage_work(cfg, world, machine)
-    for work in works:
+    for work, owned in zip(works, weights, strict=True):
         written = passes * work.written + _RECOMPUTE_PASSES * work.refilled
+        written += added * (owned.dense + owned.expert)
         elementwise = written / (machine.memory_gbs * 1e9) + work.sparse * beside_experts
         others = (work.linear * heads, shards.tensor(work), shards.context(work))
         moved = (work.sparse * sent.total, *others)
@@ -175,12 +177,21 @@ def step_with(
     exchange = slow[_EXCHANGE]
     computing = max(seconds) - exchange
     parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, chunks)
-    weights = stage_weights(cfg, world)
     collectives = _exposed_collectives(cfg, world, machine, weights, slow)
     delayed, held = [work.delayed for work in works], _held(cfg, world)
     total = step_seconds(seconds, count, chunks, delayed, held)
     waits = sent.skew * count * computing, total - count * max(seconds)
     return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine, weights)))
+
+
+def _added_bytes(cfg: Config) -> int:
+    """Bytes of a parameter and micro-batch for gradients that products do not add to their sums.
+
+    These write them, and a pass adds them.
+    """
+    if cfg.kernels.gradient_accumulation_fusion:
+        return 0
+    return 2 * width(cfg) + 2 * grad_width(cfg)
 
 
 def _held(cfg: Config, world: int) -> list[int]:

@@ -45,3 +45,11 @@ def test_biases_are_passes_over_the_rows() -> None:
     """In FP8 a step took 11 % longer than expected: 799.5 ms."""
     assert expected(GPT_OSS) == pytest.approx(0.7823, rel=0.04)
     assert 0.88 < expected([*GPT_OSS, FP8]) / 0.7995 < 0.92
+
+
+def test_gradients_that_products_do_not_add_take_a_pass() -> None:
+    """DeepSeek-V3 on two H200s made 19,226 tokens/s/GPU, and 17,012 without fusion."""
+    four = [*DEEPSEEK, "data.global_batch=4", "parallel.grad_dtype=fp32"]
+    more = expected([*four, "kernels.gradient_accumulation_fusion=false"]) - expected(four)
+    measured = 4 * 4096 * (1 / 17012 - 1 / 19226)  # of four micro-batches, with as many parameters
+    assert more == pytest.approx(measured, rel=0.1)
