@@ -99,8 +99,7 @@ def is_resident(cfg: Config, layer: int) -> bool:
 
 def quantizes_dense(cfg: Config) -> bool:
     """Linear layers other than the routed experts follow the recipe, if there is one."""
-    stock = is_stock(cfg.kernels.backend)
-    return cfg.precision.dense == "fp8" and not stock
+    return cfg.precision.dense == "fp8" and not is_stock(cfg.kernels.backend)
 
 
 def rows_in_fp8(cfg: Config) -> bool:
@@ -119,8 +118,7 @@ def rows_in_fp8(cfg: Config) -> bool:
 
 def quantizes_on_arrival(cfg: Config) -> bool:
     """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
-    stock = is_stock(cfg.kernels.backend)
-    return is_fp8(cfg) and not rows_in_fp8(cfg) and not stock
+    return is_fp8(cfg) and not rows_in_fp8(cfg) and not is_stock(cfg.kernels.backend)
 
 
 def fp8_row(channels: int, parts: int = 1) -> int:

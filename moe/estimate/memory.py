@@ -199,8 +199,8 @@ with a budget of 2 x (docs/measured/training/four_h200s.md)."""
 
 def chooses_fp8_weights(cfg: Config) -> bool:
     """`precision.weights` is `auto`, and there are copies; Megatron-Core's layer has its own."""
-    stock = is_stock(cfg.kernels.backend)
-    return cfg.precision.weights == "auto" and multiplies_fp8(cfg) and not stock
+    copied = multiplies_fp8(cfg) and not is_stock(cfg.kernels.backend)
+    return cfg.precision.weights == "auto" and copied
 
 
 def fp8_weights(cfg: Config, world: int, free: int) -> int | str:

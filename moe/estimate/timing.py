@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.arithmetic.expert_rates import with_wide_experts
-from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import grad_width, in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
     expert_parallel_size,
@@ -122,10 +121,9 @@ def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
 
     Those of the fused experts are in their rates.
     """
-    if not is_stock(cfg.kernels.backend) or not has_experts(cfg.model):
+    if not is_stock(cfg.kernels.backend):
         return 0.0
-    local = cfg.model.moe.experts // expert_parallel_size(cfg, world)
-    rows = sizes(cfg, world).local_tokens * cfg.model.moe.top_k
+    local, rows = cfg.model.moe.experts // expert_parallel_size(cfg, world), sizes(cfg, world).rows
     return beside_products(cfg.model, machine, local=local, rows=rows, fp8=multiplies_fp8(cfg))
 
 

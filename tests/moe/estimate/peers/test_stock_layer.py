@@ -6,10 +6,7 @@ are fitted to these eight; the rates of products in bf16 were measured alone.
 
 import pytest
 
-from phalanx.configs.load import load
-from phalanx.configs.tables.machines import MACHINES
-from phalanx.moe.estimate.resolve import resolved
-from phalanx.moe.estimate.timing import step_time
+from tests.moe.estimate.pages import timed
 
 RUN = [
     *["run=bench", "data=synthetic", "data.sequence_length=4096", "data.global_batch=8"],
@@ -28,8 +25,7 @@ FP8 = "precision=fp8_block"
 
 def expected(overrides: list[str]) -> float:
     """Seconds of a step."""
-    cfg = resolved(load([*RUN, *overrides]), 1, 8)
-    return step_time(cfg, 1, MACHINES["h200"]).total
+    return timed([*RUN, *overrides], world=1).total
 
 
 @pytest.mark.parametrize(
