@@ -30,6 +30,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _lines(path) if record is not None] if path.exists() else []
 
 
+def logged(path: Path) -> list[dict[str, Any]]:
+    """Records of steps and validations as they were logged, NaN and infinity too, with `time`."""
+    records = []
+    for line in lines(path):
+        if "step" in line:
+            odd = {name: float(text) for name, text in line.get("nonfinite", {}).items()}
+            known = {k: v for k, v in line.items() if k not in ("nonfinite", "seconds")}
+            records.append(known | odd)
+    return records
+
+
 def is_finite(value: Any) -> bool:
     """True for a value that is a number; metrics.jsonl has null for NaN and infinity."""
     return isinstance(value, int | float) and math.isfinite(value)
@@ -68,7 +79,7 @@ class Journal:
         self.lost = 0
         """Number of records that could not be written."""
         self._file: TextIO | None = None
-        self._open(step)
+        self._open(step or -1)  # a new run keeps none, also no line of the start of an earlier one
 
     def _open(self, step: int) -> None:
         _drop_after(self._path, step)
@@ -89,7 +100,8 @@ class Journal:
         }
         record = {k: None if k in odd else v for k, v in record.items()}
         record |= {"nonfinite": odd} if odd else {}
-        text = json.dumps(record | {"time": round(time.time(), 3)}, default=float) + "\n"
+        record |= {"time": record.get("time", round(time.time(), 3))}
+        text = json.dumps(record, default=float) + "\n"
         try:
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8")
@@ -136,7 +148,7 @@ def _drop_after(path: Path, step: int) -> None:
     for text, record in _lines(path):
         if record is not None:
             at = record.get("step", record.get("at", 0))
-            (kept if step and at <= step else superseded).append(text + "\n")
+            (kept if at <= step else superseded).append(text + "\n")
     if superseded:
         with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(superseded)

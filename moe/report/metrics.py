@@ -21,7 +21,7 @@ from phalanx.configs.arithmetic.batch_sizes import samples_after, size_at, spans
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.goodput import Clock, earlier, goodput, goodput_line, trained_until
-from phalanx.moe.report.loggers import Journal, lines
+from phalanx.moe.report.loggers import Journal, lines, logged
 from phalanx.moe.report.services.enabled import make_sinks
 from phalanx.moe.report.services.service import Sink
 
@@ -74,7 +74,8 @@ class Metrics:
             self._journal = Journal(self._path, step, self._warn)
         except OSError as error:
             raise ValueError(f"cannot write to {folder} (run.dir, run.name): {error}") from None
-        self._sinks = make_sinks(cfg, folder, step, self._warn)
+        # Up to `step`: the journal has moved later ones away.
+        self._sinks = make_sinks(cfg, folder, step, self._warn, logged(self._path))
 
     def text(self, text: str) -> None:
         """Print a block of text; it is lost if the console is on a full disk or its reader left."""
@@ -105,6 +106,7 @@ class Metrics:
         if not self._main:
             return
         self._step = record["step"]
+        record = record | {"time": round(time.time(), 3)}
         if "step_time" in record:
             record = record | memory() | {"goodput": goodput(self.clock.seconds)}
             if self._timed == 1:  # the first one had compilation and warm-up in it
@@ -139,6 +141,13 @@ class Metrics:
         if self._journal is not None:
             self.clock.undo(trained_until(lines(self._path), step))
             self._journal.rewind(step)
+        for sink in self._sinks:
+            sink.rewind(step)
+
+    def flush(self) -> None:
+        """Have services bring what they were given to a disk or server, as before a checkpoint."""
+        for sink in self._sinks:
+            sink.flush()
 
     def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
         """Print and write the summary, and close every sink.

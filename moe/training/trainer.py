@@ -433,6 +433,7 @@ class Trainer:
     def _save(self) -> None:
         engine = self.job.engine
         set_activity(f"step {self.step}: checkpoint")
+        self.metrics.flush()  # a run that goes on from here has less to send again
         with record_function("checkpoint"):
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()

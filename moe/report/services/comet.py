@@ -13,14 +13,15 @@ class Comet(Service):
     """An experiment of `run.project`; without COMET_API_KEY an archive in the folder of the run."""
 
     name = "Comet"
+    file = "comet"
     threaded = True
 
-    def __init__(self, cfg: Config, folder: Path, step: int) -> None:
+    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
         import comet_ml
 
         # Archives of one experiment have one name: each launch has a folder of its own.
         archives = folder / "comet" / f"after_step_{step}"
-        online = bool(os.environ.get("COMET_API_KEY"))
+        self._online = online = bool(os.environ.get("COMET_API_KEY"))
         if not online:
             archives.mkdir(parents=True, exist_ok=True)
         # What Comet collects by itself has code, the command line and the repository in it.
@@ -46,8 +47,12 @@ class Comet(Service):
         )
         self._experiment.log_parameters(parameters(redacted(asdict(cfg))))
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
+    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
         self._experiment.log_metrics(numbers, step=step)
+
+    def flush(self) -> bool:
+        # A killed run leaves no archive: all that it logged is sent again.
+        return self._online and bool(self._experiment.flush())
 
     def close(self) -> None:
         self._experiment.end()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ class Mlflow(Service):
     """
 
     name = "MLflow"
+    file = "mlflow"
     threaded = True
 
-    def __init__(self, cfg: Config, folder: Path, step: int) -> None:
+    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -39,13 +39,17 @@ class Mlflow(Service):
             for first in range(0, len(given), _BATCH):
                 self._client.log_batch(self._id, params=given[first : first + _BATCH])
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
+    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        # Of the record: what is sent again is the same to MLflow, which keeps it once.
+        at = round(time * 1000)
         named = {re.sub(r"[^\w\-./ ]", "_", name): value for name, value in numbers.items()}
-        metrics = [Metric(name, float(value), now, step) for name, value in named.items()]
+        metrics = [Metric(name, float(value), at, step) for name, value in named.items()]
         self._client.log_batch(self._id, metrics=metrics)
+
+    def flush(self) -> bool:
+        return True  # it has what `log` has returned from
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -3,12 +3,18 @@
 A service is imported only when its knob asks for it. None can stop training: the first failure is
 reported once, and the service is off for the rest of the run. One whose calls may wait for a server
 is called in a thread, so that a server that is away costs no time either.
+
+metrics.jsonl has every record. A service may lose some to a kill, so that a run that goes on sends
+it those that it lacks, up to the step from which the run goes on. The last step that it surely has
+is in `<name>_sent` of the run folder: it is noted at a checkpoint, once the service has taken what
+was logged, and at the end.
 """
 
+import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +61,39 @@ class Service:
         cfg: of the run.
         folder: of the run.
         step: step that the run resumes from; 0 for a new run.
+        sent: last step up to which the service surely has all records; later ones follow.
     """
 
     name = ""
     """Name in warnings."""
+    file = ""
+    """Begin of the names of its files in the run folder."""
     threaded = False
     """Calls may wait for a server: a thread makes them, the constructor's too."""
 
-    def __init__(self, cfg: Config, folder: Path, step: int) -> None:
+    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
         raise NotImplementedError
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        """Take the numbers of a step, under the names of `tag`."""
+    def has(self, step: int, numbers: dict[str, float]) -> bool:
+        """Whether the service has a record of a step after `sent` already."""
+        return False
+
+    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
+        """Take the numbers of a step, under the names of `tag`.
+
+        Args:
+            step: number of the step.
+            numbers: of a training step, or of the validation after it.
+            time: Unix time of the record, in seconds.
+        """
         raise NotImplementedError
+
+    def flush(self) -> bool:
+        """Bring all that was logged to a disk or server; False if only `close` does."""
+        return False
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`, to which the run returns, where the service can."""
 
     def close(self) -> None:
         """Send what is left, and end the run there."""
@@ -81,6 +107,7 @@ class Sink:
         kind: the service.
         cfg, folder, step: as for `Service`.
         warn: prints the warning.
+        records: records of metrics.jsonl up to `step`; those that the service lacks are sent.
     """
 
     def __init__(
@@ -90,23 +117,63 @@ class Sink:
         folder: Path,
         step: int,
         warn: Callable[[str], None],
+        records: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._name, self._warn = kind.name, warn
         self._on = True
         self._service: Service
-        self._open(lambda: kind(cfg, folder, step))
+        self._sent = Sent(folder / f"{kind.file}_sent")
+        self._last = step
+        self._open(lambda: self._begun(kind, cfg, folder, step, records))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Log the numbers of a record, which has `step`."""
-        if self._on:
-            kinds, step = (int, float), record["step"]
-            numbers = {tag(k): v for k, v in record.items() if isinstance(v, kinds) and k != "step"}
-            self._guarded(lambda: self._take(step, numbers))
+        """Log the numbers of a record, which has `step` and `time`."""
+        self._last, logged = record["step"], _logged(record)
+        self._guarded(lambda: self._submit(lambda service: service.log(*logged)))
+
+    def flush(self) -> None:
+        """Note that all steps so far are sent, once the service has them."""
+        step = self._last
+        self._guarded(lambda: self._submit(lambda service: self._flush(service, step)))
+
+    def rewind(self, step: int) -> None:
+        """Tell the service that the run returns to `step`."""
+        self._last = step
+        self._guarded(lambda: self._submit(lambda service: self._rewind(service, step)))
 
     def close(self) -> None:
         """Flush and close the service."""
-        if self._on:
-            self._guarded(self._end)
+        self._guarded(self._end)
+
+    def _begun(
+        self,
+        kind: type[Service],
+        cfg: Config,
+        folder: Path,
+        step: int,
+        records: Sequence[dict[str, Any]],
+    ) -> Service:
+        """The service, which has all records up to the step from which the run goes on."""
+        sent = min(self._sent.read(), step)
+        service = kind(cfg, folder, step, sent)
+        later = [_logged(record) for record in records if record["step"] > sent]
+        lacking = [logged for logged in later if not service.has(*logged[:2])]
+        self._sent.write(lacking[0][0] - 1 if lacking else step)
+        for logged in lacking:
+            service.log(*logged)
+        return service
+
+    def _flush(self, service: Service, step: int) -> None:
+        if service.flush():
+            self._sent.write(step)
+
+    def _rewind(self, service: Service, step: int) -> None:
+        service.rewind(step)
+        self._sent.write(min(self._sent.read(), step))
+
+    def _closed(self, service: Service) -> None:
+        service.close()
+        self._sent.write(self._last)
 
     def _open(self, make: Callable[[], Service]) -> None:
         def opened() -> None:
@@ -114,13 +181,15 @@ class Sink:
 
         self._guarded(opened)
 
-    def _take(self, step: int, numbers: dict[str, float]) -> None:
-        self._service.log(step, numbers)
+    def _submit(self, call: Callable[[Service], None]) -> None:
+        call(self._service)
 
     def _end(self) -> None:
-        self._service.close()
+        self._closed(self._service)
 
     def _guarded(self, call: Callable[[], None]) -> None:
+        if not self._on:
+            return
         try:
             call()
         except Exception as error:  # a logging service must never end a run
@@ -137,7 +206,7 @@ class ThreadSink(Sink):
     """
 
     def _open(self, make: Callable[[], Service]) -> None:
-        self._records: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MOST)
+        self._calls: queue.Queue[Callable[[Service], None] | None] = queue.Queue(_MOST)
         self._error: Exception | None = None
         serve = threading.Thread(target=self._serve, args=(make,), name=self._name, daemon=True)
         self._thread = serve
@@ -146,14 +215,14 @@ class ThreadSink(Sink):
     def _serve(self, make: Callable[[], Service]) -> None:
         try:
             service = make()
-            while (record := self._records.get()) is not None:
-                service.log(*record)
-            service.close()
+            while (call := self._calls.get()) is not None:
+                call(service)
+            self._closed(service)
         except Exception as error:
             self._error = error
 
-    def _take(self, step: int, numbers: dict[str, float]) -> None:
-        self._send((step, numbers))
+    def _submit(self, call: Callable[[Service], None]) -> None:
+        self._send(call)
 
     def _end(self) -> None:
         self._send(None)
@@ -163,13 +232,41 @@ class ThreadSink(Sink):
         if self._thread.is_alive():
             raise TimeoutError(f"it did not take the last records in {_PATIENCE:.0f} s")
 
-    def _send(self, record: tuple[int, dict[str, float]] | None) -> None:
+    def _send(self, call: Callable[[Service], None] | None) -> None:
         if self._error is not None:
             raise self._error
         try:
-            self._records.put_nowait(record)
+            self._calls.put_nowait(call)
         except queue.Full:
             raise TimeoutError(f"{_MOST:,} records wait for it") from None
+
+
+class Sent:
+    """Last step up to which a service surely has all records, in a file; 0 without one.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> int:
+        """Return the step."""
+        return int(self._path.read_text()) if self._path.exists() else 0
+
+    def write(self, step: int) -> None:
+        """Replace the step."""
+        new = self._path.with_suffix(".new")
+        new.write_text(f"{step}\n")
+        os.replace(new, self._path)
+
+
+def _logged(record: dict[str, Any]) -> tuple[int, dict[str, float], float]:
+    """Step, numbers by `tag`, and time of a record."""
+    known = {k: v for k, v in record.items() if k not in ("step", "time")}
+    numbers = {tag(k): v for k, v in known.items() if isinstance(v, int | float)}
+    return record["step"], numbers, record["time"]
 
 
 def own_id(path: Path, step: int, size: int = 4) -> str:

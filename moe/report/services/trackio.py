@@ -12,9 +12,10 @@ class Trackio(Service):
     """A run of `run.project` in its own database, or in the space of TRACKIO_SPACE_ID."""
 
     name = "Trackio"
+    file = "trackio"
     threaded = True
 
-    def __init__(self, cfg: Config, folder: Path, step: int) -> None:
+    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
         import trackio
 
         # A run there is its name: one that starts from scratch is another.
@@ -29,7 +30,7 @@ class Trackio(Service):
             auto_log_cpu=False,
         )
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
+    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
         self._run.log(numbers, step=step)
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class Service(types.ModuleType):
         super().__init__("service")
         self._fails = fails
         self.Settings = dict
-        for name in ("init", "SummaryWriter", "log", "finish", "add_scalar", "close"):
+        for name in ("init", "SummaryWriter", "log", "finish", "add_scalar", "flush", "close"):
             setattr(self, name, partial(self._call, name))
 
     def define_metric(self, *args: Any, **kw: Any) -> None: ...

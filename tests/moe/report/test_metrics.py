@@ -350,6 +350,7 @@ class FakeWandb(types.ModuleType):
         super().__init__("wandb")
         self.fails, self.calls, self.logged = fails, [], []  # type: ignore[var-annotated]
         self.Settings = dict
+        self.resumed, self.summary = False, {}  # type: ignore[var-annotated]
 
     def _call(self, name: str, /, **kw: Any) -> None:
         self.calls.append((name, kw))
@@ -414,9 +415,30 @@ def test_wandb_gets_numbers_and_one_id_for_a_run(
         assert "login" not in [name for name, _ in fake.calls]
         named = {"train/loss": 4.97, "perf/step_time": 0.5, "perf/memory": 1.25}
         named |= {"perf/goodput": 0.0}  # no time has passed
-        assert fake.logged == [{"step": 3} | named]
+        (row,) = fake.logged
+        assert row.pop("_timestamp") == read(tmp_path / "metrics.jsonl")[-1]["time"]
+        assert row == {"step": 3} | named
         ids.append(init["id"])
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_resumed_run_sends_what_the_server_of_wandb_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has the training of step 2, not its validation, nor step 3."""
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    metrics, _ = make(tmp_path, wandb="online")
+    for step in (1, 2, 3, 4):
+        metrics.log(record(step))
+        metrics.log({"step": step, "valid_loss": 2.0 + step})
+    fake = FakeWandb()
+    fake.resumed = True
+    fake.summary = {"step": 2, "train/loss": 4.98, "perf/step_time": 0.5, "valid/loss": 3.0}
+    fake.summary |= {"perf/memory": 1.25, "perf/goodput": 0.0}
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    make(tmp_path, step=3, wandb="online")
+    sent = [(row["step"], row.get("train/loss", row.get("valid/loss"))) for row in fake.logged]
+    assert sent == [(2, 4.0), (3, 4.97), (3, 5.0)]
 
 
 def test_names_in_tracking_services_are_in_groups() -> None:

@@ -193,3 +193,59 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     metrics.close()
     assert "warning: Trackio is off" in stream.getvalue()
     assert "pip install trackio" in stream.getvalue()
+
+
+def gone_on(install: Callable[..., Fake], folder: Path, tracker: str, step: int) -> Fake:
+    """The service after a run that went on from `step` for another one."""
+    fake = install()
+    metrics, stream = make(folder, tracker, step=step)
+    log(metrics, step + 1)
+    metrics.close()
+    assert "warning" not in stream.getvalue()
+    assert (folder / f"{tracker}_sent").read_text() == f"{step + 1}\n"
+    return fake
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_comet_and_trackio_get_what_a_killed_run_may_not_have_sent(
+    tmp_path: Path, install: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All since the last end, or with a server of Comet since the last checkpoint."""
+    sends = {"comet": "log_metrics", "trackio": "log"}
+    for tracker, key in (("comet", ""), ("comet", "a-key"), ("trackio", "")):
+        monkeypatch.setenv("COMET_API_KEY", key)
+        folder = tmp_path / f"{tracker}{key}"
+        called(install, folder, tracker)  # ends after step 4
+        install()
+        killed, _ = make(folder, tracker, step=4)
+        log(killed, 5, 6)
+        killed.flush()
+        log(killed, 7)
+        calls: Any = killed._sinks[0]
+        wait_for(lambda calls=calls: not calls._calls.qsize())
+        fake = gone_on(install, folder, tracker, step=7)
+        steps = [more["step"] for _, more in fake.named(sends[tracker])]
+        assert steps == ([7, 8] if key else [5, 6, 7, 8]), (tracker, key)
+
+
+def test_mlflow_has_what_its_thread_has_sent(tmp_path: Path, install: Callable[..., Fake]) -> None:
+    """The thread of the killed run was stuck behind step 5; times are those of the records."""
+    fake, sent = install(), tmp_path / "mlflow_sent"
+    killed, _ = make(tmp_path, "mlflow")
+    log(killed, 5)
+    killed.flush()
+    wait_for(lambda: sent.exists() and sent.read_text() == "5\n")
+    fake._hangs = "log_batch"
+    log(killed, 6, 7)
+    killed.flush()
+    batches = gone_on(install, tmp_path, "mlflow", step=7).named("log_batch")
+    times = {r["step"]: round(1000 * r["time"]) for r in read(tmp_path / "metrics.jsonl")}
+    metrics = [metric for _, more in batches for metric in more["metrics"]]
+    assert {(step, at) for *_, at, step in metrics} == {(n, times[n]) for n in (6, 7, 8)}
+    fake.go_on.set()
