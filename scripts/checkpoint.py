@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def average(args: argparse.Namespace) -> Iterator[str]:
-    """Write the mean of checkpoints; one line."""
+    """Write the mean of checkpoints; a line, and one on expert biases if there are any."""
     from phalanx.moe.hf.average import average as write_average  # takes seconds
 
     paths = [saved_config.checkpoint_of(folder) for folder in args.folders]
@@ -92,9 +92,14 @@ def average(args: argparse.Namespace) -> Iterator[str]:
             bar.total = total
             bar.update(done)
 
-        write_average(paths, args.out, averages=args.ema, progress=advance)
+        biases = write_average(paths, args.out, averages=args.ema, progress=advance)
     of = "moving averages" if args.ema else "weights"
     yield f"{args.out}: {of} of {', '.join(map(str, paths))}"
+    if biases:
+        layers = pluralize(biases, "layer")
+        held = "that of the checkpoint" if len(paths) == 1 else "the mean of the checkpoints'"
+        without = ", which has no moving average," if args.ema else ""
+        yield f"  the bias of the experts ({layers}){without} is {held}"
 
 
 def list_run(folder: Place) -> Iterator[str]:

@@ -29,18 +29,24 @@ def average(
     *,
     averages: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> None:
+) -> int:
     """Write the mean of checkpoints of one model as a checkpoint of step 0 with weights alone.
 
     Sums are in fp64; results have the dtype of the weights. Integers, the configuration and what an
-    imported model came with are those of the last checkpoint.
+    imported model came with are those of the last checkpoint. Biases of the routers are no weights
+    that an optimizer updates, and are averaged all the same: their mean balances experts whose
+    weights are a mean.
 
     Args:
         checkpoints: folders or addresses, of any layout; all their files are verified.
         out: the new checkpoint; must not exist.
         averages: take the moving averages of `optim.ema` in place of the weights. Tensors that no
-            optimizer updates, such as biases of the router, have none: theirs are the weights.
+            optimizer updates, as the biases of the routers, have none: theirs is the mean of what
+            the checkpoints hold.
         progress: called with the number of tensors done since the last call, and of all.
+
+    Returns:
+        Number of layers whose experts have a bias.
 
     Raises:
         ConversionError: a checkpoint is damaged, of another model or without averages; a mean is
@@ -73,6 +79,7 @@ def average(
             "huggingface": last.common.get("huggingface", {}),
         }
         writer.commit(out, common)
+        return sum(key.endswith("expert_bias") for key in keys)
 
 
 def _weights(reader: PieceReader) -> list[str]:
