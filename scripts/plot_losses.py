@@ -6,7 +6,8 @@
 
 A run is its folder, its metrics.jsonl, or a file that --json wrote (which holds several). The table
 has the mean loss of N equal parts of the steps that all runs have, or of the tokens if the runs
-read different numbers of tokens per step, and names other differences between the runs. The picture
+trained on different numbers of tokens up to a step, and names other differences between the runs;
+- stands for a part in which a run has no loss. The picture
 goes to losses.png next to the first run, unless --plot is given. Long curves are centred means,
 drawn over the losses themselves: batches differ more than runs do.
 """
@@ -59,7 +60,7 @@ class Curve(NamedTuple):
     facts: dict[str, Any]
     """Facts of the run for the title; empty if unknown."""
     tokens: dict[int, int]
-    """Tokens read up to a step, by step; empty if unknown."""
+    """Tokens trained on up to a step, by step; empty if unknown."""
     lost: Sequence[int] = ()
     """Steps whose loss is NaN or infinite."""
 
@@ -180,7 +181,7 @@ def _content(curves: Curves) -> dict[str, Any]:
 
 
 def over_tokens(curves: Curves) -> bool:
-    """True if runs have read different numbers of tokens at the same step."""
+    """True if runs have trained on different numbers of tokens at the same step."""
     first, *others = curves.values()
     if not all(curve.tokens for curve in curves.values()):
         return False
@@ -197,7 +198,7 @@ def remarks(curves: Curves) -> list[str]:
         f"{name}: {difference}" for name, difference in _apart_in(curves).items() if difference
     ]
     if over_tokens(curves):
-        lines.append("tokens of a step differ: the runs are compared by tokens, not by steps")
+        lines.append("tokens up to a step differ: the runs are compared by tokens, not by steps")
     lines += [f"{name}: {left_out(curve.lost)}" for name, curve in curves.items() if curve.lost]
     return lines
 
@@ -239,13 +240,18 @@ def table(curves: Curves, parts: int | None) -> str:
     width = max(13, *(len(left) for left, _ in rows))
     lines.append(row(unit.rjust(width), columns))
     for left, means in rows:
-        deltas = [f"{mean - means[0]:+.4f}" for mean in means[1:]]
-        lines.append(row(left.ljust(width), [f"{means[0]:.4f}", *deltas]))
+        first = means[0]
+        cells = [_cell(mean, first) for mean in means[1:]]
+        lines.append(row(left.ljust(width), ["-" if first is None else f"{first:.4f}", *cells]))
     return "\n".join(lines)
 
 
-_Rows = list[tuple[str, list[float]]]
-"""Bounds of each part of the runs, and the mean loss of each run in it."""
+def _cell(mean: float | None, first: float | None) -> str:
+    return "-" if mean is None or first is None else f"{mean - first:+.4f}"
+
+
+_Rows = list[tuple[str, Sequence[float | None]]]
+"""Bounds of each part of the runs, and the mean loss of each run in it; None if it has none."""
 
 
 def _by_steps(curves: Sequence[Curve], parts: int | None) -> _Rows:
@@ -253,7 +259,7 @@ def _by_steps(curves: Sequence[Curve], parts: int | None) -> _Rows:
     if not steps:
         raise ValueError("the runs have no step in common")
     parts = _parts(parts, len(steps), "the steps of all runs")
-    rows = []
+    rows: _Rows = []
     for i in range(parts):
         some = steps[i * len(steps) // parts : (i + 1) * len(steps) // parts]
         means = [sum(curve.losses[s] for s in some) / len(some) for curve in curves]
@@ -271,13 +277,13 @@ def _by_tokens(curves: Sequence[Curve], parts: int | None) -> _Rows:
     if not fewest:
         raise ValueError("the runs have no tokens in common")
     parts = _parts(parts, fewest, "the steps of the run with fewest")
-    rows = []
+    rows: _Rows = []
     for i in range(parts):
         begin, end = (low + (high - low) * j / parts for j in (i, i + 1))
-        means = []
+        means: list[float | None] = []
         for each in inside:
             some = [loss for n, loss in each if begin < n <= end or (i == 0 and n == low)]
-            means.append(sum(some) / len(some) if some else float("nan"))
+            means.append(sum(some) / len(some) if some else None)
         rows.append((f"{count(round(begin))} to {count(round(end))}", means))
     return rows
 

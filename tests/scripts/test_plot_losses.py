@@ -87,7 +87,7 @@ def test_runs_of_another_batch_are_compared_by_tokens(
     assert rows[4:7] == [
         "b1: batch 1",
         "b2: batch 2",
-        "tokens of a step differ: the runs are compared by tokens, not by steps",
+        "tokens up to a step differ: the runs are compared by tokens, not by steps",
     ]
     above, below = figures[0].axes
     assert below.get_xlabel() == "tokens"
@@ -112,6 +112,23 @@ def test_tokens_that_were_logged_count_and_are_kept(tmp_path: Path, capsys) -> N
     assert "compared by tokens" in output
     assert plot_losses.main([str(out), *picture]) == 0 and capsys.readouterr().out == output
     assert json.loads(out.read_text())["tokens read"] == {"two": {"1": 100, "2": 400, "3": 900}}
+
+
+def test_a_part_without_a_loss_of_a_run_is_a_dash(tmp_path: Path, capsys) -> None:
+    """The second run passes over 400 tokens behind its second step."""
+    for name, far in (("one", 0), ("two", 400)):
+        records = [
+            {"step": n, "loss": 8.0 - n, "tokens": 100 * n + (n > 2) * far} for n in range(1, 9)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    runs = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    assert plot_losses.main([*runs, "--parts", "3", "--plot", str(tmp_path / "p.png")]) == 0
+    _, *rows, _, _ = capsys.readouterr().out.splitlines()
+    assert [row.split()[-2:] for row in rows] == [
+        ["6.0000", "+0.5000"],
+        ["3.5000", "-"],
+        ["1.0000", "+3.5000"],
+    ]
 
 
 def test_long_names_have_numbers_in_the_table(tmp_path: Path, capsys, figures: list[Any]) -> None:
