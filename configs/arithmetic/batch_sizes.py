@@ -1,8 +1,8 @@
 """Sizes of the global batch over a run, and what steps and tokens are by them.
 
 `data.batch_warmup` has texts such as `64:1e9`: 64 sequences a step up to 1 billion tokens. The size
-of a step follows from the data cursor alone, so that a resumed run has the sizes of one that went
-on.
+of a step follows from the samples of the steps before it alone, so that a resumed run has the sizes
+of one that went on, and one that was rolled back those of one that was not.
 """
 
 from collections.abc import Iterator, Sequence

@@ -67,8 +67,8 @@ class RunConfig:
     bad_steps: str = knob("stop", choices=("stop", "skip", "rollback"))
     """Answer to a loss or gradient that is not finite: `stop`, `skip` the step, or `rollback`.
 
-    The update of such a step is never applied. `rollback` returns to the last checkpoint and goes
-    on with the data after the bad step.
+    The update of such a step is never applied. `rollback` returns to the last checkpoint, or to the
+    one that the run started from, and goes on with the data after the bad step.
     """
     max_bad_steps: int = knob(10, at_least=1)
     """Number of steps skipped in a row, or rollbacks to one checkpoint, before the run ends."""

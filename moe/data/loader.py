@@ -131,8 +131,9 @@ class Loader:
     if `pin`). With `documents` positions count from the start of each piece of a document, and
     there is a loss_mask, bool [B, S]: true if the label belongs to the token's document. A row of
     more pieces than `places`, unless that is 0, is a DataError. `dataset` may be replaced by a
-    longer one with the same rows. `global_batch` is a size, or sizes by the cursor
-    (`configs.arithmetic.batch_sizes.spans`).
+    longer one with the same rows. `global_batch` is a size, or sizes by the samples of the steps so
+    far (`configs.arithmetic.batch_sizes.spans`): those that rollbacks have undone are not among
+    them, so that a step has its size however often it is computed.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
 
@@ -166,11 +167,19 @@ class Loader:
         self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
         self._positions: torch.Tensor | None = None
         self.consumed_samples = consumed
+        """Data cursor."""
+        self.undone_samples = 0
+        """Samples before the cursor whose steps a rollback has undone."""
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of the steps so far, without those that were undone."""
+        return self.consumed_samples - self.undone_samples
 
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches of the next step."""
-        return size_at(self._sizes, self.consumed_samples) // self._stride
+        return size_at(self._sizes, self.step_samples) // self._stride
 
     def __iter__(self) -> "Loader":
         return self
@@ -199,13 +208,20 @@ class Loader:
         return [start + j for start in starts for j in range(self._micro_batch)]
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor: samples consumed by all ranks together."""
-        return {"consumed_samples": self.consumed_samples}
+        """The cursor: samples consumed by all ranks together, and how many of them are undone."""
+        undone = {"undone_samples": self.undone_samples} if self.undone_samples else {}
+        return {"consumed_samples": self.consumed_samples} | undone
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a cursor, which may be of another data parallel size."""
         self._drop()
         self.consumed_samples = int(state["consumed_samples"])
+        self.undone_samples = int(state.get("undone_samples", 0))
+
+    def roll_back(self, state: dict[str, int]) -> None:
+        """Undo the steps after `state`; the cursor stays, so that their samples do not return."""
+        before = int(state["consumed_samples"]) - int(state.get("undone_samples", 0))
+        self.undone_samples = self.consumed_samples - before
 
     def close(self) -> None:
         """Stop reading ahead."""

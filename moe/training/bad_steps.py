@@ -103,11 +103,14 @@ class Health:
         return {"seen": seen, "in_a_row": self._in_a_row, **self.counts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; a rollback does not undo the counts."""
+        """Continue from `state_dict`, or from an empty one as a new run.
+
+        A rollback does not undo the counts.
+        """
         for name, values in self._seen.items():
             values.clear()
-            values.extend(state["seen"][name])
-        self._in_a_row = state["in_a_row"]
+            values.extend(state.get("seen", {}).get(name, ()))
+        self._in_a_row = state.get("in_a_row", 0)
         self.skipped = max(self.skipped, state.get("skipped", 0))
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
 

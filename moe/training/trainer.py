@@ -102,6 +102,8 @@ class Trainer:
         self.loader = self._loader(train_set, spans(cfg.data))
         self.health = Health(cfg.run)
         self.step = 0
+        self.skipped_samples = 0
+        """Samples of the steps so far that were skipped."""
         self.compute = Step(cfg, self.job)
         self._eager = 0
         """First eager step after a failed capture; 0 if none failed."""
@@ -297,6 +299,7 @@ class Trainer:
                 clock.lap("skipped")
                 return stopping
             self.metrics.event(f"skipped: {fault}")
+            self.skipped_samples += self.loader.consumed_samples - consumed
         else:
             self.records.add_accepted(load, logits if measured else None)
         self._set_activity("update")
@@ -410,8 +413,9 @@ class Trainer:
                 self.metrics.event(f"data {stage_line(stage, [s.name for s in sources])}")
 
     def _tokens(self) -> int:
-        """Number of tokens that the data cursor has passed."""
-        return self.loader.consumed_samples * self.cfg.data.sequence_length
+        """Number of tokens of the updates so far: none of a step that was skipped or undone."""
+        samples = self.loader.step_samples - self.skipped_samples
+        return samples * self.cfg.data.sequence_length
 
     def _metrics(self) -> Metrics:
         """Reports of the run; ValueError on every rank if rank 0 cannot write them."""
@@ -426,6 +430,7 @@ class Trainer:
             "config": redacted(asdict(self.cfg)),
             "step": self.step,
             "data": self.loader.state_dict(),
+            "skipped_samples": self.skipped_samples,
             "health": self.health.state_dict(),
             "huggingface": self.imported,
         }
@@ -470,8 +475,8 @@ class Trainer:
         )
         self.step = state["step"]
         self.imported = state.get("huggingface", {})
-        if "health" in state:
-            self.health.load_state_dict(state["health"])
+        self.skipped_samples = state.get("skipped_samples", 0)
+        self.health.load_state_dict(state.get("health", {}))
         return state
 
     def _roll_back(self, fault: str) -> None:
@@ -482,13 +487,15 @@ class Trainer:
         """
         set_activity(f"step {self.step + 1}: rollback")
         self.checkpoints.close()  # finishes a save in the background
-        path = self.checkpoints.newest() or self.origin
+        # A run that saves none leaves those of earlier runs in its folder.
+        saves = self.cfg.run.save_interval >= 0
+        path = (self.checkpoints.newest() if saves else None) or self.origin
         if path is None:
             raise Diverged(
                 f"{fault}, and there is no checkpoint to go back to; the parameters are unchanged; "
-                "lower run.save_interval or optim.lr"
+                "set run.save_interval to fewer steps, or lower optim.lr"
             )
-        self._load(path)
+        self.loader.roll_back(self._load(path)["data"])
         self.compute.drop_updates()
         self.health.roll_back(self.step, fault)
         self._fit_data()
@@ -514,8 +521,8 @@ class Trainer:
 
     def _fit_data(self) -> None:
         """Fit the dataset to all steps left, if a rollback or batch size moved the cursor."""
-        consumed, steps = self.loader.consumed_samples, self.cfg.run.steps - self.step
-        wanted = samples_after(self.cfg.data, max(0, steps), consumed)
+        done, steps = self.loader.step_samples, self.cfg.run.steps - self.step
+        wanted = self.loader.undone_samples + samples_after(self.cfg.data, max(0, steps), done)
         if wanted != len(self.loader.dataset):
             self.loader.dataset, _ = self._datasets(wanted)
 

@@ -41,8 +41,8 @@ from phalanx.parallel.checkpoint.model_state import (
 )
 from phalanx.parallel.checkpoint.optimizer_state import (
     OptimizerState,
+    begin_anew,
     check_kind,
-    reset_masters,
     set_step_count,
     step_count,
 )
@@ -113,6 +113,8 @@ class Checkpointer:
         # Step and folder of the checkpoint that holds this run's state, or did last.
         self._at: tuple[int, Place | None] = (0, None)
         self._saving_first = True
+        self._rng = rng.get()
+        """Random states of a new run, which a checkpoint without any goes on with."""
         self._record = run_start.Record()
         self._target = Store(folder, staging) if isinstance(folder, Remote) else Folder(folder)
         with report_errors(f"cannot write to {folder} ({self._target.knob})"):
@@ -329,6 +331,9 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Restore a checkpoint in place and return its `common`.
 
+        What it lacks is that of a new run, whatever has been trained before: of weights alone
+        moments, their steps and the schedule, and of another number of ranks the random states.
+
         Args:
             path: from `newest`, or of any run; it may have been written on another layout.
             model: as in `save`.
@@ -347,33 +352,31 @@ class Checkpointer:
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")
-        fresh, world = None, record.world
-        if saved["common"].get("weights_only"):  # imported (moe.hf)
-            fresh, optimizer, scheduler, world = optimizer, None, None, 0
+        bare = bool(saved["common"].get("weights_only"))  # imported, or averaged (moe.hf)
         state = sharded_state(model, self._dp_cp_group)
         optimizers = None
-        if optimizer is not None:
+        if optimizer is not None and not bare:
             stored = metadata.state_dict_metadata
             check_kind(optimizer, stored, path)
             optimizers = OptimizerState(optimizer, dict(state), stored)
             state["optimizer"] = optimizers.shards
         check_fit(state, metadata, path)
-        states, loaded = self._read(path, state, world, metadata)
+        states, loaded = self._read(path, state, 0 if bare else record.world, metadata)
         restore(model, loaded)
         if optimizers is not None:
             optimizers.write_back()
             set_step_count(optimizer, saved["optimizer_steps"])
+        elif optimizer is not None:
+            begin_anew(optimizer)
         if scheduler is not None:
             scheduler.num_steps = 0
-            scheduler.step(saved["scheduler_steps"])
-        if fresh is not None:
-            reset_masters(fresh)
-        if not world:
+            scheduler.step(0 if bare else saved["scheduler_steps"])
+        if bare:
             warn(f"{path} holds weights only: optimizer and random states are those of a new run")
         elif states is None:
-            warn(f"{path} has random states of {pluralize(world, 'rank')}: run.seed's are kept")
-        else:
-            rng.set(states)
+            ranks = pluralize(record.world, "rank")
+            warn(f"{path} has random states of {ranks}: those of run.seed are kept")
+        rng.set(self._rng if states is None else states)
         self._at = (record.step, self._own(path))
         return saved["common"]
 

@@ -150,13 +150,19 @@ def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
         )
 
 
-def reset_masters(optimizer: Any) -> None:
-    """Make master copies and averages anew of the weights, once these are loaded alone."""
+@torch.no_grad()
+def begin_anew(optimizer: Any) -> None:
+    """Bring all state to that of a new run, once weights are loaded alone.
+
+    In place, as captured updates hold its addresses: master copies and averages are made of the
+    weights, and all else of a new run is 0.
+    """
     optimizer.reload_model_params()
     for part in parts(optimizer):
         for state in part.optimizer.state.values():
-            if "remainder" in state:
-                state["remainder"].zero_()
+            for tensor in state.values():
+                tensor.zero_()
+    set_step_count(optimizer, 0)
     if has_averages(optimizer):
         begin(optimizer)
 

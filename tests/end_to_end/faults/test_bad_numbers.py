@@ -21,6 +21,7 @@ from phalanx.moe.report.loggers import lines
 from phalanx.moe.router.balance import Balance
 from phalanx.moe.training.bad_steps import WINDOW, Health
 from phalanx.parallel.engine import Diverged
+from phalanx.scripts import plot_losses
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
 from tests.support.training import digest
 
@@ -139,6 +140,7 @@ def test_skip(command: list[str], tmp_path: Path, sound: list[Any]) -> None:
     actual = records(tmp_path / "run")
     assert [r["step"] for r in actual] == [1, 2, 3, 4, 5, 6]
     assert [r.get("skipped", 0) for r in actual] == [0, 1, 2, 2, 3, 3]
+    assert [r["tokens"] for r in actual] == [8 * 16 * n for n in (1, 1, 1, 2, 2, 3)]
     assert actual[1]["nonfinite"] and "load_max" not in actual[1] and "load_max" in actual[3]
     lines = first[0].out.splitlines()
     (heading,) = (t for t in lines if t.lstrip().startswith("step  "))
@@ -160,7 +162,13 @@ def test_too_many_skips_end_the_run(command: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("async_save", [pytest.param("off", marks=pytest.mark.slow), "on"])
-def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_save: str) -> None:
+def test_roll_back(
+    command: list[str],
+    tmp_path: Path,
+    sound: list[Any],
+    async_save: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Step 4 is bad: back to the checkpoint of step 2, then on with the samples after step 4."""
     more = [f"run.dir={tmp_path}", "run.save_interval=2", f"run.async_save={async_save}"]
     args = [*command, *more]
@@ -178,6 +186,7 @@ def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_s
     assert main.out.count("  rollbacks 1") == 1
     actual = records(tmp_path / "run")
     assert [r["step"] for r in actual] == [1, 2, 3, 4, 5, 6] and actual[-1]["rollbacks"] == 1
+    assert [r["tokens"] for r in actual] == [8 * 16 * n for n in range(1, 7)]
     assert exact(actual[:2]) == sound[:2] and exact(actual[2:3]) != sound[2:3]
     assert (tmp_path / "run/metrics.jsonl").read_text().count('"step": 3,') == 1
     assert '"step": 3,' in (tmp_path / "run/metrics.superseded.jsonl").read_text()
@@ -185,6 +194,14 @@ def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_s
     # The cursor that is ahead of the step is in the checkpoint, and there is data to the end.
     main, _ = run(2, [*args, "run.steps=8"], partial(spoilt, bad={}))
     assert main.code == 0 and [s[:2] for s in main.seen] == [(7, 72), (8, 80)]
+    assert records(tmp_path / "run")[-1]["tokens"] == 8 * 8 * 16
+
+    clean = run(2, [*command, f"run.dir={tmp_path / 'clean'}"])
+    assert clean[0].code == 0
+    runs = [str(tmp_path / name) for name in ("clean/run", "run")]
+    assert plot_losses.main([*runs, "--plot", str(tmp_path / "p.png")]) == 0
+    table = capsys.readouterr().out
+    assert table.split()[0] == "steps" and "nan" not in table and "tokens" not in table
 
 
 @pytest.mark.dist

@@ -176,16 +176,24 @@ def test_replaces_fused_adam() -> None:
 
 
 def _from_weights_alone(folder: Path) -> None:
-    """They are the masters, whatever remainders were there before."""
+    """They are the masters, and all else is of a new run, whatever was there before."""
     engine, groups = build(moments="bf16")
-    checkpoints = checkpointer(folder, groups)
+    checkpoints, first = checkpointer(folder, groups), torch.get_rng_state()
     common = {"config": {}, "weights_only": True}
     path = checkpoints.save(0, engine.chunks, None, None, common)
     weights = {n: p.detach().float() for n, p in engine.modules[0].named_parameters()}
     other, groups = build(seed=7, moments="bf16")
+    rate = other.lr
     train(other, groups, 0, 2)
+    torch.rand(3)
+    assert other.scheduler.num_steps == 2 and not torch.equal(torch.get_rng_state(), first)
     assert any(bool(t.any()) for name, t in tensors(other).items() if "remainder" in name)
-    load(checkpoints, path, other)
+    checkpoints.load(path, other.chunks, other.optimizer, other.scheduler)
+    for part in other.optimizer.chained_optimizers:
+        assert not any(t.any() for state in part.optimizer.state.values() for t in state.values())
+        assert {group.get("step", 0) for group in part.param_groups} == {0}
+    assert (other.scheduler.num_steps, other.lr) == (0, rate)
+    assert torch.equal(torch.get_rng_state(), first)
     assert_equal(_masters(other), {name: value.view(-1) for name, value in weights.items()})
 
 
