@@ -7,7 +7,8 @@ Files are .jsonl, .json, .txt (or .gz, .zst of these) or .parquet with text, or 
 their prefix. One process, on a GPU if there is one. Documents are joined and cut into sequences of
 the run's length, as in training; every token is predicted once, from the tokens before it in its
 sequence, or in its document with data.document_mask. Ends of documents count as tokens, their bits
-as bits of the text. Bits per byte compare models with different tokenizers.
+as bits of the text. Bits per byte compare models with different tokenizers. Special tokens that
+a text spells are text, as in prepare_data.py, and counted on stderr (--special-text).
 """
 
 import argparse
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.moe.data.sidecars import check_pair, sidecars
 from phalanx.moe.data.text_rows import read_keys
+from phalanx.moe.data.tokenizer.encoder import PLAIN, listed
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = command.parser("evaluate", __doc__)
+    p = command.parser("evaluate", __doc__, PLAIN)
     add = p.add_argument
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
     add(
@@ -94,7 +96,8 @@ def evaluate(args: argparse.Namespace) -> None:
         vocabulary = predictor.cfg.model.vocab_size
 
         def codec() -> Any:
-            return codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
+            given, choice = (args.tokenizer, args.eod), args.special_text
+            return codec_of(predictor.common, vocabulary, *given, special_text=choice)
 
         options = dict(reading=reading, limit=args.max_tokens)
         options["apart"] = predictor.cfg.data.document_mask
@@ -104,6 +107,10 @@ def evaluate(args: argparse.Namespace) -> None:
             check_pair(name, described)
         with progress("reading", unit="B", unit_scale=True) as bar:
             texts = [text_of(name, codec, **options, progress=bar.update) for name in names]
+        for text in texts:
+            if text.spelled:
+                what = f"special tokens spelled, taken as {args.special_text}"
+                print(f"-- {text.name}: {what}: {listed(text.spelled)}", file=sys.stderr)
         total = sum(text.predicted for text in texts)
         on_cpu = predictor.device.type == "cpu"
         batch = args.batch or (_batch_on_cpu(args.context) if on_cpu else _BATCH)
@@ -117,6 +124,7 @@ def evaluate(args: argparse.Namespace) -> None:
             "checkpoint": str(predictor.path),
             "step": predictor.step,
             "context": args.context,
+            "special_text": args.special_text,
         }
     print(table(scored))
     if args.json:

@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -38,7 +39,6 @@ from phalanx.moe.data.documents import (
     Counts,
     Shard,
     Tokenization,
-    load_tokenizer,
     make_shards,
     write_shard,
 )
@@ -54,6 +54,8 @@ from phalanx.moe.data.token_files import (
     tokenizer_beside,
     write_index,
 )
+from phalanx.moe.data.tokenizer.encoder import CHOICES, HELP, PLAIN, SPECIAL, listed
+from phalanx.moe.data.tokenizer.files import load_tokenizer, meaning
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.reader import may_leave
@@ -124,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--eod", metavar="TOKEN", help="token that ends a document; needed with --tokenizer"
     )
+    p.add_argument("--special-text", choices=CHOICES, default=PLAIN, help=HELP)
     p.add_argument(
         "--key",
         action="append",
@@ -170,12 +173,13 @@ def prepare(args: argparse.Namespace) -> None:
     print(*inputs.report(), sep="\n")
     shards = make_shards(inputs.files, recipe.reading, max(1, int(args.chunk_mb * 2**20)))
     stats = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in inputs.files]
-    plan = digest([stats, asdict(recipe), asdict(described), args.chunk_mb])
+    plan = plan_of(stats, recipe, described, args.chunk_mb)
+    before = plan_of(stats, replace(recipe, special_text=SPECIAL), described, args.chunk_mb)
     output = Path(args.output).expanduser().absolute()
     for path in map(str, output_files(output)):
         if path in inputs.files:
             raise DataError(f"--output {output} would replace the input {path}; give another one")
-    if is_done(output, plan, args.overwrite, limit):
+    if is_done(output, (plan, before), args.overwrite, limit):
         print(f"{output}.bin and .idx are complete already")
         shutil.rmtree(f"{output}.parts", ignore_errors=True)
         return
@@ -201,7 +205,7 @@ def prepare(args: argparse.Namespace) -> None:
 def make_recipe(args: argparse.Namespace) -> tuple[Tokenization, Sidecar]:
     """Recipe, and the description of the result without its counts."""
     if args.bytes:
-        name, sha256, vocab_size, eod, path = BYTES, "", 256, BYTES_EOD, ""
+        name, sha256, vocab_size, eod, path, means = BYTES, "", 256, BYTES_EOD, "", ""
         if args.eod is not None:
             raise DataError(
                 f"--eod is for --tokenizer; with --bytes byte {BYTES_EOD} ends documents"
@@ -217,10 +221,33 @@ def make_recipe(args: argparse.Namespace) -> tuple[Tokenization, Sidecar]:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         name = f"{source.absolute().parent.name}/{source.name}"
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
-    dtype = smallest_dtype(vocab_size)
-    described = Sidecar(name, sha256, vocab_size, eod, dtype, documents=0, tokens=0)
+        means = meaning(tokenizer)
+    dtype, choice = smallest_dtype(vocab_size), args.special_text
+    described = Sidecar(
+        name,
+        sha256,
+        vocab_size,
+        eod,
+        dtype,
+        documents=0,
+        tokens=0,
+        tokenizer_meaning=means,
+        special_text=choice,
+    )
     reading = replace(read_keys(args.key), lines=args.lines)
-    return Tokenization(path, eod, dtype, reading), described
+    return Tokenization(path, eod, dtype, reading, choice), described
+
+
+def plan_of(
+    stats: Sequence[object], recipe: Tokenization, described: Sidecar, chunk_mb: float
+) -> str:
+    """Digest of inputs and options; with `special` that of versions which knew no other choice."""
+    later = ("special_text", "special_spelled", "tokenizer_meaning")
+    options = [
+        {k: v for k, v in asdict(each).items() if k not in later} for each in (recipe, described)
+    ]
+    choice = [] if recipe.special_text == SPECIAL else [recipe.special_text]
+    return digest([stats, *options, chunk_mb, *choice])
 
 
 def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
@@ -237,8 +264,14 @@ def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
     return number
 
 
-def is_done(output: Path, plan: str, overwrite: bool, limit: Limit) -> bool:
+def is_done(output: Path, plans: tuple[str, str], overwrite: bool, limit: Limit) -> bool:
     """True if a complete result of the same command exists.
+
+    Args:
+        output: prefix of the result.
+        plans: of the command, and of the same one with --special-text special.
+        overwrite: no result counts.
+        limit: of bad rows.
 
     Raises:
         DataError: files of another command, or a result without more bad rows than `limit` allows.
@@ -249,6 +282,7 @@ def is_done(output: Path, plan: str, overwrite: bool, limit: Limit) -> bool:
     described = None
     with contextlib.suppress(DataError, FileNotFoundError):
         described = Sidecar.read(output_files(output)[0])
+    plan, before = plans
     if described is not None and described.plan == plan:
         if not limit.allows(described.bad_rows, described.documents + described.skipped):
             raise DataError(
@@ -256,6 +290,11 @@ def is_done(output: Path, plan: str, overwrite: bool, limit: Limit) -> bool:
                 f"{limit.text}; fix them, or give another --output, or --overwrite"
             )
         return len(existing) == 3
+    if described is not None and described.plan == before:
+        raise DataError(
+            f"{output} was made with --special-text special, as by all earlier versions; give that "
+            "to keep it, or --overwrite"
+        )
     raise DataError(
         f"{existing[0]} exists, of other inputs or options; give another --output, or --overwrite"
     )
@@ -372,6 +411,7 @@ def join(
         skipped += f", {len(some):,} bad: {reason}"
     if not len(lengths):
         raise DataError(f"the inputs hold no text; {skipped}")
+    spelled = sum((Counter(c.spelled) for c in counts), Counter[str]())
     described = replace(
         described,
         documents=len(lengths),
@@ -379,6 +419,7 @@ def join(
         text_bytes=sum(c.text_bytes for c in counts),
         skipped=empty + without_tokens + len(bad),
         bad_rows=len(bad),
+        special_spelled=spelled.total(),
     )
     described.write(joined_files[0])
     keep_tokenizer(recipe, output)
@@ -397,6 +438,10 @@ def join(
         f"{pluralize(f'{described.tokens:,}', 'token')} of "
         f"{described.tokenizer}, {described.text_bytes:,} bytes of text; {skipped}"
     )
+    if spelled:
+        spelling = pluralize(f"{sum(c.spelling for c in counts):,}", "document")
+        became = {SPECIAL: "each became the token"}.get(recipe.special_text, "encoded as text")
+        print(f"special tokens spelled in {spelling}, {became}: {listed(spelled)}")
 
 
 def keep_tokenizer(recipe: Tokenization, output: Path) -> None:

@@ -7,12 +7,14 @@ The newest checkpoint of a run, or the one of --step, is loaded as a model on on
 of a machine without one. Greedy unless --temperature is set. Every new token runs the whole text
 through the model, without a KV cache. The tokenizer is that of the run's data if it is known: bytes
 for data=embedded and for prepare_data.py --bytes, else --tokenizer names it. With several prompts,
-a line before each text numbers it.
+a line before each text numbers it. Special tokens that a prompt spells are tokens, as in
+templates of chats; --special-text plain takes them as text.
 """
 
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs.knobs import pluralize
+from phalanx.moe.data.tokenizer.encoder import SPECIAL, listed
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.scripts.output.reader import may_leave
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = command.parser("sample", __doc__)
+    p = command.parser("sample", __doc__, SPECIAL)
     add = p.add_argument
     add(
         "--prompt",
@@ -80,7 +83,8 @@ def sample(args: argparse.Namespace) -> None:
     sampler = Sampler(args.temperature, args.top_p, args.seed)
     with predictor_of(args) as predictor:
         vocabulary = predictor.cfg.model.vocab_size
-        codec = codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
+        given, choice = (args.tokenizer, args.eod), args.special_text
+        codec = codec_of(predictor.common, vocabulary, *given, special_text=choice)
 
         def following(ids: list[int]) -> int:
             return sampler(predictor.next_logits(torch.tensor([ids])))
@@ -90,6 +94,9 @@ def sample(args: argparse.Namespace) -> None:
         for number, prompt in enumerate(prompts, 1):
             alone = predictor.cfg.data.document_mask
             ids, began = started(codec, prompt, alone=alone), time.perf_counter()
+            if spelled := Counter(token for token, _ in codec.encoder.spelled(prompt)):
+                what = f"special tokens in the prompt, taken as {choice}"
+                print(f"-- {what}: {listed(spelled)}", file=sys.stderr)
             ends = () if args.no_stop else codec.ends
             new = generate(following, ids, args.tokens, context=args.context, ends=ends)
             if len(prompts) > 1:

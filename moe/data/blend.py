@@ -211,7 +211,7 @@ def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) 
     """Check that pairs have one tokenizer, with ids below `vocab_size`. Raises DataError."""
     for prefix, sidecar in described:
         first, other = described[0]
-        if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
+        if not sidecar.same_tokenizer(other):
             raise DataError(
                 f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
                 f"{sidecar.tokenizer} in {prefix}.json; prepare all with one"

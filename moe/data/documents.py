@@ -5,19 +5,19 @@ Invariants: the shards in order hold the documents in order, for any split; a sh
 file exists is complete. Imports neither torch nor Megatron-Core, so that workers start fast.
 """
 
-import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from phalanx.moe.data.bad_rows import Bad, Limit
-from phalanx.moe.data.host_cache import DataError, sync
+from phalanx.moe.data.host_cache import sync
 from phalanx.moe.data.text_rows import Piece, Reading, cut, rows
+from phalanx.moe.data.tokenizer.encoder import encoder_of
 
 BATCH_CHARACTERS = 1 << 20
 
@@ -31,6 +31,8 @@ class Tokenization:
     eod: int
     dtype: str
     reading: Reading
+    special_text: str
+    """`choice` of the encoder."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Counts:
     """Rows whose text has no tokens."""
     bad: list[Bad] = field(default_factory=list)
     """Broken rows, which are left out."""
+    spelled: dict[str, int] = field(default_factory=dict)
+    """Special tokens that documents spell, by token."""
+    spelling: int = 0
+    """Documents that spell any."""
 
     @staticmethod
     def read(path: Path) -> "Counts":
@@ -90,18 +96,6 @@ def make_shards(files: Sequence[str], reading: Reading, chunk: int) -> list[Shar
     return shards
 
 
-@functools.cache
-def load_tokenizer(path: str) -> Tokenizer:
-    """A tokenizer that neither truncates nor pads, whatever its file says."""
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) -> int:
     """Write one shard atomically. Returns its bytes of input.
 
@@ -109,20 +103,26 @@ def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) 
     DataError if the shard has more broken rows than the full input may have.
     """
     end = np.array([recipe.eod], recipe.dtype).tobytes()
+    encoder = encoder_of(recipe.tokenizer, (recipe.eod,), recipe.special_text)
     ids, lengths, counts = shard.ids(folder), shard.lengths(folder), shard.counts(folder)
     document_lengths: list[int] = []
-    total = Counts()
+    total, spelled = Counts(), Counter[str]()
     with Path(f"{ids}.tmp").open("wb") as stream:
-        texts = (row for piece in shard.pieces for row in rows(piece, recipe.reading))
+        pieces, refused = shard.pieces, encoder.refused
+        texts = (row for piece in pieces for row in rows(piece, recipe.reading, refused))
         for batch in batches(with_text(texts, total, limit)):
-            for text, row in zip(batch, encode(batch, recipe), strict=True):
+            for text, row in zip(batch, encoder.encode(batch), strict=True):
                 if not len(row):
                     total.without_tokens += 1
                     continue
-                stream.write(row.tobytes())
+                stream.write(row.astype(recipe.dtype).tobytes())
                 stream.write(end)
                 document_lengths.append(len(row) + 1)
                 total.text_bytes += len(text.encode())
+                found = [token for token, _ in encoder.spelled(text)]
+                spelled.update(found)
+                total.spelling += bool(found)
+    total.spelled = dict(spelled)
     with Path(f"{lengths}.tmp").open("wb") as stream:
         np.save(stream, np.array(document_lengths, np.int32))
     Path(f"{counts}.tmp").write_text(json.dumps(asdict(total)))
@@ -156,17 +156,3 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def encode(texts: list[str], recipe: Tokenization) -> Iterator[np.ndarray]:
-    """Ids of each text.
-
-    As in Hugging Face's libraries, a special token spelled out in a text becomes that token.
-    """
-    if not recipe.tokenizer:
-        for text in texts:
-            yield np.frombuffer(text.encode(), np.uint8).astype(recipe.dtype)
-        return
-    tokenizer = load_tokenizer(recipe.tokenizer)
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array(encoding.ids, recipe.dtype)

@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.remote_files import beside
-from phalanx.moe.data.token_files import Sidecar
+from phalanx.moe.data.token_files import BYTES, Sidecar, tokenizer_beside
+from phalanx.moe.data.tokenizer.files import load_tokenizer, meaning, same_meaning
 
 
 def prefixes(data: Mapping[str, Any]) -> list[str]:
@@ -34,29 +35,60 @@ def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
     return [Sidecar.read(path) for path in paths if path.is_file()]
 
 
+def tokenizer_of_data(data: Mapping[str, Any]) -> Path | str | None:
+    """The tokenizer.json that is kept next to a run's data, or `BYTES`; None if neither is known.
+
+    Args:
+        data: the data section of its configuration.
+
+    Raises:
+        DataError: a description of the data cannot be read.
+    """
+    if data.get("source") == "embedded" or {s.tokenizer for s in sidecars(data)} == {BYTES}:
+        return BYTES
+    return next(iter(_kept(data)), None)
+
+
+def _kept(data: Mapping[str, Any]) -> list[Path]:
+    files = (tokenizer_beside(prefix) for prefix in prefixes(data))
+    return [file for file in files if file.is_file()]
+
+
 def tokenizers_of(described: Iterable[Sidecar]) -> str:
     """Tokenizers that descriptions name, as a list for the user; empty without any."""
     return ", ".join(sorted({each.tokenizer for each in described}))
 
 
-def check_of_data(tokenizer: Path, described: list[Sidecar], remedy: str = "") -> None:
-    """Check that data was prepared with a tokenizer.json.
+def check_of_data(tokenizer: Path, data: Mapping[str, Any], remedy: str = "") -> None:
+    """Check that data was prepared with a tokenizer.json, or with one of the same meaning.
 
     Args:
         tokenizer: the file.
-        described: descriptions of the data; without any, every tokenizer passes.
+        data: the data section of a configuration; without descriptions every tokenizer passes.
         remedy: advice for the user.
 
     Raises:
         DataError: the data was prepared with another one.
     """
+    described = sidecars(data)
     sums = {each.tokenizer_sha256 for each in described}
-    if sums and hashlib.sha256(tokenizer.read_bytes()).hexdigest() not in sums:
+    if not sums or _sha256(tokenizer) in sums:
+        return
+    meanings = {each.tokenizer_meaning for each in described}
+    # Older descriptions have no meaning, but may have the file.
+    same = (meanings - {""} and meaning(load_tokenizer(str(tokenizer))) in meanings) or any(
+        same_meaning(tokenizer, kept) for kept in _kept(data) if _sha256(kept) in sums
+    )
+    if not same:
         hint = f": {remedy}" if remedy else ""
         raise DataError(
             f"tokenizer {tokenizer} is not that of the data, which is "
             f"{tokenizers_of(described)}{hint}"
         )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_pair(prefix: str, described: list[Sidecar]) -> None:
@@ -73,7 +105,7 @@ def check_pair(prefix: str, described: list[Sidecar]) -> None:
     if not (described and path.is_file() and path.with_suffix(".idx").is_file()):
         return
     own = Sidecar.read(path)
-    if own.tokenizer_sha256 not in {each.tokenizer_sha256 for each in described}:
+    if not any(own.same_tokenizer(each) for each in described):
         raise DataError(
             f"{prefix} was prepared with the tokenizer {own.tokenizer}, and the data of the run "
             f"with {tokenizers_of(described)}: prepare its text with that one"

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -90,16 +90,32 @@ def cut(path: str, reading: Reading, chunk: int) -> Iterator[tuple[Piece, int]]:
         yield Piece(path, form, start, stop), stop - start
 
 
-def read(piece: Piece, reading: Reading) -> Iterator[str]:
+Refused = Callable[[str], tuple[str, str] | None]
+"""Function that gives the kind of a text's fault, and its place, or None."""
+
+
+def read(piece: Piece, reading: Reading, refused: Refused = lambda text: None) -> Iterator[str]:
     """Texts of a piece. Raises DataError that names file and line."""
-    for row in rows(piece, reading):
+    for row in rows(piece, reading, refused):
         if isinstance(row, Bad):
             raise BadRow(str(row))
         yield row
 
 
-def rows(piece: Piece, reading: Reading) -> Iterator[str | Bad]:
-    """Texts of a piece, empty for rows without text, and faults of broken rows."""
+def rows(
+    piece: Piece, reading: Reading, refused: Refused = lambda text: None
+) -> Iterator[str | Bad]:
+    """Texts of a piece, empty for rows without text, and faults of broken or refused rows."""
+    for row, at in _placed(piece, reading):
+        fault = refused(row) if isinstance(row, str) else None
+        yield row if fault is None else _wrong(at, *fault)
+
+
+_Placed = tuple[str | Bad, Bad]
+"""A row, and a fault at its place."""
+
+
+def _placed(piece: Piece, reading: Reading) -> Iterator[_Placed]:
     key = reading.key_of(piece.path)
     if piece.form == "parquet":
         yield from _parquet(piece, key)
@@ -108,14 +124,15 @@ def rows(piece: Piece, reading: Reading) -> Iterator[str | Bad]:
         if piece.form == "array":
             yield from _array(piece.path, stream, key)
         elif piece.form == "txt" and not reading.lines:
-            yield _decoded(_without_mark(stream.read()), Bad(piece.path, 0, 0, ""))
+            at = Bad(piece.path, 0, 0, "")
+            yield _decoded(_without_mark(stream.read()), at), at
         else:
             for number, line in enumerate(_lines(piece, stream), start=1):
                 at = Bad(piece.path, piece.start, number, "")
                 if piece.form == "txt":
-                    yield _decoded(line, at)
+                    yield _decoded(line, at), at
                 elif line.strip():
-                    yield _parsed(line, key, at)
+                    yield _parsed(line, key, at), at
 
 
 def _lines(piece: Piece, stream: BinaryIO) -> Iterator[bytes]:
@@ -186,7 +203,7 @@ def _is_array(path: str) -> bool:
         return _without_mark(stream.read(_BLOCK)).lstrip()[:1] == b"["
 
 
-def _array(path: str, stream: BinaryIO, key: str) -> Iterator[str | Bad]:
+def _array(path: str, stream: BinaryIO, key: str) -> Iterator[_Placed]:
     """Rows of a JSON array, which is read incrementally.
 
     Raises:
@@ -197,7 +214,7 @@ def _array(path: str, stream: BinaryIO, key: str) -> Iterator[str | Bad]:
         text.take("[")
         while text.next() != "]":
             at = Bad(path, 0, text.line, "")
-            yield _text(text.value(), key, at)
+            yield _text(text.value(), key, at), at
             if text.next() != "]":
                 text.take(",")
                 if text.next() == "]":
@@ -289,7 +306,7 @@ def open_parquet(path: str, key: str) -> Any:
     return file
 
 
-def _parquet(piece: Piece, key: str) -> Iterator[str | Bad]:
+def _parquet(piece: Piece, key: str) -> Iterator[_Placed]:
     """Values of the text column; null counts as empty."""
     from pyarrow import ArrowException
 
@@ -299,11 +316,11 @@ def _parquet(piece: Piece, key: str) -> Iterator[str | Bad]:
         for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=[key]):
             for value in batch.column(0):
                 row += 1
+                at = Bad(piece.path, ROW, row, "")
                 try:
-                    yield value.as_py() or ""
+                    yield value.as_py() or "", at
                 except UnicodeDecodeError as error:
-                    at = Bad(piece.path, ROW, row, "")
-                    yield _wrong(at, "not UTF-8", f" at byte {error.start}")
+                    yield _wrong(at, "not UTF-8", f" at byte {error.start}"), at
     except (ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{piece.path}: its row groups cannot be read: {reason}") from None

@@ -64,6 +64,18 @@ class Sidecar:
     """Rows of the input that gave no document."""
     bad_rows: int = 0
     """Skipped rows that were broken."""
+    tokenizer_meaning: str = ""
+    """`tokenizer.files.meaning`; empty for bytes, and in older files."""
+    special_text: str = "special"
+    """Treatment of special tokens that documents spell (`tokenizer.encoder`)."""
+    special_spelled: int = 0
+    """Number of them, if that is known."""
+
+    def same_tokenizer(self, other: "Sidecar") -> bool:
+        """Was other data made with the same tokenizer, or with one of the same meaning?"""
+        if self.tokenizer_sha256 == other.tokenizer_sha256:
+            return True
+        return self.tokenizer_meaning != "" and self.tokenizer_meaning == other.tokenizer_meaning
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")

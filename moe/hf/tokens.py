@@ -134,7 +134,7 @@ def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None
     remedy = "leave --tokenizer out to export without one"
     if (file := folder / "tokenizer.json").is_file():
         try:
-            check_of_data(file, sidecars(data), remedy)
+            check_of_data(file, data, remedy)
         except DataError as error:
             raise ConversionError(str(error)) from None
     _of_model(folder, _ids(folder, _settings(folder)), vocab_size, remedy)

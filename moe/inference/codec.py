@@ -1,6 +1,7 @@
 """Text to the tokens that a checkpoint was trained on, and back."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,23 @@ from tokenizers import Tokenizer
 
 from phalanx.configs import programs
 from phalanx.configs.schema import Config
-from phalanx.moe.data.documents import load_tokenizer
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.sidecars import (
     check_of_data,
     check_of_model,
-    prefixes,
     sidecars,
+    tokenizer_of_data,
     tokenizers_of,
 )
-from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
+from phalanx.moe.data.token_files import BYTES, BYTES_EOD
+from phalanx.moe.data.tokenizer.encoder import (
+    PLAIN,
+    ByteEncoder,
+    Encoder,
+    TokenEncoder,
+    text_of_bytes,
+)
+from phalanx.moe.data.tokenizer.files import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -26,26 +34,37 @@ class Codec:
     """A tokenizer, and the tokens that end a document."""
 
     tokenizer: Tokenizer | None
-    """None for bytes of UTF-8."""
+    """None for bytes of UTF-8; else the codec's own, whose settings change."""
     ends: tuple[int, ...]
     """Ids that end a document, that of the training data first; empty if none is known."""
+    special_text: str = PLAIN
+    """`choice` of the encoder."""
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The conversion of text to ids, which is that of the data."""
+        if self.tokenizer is None:
+            return ByteEncoder(self.special_text)
+        return TokenEncoder(self.tokenizer, self.ends, self.special_text)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without an end. Bytes that are not UTF-8 (surrogateescape) stay bytes.
 
         Raises:
-            DataError: the text has such bytes, and a tokenizer needs UTF-8.
+            DataError: the text has such bytes, and a tokenizer needs UTF-8; or it spells a special
+                token, which is refused.
         """
-        if self.tokenizer is None:
-            return list(text.encode(errors="surrogateescape"))
-        if shown(text) != text:
+        if self.tokenizer is not None and shown(text) != text:
             raise DataError(f"{shown(text)!r} is not UTF-8, which its tokenizer needs")
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        if fault := self.encoder.refused(text):
+            raise DataError("".join(fault))
+        (row,) = self.encoder.encode([text])
+        return [int(i) for i in row]
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids; invalid UTF-8 becomes U+FFFD."""
         if self.tokenizer is None:
-            return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
+            return text_of_bytes(bytes(i if i < 256 else 0xFF for i in ids))
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def continuation(self, before: list[int], ids: list[int]) -> str:
@@ -69,6 +88,7 @@ def codec_of(
     tokenizer: str | None,
     eod: str | None = None,
     *,
+    special_text: str = PLAIN,
     remedy: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
     end: str = "give --eod TOKEN",
 ) -> Codec:
@@ -79,6 +99,7 @@ def codec_of(
         vocab_size: of the model.
         tokenizer: `bytes`, a tokenizer.json or its folder; None takes that of the data.
         eod: token that ends a document, if neither data nor model define one.
+        special_text: `choice` of the encoder.
         remedy: advice on a tokenizer that is unknown or wrong.
         end: advice on special tokens that the model does not have.
 
@@ -88,7 +109,8 @@ def codec_of(
     data = common.get("config", {}).get("data", {})
     described = sidecars(data)
     if tokenizer is None:
-        tokenizer = _known(data, described)
+        known_one = tokenizer_of_data(data)
+        tokenizer = None if known_one is None else str(known_one)
     if tokenizer is None:
         names = tokenizers_of(described)
         known = f"the data was made with {names}" if names else "the data names no tokenizer"
@@ -100,20 +122,21 @@ def codec_of(
             raise DataError(f"--eod is for a tokenizer.json; byte {BYTES_EOD} ends documents")
         if names := tokenizers_of(s for s in described if s.tokenizer_sha256):
             raise DataError(f"tokenizer bytes is not that of the data, which is {names}: {remedy}")
-        return Codec(None, (BYTES_EOD,))
+        return Codec(None, (BYTES_EOD,), special_text)
     path = Path(tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"tokenizer {path} does not exist; {remedy}")
     loaded = load_tokenizer(str(path))
-    check_of_data(path, described)
+    check_of_data(path, data)
     check_of_model(path, loaded.get_vocab(with_added_tokens=True), vocab_size)
     if eod is None:
-        return Codec(loaded, _ends(path, data, common.get("huggingface"), vocab_size, end))
+        ends = _ends(path, data, common.get("huggingface"), vocab_size, end)
+        return Codec(loaded, ends, special_text)
     number = loaded.token_to_id(eod)
     if number is None:
         raise DataError(f"--eod {eod} is not a token of {path}")
-    return Codec(loaded, (number,))
+    return Codec(loaded, (number,), special_text)
 
 
 def codec_of_run(cfg: Config) -> Codec:
@@ -129,14 +152,6 @@ def codec_of_run(cfg: Config) -> Codec:
     )
     end = "correct that file, or set run.sample_every=0"
     return codec_of(data, cfg.model.vocab_size, None, remedy=remedy, end=end)
-
-
-def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
-    """`bytes`, or a tokenizer.json next to the data; None if there is none."""
-    if data.get("source") == "embedded" or {s.tokenizer for s in described} == {BYTES}:
-        return BYTES
-    files = [path for prefix in prefixes(data) if (path := tokenizer_beside(prefix)).is_file()]
-    return str(files[0]) if files else None
 
 
 def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, remedy: str) -> tuple[int, ...]:

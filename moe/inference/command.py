@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phalanx.configs import programs
+from phalanx.moe.data.tokenizer.encoder import CHOICES, HELP
 from phalanx.moe.report.progress import progress
 from phalanx.moe.report.quiet import quiet
 from phalanx.parallel.checkpoint import commit
@@ -18,8 +19,14 @@ if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
 
 
-def parser(script: str, manual: str | None) -> argparse.ArgumentParser:
-    """Parser with the options for checkpoint, tokenizer and device."""
+def parser(script: str, manual: str | None, special_text: str) -> argparse.ArgumentParser:
+    """Parser with the options for checkpoint, tokenizer and device.
+
+    Args:
+        script: name of the command.
+        manual: its docstring.
+        special_text: default of --special-text.
+    """
     command = programs.parser(script, manual)
     add = command.add_argument
     add(
@@ -32,6 +39,7 @@ def parser(script: str, manual: str | None) -> argparse.ArgumentParser:
         help="tokenizer.json of Hugging Face, or bytes (default: that of the run's data)",
     )
     add("--eod", metavar="TOKEN", help="token that ends a document, if it is not known")
+    add("--special-text", choices=CHOICES, default=special_text, help=HELP)
     add("--context", type=int, metavar="N", help="context length in tokens (default: as trained)")
     add(
         "--device",

@@ -11,8 +11,9 @@ Legend: B sequences, S tokens of a sequence, N tokens of a file.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from phalanx.configs.addresses import is_address
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.packed_files import NAMES, kind_of
 from phalanx.moe.data.packing import positions
-from phalanx.moe.data.text_rows import Reading, cut, read
+from phalanx.moe.data.text_rows import Reading, Refused, cut, read
 from phalanx.moe.data.token_files import open_corpus
 from phalanx.moe.inference.codec import Codec
 
@@ -42,6 +43,8 @@ class Text:
     """UTF-8 bytes of the text; None if that is not known."""
     position_N: np.ndarray | None = None
     """Position of each token in its document; None if attention crosses documents."""
+    spelled: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens that the text spells, by token; empty for a pair."""
 
     @property
     def predicted(self) -> int:
@@ -115,8 +118,7 @@ def text_of(
         text = _of_corpus(path, str(local), limit, apart)
         progress(text.ids_N.nbytes)
     elif kind_of(local) and local.is_file():
-        texts = _documents(local, reading)
-        text = _of_documents(path, texts, codec(), limit, apart, progress)
+        text = _of_documents(path, local, reading, codec(), limit, apart, progress)
     elif is_address(path):
         raise DataError(f"{path} is an address; evaluate copies of its files in a folder")
     else:
@@ -166,14 +168,15 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
         yield Score(nats, tokens, share, count - tokens + first)
 
 
-def _documents(path: Path, reading: Reading) -> Iterator[str]:
+def _documents(path: Path, reading: Reading, refused: Refused) -> Iterator[str]:
     for piece, _ in cut(str(path), reading, 1 << 62):
-        yield from read(piece, reading)
+        yield from read(piece, reading, refused)
 
 
 def _of_documents(
     name: str,
-    texts: Iterator[str],
+    path: Path,
+    reading: Reading,
     codec: Codec,
     limit: int | None,
     apart: bool,
@@ -182,12 +185,14 @@ def _of_documents(
     if not codec.ends:
         raise DataError("the token that ends a document is not known: give --eod TOKEN")
     end, parts, tokens, text_bytes = codec.ends[0], [[codec.ends[0]]], 0, 0
-    for text in texts:
+    spelled, encoder = Counter[str](), codec.encoder
+    for text in _documents(path, reading, encoder.refused):
         ids = codec.encode(text)
         if not ids:
             continue
         parts.append([*ids, end])
         tokens += len(ids) + 1
+        spelled.update(token for token, _ in encoder.spelled(text))
         size = len(text.encode())
         text_bytes += size
         progress(size)
@@ -196,8 +201,8 @@ def _of_documents(
     ids_N = np.concatenate([np.array(part, np.int64) for part in parts])
     if apart and len(parts) > 1:
         position_N = positions(np.array([len(part) for part in parts[1:]]))
-        return Text(name, ids_N[1:], text_bytes, position_N)
-    return Text(name, ids_N, text_bytes)
+        return Text(name, ids_N[1:], text_bytes, position_N, spelled)
+    return Text(name, ids_N, text_bytes, spelled=spelled)
 
 
 def _of_corpus(name: str, prefix: str, limit: int | None, apart: bool) -> Text:

@@ -212,6 +212,39 @@ def test_a_model_that_is_no_number_has_no_result(
     assert not (tmp_path / "out.json").exists()
 
 
+def test_special_tokens_are_text_in_files_and_tokens_in_prompts(tmp_path: Path) -> None:
+    folder = qwen3(tmp_path / "theirs", vocab_size=312)
+    assert convert_hf.main(["import", str(folder), str(tmp_path / "step")]) == 0
+    llama().save(str(tmp_path / "tokenizer.json"))
+    given = [tmp_path / "step", "--tokenizer", tmp_path / "tokenizer.json", "--eod", "</s>"]
+    given += ["--context", "32", "--tokens", "3", "--prompt", "a</s>b</s>"]
+    outputs = {}
+    for choice in ("special", "plain"):
+        told = f"-- special tokens in the prompt, taken as {choice}: 2 '</s>'"
+        outputs[choice] = command(sample.main, *given, "--special-text", choice)
+        assert outputs[choice].code == 0 and told in outputs[choice].err.splitlines()
+    default = command(sample.main, *given)
+    assert default.out == outputs["special"].out != outputs["plain"].out
+    refused = command(sample.main, *given, "--special-text", "error")
+    assert refused.code == 2 and "sample: the special token '</s>' in the text at" in refused.err
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "a</s>b</s>"}))
+    given = [tmp_path / "step", tmp_path / "t.jsonl", *given[1:7], "--json", tmp_path / "out.json"]
+    tokens = {}
+    for choice in ("special", "plain"):
+        told = f"t.jsonl: special tokens spelled, taken as {choice}: 2 '</s>'\n"
+        output = command(evaluate.main, *given, "--special-text", choice)
+        assert output.code == 0 and told in output.err
+        report = json.loads((tmp_path / "out.json").read_text())
+        (scores,) = report["files"].values()
+        tokens[choice] = scores["tokens"]
+        assert report["special_text"] == choice
+    codec = Codec(llama(), (2,))
+    assert tokens == {"special": 5, "plain": len(codec.encode("a</s>b</s>")) + 1}
+    assert command(evaluate.main, *given).err.count("taken as plain: 2 '</s>'") == 1
+    refused = command(evaluate.main, *given, "--special-text", "error")
+    assert refused.code == 2 and "t.jsonl:1: the special token '</s>' in the text" in refused.err
+
+
 def test_numbers_of_a_score_are_json() -> None:
     actual = evaluate.content(Score(8000.0, 10, 3))
     assert actual["loss"] == 800.0 and actual["perplexity"] is None

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.sidecars import check_pair, sidecars
-from phalanx.moe.inference.codec import codec_of, shown
+from phalanx.moe.inference.codec import Codec, codec_of, shown
 from phalanx.scripts import prepare_data
 
 
@@ -107,6 +107,39 @@ def test_a_pair_of_another_tokenizer_is_refused(tokenizer: Path, corpus: str) ->
     check_pair(str(tokenizer), described)
     check_pair(corpus, [])
     other = replace(described[0], tokenizer="other.json", tokenizer_sha256="0")
+    check_pair(corpus, [other])  # of other bytes and the same meaning
+    other = replace(other, tokenizer_meaning="0")
     why = "was prepared with the tokenizer tok/tokenizer.json, and the data of the run with other"
     with pytest.raises(DataError, match=why):
         check_pair(corpus, [other])
+
+
+def test_a_prompt_may_spell_special_tokens(tokenizer: Path, corpus: str) -> None:
+    data = common(source="indexed", blend=[corpus])
+
+    def codec(choice: str) -> Codec:
+        return codec_of(data, 4, None, special_text=choice)
+
+    text = "a <end> b"
+    assert codec("special").encode(text) == [1, 0, 2]
+    assert codec("plain").encode(text) == [1, 3, 3, 3, 2], "`<`, `end` and `>` are unknown words"
+    assert codec_of(data, 4, None).encode(text) == codec("plain").encode(text)
+    with pytest.raises(DataError, match="the special token '<end>' in the text at character 2"):
+        codec("error").encode(text)
+    assert codec("error").encode("a b") == [1, 2]
+
+
+def test_a_tokenizer_of_other_bytes_and_the_same_meaning_is_that_of_the_data(
+    tokenizer: Path, corpus: str
+) -> None:
+    """The description of the data says so, or the copy next to data of before."""
+    data = common(source="indexed", blend=[corpus])
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=7))
+    assert codec_of(data, 4, str(tokenizer)).encode("b a") == [2, 1]
+    description = Path(f"{corpus}.json")
+    content = json.loads(description.read_text())
+    description.write_text(json.dumps(content | {"tokenizer_meaning": ""}))
+    assert codec_of(data, 4, str(tokenizer)).encode("b a") == [2, 1]
+    Path(f"{corpus}.tokenizer.json").unlink()
+    with pytest.raises(DataError, match="is not that of the data, which is tok/tokenizer.json"):
+        codec_of(data, 4, str(tokenizer))
