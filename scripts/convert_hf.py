@@ -30,7 +30,7 @@ from phalanx.scripts.output.reader import may_leave
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3
-  convert_hf.py export runs/mine/checkpoints/step_00001000 exported --tokenizer DeepSeek-V3
+  convert_hf.py export runs/mine/checkpoints/step_00001000 exported
   convert_hf.py export s3://bucket/runs/mine exported
 
 A run starts from an imported checkpoint with the overrides that import prints and
@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer",
         type=folder_argument,
         metavar="FOLDER",
-        help="copy the tokenizer's files from here",
+        help="copy the tokenizer's files from here (default: the tokenizer of the run's data)",
     )
     p_out.add_argument("--dtype", choices=["bf16", "fp32"], help="of weights (default: as saved)")
     _tokens(p_out, "what data, tokenizer or imported model say")

@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
 from phalanx.moe.hf.shards import Shards
 from phalanx.moe.hf.source import SourceFolder, read_json
+from phalanx.moe.hf.tokenizer_files import files_of_data, files_of_folder
 from phalanx.moe.hf.tokens import (
     GENERATION,
     Chosen,
@@ -40,18 +41,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
 """Called with the amount done since the last call, and the total."""
-
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-"""Files that are copied with exported weights, if they exist."""
 
 _SHARD = 5 << 30  # bytes of data in an exported file
 _CONTEXT = 4096  # tokens, if neither run nor imported model define it
@@ -147,13 +136,13 @@ def export_checkpoint(
     verifying: Progress = lambda done, total: None,
     progress: Progress = lambda done, total: None,
 ) -> SpecialTokens:
-    """Write the weights of a checkpoint as a Hugging Face folder; returns its special tokens.
+    """Write a checkpoint as a Hugging Face folder, with a tokenizer; returns its special tokens.
 
     Args:
         checkpoint: folder or address, of any run and layout; it is verified first.
         out: the folder; must not exist.
         dtype: of the weights, bf16 or fp32; that of the checkpoint by default.
-        tokenizer: folder whose tokenizer files are copied.
+        tokenizer: folder whose tokenizer files are copied; that of the run's data by default.
         shard_bytes: maximum bytes of data in one file.
         tokens: ids of special tokens that replace the known ones.
         verifying: progress of the verification, in bytes.
@@ -165,7 +154,7 @@ def export_checkpoint(
         CheckpointMismatch: its configuration is not understood.
         OSError: the checkpoint cannot be read, or the folder cannot be written.
     """
-    copied = _tokenizer_files(tokenizer) if tokenizer else []
+    named = files_of_folder(tokenizer) if tokenizer else None
     with new_folder(out) as unfinished:
         reader = PieceReader(checkpoint, verifying)
         saved = understood(reader.common.get("config", {}))
@@ -177,6 +166,7 @@ def export_checkpoint(
         context = max(data.get("sequence_length", 0), besides(base).get(_POSITIONS, 0)) or _CONTEXT
         if tokenizer:
             check_tokenizer(tokenizer, data, model.vocab_size)
+        files = named or files_of_data(data, model.vocab_size)
         special = special_tokens(data, tokenizer, base, model.vocab_size, tokens)
         weights = dtype or (reader.dtype(_WORDS) if _WORDS in reader.keys() else torch.bfloat16)
         text = to_json(model, context, str(weights).removeprefix("torch.")) | special.ids
@@ -196,10 +186,9 @@ def export_checkpoint(
         shards.index()
         _write(unfinished / "config.json", text)
         _write(unfinished / GENERATION, special.generation)
-        for file in copied:
-            shutil.copyfile(file, unfinished / file.name)
+        files.write(unfinished, special.ids, context)
         unfinished.rename(out)
-    return special
+    return replace(special, notes=(*special.notes, files.note))
 
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -273,17 +262,6 @@ def _section(saved: SavedKnobs, prefix: str) -> dict[str, Any]:
     """Knobs of a section without subsections, by their name in it."""
     knobs = saved.values.items()
     return {path.removeprefix(prefix): value for path, value in knobs if path.startswith(prefix)}
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    files = [folder / name for name in TOKENIZER if (folder / name).is_file()]
-    if not folder.is_dir():
-        raise ConversionError(
-            f"there is no folder {folder}: --tokenizer takes a local folder, not a hub's name"
-        )
-    if not files:
-        raise ConversionError(f"{folder} has no tokenizer files ({', '.join(TOKENIZER[:3])}, ...)")
-    return files
 
 
 @contextmanager

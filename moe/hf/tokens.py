@@ -37,7 +37,7 @@ class SpecialTokens:
     """generation_config.json: the same ids, and all other fields of the model's file. Its
     `eos_token_id` may list more ids at which a text ends."""
     notes: tuple[str, ...] = ()
-    """Lines on ids that differ from those of the tokenizer."""
+    """Lines on ids that differ from those of the tokenizer, and on the tokenizer of an export."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None
     Raises:
         ConversionError: it is not, or cannot be read.
     """
-    remedy = "leave --tokenizer out to export without one"
+    remedy = "leave --tokenizer out to export that of the data"
     if (file := folder / "tokenizer.json").is_file():
         try:
             check_of_data(file, data, remedy)

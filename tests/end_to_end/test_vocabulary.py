@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx import train
@@ -73,7 +74,25 @@ def test_a_run_takes_the_vocabulary_of_its_data(corpus: str, tmp_path: Path) -> 
         argv = ["export", folder, *words] if script is convert_hf.main else [folder, *words]
         output = command(script, *argv)
         assert output.code == 0, output.err
+    assert f"\n  tokenizer: that of the data, {corpus}.tokenizer.json\n" in output.out
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 384
+    opened_by_transformers(tmp_path / "hf", corpus)
+
+
+def opened_by_transformers(folder: Path, corpus: str) -> None:
+    """The tokenizer of the data is there without an option, and ends texts as the data does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    data = IndexedDataset(corpus)  # unmaps its rows when it goes
+    ids = data[0].tolist()
+    assert tokenizer(text()[0].decode()).input_ids == ids[:-1]
+    end = model.generation_config.eos_token_id
+    assert ids[-1] == tokenizer.eos_token_id == model.config.eos_token_id == end
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|endoftext|>")
+    batch = tokenizer(["def ", "import os"], padding=True, return_tensors="pt")
+    assert model.generate(**batch, max_new_tokens=2).shape[0] == 2
 
 
 def test_it_is_said_before_a_launch(

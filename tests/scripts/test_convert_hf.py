@@ -76,6 +76,7 @@ def test_there_and_back(
     ends = [line.split("|")[0] for line in shown.splitlines()]
     assert ends.index("verifying: 100%") < ends.index("exporting:   0%")
     assert ends[-1] == "exporting: 100%"
+    assert "\n  no tokenizer: the data names none, or is not here; give --tokenizer" in printed
     assert "  eos_token_id=9\n  not known, left empty: bos_token_id, pad_token_id" in printed
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
     theirs, back = tensors(folder), tensors(tmp_path / "back")

@@ -139,7 +139,7 @@ class TokenEncoder(Encoder):
 
     def _pieces(self, number: int) -> list[int]:
         """Ids of the first character of a token's spelling, and of the others."""
-        content = self._tokenizer.id_to_token(number)
+        content = str(self._tokenizer.id_to_token(number))
         halves = [half for half in (content[:1], content[1:]) if half]
         ids = [token.id for half in halves for token in self._tokenizer.model.tokenize(half)]
         if not ids or number == self._unknown or self._unknown in ids or self._inside[ids].any():

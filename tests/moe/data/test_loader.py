@@ -556,6 +556,10 @@ def test_a_blend_of_two_tokenizers_is_refused(tmp_path: Path) -> None:
     sidecar(tmp_path / "b.json", tokenizer="other", tokenizer_sha256="1")
     with pytest.raises(DataError, match="mixes tokenizers: t in .*a.json, other in .*b.json"):
         build(tmp_path, paths, 10)
+    same = {"tokenizer_meaning": "m"}
+    sidecar(tmp_path / "a.json", **same)
+    sidecar(tmp_path / "b.json", tokenizer="other", tokenizer_sha256="1", **same)
+    build(tmp_path, paths, 10)
 
 
 def test_batch_sizes_must_divide() -> None:

@@ -247,6 +247,11 @@ def test_tokenizer_files_are_copied(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no tokenizer files"):
         export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tokenizer)
     (tokenizer / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        ConversionError, match=r"tokenizer/tokenizer\.json is not a tokenizer\.json"
+    ):
+        export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tokenizer)
+    (tokenizer / "tokenizer_config.json").write_text("{}")
     (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 5}')
     (tokenizer / "config.json").write_text('{"eos_token_id": 2}')
     (tokenizer / "pytorch_model.bin").write_text("not this")
