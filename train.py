@@ -164,6 +164,7 @@ _LARGE = 10**8
 
 def _dry_run(cfg: "Config", argv: list[str]) -> int:
     """Say what the run would take, or what layout is best; 0 if it fits, 2 if not."""
+    from phalanx.configs.redact import redacted
     from phalanx.configs.validate import ConfigError
     from phalanx.moe.data.host_cache import DataError
     from phalanx.moe.estimate.dry_run import dry_run
@@ -177,7 +178,7 @@ def _dry_run(cfg: "Config", argv: list[str]) -> int:
         else:
             page, code = search_page(cfg, world, argv)
     except (ConfigError, DataError) as error:
-        page, code = f"error: {error}\n", 2
+        page, code = redacted(f"error: {error}\n"), 2
     if os.environ.get("RANK", "0") == "0":
         print(page, end="", file=sys.stderr if page.startswith("error") else sys.stdout)
     return code

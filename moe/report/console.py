@@ -1,9 +1,9 @@
 """console.log in the run folder: everything that rank 0 printed, launch after launch.
 
-Output still reaches the terminal. Lines from before the run folder may be written are buffered
-until then; later ones are in the file as soon as they are printed, without secrets. Other ranks
-print nothing unless they fail, so only their stderr is logged. A log that cannot be written never
-stops a run.
+Output still reaches the terminal; neither it nor the file gets secrets. Lines from before the run
+folder may be written are buffered until then; later ones are in the file as soon as they are
+printed. Other ranks print nothing unless they fail, so only their stderr is logged. A log that
+cannot be written never stops a run.
 """
 
 import errno
@@ -85,7 +85,7 @@ class Console:
 
 
 class _Copied:
-    """A stream that also passes every complete line to a console."""
+    """A stream without secrets that also passes every complete line to a console."""
 
     def __init__(self, stream: TextIO, console: Console) -> None:
         self._stream, self._console = stream, console
@@ -95,7 +95,8 @@ class _Copied:
         *lines, self._partial.text = (getattr(self._partial, "text", "") + text).split("\n")
         for line in lines:
             self._console.line(line + "\n")
-        return self._stream.write(text)
+        self._stream.write(redacted(text))
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -3,14 +3,15 @@
 from typing import Any
 
 from phalanx.configs.formats import described
+from phalanx.configs.redact import redacted
 from phalanx.moe.report.start_page import device
 from phalanx.moe.training.setup import Job
 
 
 def title_facts(job: Job) -> dict[str, Any]:
-    """Model, data, device, precision and expert kernels, as JSON values."""
+    """Model, data, device, precision and expert kernels, as JSON values without secrets."""
     cfg = job.cfg
-    return {
+    facts = {
         "run": cfg.run.name,
         "model": cfg.model.name,
         "data": cfg.data.source,
@@ -21,3 +22,4 @@ def title_facts(job: Job) -> dict[str, Any]:
         "precision": described(cfg),
         "experts": job.choices[0].backend,
     }
+    return redacted(facts)

@@ -19,6 +19,7 @@ from phalanx.configs.knobs import changed, get, listed, overrides
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, largest_divisor
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import is_valid
+from phalanx.parallel.fault.private_files import open_private
 
 _HOST = "DefaultCPUAllocator: can't allocate memory"
 
@@ -100,6 +101,7 @@ def _snapshot(path: Path) -> str:
         return ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        open_private(path, "wb").close()  # it has stacks in it; torch opens the file that is there
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:
         return f"; no memory snapshot: {error}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
+from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.router import balance
@@ -48,8 +49,9 @@ def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], s
     names = sorted({name for layers in by_rank for name in layers}, key=_order)
     ids = {name: np.concatenate([x[name] for x in by_rank if name in x]) for name in names}
     path, experts = Path(cfg.run.record_routing), cfg.model.moe.experts
+    name = redacted(cfg.model.name)
     try:
-        facts = on_main(lambda: write(path, ids, model=cfg.model.name, experts=experts, step=step))
+        facts = on_main(lambda: write(path, ids, model=name, experts=experts, step=step))
     except Failed as failed:
         raise ConfigError(
             f"the routing was not written to run.record_routing={path}: {failed}; all steps are "

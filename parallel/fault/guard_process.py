@@ -21,9 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from phalanx.configs.redact import redacted
 from phalanx.parallel.fault.guard import LOST, SIGNALS
 from phalanx.parallel.fault.hub import Hub, until_next
 from phalanx.parallel.fault.launcher import tell
+from phalanx.parallel.fault.private_files import make_private, open_private
 from phalanx.parallel.fault.verdict import QUIET, Where, died, error_line, silent
 from phalanx.parallel.folder_lock import Keeper
 
@@ -221,8 +223,9 @@ class GuardProcess:
         at, stacks = self._state.get("at", "start"), os.pread(self._stacks, 1 << 20, 0)
         head = f"{self._verdict['text']}\n\nrank {self._where.rank} was in {at}, in a call that "
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".new").write_bytes((head + "held up Python\n\n").encode() + stacks)
+            make_private(self._folder)
+            with open_private(path.with_suffix(".new"), "wb") as file:
+                file.write((redacted(head) + "held up Python\n\n").encode() + stacks)
             path.with_suffix(".new").replace(path)
 
     # --- messages ---------------------------------------------------------------------------------

@@ -4,12 +4,18 @@ import json
 import os
 import time
 
+from phalanx.configs.redact import redacted
+
 
 def tell(text: str) -> None:
-    """Leave a message where torchrun looks for it, so that its report ends with it."""
+    """Leave a message where torchrun looks for it, so that its report ends with it.
+
+    Without secrets.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    text = redacted(text)
     about = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
         with open(path, "w", encoding="utf-8") as file:

@@ -1,4 +1,7 @@
-"""Files of a rank whose job fails: Python stacks and the record of its collectives."""
+"""Files of a rank whose job fails: Python stacks and the record of its collectives.
+
+Only the user of the run may read them.
+"""
 
 import faulthandler
 import json
@@ -16,6 +19,7 @@ import torch.distributed as dist
 
 from phalanx.configs.redact import redacted
 from phalanx.parallel.fault.activity import current_progress
+from phalanx.parallel.fault.private_files import make_private, open_private
 from phalanx.parallel.fault.verdict import Where
 
 
@@ -26,21 +30,19 @@ def write(folder: Path, rank: int, verdict: str, error: Exception | None) -> Non
         folder: created.
         rank: of this process.
         verdict: why the job ends.
-        error: what this rank has raised, if anything; its traceback is written without secrets.
+        error: what this rank has raised, if anything. All is written without secrets.
     """
-    stack = "" if error is None else redacted("".join(traceback.format_exception(error)))
+    stack = "" if error is None else "".join(traceback.format_exception(error))
+    head = redacted(f"{verdict}\n\nrank {rank} was in {current_progress().at}\n{stack}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
-            print(
-                f"{verdict}\n\nrank {rank} was in {current_progress().at}\n{stack}",
-                file=file,
-                flush=True,
-            )
+        make_private(folder)
+        with open_private(folder / f"rank_{rank}.txt", "w", encoding="utf-8") as file:
+            print(head, file=file, flush=True)
             faulthandler.dump_traceback(file)
             with _stderr_to(file):
                 record = _flight_record(broken="CUDA error" in stack)
-        (folder / f"rank_{rank}.collectives.json").write_bytes(record)
+        with open_private(folder / f"rank_{rank}.collectives.json", "wb") as file:
+            file.write(record)
     except OSError as problem:
         print(f"rank {rank}: stacks not written: {problem}", file=sys.stderr, flush=True)
 
@@ -90,6 +92,7 @@ def end_stopped(folder: Path, where: Where) -> None:
             return
         note = f"{where} did not answer, so its stack is unknown; it was {process.status()}\n"
         process.kill()
-        (folder / f"rank_{where.rank}.txt").write_text(note, encoding="utf-8")
+        with open_private(folder / f"rank_{where.rank}.txt", "w", encoding="utf-8") as file:
+            file.write(note)
     except (psutil.Error, OSError):
         pass  # another rank of this host was faster, or the process is not there

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.configs.redact import redacted
+
 SETTLE = 0.5  # seconds after the first bad news in which the others' news still come in
 AGREED = 2.0  # the same after an error that all ranks may have raised, one later than another
 QUIET = 1.0  # seconds without a heartbeat after which a rank is not well
@@ -101,8 +103,8 @@ def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict 
 
 
 def error_line(text: str, folder: Path) -> str:
-    """Line that tells the user a verdict's `text` and the folder of the post-mortem."""
-    return f"error: {text}; stacks and collectives of the ranks: {folder}"
+    """Line, without secrets, that tells the user a verdict and the folder of the post-mortem."""
+    return redacted(f"error: {text}; stacks and collectives of the ranks: {folder}")
 
 
 def died(where: Where, at: str) -> str:

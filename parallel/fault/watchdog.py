@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
+from phalanx.configs.redact import redacted
 from phalanx.parallel.fault import post_mortem
 from phalanx.parallel.fault.activity import current_progress
 from phalanx.parallel.fault.guard import LOST, Guard
@@ -135,7 +136,8 @@ class Watchdog:
             return True
         self._error, self._own = error, own
         self._reported.set()
-        self._guard.send({"do": "failed", "failed": True, "own": own, "reason": reason[:2000]})
+        reason = redacted(reason)[:2000]  # other ranks tell it and write it down
+        self._guard.send({"do": "failed", "failed": True, "own": own, "reason": reason})
         self._decided.wait()
         assert self._verdict is not None
         if not self._leaves_by_itself(self._verdict):

@@ -91,7 +91,9 @@ def out_of_gpu_memory(rank: int, folder: Path) -> Iterator[None]:
             yield
     finally:
         torch.cuda.is_initialized, torch.cuda.memory._dump_snapshot = real
-    assert (folder / "runs/run/memory_rank0.pickle").read_text() == "snapshot"
+    snapshot = folder / "runs/run/memory_rank0.pickle"
+    assert snapshot.read_text() == "snapshot"
+    assert snapshot.stat().st_mode & 0o777 == 0o600  # stacks are for the user of the run
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """No secret is written: not by a run, and not by one that fails."""
 
+import gzip
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from phalanx.configs.redact import redacted
 from tests.support.launch import Launch
 from tests.support.runs import SMALL, TINY
 
-KEY, PASSWORD = "0123456789abcdef0123", "hunter22"
+KEY, PASSWORD, SLASHED = "0123456789abcdef0123", "hunter22", "/bPxRfiCYEXAMPLE+KEY"
 ADDRESS = f"https://me:{PASSWORD}@host/data"
 
 
@@ -28,12 +29,32 @@ ADDRESS = f"https://me:{PASSWORD}@host/data"
         ("mail me@host, see https://host/a@b", "mail me@host, see https://host/a@b"),
         ("/home/me/key.json", "/home/me/key.json"),
         ("tokens 12345678", "tokens 12345678"),
+        # A key may begin as a path does, and has other characters in an address.
+        (f"secret {SLASHED}: refused", "secret ***: refused"),
+        ("https://h/%2FbPxRfiCYEXAMPLE%2BKEY/x", "https://h/***/x"),
+        ("token ~.~tilde", "token ***"),
+        ("https://me:p@ss@host/a@b", "https://***@host/a@b"),
+        # Short ones are replaced as words; flags and single numbers are none.
+        ("pin=1234567, 'pw12'.", "pin=***, '***'."),
+        ("xpw12 pw123 pw12-a /pw12/ a.pw12 pw12.py", "xpw12 pw123 pw12-a /pw12/ a.pw12 pw12.py"),
+        ("step 1: a True friend", "step 1: a True friend"),
+        # Each line of a key, as output is by lines.
+        ("MIIEvQIBADANBgkq", "***"),
+        # Places of secrets are told.
+        ("no /home/me/.aws/credentials", "no /home/me/.aws/credentials"),
     ],
 )
 def test_what_is_a_secret(text: str, clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("GOOGLE_CREDENTIALS", "/home/me/key.json")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/home/me/.aws/credentials")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SLASHED)
+    monkeypatch.setenv("GH_TOKEN", "~.~tilde")
     monkeypatch.setenv("SHORT_TOKEN", "1234567")
+    monkeypatch.setenv("PGPASSWORD", "pw12")
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    monkeypatch.setenv("USE_AUTH_TOKEN", "true")
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN-----\nMIIEvQIBADANBgkq\n")
     monkeypatch.setenv("TOKENS_PER_STEP", "12345678")
     assert redacted(text) == clean
     assert redacted({"a": [text, 1, None], "b": (text,)}) == {"a": [clean, 1, None], "b": (clean,)}
@@ -42,26 +63,32 @@ def test_what_is_a_secret(text: str, clean: str, monkeypatch: pytest.MonkeyPatch
 @contextmanager
 def secrets(rank: int) -> Iterator[None]:
     os.environ["WANDB_API_KEY"] = KEY
+    os.environ["AWS_SECRET_ACCESS_KEY"] = SLASHED
     sys.argv[1:] = [f"model.name={ADDRESS}"]  # which wandb would read
     yield
 
 
 def written(folder: Path) -> bytes:
-    return b"\n".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    """Contents of all files of a folder, or of one file, as they are before compression."""
+    paths = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.is_file()]
+    found = [gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths]
+    return b"\n".join(found)
 
 
 @pytest.mark.dist
 def test_a_run_writes_none(tmp_path: Path) -> None:
-    named = [f"model.name='{ADDRESS}'", f"run.project={KEY}", "run.wandb=offline"]
-    command = [*TINY, "data=synthetic", *named]
-    command += ["run.steps=1", "run.tensorboard=true", f"run.dir={tmp_path}"]
+    named = [f"model.name='{ADDRESS}{SLASHED}'", f"run.project={KEY}", "run.wandb=offline"]
+    command = [*TINY, "data=synthetic", *named, f"run.record_routing={tmp_path}/routing"]
+    command += ["run.steps=1", "run.tensorboard=true", f"run.dir={tmp_path}", "run.profile=[1,1]"]
     with Launch(1, command, tmp_path / "out", secrets) as launch:
         assert launch.wait() == [0], launch.output(0)
     everything = written(tmp_path)
-    assert KEY.encode() not in everything and PASSWORD.encode() not in everything
-    assert "https://***@host/data" in launch.output(0)
-    for kept in ("run/wandb", "run/checkpoints"):  # the configuration is there, without the secret
-        assert b"https://***@host/data" in written(tmp_path / kept)
+    for secret in (KEY, PASSWORD, SLASHED):
+        assert secret.encode() not in everything
+    assert "https://***@host/data***" in launch.output(0)
+    # The configuration is there, without the secret.
+    for kept in ("run/wandb", "run/checkpoints", "run/launches", "run/trace_1_1.json.gz", "routing"):
+        assert b"https://***@host/data***" in written(tmp_path / kept)
 
 
 @pytest.mark.dist

@@ -55,13 +55,14 @@ def test_other_ranks_leave_their_errors_only(tmp_path: Path) -> None:
 
 def test_no_secret_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    console = Console(0)
-    with redirect_stdout(io.StringIO()), console.copied():
+    console, out = Console(0), io.StringIO()
+    with redirect_stdout(out), console.copied():
         print("early 0123456789abcdef")
         console.keep(tmp_path, "x=0123456789abcdef")
         print("late", "01234567", end="")
         print("89abcdef")
     assert (tmp_path / NAME).read_text() == "==== x=***\nearly ***\nlate ***\n"
+    assert out.getvalue().startswith("early ***\n")  # the terminal, by what is printed at once
 
 
 def test_a_full_disk_costs_the_log_only(tmp_path: Path) -> None:

@@ -50,6 +50,24 @@ def test_the_user_is_told_once(
         of_rank.close()
 
 
+def test_stacks_that_a_guard_writes_are_for_the_user_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "/slashed+key")
+    rank, of_rank = socket.socketpair()
+    with rank, of_rank, (tmp_path / "stacks").open("w+") as stacks:
+        stacks.write("File train.py")
+        stacks.flush()
+        guard = GuardProcess(of_rank, os.getpid(), stacks.fileno(), alone=False)
+        guard._folder, guard._where = tmp_path / "failures/now", Where(2, "here", 1, 0.0)
+        guard._verdict = {"text": "rank 1 died of /slashed+key"}
+        guard._write_stacks()
+    (left,) = (tmp_path / "failures/now").iterdir()
+    assert left.read_text().startswith("rank 1 died of ***\n")
+    assert left.read_text().endswith("held up Python\n\nFile train.py")
+    assert (left.stat().st_mode & 0o777, left.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
 @pytest.mark.parametrize(("rank", "named"), [(1, True), (0, False)])
 def test_a_silent_hub_is_rank_0_for_all_others(rank: int, named: bool) -> None:
     """Rank 0's own guard has the hub, and was merely slow if it has not heard of it."""

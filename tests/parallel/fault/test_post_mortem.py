@@ -27,15 +27,35 @@ def test_collectives_of_nccl_are_left_behind(tmp_path: Path) -> None:
     assert [entry["profiling_name"] for entry in record["entries"]] == ["nccl:all_reduce"]
 
 
-def test_a_traceback_is_left_behind_without_secrets(tmp_path: Path) -> None:
+def test_a_traceback_is_left_behind_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "/slashed+key")
+
     def fails() -> None:
-        raise ConnectionError("no answer from s3://me:hunter2@bucket")
+        raise ConnectionError("no answer from s3://me:hunter2@bucket with /slashed+key")
 
     with pytest.raises(ConnectionError) as info:
         fails()
-    post_mortem.write(tmp_path, 3, "rank 1 died", info.value)
+    post_mortem.write(tmp_path, 3, "rank 1 hangs; it has /slashed+key", info.value)
     text = (tmp_path / "rank_3.txt").read_text()
-    assert "in fails\n" in text and "ConnectionError: no answer from s3://***@bucket\n" in text
+    assert text.startswith("rank 1 hangs; it has ***\n") and "in fails\n" in text
+    assert "ConnectionError: no answer from s3://***@bucket with ***\n" in text
+    assert "slashed" not in text.replace('with /slashed+key")', "")  # a line of code is no value
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022])
+def test_only_the_user_of_the_run_may_read_them(tmp_path: Path, umask: int) -> None:
+    folder = tmp_path / "failures/now"
+    before = os.umask(umask)
+    try:
+        post_mortem.write(folder, 3, "rank 1 died", None)
+        (folder / "rank_3.txt").chmod(0o644)  # as an earlier version would have left it
+        post_mortem.write(folder, 3, "rank 1 died", None)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes == {"now": 0o700, "rank_3.txt": 0o600, "rank_3.collectives.json": 0o600}
 
 
 def test_a_record_that_cannot_be_had_costs_no_more(
