@@ -139,8 +139,11 @@ def resolve(wanted: str, ranks: Sequence[Rank]) -> Transport:
             "set parallel.dispatch=alltoall or parallel.expert=1"
         )
     if reason := _refuse(wanted, ranks):
+        # A job has several groups, so that what is true of one need not be true of the job.
+        size, first = len(ranks), ranks[0].number
+        where = f" in the group of rank {first} (parallel.expert={size})" if size > 1 else ""
         raise ValueError(
-            f"parallel.dispatch={wanted} cannot run: {reason}; set parallel.dispatch=auto"
+            f"parallel.dispatch={wanted} cannot run{where}: {reason}; set parallel.dispatch=auto"
         )
     return _transport(wanted, f"parallel.dispatch={wanted}", ranks)
 

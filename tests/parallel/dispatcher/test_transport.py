@@ -25,6 +25,7 @@ from phalanx.parallel.dispatcher.transport import (
     sms_of,
 )
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
+from phalanx.parallel.megatron import cpu
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 from tests.support.training import pretended_nodes
@@ -181,6 +182,52 @@ def test_a_package_that_one_rank_cannot_import_is_refused_by_all() -> None:
     (said,) = set(run_distributed(_package_on_one_rank, 2, True, timeout=60))
     assert "deep_ep cannot be imported: libnvshmem.so: no such file (rank 1 on " in said
     assert set(run_distributed(_package_on_one_rank, 2, False, timeout=60)) == {""}
+
+
+HIER = "hier with alltoall in its nodes"
+ALONE = (
+    "parallel.dispatch=hier cannot run in the group of rank 0 (parallel.expert=2): "
+    "all ranks are on one node; set parallel.dispatch=auto"
+)
+OVER_NODES = {
+    # Layout of four ranks -> with `hier` on nodes of two ranks, and with nodes of one.
+    "parallel.tensor=2 parallel.expert=2": (ALONE, HIER),
+    "parallel.context=2 parallel.expert=2": (ALONE, HIER),
+    "parallel.pipeline=2 parallel.expert=2": (ALONE, HIER),
+    "parallel.expert=2": (ALONE, HIER),
+    "parallel.tensor=2 parallel.expert=4": (HIER, HIER),
+    "parallel.context=2 parallel.expert=4": (HIER, HIER),
+    "parallel.expert=4": (HIER, HIER),
+}
+
+
+def _over_nodes() -> dict[str, tuple[str, ...]]:
+    cpu.install()
+    from phalanx.parallel.groups import create
+
+    def chosen(size: int, group: dist.ProcessGroup) -> str:
+        with pretended_nodes(size):
+            try:
+                taken = choose_transport("hier", group, BF16)
+            except ValueError as error:
+                return str(error)
+        assert taken.inside is not None
+        dist.all_reduce(torch.ones(1), group=taken.nodes.rail)
+        return f"{taken.name} with {taken.inside.name} in its nodes"
+
+    found = {}
+    for layout in OVER_NODES:
+        sizes = dict(word.removeprefix("parallel.").split("=") for word in layout.split())
+        group = create(**{name: int(size) for name, size in sizes.items()}).pg.ep
+        found[layout] = tuple(chosen(size, group) for size in (2, 1))
+    return found
+
+
+@pytest.mark.dist
+def test_a_layout_over_nodes_runs_or_is_refused_by_its_group() -> None:
+    """The job is on two nodes or four in each case; a group of it may be on one."""
+    for found in run_distributed(_over_nodes, 4, timeout=120):
+        assert found == OVER_NODES
 
 
 def _groups_that_differ() -> Transport:
