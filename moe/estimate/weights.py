@@ -28,6 +28,7 @@ from phalanx.configs.formats import (
     quantizes_dense,
     width,
 )
+from phalanx.configs.knobs import changed
 from phalanx.configs.layout import (
     expert_parallel_size,
     optimizer_shards,
@@ -41,6 +42,14 @@ from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.moe.estimate import muon
 
 _FP32 = 4
+_UNDIVIDED = {
+    "parallel.tensor": 1,
+    "parallel.context": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": 1,
+    "parallel.pipeline_layout": "",
+    "parallel.expert": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,18 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         _weights(cfg, world, dense, expert, stacks)
         for (dense, expert), stacks in zip(stages, matrices, strict=True)
     ]
+
+
+def checkpoint_bytes(cfg: Config) -> int:
+    """Bytes of a checkpoint: weights, master weights and moments, whatever the layout.
+
+    In fp32 the weights are in it twice, as those of the model and of the optimizer. Descriptions
+    of the tensors come on top: about 1 % of a model of some millions of parameters, and less of
+    larger ones.
+    """
+    (whole,) = stage_weights(changed(cfg, _UNDIVIDED), 1)
+    again = 0 if in_bf16(cfg) else whole.parameter_bytes
+    return whole.parameter_bytes + whole.optimizer_bytes + again
 
 
 def split_masters(cfg: Config) -> bool:

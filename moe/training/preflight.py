@@ -22,9 +22,10 @@ from phalanx.configs.validate import ConfigError
 from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
-from phalanx.moe.report.units import count
+from phalanx.moe.estimate.weights import checkpoint_bytes
+from phalanx.moe.report.units import count, storage
 from phalanx.moe.router import recording
-from phalanx.parallel import folder_lock, run_start
+from phalanx.parallel import disk_space, folder_lock, run_start
 from phalanx.parallel.checkpoint import commit, remote, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
@@ -65,6 +66,7 @@ def preflight(cfg: Config) -> Findings:
         _folder,
         _record,
         _checkpoint,
+        _disk,
     )
     for check in checks:
         try:
@@ -302,6 +304,37 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
         if error.filename is None:  # raised by this project, with a full message
             raise CheckpointError(f"{error} ({knobs})") from None
         raise CheckpointError(f"cannot read {error.filename} ({knobs}): {error.strerror}") from None
+
+
+def _disk(cfg: Config) -> Iterator[str]:
+    """Check that the disk has room for the checkpoints, before the steps that they would save."""
+    root, run = checkpoint_root(cfg), cfg.run
+    if isinstance(root, Remote) or run.save_interval < 0:
+        return
+    try:
+        over = run_start.starts_over(run, run_start.read(root))
+        first = 0 if over else next((step for step, _ in commit.committed(root)), 0)
+        room = disk_space.room(root, run.keep_every)
+    except (*_WRONG, OSError):
+        return  # which other checks report
+    number = disk_space.saves(first, run.steps, run.save_interval)
+    if room is None or not number:
+        return
+    size, most = checkpoint_bytes(cfg), min(number, run.keep_last + 1)
+    has = f"the disk of {root} (run.dir) has {storage(room.free)} free"
+    if room.free < size:
+        raise ConfigError(
+            f"a checkpoint of this run takes {storage(size)}, and {has}: free space, set run.dir "
+            "to a larger disk, or run.save_interval=-1 to save none"
+        )
+    if room.free + room.held < most * size:
+        fewer = (room.free + room.held) // size - 1
+        keep = f"run.keep_last={fewer} or " if 0 < fewer < run.keep_last else ""
+        yield (
+            f"warning: {most} checkpoints of {storage(size)} are there at once with "
+            f"run.keep_last={run.keep_last}, one of them being written, and {has}: free space, or "
+            f"set {keep}run.dir to a larger disk"
+        )
 
 
 def _check_moved(cfg: Config, root: Place) -> None:

@@ -1,6 +1,7 @@
 """Bytes of parameters, gradients and optimizer against models that are really built."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
-from phalanx.moe.estimate.weights import stage_weights
+from phalanx.moe.estimate.weights import checkpoint_bytes, stage_weights
+from phalanx.parallel.checkpoint import commit
+from tests.support import runs
 from tests.support.distributed import run_distributed
 
 SIZES = "run.device=cpu model.hidden=32 model.dense_ffn=48 model.moe.ffn=16 data.sequence_length=16"
@@ -168,3 +171,24 @@ def test_the_rank_that_owns_most_matrices_is_estimated() -> None:
         buffers = max(rank[i]["buffers"] for rank in by_rank)
         exact = stage.parameter_bytes + stage.gradient_bytes + stage.padding_bytes
         assert buffers == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "precision=bf16",
+        "precision=fp32",
+        "precision=bf16 optim.moments=bf16",
+        "precision=bf16 optim.ema=0.9 parallel.distributed_optimizer=false",
+        "precision=bf16 parallel.tensor=2",
+        *(f"precision={p} optim=muon" for p in ("bf16", "fp32") if MUON),
+    ],
+)
+def test_a_checkpoint_has_the_size_that_is_expected(given: str, tmp_path: Path) -> None:
+    words = [*given.split(), "model=tiny", "data=synthetic", "run.device=cpu", "run.name=run"]
+    words += ["run.steps=1", "data.global_batch=2", "data.micro_batch=1", f"run.dir={tmp_path}"]
+    words += ["data.sequence_length=64"]
+    main = runs.run(2 if "tensor" in given else 1, words)[0]
+    assert main.code == 0, main.err
+    size, _ = commit.total_bytes(tmp_path / "run/checkpoints/step_00000001")
+    assert size == pytest.approx(checkpoint_bytes(load(words)), rel=0.02)

@@ -30,6 +30,12 @@ TOKENS = 1_000_000
 @pytest.fixture(autouse=True)
 def known_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.moe.training.preflight.embedded_tokens", lambda: TOKENS)
+    disk_of(1 << 50, monkeypatch)
+
+
+def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with so many bytes free, whatever this machine has."""
+    monkeypatch.setattr("phalanx.parallel.disk_space.free_bytes", lambda folder: free)
 
 
 def config(folder: Path, *overrides: str) -> Config:
@@ -285,3 +291,94 @@ def test_what_needs_a_library_that_is_not_here_is_refused(
     assert "moe_act needs Transformer Engine" in line
     assert errors(tried([f"run.dir={tmp_path}", *stock], *advised(line))) == []
     assert errors(config(tmp_path, "optim=adamw")) == []
+
+
+# --- room for checkpoints -----------------------------------------------------------------------
+
+SAVES = ["model=tiny", "precision=bf16", "run.steps=100", "run.save_interval=10"]
+ONE = 14 * 3_413_120
+"""Bytes of a checkpoint of `tiny`: bf16 weights, fp32 master weights and two moments."""
+
+
+def saved(folder: Path, *steps: int, suffix: str = "") -> None:
+    """Checkpoints of a run as large as those of `tiny`; nothing else is right about them."""
+    for step in steps:
+        path = folder / f"runs/tiny/checkpoints/step_{step:08d}{suffix}"
+        path.mkdir(parents=True)
+        with (path / "__0_0.distcp").open("wb") as file:
+            file.truncate(ONE)
+
+
+def room_of(folder: Path, *overrides: str) -> tuple[list[str], list[str]]:
+    """(errors, notes) on the disk."""
+    found = preflight(config(folder, *SAVES, *overrides))
+    errors, notes = [str(e) for e in found.errors], found.notes
+    return [e for e in errors if "disk" in e], [n for n in notes if "disk" in n]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_of(ONE - 1, monkeypatch)
+    (error,) = preflight(config(tmp_path, *SAVES)).errors
+    assert exit_code(error) == 2
+    assert str(error) == (
+        f"a checkpoint of this run takes 45.6 MiB, and the disk of {tmp_path}/runs/tiny/checkpoints"
+        " (run.dir) has 45.6 MiB free: free space, set run.dir to a larger disk, or "
+        "run.save_interval=-1 to save none"
+    )
+    assert room_of(tmp_path, "run.save_interval=-1") == ([], [])
+    disk_of(ONE, monkeypatch)
+    assert room_of(tmp_path, "run.save_interval=0") == ([], [])  # the last step's only
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "advice"),
+    [
+        (3, [], None),
+        (2.9, [], "run.keep_last=1 or run.dir"),
+        (1.9, [], "run.dir"),
+        (5.9, ["run.keep_last=5"], "run.keep_last=4 or run.dir"),
+        (6, ["run.keep_last=5"], None),
+        (2, ["run.keep_last=5", "run.steps=20"], None),  # saves two
+    ],
+)
+def test_a_disk_with_little_room_is_told_with_what_to_set(
+    free: float,
+    given: list[str],
+    advice: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk_of(int(free * ONE), monkeypatch)
+    errors, notes = room_of(tmp_path, *given)
+    assert errors == [] and len(notes) == (advice is not None)
+    if advice is not None:
+        assert notes[0].startswith("warning: ") and "\n" not in notes[0]
+        assert notes[0].endswith(f"free: free space, or set {advice} to a larger disk")
+        assert "checkpoints of 45.6 MiB are there at once with run.keep_last=" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "suffix", "free", "told"),
+    [
+        ((10, 20), "", 1, 0),  # the third is the last that comes without one that goes
+        ((20,), "", 2, 0),
+        ((20,), "", 1.9, 1),
+        ((10, 20), ".old", 1, 0),
+        ((10, 20, 30), ".tmp", 0, 0),  # deleted before the first save
+        ((10, 20), ".bad", 2.9, 1),  # which stay
+    ],
+)
+def test_checkpoints_that_a_resumed_run_replaces_are_room(
+    steps: tuple[int, ...],
+    suffix: str,
+    free: float,
+    told: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved(tmp_path, *steps, suffix=suffix)
+    disk_of(int(free * ONE), monkeypatch)
+    errors, notes = room_of(tmp_path)
+    assert errors == [] and len(notes) == told
