@@ -80,8 +80,10 @@ class RunConfig:
     save_interval: int = knob(0, at_least=-1)
     """Number of steps between checkpoints; 0 saves only at the end, -1 never saves."""
     keep_last: int = knob(2, at_least=1)
-    """Number of newest checkpoints to keep; older ones are deleted, once a newer one is complete: the
-    disk of the run folder needs room for one more (docs/checkpoints.md)."""
+    """Number of newest checkpoints to keep; older ones are deleted once a newer one is complete.
+
+    The disk of the run folder needs room for one more (docs/checkpoints.md).
+    """
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps none."""
     async_save: str = knob("auto", choices=("auto", "on", "off"))

@@ -36,6 +36,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BYTES = "bytes"  # name of the tokenizer that makes ids of bytes
 BYTES_EOD = 0  # ends a document of bytes: no Python source and hardly any text contains it
+_LARGEST = 1 << 20  # bytes of a prefix.json
 _ENTRIES = 1 << 22  # of an index, checked at a time
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -84,6 +85,8 @@ class Sidecar:
     def read(path: Path) -> "Sidecar":
         """Read a file of `write`. Raises DataError if it is none."""
         try:
+            if path.stat().st_size > _LARGEST:
+                raise ValueError("it is too large for one")
             content = dict(json.loads(path.read_bytes()))
         except (ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path} is not a JSON object ({error}); move it away") from None

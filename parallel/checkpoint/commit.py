@@ -41,7 +41,8 @@ _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _NEW = ".new"
 _CHUNK = 16 << 20
 _PROBE = 64 << 10
-LARGEST = 64 << 20  # bytes of a COMMIT.json: a million files
+LARGEST = 64 << 20  # bytes of a COMMIT.json (a million files), and of plain objects
+_LARGEST_OF = {METADATA: 1 << 30, "metadata.json": LARGEST}  # these are read as a whole
 
 Sums = dict[str, tuple[int, int]]
 """File name -> (bytes, CRC-32)."""
@@ -255,6 +256,8 @@ def parse(data: bytes, folder: Place | None = None) -> Commit:
             raise Invalid(f"{COMMIT} names {name[:80]!r}, which is no file of a checkpoint")
         if not (isinstance(sums, list) and len(sums) == 2 and all(map(_is_count, sums))):
             raise Invalid(f"{COMMIT} has no size and checksum of {name}")
+        if sums[0] > _LARGEST_OF.get(name, sums[0]):
+            raise Invalid(f"{name} is larger than any description of a checkpoint")
     if lost := [name for name in _REQUIRED if name not in files]:
         raise Invalid(f"{COMMIT} does not name {lost[0]}")
     return Commit(step, world, {name: (size, crc) for name, (size, crc) in files.items()})

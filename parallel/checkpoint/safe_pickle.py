@@ -4,6 +4,7 @@ torch_dist describes a checkpoint in `.metadata`, a pickle, and keeps plain obje
 random states) as pickles between the tensors; torch unpickles both without restraint. Here the
 first may only build the classes that describe tensors, and the second only what
 `torch.load(weights_only=True)` allows. Tensors themselves are always read with `weights_only`.
+Neither may ask for more memory than it has bytes (parallel.untrusted).
 """
 
 import io
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.checkpoint.commit import METADATA, Invalid
 from phalanx.parallel.object_store import Place
+from phalanx.parallel.untrusted import check_archive, check_pickle
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -60,6 +62,7 @@ def read_metadata(folder: Place, files: Collection[str]) -> Metadata:
     """
     data = commit.contents(folder / METADATA)
     try:
+        check_pickle(data)
         metadata = _Unpickler(io.BytesIO(data)).load()
         _check(metadata, files)
     except Invalid:
@@ -82,8 +85,11 @@ def read_object(
     place = metadata.storage_data.get(MetadataIndex(name))
     if place is None:
         raise Invalid(f"{METADATA} does not name {name}")
+    if place.length > commit.LARGEST:
+        raise Invalid(f"{place.relative_path}: {name} is larger than any plain data")
     data = commit.contents(folder / place.relative_path, place.offset, place.length)
     try:
+        check_archive(data).close()
         loaded = torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
         problem = reason(error)

@@ -3,14 +3,14 @@
 For questions that are asked before a run starts; loading it verifies all
 (parallel.checkpoint.verify) and reads it again (parallel.checkpoint.safe_pickle). Names and sizes
 of files are looked at, not their contents.
-Invariant: nothing in a checkpoint is executed. Of its pickles, objects become empty stand-ins, and
-plain data is all that is looked for.
+Invariants: nothing in a checkpoint is executed. Of its pickles, objects become empty stand-ins, and
+plain data is all that is looked for. Nothing takes more memory than its bytes on the disk, which
+have a limit.
 """
 
 import io
 import pickle
 import shlex
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latte
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
 from phalanx.parallel.object_store import Place, Remote, place
 from phalanx.parallel.run_start import start_over_override
+from phalanx.parallel.untrusted import check_archive, check_pickle
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
 
@@ -194,6 +195,7 @@ def _bytes_of(folder: Place, record: Commit) -> bytes:
     """The saved bytes of the objects that all ranks share."""
     data = commit.contents(folder / METADATA)
     try:
+        check_pickle(data)
         places = vars(_Describing(io.BytesIO(data)).load())["storage_data"]
         found = next(vars(p) for i, p in places.items() if vars(i).get("fqn") == _COMMON)
         path, offset, length = found["relative_path"], found["offset"], found["length"]
@@ -201,15 +203,18 @@ def _bytes_of(folder: Place, record: Commit) -> bytes:
         raise Invalid(f"{METADATA} is not readable") from None
     if path not in record.files or not all(type(n) is int and n >= 0 for n in (offset, length)):
         raise Invalid(f"{METADATA} refers to what is not of this checkpoint")
+    if min(length, record.files[path][0]) > commit.LARGEST:
+        raise Invalid("its plain data is larger than any")
     return bytes(commit.contents(folder / path, offset, min(length, record.files[path][0])))
 
 
 def _plain(data: bytes) -> Any:
     """Return the object that torch.save wrote as these bytes, if it is plain data."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with check_archive(data) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
-            return _PlainOnly(io.BytesIO(archive.read(name))).load()
+            check_pickle(plain := archive.read(name))
+            return _PlainOnly(io.BytesIO(plain)).load()
     except Exception as error:
         raise Invalid(f"its plain data is not readable ({type(error).__name__})") from None
 

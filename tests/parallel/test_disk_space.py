@@ -19,8 +19,10 @@ def folder(root: Path, name: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "last", "interval", "number"),
-    [(0, 100, 0, 1), (0, 100, 30, 4), (0, 90, 30, 3), (60, 100, 30, 2), (90, 100, 30, 1)]
-    + [(100, 100, 30, 0), (120, 100, 30, 0), (0, 100, -1, 0), (31, 59, 30, 1)],
+    [
+        *((0, 100, 0, 1), (0, 100, 30, 4), (0, 90, 30, 3), (60, 100, 30, 2), (90, 100, 30, 1)),
+        *((100, 100, 30, 0), (120, 100, 30, 0), (0, 100, -1, 0), (31, 59, 30, 1)),
+    ],
 )
 def test_checkpoints_are_counted_with_the_last_step(
     first: int, last: int, interval: int, number: int
@@ -30,9 +32,7 @@ def test_checkpoints_are_counted_with_the_last_step(
     assert number == (len(saved) if interval >= 0 else 0)
 
 
-def test_what_saves_delete_is_room_to_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_saves_delete_is_room_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run/checkpoints"
     disk = SimpleNamespace(total=1 << 40, free=100 * KIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)

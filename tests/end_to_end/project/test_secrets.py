@@ -71,7 +71,9 @@ def secrets(rank: int) -> Iterator[None]:
 def written(folder: Path) -> bytes:
     """Contents of all files of a folder, or of one file, as they are before compression."""
     paths = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.is_file()]
-    found = [gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths]
+    found = [
+        gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths
+    ]
     return b"\n".join(found)
 
 
@@ -87,7 +89,13 @@ def test_a_run_writes_none(tmp_path: Path) -> None:
         assert secret.encode() not in everything
     assert "https://***@host/data***" in launch.output(0)
     # The configuration is there, without the secret.
-    for kept in ("run/wandb", "run/checkpoints", "run/launches", "run/trace_1_1.json.gz", "routing"):
+    for kept in (
+        "run/wandb",
+        "run/checkpoints",
+        "run/launches",
+        "run/trace_1_1.json.gz",
+        "routing",
+    ):
         assert b"https://***@host/data***" in written(tmp_path / kept)
 
 

@@ -1,6 +1,8 @@
 """scripts/checkpoint.py average: means of weights and of moving averages, and what takes them."""
 
+import io
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.average import _compare
+from phalanx.moe.hf.pieces import PieceReader
 from phalanx.scripts import checkpoint, convert_hf, evaluate
 from tests.parallel.checkpoint.checkpoints import (
     build,
@@ -184,3 +187,17 @@ def test_a_run_with_averages_is_resumed_evaluated_and_exported(
     anew = [*SMALL, "model=tiny_deepseek", "run.steps=1", "data.source=synthetic"]
     (main,) = train_run(1, [*anew, f"run.dir={tmp_path / 'anew'}", f"run.resume={out}"])
     assert main.code == 0 and f"from the weights of {out}" in main.out, main.err
+
+
+def test_a_strided_tensor_is_read_as_it_is_and_refused_compressed(tmp_path: Path) -> None:
+    reader = PieceReader.__new__(PieceReader)
+    reader._folder = tmp_path
+    written, packed, value = io.BytesIO(), io.BytesIO(), torch.arange(12.0).view(3, 4).t()
+    torch.save(value, written)
+    assert torch.equal(reader._whole("key", written.getvalue()), value)
+    deflated = zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(written) as plain, deflated as copy:
+        for name in plain.namelist():
+            copy.writestr(name, plain.read(name))
+    with pytest.raises(ConversionError, match="has key in another form: .* is compressed"):
+        reader._whole("key", packed.getvalue())

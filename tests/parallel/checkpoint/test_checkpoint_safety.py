@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,14 @@ def redescribe(folder: Path, change: Callable[[Metadata], object]) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
-def replace(folder: Path, key: str, value: Any) -> str:
+def replace(folder: Path, key: str, value: Any, method: int = zipfile.ZIP_STORED) -> str:
     """Let a pickle take the place of a plain object or tensor; the file that it is in."""
     shard = folder / "__0_0.distcp"
-    data = io.BytesIO()
-    torch.save(value, data)
+    data, written = io.BytesIO(), io.BytesIO()
+    torch.save(value, written)
+    with zipfile.ZipFile(written) as archive, zipfile.ZipFile(data, "w", method) as copy:
+        for name in archive.namelist():
+            copy.writestr(name, archive.read(name))
 
     def point(metadata: Metadata) -> None:
         place = metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == key)]
@@ -118,6 +122,19 @@ def configuration_as_code(folder: Path, harm: Harm) -> str:
     )
 
 
+def far_place(folder: Path, harm: Harm) -> str:
+    """Python would make a table of 64 GiB."""
+    (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\xff.")
+    return ".metadata is not readable (ValueError)"
+
+
+def compressed_configuration(folder: Path, harm: Harm) -> str:
+    key, value = "common_state/shard_0_1", [{"common": {"x": torch.zeros(16 << 20)}}]
+    shard = replace(folder, key, value, zipfile.ZIP_DEFLATED)
+    assert (folder / shard).stat().st_size < 1 << 20
+    return f"{shard}: {key} is not plain data (ValueError: "
+
+
 def shard_is_a_link(folder: Path, harm: Harm) -> str:
     shard = folder / "__0_0.distcp"
     shard.rename(folder.parent / "elsewhere")
@@ -126,13 +143,20 @@ def shard_is_a_link(folder: Path, harm: Harm) -> str:
 
 
 SEALED = [described_by_code, code_among_descriptions, eval_of_text, path_through_a_module]
-SEALED += [no_description, garbage, tensors_in_another_folder]
+SEALED += [no_description, garbage, tensors_in_another_folder, far_place]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "attack",
-    [*SEALED, older_common_file, listed_common_file, configuration_as_code, shard_is_a_link],
+    [
+        *SEALED,
+        older_common_file,
+        listed_common_file,
+        configuration_as_code,
+        compressed_configuration,
+        shard_is_a_link,
+    ],
 )
 def test_refused_by_name_and_not_run(run: Path, harm: Harm, attack: Any) -> None:
     told = attack(run / "step_00000002", harm)

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class _Runs:
 
 def crafted(folder: Path, *, describe: object, plain: object) -> Path:
     """A checkpoint folder with pickles of another kind, correctly committed."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(plain))
@@ -127,6 +128,45 @@ def test_nothing_in_it_is_run(
     with pytest.raises(Invalid, match=problem):
         saved_config.configuration(folder)
     assert not (tmp_path / "RAN").exists()
+
+
+def test_none_takes_more_memory_than_it_has_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain data that is compressed, a table of 2**32 places, and more plain data than any."""
+    compressed = crafted(tmp_path / "a/new", describe=described(), plain=[])
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(bytes(64 << 20)))
+    (compressed / "__0_0.distcp").write_bytes(data.getvalue())
+    sealed(compressed)
+    tracemalloc.start()
+    with pytest.raises(Invalid, match=r"its plain data is not readable \(ValueError\)"):
+        saved_config.configuration(compressed)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+    places = crafted(tmp_path / "b/new", describe=described(), plain=[])
+    (places / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\xff.")
+    sealed(places)
+    with pytest.raises(Invalid, match="metadata is not readable"):
+        saved_config.configuration(places)
+
+    sparse = crafted(tmp_path / "c/new", describe=described(), plain=[])
+    os.truncate(sparse / "__0_0.distcp", commit.LARGEST + 1)  # no block on the disk
+    sealed(sparse)
+    with pytest.raises(Invalid, match="its plain data is larger than any"):
+        saved_config.configuration(sparse)
+    monkeypatch.setitem(commit._LARGEST_OF, ".metadata", 10)
+    with pytest.raises(Invalid, match="metadata is larger than any description"):
+        saved_config.configuration(sparse)
+
+
+def sealed(folder: Path) -> None:
+    """Commit what is in a checkpoint folder."""
+    names = ("__0_0.distcp", ".metadata", "metadata.json")
+    files = {name: commit.checksum(folder / name) for name in names}
+    (folder / "COMMIT.json").write_bytes(commit.with_checksum(Commit(1, 1, files)))
 
 
 def test_a_crafted_one_of_plain_data_is_read(tmp_path: Path) -> None:
