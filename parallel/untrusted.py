@@ -1,4 +1,4 @@
-"""What files from elsewhere may ask of memory: no more than their own bytes.
+"""Limits on what files from elsewhere may ask of memory: no more than their own bytes.
 
 Both formats of a checkpoint's plain objects let a file of a few bytes ask for gigabytes: a pickle
 names places of a table, which Python's reader makes as large as the highest of them, and an archive

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 import psutil
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def write(folder: Path, rank: int, verdict: str, error: Exception | None) -> Non
 
 
 @contextmanager
-def _stderr_to(file: TextIO) -> Iterator[None]:
+def _stderr_to(file: IO[str]) -> Iterator[None]:
     """Write what torch says by itself to a file: a page for each collective of a captured step.
 
     It would come after the line that says what happened.
