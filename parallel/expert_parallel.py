@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.derivatives import refuse_transforms
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -149,6 +150,7 @@ class ExpertParallelGroup:
             ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option,
                 or kernels that cannot run here.
         """
+        refuse_transforms("expert parallelism", x, topk_prob, w1, w2, b1, b2)
         check_choices(x, topk_idx, topk_prob)
         if not topk_idx.numel():  # on no rank: nothing travels
             return grouped_experts(x, topk_idx, topk_prob, w1, w2, b1, b2, **options)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.derivatives import first_order
+
 
 def rope(
     x_SBHd: Tensor,
@@ -50,7 +52,7 @@ def rope(
     """
     check_angles(x_SBHd.shape[0], x_SBHd.shape[-1] - first, freqs_S11F)
     if x_SBHd.is_cuda:
-        return rotate_op(x_SBHd, freqs_S11F, mscale, interleaved, first, False)
+        return _rotate(x_SBHd, freqs_S11F, mscale, interleaved, first, False)
     F = freqs_S11F.shape[-1]
     before, x, after = x_SBHd.split([first, F, x_SBHd.shape[-1] - first - F], -1)
     if interleaved:
@@ -188,10 +190,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     (freqs,) = ctx.saved_tensors
-    return rotate_op(dy, freqs, *ctx.options, ctx.back), None, None, None, None, None
+    return _rotate(dy, freqs, *ctx.options, ctx.back), None, None, None, None, None
 
 
-rotate_op.register_autograd(_backward, setup_context=_save)
+_rotate = first_order(rotate_op, "rope", _backward, _save)
 
 
 def dense(x: Tensor) -> Tensor:

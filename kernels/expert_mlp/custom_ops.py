@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels.derivatives import first_order
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import (
     ExpertMLPArgs,
@@ -110,15 +111,14 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
     if dout is None:
         return (None,) * inputs
     needs = ctx.needs_input_grad[:5]
-    *grads, dprob = grouped_mlp_backward(
-        dout.contiguous(), *ctx.saved_tensors, ctx.spec, list(needs)
-    )
+    *grads, dprob = _differentiate(dout.contiguous(), *ctx.saved_tensors, ctx.spec, list(needs))
     grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
     dprob = dprob if ctx.needs_input_grad[6] else None
     return *grads, None, dprob, *(None,) * (inputs - 7)
 
 
-grouped_mlp.register_autograd(_backward, setup_context=_save)
+grouped_experts = first_order(grouped_mlp, "the expert MLP", _backward, _save)
+"""`grouped_mlp` with its derivative."""
 
 
 @torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())
@@ -158,3 +158,6 @@ def _(dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
     prob, needs = rest[3], rest[-1]
     grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True)]
     return *grads, x.new_empty(0) if prob is None else prob.new_empty(prob.shape)
+
+
+_differentiate = first_order(grouped_mlp_backward, "the expert MLP")

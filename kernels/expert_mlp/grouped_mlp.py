@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import debug
+from phalanx.kernels.derivatives import transformed
 from phalanx.kernels.expert_mlp.autograd import (
     ExpertMLP,
     ExpertMLPArgs,
@@ -105,7 +106,8 @@ def grouped_mlp(
 def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
     """True if a backward pass may follow, for which h is saved."""
     tensors = [t for t in (x, *weights, plan.row_prob_S) if t is not None]
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return needed or transformed()  # tensors inside of vmap do not say it
 
 
 def check(

@@ -15,6 +15,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor
 
+from phalanx.kernels.derivatives import refuse_transforms
 from phalanx.kernels.expert_mlp import custom_ops
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
@@ -212,13 +213,14 @@ def _run(x: Tensor, weights: MLPWeights, plan: ExpertPlan, spec: str, accumulate
     index, prob, offsets, inverse, _, order, _ = plan
     tensors = (x.contiguous(), *weights, index, prob, offsets, inverse, order)
     # A custom op, into which torch.compile does not trace.
-    out, _ = custom_ops.grouped_mlp(*tensors, spec, differentiates(x, weights, plan))
+    out, _ = custom_ops.grouped_experts(*tensors, spec, differentiates(x, weights, plan))
     return out
 
 
 @torch.compiler.disable
 def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str) -> Tensor:
     """The same where gradients are added to buffers, which a custom op could not do."""
+    refuse_transforms("accumulate=True", x, *weights, plan.row_prob_S)
     spec = custom_ops.decode(encoded)
     with torch.autocast(x.device.type, enabled=False):
         if plan.inverse_NK is not None:

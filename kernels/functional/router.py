@@ -115,7 +115,7 @@ def router_topk(
     if bias is not None:
         bias = bias.detach().float().contiguous()
     if fused:
-        idx_TK, prob_TK = custom_ops.router_topk(logits_TE, bias, top_k, groups, *weights)
+        idx_TK, prob_TK = custom_ops.differentiable_topk(logits_TE, bias, top_k, groups, *weights)
     else:
         logits_TE = logits_TE.float()
         scores_TE = choice_scores(logits_TE.detach(), weights, bias, groups[1] < groups[0])

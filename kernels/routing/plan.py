@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels import debug
+from phalanx.kernels.derivatives import first_order
 from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import provider
@@ -56,7 +57,7 @@ def make_plan(
         raise ValueError(f"a rank holds 1 to {MAX_EXPERTS} experts, not {local_experts}")
     if rows < 1:
         raise ValueError(f"an expert buffer needs at least one row, not {rows}")
-    prob_S, index_S, offsets, inverse_NK, needed, order_L = plan(
+    prob_S, index_S, offsets, inverse_NK, needed, order_L = _sort(
         topk_idx_NK, topk_prob_NK, first_expert, local_experts, rows, backend
     )
     order = order_L if order_L.numel() else None
@@ -135,8 +136,9 @@ def _save_inverse(ctx: Any, inputs: tuple[Any, ...], output: _Tensors) -> None:
 
 
 def _backward(ctx: Any, grad_S: Tensor | None, *_: None) -> tuple[Any, ...]:
-    grad = None if grad_S is None else plan_backward(grad_S, *ctx.saved_tensors, ctx.backend)
+    grad = None if grad_S is None else _gradients_of_pairs(grad_S, *ctx.saved_tensors, ctx.backend)
     return None, grad, None, None, None, None
 
 
-plan.register_autograd(_backward, setup_context=_save_inverse)
+_sort = first_order(plan, "the expert MLP", _backward, _save_inverse)
+_gradients_of_pairs = first_order(plan_backward, "the expert MLP")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels.derivatives import first_order
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 
 
@@ -61,11 +62,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, _: None, dprob: Tensor) -> tuple[Any, ...]:
-    dlogits = router_topk_backward(dprob.contiguous(), *ctx.saved_tensors, *ctx.weights)
+    dlogits = _differentiate(dprob.contiguous(), *ctx.saved_tensors, *ctx.weights)
     return dlogits, *(None,) * 7
 
 
-router_topk.register_autograd(_backward, setup_context=_save)
+differentiable_topk = first_order(router_topk, "router_topk", _backward, _save)
+"""`router_topk` with its derivative."""
 
 
 @torch.library.custom_op("phalanx::router_topk_backward", mutates_args=())
@@ -97,3 +99,6 @@ def router_topk_backward(
 @router_topk_backward.register_fake
 def _(dprob: Tensor, idx: Tensor, prob: Tensor, logits: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(logits)
+
+
+_differentiate = first_order(router_topk_backward, "router_topk")

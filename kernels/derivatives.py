@@ -1,0 +1,120 @@
+"""Derivatives of custom ops: of first order in reverse mode, and errors by name for all others.
+
+torch's registration of a custom op loses the tangents of forward mode without a word, and takes no
+part in torch.func. So outside of torch.compile an op is called by an autograd function, which has
+`torch.func.grad`, `vjp`, `jacrev` and `vmap`, and refuses the rest.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def first_order(
+    op: Any,
+    name: str,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """The op as a function that is differentiable once.
+
+    Args:
+        op: result of `torch.library.custom_op`, to which the derivative is registered.
+        name: of the public function, for errors.
+        backward, setup_context: as `torch.library.register_autograd` takes them. Without them the
+            op is itself a derivative, and has none.
+
+    Returns:
+        Function of the op's arguments in their order. It raises RuntimeError for derivatives of
+        second order, and for those in forward mode.
+    """
+
+    def refuse_second(ctx: Any, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{name} has first derivatives only: leave out create_graph, torch.func.hessian and "
+            "derivatives of derivatives"
+        )
+
+    def refuse_forward(ctx: Any, *_: Any) -> NoReturn:
+        refuse_forward_mode(name)
+
+    backward, setup_context = backward or refuse_second, setup_context or _save_nothing
+    op.register_autograd(backward, setup_context=setup_context)
+    methods = dict(
+        forward=lambda *args: op(*args),
+        setup_context=setup_context,
+        backward=backward,
+        jvp=refuse_forward,
+    )
+    members: dict[str, Any] = {key: staticmethod(method) for key, method in methods.items()}
+    title = op._opoverload.name()
+    function: Any = type(title, (torch.autograd.Function,), members | {"generate_vmap_rule": True})
+
+    def call(*args: Any) -> Any:
+        # torch.compile does not trace functions that have a rule for forward mode.
+        if torch.compiler.is_compiling():
+            _refuse_in_graph(name)
+            return op(*args)
+        # The op alone costs less of the host's time.
+        return function.apply(*args) if transformed() or _has_tangent(args) else op(*args)
+
+    return call
+
+
+def refuse_forward_mode(name: str) -> NoReturn:
+    """Raise RuntimeError for tangents that nobody would propagate."""
+    raise RuntimeError(
+        f"{name} has no derivatives in forward mode (torch.func.jvp, jacfwd, linearize, "
+        "torch.autograd.forward_ad): use torch.func.vjp or jacrev"
+    )
+
+
+def transformed() -> bool:
+    """True inside of torch.func.grad, vjp, vmap and their like, but not in torch.compile."""
+    return not torch.compiler.is_compiling() and bool(_transforms())
+
+
+def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
+    """Raise RuntimeError for derivatives other than those of torch.autograd, which alone works.
+
+    Args:
+        name: of the public function, for errors.
+        tensors: its differentiable arguments.
+    """
+    if transformed():
+        raise RuntimeError(
+            f"{name} does not work inside of torch.func (grad, vjp, jacrev, vmap, jvp): use "
+            "torch.autograd.grad or backward()"
+        )
+    if _has_tangent(tensors):
+        refuse_forward_mode(name)
+
+
+@torch.compiler.assume_constant_result
+def _refuse_in_graph(name: str) -> None:
+    applied = _transforms()
+    if "Jvp" in applied:
+        refuse_forward_mode(name)
+    if "Grad" in applied:
+        raise RuntimeError(
+            f"{name} has no gradient of torch.func inside of torch.compile: compile the function, "
+            "and not its gradient"
+        )
+
+
+def _transforms() -> frozenset[str]:
+    """Of `Grad`, `Jvp` and `Vmap` those that are being applied."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return frozenset([interpreter.key().name for interpreter in stack])
+
+
+def _has_tangent(args: Iterable[Any]) -> bool:
+    tensors = (arg for arg in args if isinstance(arg, Tensor))
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
