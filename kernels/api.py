@@ -8,9 +8,11 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional.choice import BackendChoice
 from phalanx.kernels.functional.experts import grouped_experts, grouped_experts_sorted
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
 from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
+from phalanx.kernels.functional.resolve import resolve_backend
 from phalanx.kernels.functional.router import RouterOptions, router_topk
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.registry import KernelUnavailable
@@ -19,6 +21,7 @@ __all__ = [
     "ACTIVATIONS",
     "LAYOUTS",
     "Activation",
+    "BackendChoice",
     "ExpertOptions",
     "Fp8Block",
     "GroupedMLP",
@@ -31,5 +34,6 @@ __all__ = [
     "grouped_experts",
     "grouped_experts_sorted",
     "keep_converted",
+    "resolve_backend",
     "router_topk",
 ]

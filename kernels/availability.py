@@ -223,7 +223,15 @@ def flex(facts: Facts) -> Refusal:
 
 def short(dtype: torch.dtype) -> str:
     """Short name of a dtype."""
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
+    return _SHORT.get(dtype, str(dtype))
+
+
+_SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 
 
 def dotted(capability: tuple[int, int] | None) -> str:

@@ -111,6 +111,8 @@ class Choice:
     op: str
     backend: str
     reason: str
+    passed_over: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Reasons why `auto` took none of the implementations before this one, by their names."""
 
 
 class KernelUnavailable(ValueError):
@@ -184,7 +186,7 @@ def table(choices: Sequence[Choice], width: int = 96) -> str:
 
 
 def _best(op: str, facts: Facts) -> Choice:
-    passed_over: list[str] = []
+    passed_over: dict[str, str] = {}
     for name, backend in _OPS[op].backends.items():
         if not backend.auto:
             continue
@@ -192,8 +194,9 @@ def _best(op: str, facts: Facts) -> Choice:
         if reason is None and backend.slower:
             reason = _reason(backend.slower, facts)
         if reason is None:
-            return Choice(op, name, "; ".join(["auto", *passed_over]))
-        passed_over.append(f"not {name}: {reason}")
+            clauses = [f"not {other}: {why}" for other, why in passed_over.items()]
+            return Choice(op, name, "; ".join(["auto", *clauses]), passed_over)
+        passed_over[name] = reason
     raise AssertionError(f"op {op} has no backend that runs everywhere")
 
 

@@ -23,18 +23,18 @@ from phalanx.kernels.derivatives import refuse_transforms
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.functional.choice import Problem, specification
 from phalanx.kernels.functional.experts import check_choices, grouped_experts, operands
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
-    Problem,
     activation_named,
     constants,
     recipe_named,
-    specification,
     with_defaults,
 )
 from phalanx.kernels.functional.parameters import ExpertParameters
+from phalanx.kernels.functional.resolve import resolve_backend
 from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.connections import Connections
@@ -303,6 +303,25 @@ class ExpertParallelMoE(ExpertParameters):
             activation=self.activation,
             **self.options,
         )
+
+    @property
+    def resolved_backend(self) -> str:
+        """Backend of a call with tokens on the parameters' device and of their dtype.
+
+        Under torch.autocast the dtype is that of autocast. `resolve_backend` also says why it is
+        that one.
+
+        Raises:
+            ValueError: a backend that cannot run there.
+        """
+        return resolve_backend(
+            self.w1,
+            self.w1,
+            self.w2,
+            self.top_k,
+            activation=self.activation,
+            **self.options,
+        ).backend
 
     def extra_repr(self) -> str:
         """Sizes and choices."""

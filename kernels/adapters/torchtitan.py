@@ -25,7 +25,7 @@ from torchtitan.distributed.parallel_dims import SpmdLayout
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from phalanx.kernels.api import grouped_experts, grouped_experts_sorted
+from phalanx.kernels.api import grouped_experts, grouped_experts_sorted, resolve_backend
 
 _W13, _W1, _W2, _W3 = "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD"
 
@@ -58,6 +58,12 @@ class Experts(GroupedExperts):
             w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_E2FD, self.w2_EDF)
         )
         return w13_E2FD.bfloat16().flatten(1, 2), w2_EDF.bfloat16()
+
+    @property
+    def resolved_backend(self) -> str:
+        """Backend of the kernels for sorted rows on the parameters' device."""
+        w1, w2 = self.weights()
+        return resolve_backend(w1, w1, w2, backend=self.backend).backend
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """[R, D] outputs of the experts of sorted rows, in the dtype of x."""

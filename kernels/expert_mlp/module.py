@@ -23,6 +23,7 @@ from phalanx.kernels.functional.options import (
     with_defaults,
 )
 from phalanx.kernels.functional.parameters import ExpertParameters
+from phalanx.kernels.functional.resolve import resolve_backend
 
 
 class GroupedMLP(ExpertParameters):
@@ -121,6 +122,26 @@ class GroupedMLP(ExpertParameters):
             backend=self.backend,
             **self.options,
         )
+
+    @property
+    def resolved_backend(self) -> str:
+        """Backend of a call with tokens on the parameters' device and of their dtype.
+
+        Under torch.autocast the dtype is that of autocast. `resolve_backend` also says why it is
+        that one.
+
+        Raises:
+            ValueError: a backend that cannot run there.
+        """
+        return resolve_backend(
+            self.w1,
+            self.w1,
+            self.w2,
+            self.top_k,
+            activation=self.activation,
+            backend=self.backend,
+            **self.options,
+        ).backend
 
     def extra_repr(self) -> str:
         """Sizes and choices, as in the constructor."""

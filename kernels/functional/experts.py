@@ -21,14 +21,9 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.functional.choice import choose
 from phalanx.kernels.functional.layouts import in_kernel_layout
-from phalanx.kernels.functional.options import (
-    ExpertOptions,
-    choose,
-    constant,
-    constants,
-    with_defaults,
-)
+from phalanx.kernels.functional.options import ExpertOptions, constant, constants, with_defaults
 from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.routing.clear_padding import clear_padding
 from phalanx.kernels.routing.plan import make_plan
@@ -165,6 +160,12 @@ def check_devices(x: Tensor, **others: Tensor | None) -> None:
             )
 
 
+def check_weights(w1: Tensor, w2: Tensor) -> None:
+    """Raise ValueError unless both are [E, ., .]."""
+    if w1.ndim != 3 or w2.ndim != 3:
+        raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
+
+
 def operands(
     x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
 ) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
@@ -172,8 +173,7 @@ def operands(
     chosen = with_defaults(options)
     w1, w2, b1, b2 = map(local, weights)
     assert w1 is not None and w2 is not None
-    if w1.ndim != 3 or w2.ndim != 3:
-        raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
+    check_weights(w1, w2)
     check_devices(x, w1=w1, w2=w2, b1=b1, b2=b2)
     x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
     return x, in_kernel_layout(weights, chosen["layout"]), chosen
@@ -243,18 +243,19 @@ def local[T: Tensor | None](weight: T) -> T:
     return cast(T, sharded.to_local()) if hasattr(sharded, "to_local") else weight
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products of x: that of the device's active autocast region, or its own."""
+    kind = x.device.type
+    casts = x.is_floating_point() and x.dtype != torch.float64  # as autocast does
+    if not casts or kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has none
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:
     """Both in the dtype of the device's active autocast region; unchanged outside of one."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has no autocast
-        return x, weights
-    dtype = torch.get_autocast_dtype(kind)
     w1, w2, b1, b2 = weights
-    biases = (b if b is None else _cast(b, dtype) for b in (b1, b2))
-    return _cast(x, dtype), MLPWeights(_cast(w1, dtype), _cast(w2, dtype), *biases)
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast does: fp64 and integers stay."""
-    casts = value.is_floating_point() and value.dtype != torch.float64
-    return value.to(dtype) if casts else value
+    biases = (b if b is None else b.to(product_dtype(b)) for b in (b1, b2))
+    return x.to(product_dtype(x)), MLPWeights(
+        w1.to(product_dtype(w1)), w2.to(product_dtype(w2)), *biases
+    )

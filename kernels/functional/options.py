@@ -1,24 +1,18 @@
-"""Options that the functions and modules of experts share, and the choice of kernels by them."""
+"""Options that the functions and modules of experts share."""
 
-import functools
 import operator
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypedDict
-
-import torch
+from typing import Any, TypedDict
 
 from phalanx.configs.schema import PrecisionConfig
-from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.custom_ops import RECIPE_TYPES, encode
-from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
+from phalanx.kernels.expert_mlp.custom_ops import RECIPE_TYPES
+from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.providers import names
-from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
-from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
+from phalanx.kernels.quantize.recipe import Recipe
 
 
 class KernelOptions(TypedDict, total=False):
@@ -138,83 +132,3 @@ _CHOICES = ("activation", "backend", "recipe", "accumulate", "margins")
 def constants(options: dict[str, Any]) -> tuple[Any, ...]:
     """The options on which the specification depends, as constants."""
     return tuple([constant(options[name]) for name in _CHOICES])
-
-
-class Problem(NamedTuple):
-    """Facts about tensors on which the choice of kernels depends. Sizes of 0 are unknown."""
-
-    device: torch.device
-    dtype: torch.dtype
-    hidden: int
-    ffn: int
-    experts: int
-    slots: int
-    """K."""
-    sorted_rows: bool
-    """Rows are sorted by expert, without rows between experts."""
-
-
-@torch.compiler.assume_constant_result
-def choose(options: tuple[Any, ...], problem: tuple[Any, ...]) -> tuple[str, str, int]:
-    """Specification for custom ops, backend, and H / F.
-
-    Args:
-        options: result of `constants`.
-        problem: fields of a `Problem`.
-
-    Raises:
-        ValueError: an unknown value of an option, or kernels that cannot run here.
-    """
-    return _chosen(options, Problem(*problem))
-
-
-@functools.cache
-def _chosen(options: tuple[Any, ...], problem: Problem) -> tuple[str, str, int]:
-    spec = specification(options, problem)
-    return encode(spec), spec.backend, spec.activation.facts.halves
-
-
-@functools.cache
-def specification(options: tuple[Any, ...], problem: Problem) -> MLPSpec:
-    """`choose` as a value."""
-    activation, backend, recipe, accumulate, margins = map(decoded, options)
-    activation, recipe = activation_named(activation), recipe_named(recipe)
-    check_backend(backend)
-    device = problem.device
-    facts = Facts(
-        device=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        dtype=problem.dtype,
-        fp8=isinstance(recipe, Fp8Block),
-        recipe=_name_of(recipe),
-        wgrad="fp8" if recipe is None else recipe.wgrad,
-        hidden=problem.hidden,
-        ffn=problem.ffn,
-        experts=problem.experts,
-        slots=problem.slots,
-        activation=activation.kind,
-        activation_alpha=activation.alpha,
-        activation_limit=activation.limit,
-        activation_offset=activation.offset,
-    )
-    try:
-        chosen = resolve("grouped_mlp", backend, facts).backend
-    except KernelUnavailable as refusal:
-        raise KernelUnavailable(_without_knobs(str(refusal))) from None
-    if problem.sorted_rows and EXPERT_BACKENDS[chosen].pads_rows_to > 1:
-        if backend != "auto":
-            raise ValueError(f"backend={backend} pads the rows of each expert: use backend=torch")
-        chosen = resolve("grouped_mlp", "torch", facts).backend
-    return MLPSpec(activation, chosen, margins, accumulate, recipe)
-
-
-def _without_knobs(text: str) -> str:
-    """A reason in which knobs of a run are called as arguments are."""
-    return re.sub(r"\b(?:kernels|model(?:\.moe)?|precision)\.(?=\w)", "", text)
-
-
-def _name_of(recipe: Recipe | None) -> str:
-    """The key of a recipe in `configs.tables.recipes.RECIPES`."""
-    if recipe is None:
-        return "bf16"
-    return "fp8_block" if isinstance(recipe, Fp8Block) else recipe.format

@@ -19,7 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from phalanx.adapters.megatron.checkpoint import sharded, without_extra_states
-from phalanx.kernels.api import Activation, ExpertOptions, grouped_experts_sorted
+from phalanx.kernels.api import (
+    Activation,
+    ExpertOptions,
+    grouped_experts_sorted,
+    resolve_backend,
+)
 
 _KINDS = {
     (True, F.silu): "swiglu",
@@ -152,6 +157,12 @@ class Experts(MegatronModule):
         """w1, w2, b1 and b2."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         return fc1.weight, fc2.weight, fc1.bias, fc2.bias
+
+    @property
+    def resolved_backend(self) -> str:
+        """Backend of the kernels for rows of the parameters' dtype, on their device."""
+        w1, w2, *_ = self.weights
+        return resolve_backend(w1, w1, w2, **self.options).backend
 
     def forward(
         self,

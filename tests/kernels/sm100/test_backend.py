@@ -12,7 +12,7 @@ from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.module import GroupedMLP
-from phalanx.kernels.functional import options
+from phalanx.kernels.functional import choice
 from phalanx.kernels.launch_options import DEFAULT
 from phalanx.kernels.sm100.backend import CuDNN
 from phalanx.kernels.sm100.interleave import Interleaved
@@ -157,7 +157,7 @@ def test_the_module_for_any_model():
     plain.load_state_dict(ours.state_dict())
     x, dout = torch.randn(2, 10, 64).bfloat16(), torch.randn(2, 10, 64).bfloat16()
     prob, idx = torch.rand(20, 4).softmax(-1).view(2, 10, 4).topk(2)
-    made, backends, specification = [], [], options.specification
+    made, backends, specification = [], [], choice.specification
 
     def chosen(*args):
         found = specification(*args)
@@ -166,13 +166,13 @@ def test_the_module_for_any_model():
 
     for module in (ours, plain):
         given = x.clone().requires_grad_()
-        options._chosen.cache_clear()  # choices of this process are those of a CPU
+        choice._chosen.cache_clear()  # choices of this process are those of a CPU
         specification.cache_clear()
-        with experts_on_cpu(), mock.patch.object(options, "specification", chosen):
+        with experts_on_cpu(), mock.patch.object(choice, "specification", chosen):
             out = module(given, idx, prob)
             out.backward(dout)
         made.append([out, given.grad, *(p.grad for p in module.parameters())])
-    options._chosen.cache_clear()
+    choice._chosen.cache_clear()
     specification.cache_clear()
     assert backends == ["cudnn", "reference"]
     for got, wanted in zip(*made, strict=True):
