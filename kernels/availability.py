@@ -223,7 +223,7 @@ def flex(facts: Facts) -> Refusal:
 
 def short(dtype: torch.dtype) -> str:
     """Short name of a dtype."""
-    return _SHORT.get(dtype, str(dtype))
+    return next((name for known, name in _SHORT.items() if known == dtype), str(dtype))
 
 
 _SHORT = {

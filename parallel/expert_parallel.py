@@ -23,8 +23,15 @@ from phalanx.kernels.derivatives import refuse_transforms
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.functional.arguments import (
+    check_channels,
+    check_choices,
+    check_device,
+    check_float,
+    check_parameters,
+)
 from phalanx.kernels.functional.choice import Problem, specification
-from phalanx.kernels.functional.experts import check_choices, grouped_experts, operands
+from phalanx.kernels.functional.experts import grouped_experts, operands
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
@@ -73,8 +80,8 @@ class ExpertParallelGroup:
         timeout: seconds after which a wait for another rank in `symm` is an error.
 
     Raises:
-        ValueError: on all ranks: an unknown transport or one that cannot run here, or a factor
-            below 1.
+        ValueError: an argument of another type. On all ranks: an unknown transport or one that
+            cannot run here, or a factor below 1.
     """
 
     def __init__(
@@ -90,6 +97,14 @@ class ExpertParallelGroup:
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("group: call torch.distributed.init_process_group first")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be a process group, not {type(group).__name__}")
+        check_float("dtype", dtype)
+        check_device(device)
+        if comm_sms != "auto" and (type(comm_sms) is not int or comm_sms < 0):
+            raise ValueError(f"comm_sms={comm_sms!r}: set it to auto, or to 0 or more SMs")
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: set it to seconds above 0")
         world = dist.group.WORLD
         assert world is not None
         self.group = world if group is None else group
@@ -150,8 +165,8 @@ class ExpertParallelGroup:
             ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option,
                 or kernels that cannot run here.
         """
-        refuse_transforms("expert parallelism", x, topk_prob, w1, w2, b1, b2)
         check_choices(x, topk_idx, topk_prob)
+        refuse_transforms("expert parallelism", x, topk_prob, w1, w2, b1, b2)
         if not topk_idx.numel():  # on no rank: nothing travels
             return grouped_experts(x, topk_idx, topk_prob, w1, w2, b1, b2, **options)
         x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
@@ -169,6 +184,8 @@ class ExpertParallelGroup:
         (L, D, F), K = weights.w2.shape, topk_idx.shape[-1]
         problem = Problem(x_TD.device, x_TD.dtype, D, F, L, K, sorted_rows=False)
         spec, E = specification(constants(chosen), problem), L * self.size
+        act = spec.activation
+        check_channels("x", x_TD, weights, act.facts.halves, act.kind)
         dispatcher = self._dispatcher(_Key(E, K, spec.backend, _fp8(spec)))
         idx_TK = as_int32(topk_idx.reshape(-1, K), E)
         idx_TK = torch.where((idx_TK >= 0) & (idx_TK < E), idx_TK, -1)
@@ -266,6 +283,10 @@ class ExpertParallelMoE(ExpertParameters):
         dtype: torch.dtype | None = None,
         **options: Unpack[KernelOptions],
     ) -> None:
+        if not isinstance(group, ExpertParallelGroup):
+            raise ValueError(f"group must be an ExpertParallelGroup, not {type(group).__name__}")
+        sizes = dict(experts=experts, hidden=hidden, ffn=ffn, top_k=top_k)
+        check_parameters(sizes, bias, device, dtype)
         if min(experts, hidden, ffn, top_k) < 1 or top_k > experts or experts % group.size:
             raise ValueError(
                 f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "

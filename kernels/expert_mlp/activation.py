@@ -21,7 +21,7 @@ class Activation:
     """An entry of `configs.tables.activations`, which has its formula, with its constants.
 
     Raises:
-        ValueError: unknown kind or negative limit.
+        ValueError: unknown kind, negative limit, or constants that are no numbers.
     """
 
     kind: str
@@ -37,6 +37,9 @@ class Activation:
             raise ValueError(
                 f"unknown activation {self.kind!r}: use one of {', '.join(ACTIVATIONS)}"
             )
+        for name in ("alpha", "limit", "offset"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name} must be a number, not {getattr(self, name)!r}")
         if not self.limit >= 0:
             raise ValueError(
                 f"an activation cannot be clamped to limit={self.limit}: use a positive number, or "

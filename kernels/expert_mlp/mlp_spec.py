@@ -31,7 +31,7 @@ class Margins:
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
-            if getattr(self, name) < 0:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise ValueError(
                     f"{getattr(self, name)} SMs cannot be left free: set "
                     f"kernels.sm_margin.{name} to 0 or more"

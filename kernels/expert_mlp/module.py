@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.functional.arguments import check_parameters, check_tensor
 from phalanx.kernels.functional.experts import grouped_experts
 from phalanx.kernels.functional.options import (
     KernelOptions,
@@ -71,6 +72,8 @@ class GroupedMLP(ExpertParameters):
         dtype: torch.dtype | None = None,
         **options: Unpack[KernelOptions],
     ) -> None:
+        sizes = dict(experts=experts, hidden=hidden, ffn=ffn, top_k=top_k)
+        check_parameters(sizes, bias, device, dtype)
         if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
             raise ValueError(
                 f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
@@ -102,6 +105,9 @@ class GroupedMLP(ExpertParameters):
             ValueError: shapes, dtypes or devices that do not fit, or a backend that cannot run
                 here; with PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its index.
         """
+        given = dict(x=x, topk_idx=topk_idx, topk_prob=topk_prob)
+        for name, value in given.items():
+            check_tensor(name, value)
         want = (*x.shape[:-1], self.top_k)
         if x.shape[-1:] != (self.hidden,) or topk_idx.shape != want or topk_prob.shape != want:
             raise ValueError(

@@ -21,6 +21,16 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.functional.arguments import (
+    check_channels,
+    check_choices,
+    check_devices,
+    check_floats,
+    check_integers,
+    check_tensor,
+    check_weights,
+    check_width,
+)
 from phalanx.kernels.functional.choice import choose
 from phalanx.kernels.functional.layouts import in_kernel_layout
 from phalanx.kernels.functional.options import ExpertOptions, constant, constants, with_defaults
@@ -52,10 +62,10 @@ def grouped_experts(
     torch.Size([16, 64])
 
     Args:
-        x: [..., D] fp32 or bf16. T may be 0.
+        x: [..., D] fp32, bf16, fp16 or fp64. T may be 0.
         topk_idx: [..., K] integers, experts of each token; any id that is not from 0 to E - 1
             counts as none.
-        topk_prob: [..., K] fp32 or bf16, their weights, used in fp32.
+        topk_prob: [..., K] of floats, their weights, used in fp32.
         w1: [E, 2F, D] as F gate and F up rows, or [E, F, D] without a gate, in x's dtype.
         w2: [E, D, F].
         b1: [E, 2F] or [E, F].
@@ -73,7 +83,7 @@ def grouped_experts(
     check_choices(x, topk_idx, topk_prob)
     x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
     K, E = topk_idx.shape[-1], weights.w1.shape[0]
-    spec, backend, halves = _choose(x_TD, weights, chosen, K)
+    spec, backend, halves = _choose("x", x_TD, weights, chosen, K)
     plan = make_plan(
         as_int32(topk_idx.reshape(-1, K), E),
         topk_prob.reshape(-1, K).float(),
@@ -107,11 +117,11 @@ def grouped_experts_sorted(
     tensor(0.)
 
     Args:
-        rows: [S, D] fp32 or bf16, sorted by expert. Rows behind the sum of the counts are padding:
-            their content has no effect, and their outputs and gradients are 0.
+        rows: [S, D] fp32, bf16, fp16 or fp64, sorted by expert. Rows behind the sum of the counts
+            are padding: their content has no effect, and their outputs and gradients are 0.
         counts: [E] rows of each expert: integers of any dtype on rows' device, which the host does
             not read; or on the host, which a CUDA graph cannot capture.
-        row_prob: [S] fp32 or bf16, weights of the rows, used in fp32; None: 1.
+        row_prob: [S] of floats, weights of the rows, used in fp32; None: 1.
         w1, w2, b1, b2, options: as for `grouped_experts`.
 
     Returns:
@@ -123,6 +133,10 @@ def grouped_experts_sorted(
             or whose sum exceeds S, an unknown value of an option, or a backend that cannot run
             here.
     """
+    check_floats("rows", rows)
+    check_width("rows", rows)
+    if row_prob is not None:
+        check_floats("row_prob", row_prob)
     if rows.ndim != 2 or (row_prob is not None and row_prob.shape != rows.shape[:1]):
         prob = None if row_prob is None else list(row_prob.shape)
         raise ValueError(
@@ -131,39 +145,11 @@ def grouped_experts_sorted(
     check_devices(rows, row_prob=row_prob)
     rows_SD, weights, chosen = operands(rows, (w1, w2, b1, b2), options)
     offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
-    spec, _, halves = _choose(rows_SD, weights, chosen, None)
+    spec, _, halves = _choose("rows", rows_SD, weights, chosen, None)
     prob_S = None if row_prob is None else row_prob.float().contiguous()
     plan = ExpertPlan(None, prob_S, offsets, None)
     check(rows_SD, weights, plan, halves)
     return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
-
-
-def check_choices(x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> None:
-    """Raise ValueError unless tokens [..., D] have ids and weights of K experts [..., K]."""
-    fits = topk_idx.shape == topk_prob.shape and topk_idx.shape[:-1] == x.shape[:-1]
-    if not (fits and x.ndim and topk_idx.ndim and topk_idx.shape[-1]):
-        raise ValueError(
-            f"expected x [..., D] and topk_idx, topk_prob [..., K], not {list(x.shape)}, "
-            f"{list(topk_idx.shape)} and {list(topk_prob.shape)}"
-        )
-    if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
-        raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
-    check_devices(x, topk_idx=topk_idx, topk_prob=topk_prob)
-
-
-def check_devices(x: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError for a tensor on another device than x, which kernels could not read."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, the input on {x.device}: move one of them"
-            )
-
-
-def check_weights(w1: Tensor, w2: Tensor) -> None:
-    """Raise ValueError unless both are [E, ., .]."""
-    if w1.ndim != 3 or w2.ndim != 3:
-        raise ValueError(f"w1 and w2 must be [E, ., .], not {list(w1.shape)} and {list(w2.shape)}")
 
 
 def operands(
@@ -172,20 +158,24 @@ def operands(
     """Input and weights in the dtype of the products and the layout of the kernels; all options."""
     chosen = with_defaults(options)
     w1, w2, b1, b2 = map(local, weights)
+    check_weights((w1, w2, b1, b2))
     assert w1 is not None and w2 is not None
-    check_weights(w1, w2)
     check_devices(x, w1=w1, w2=w2, b1=b1, b2=b2)
     x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
     return x, in_kernel_layout(weights, chosen["layout"]), chosen
 
 
 def _choose(
-    x: Tensor, weights: MLPWeights, chosen: dict[str, Any], K: int | None
+    name: str, x: Tensor, weights: MLPWeights, chosen: dict[str, Any], K: int | None
 ) -> tuple[str, str, int]:
     E, D, F = weights.w2.shape
     # Under torch.compile these sizes become constants: the choice depends on them.
     sizes = [constant(size) for size in (D, F, E, K or 0)]
-    return choose(constants(chosen), (x.device, x.dtype, *sizes, K is None))
+    found = choose(constants(chosen), (x.device, x.dtype, *sizes, K is None))
+    activation = chosen["activation"]
+    kind = activation if isinstance(activation, str) else activation.kind
+    check_channels(name, x, weights, found[2], kind)
+    return found
 
 
 def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> Tensor:
@@ -193,11 +183,18 @@ def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> T
     S, device = rows_SD.shape[0], rows_SD.device
     on_host = not isinstance(counts, Tensor) or (rows_SD.is_cuda and not counts.is_cuda)
     if not isinstance(counts, Tensor):
-        counts = torch.tensor(counts)
-    if counts.shape != (experts,) or counts.is_floating_point() or counts.dtype == torch.bool:
+        try:
+            counts = torch.tensor(counts)
+        except (TypeError, ValueError, RuntimeError):
+            found = type(counts).__name__
+            raise ValueError(f"counts must be a tensor or a list, not {found}") from None
+    check_tensor("counts", counts)
+    check_integers("counts", counts, "the rows of each expert")
+    if counts.device.type != "cpu":
+        check_devices(rows_SD, counts=counts)
+    if counts.shape != (experts,):
         raise ValueError(
-            f"counts must be integers [{experts}], the rows of each expert, not {counts.dtype} "
-            f"{list(counts.shape)}"
+            f"counts must be [{experts}], the rows of each expert, not {list(counts.shape)}"
         )
     if on_host and (least := int(counts.min())) < 0:
         raise ValueError(f"counts must not be negative, as {least} is")

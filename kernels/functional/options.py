@@ -7,11 +7,14 @@ from pkgutil import resolve_name
 from typing import Any, TypedDict
 
 from phalanx.configs.schema import PrecisionConfig
+from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.custom_ops import RECIPE_TYPES
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.providers import names
+from phalanx.kernels.functional.arguments import check_bool
+from phalanx.kernels.functional.layouts import layout_named
 from phalanx.kernels.quantize.recipe import Recipe
 
 
@@ -54,8 +57,21 @@ def with_defaults(options: KernelOptions) -> dict[str, Any]:
 
     Raises:
         TypeError: an option that does not exist.
+        ValueError: an option of another type.
     """
-    return filled(options, _DEFAULTS, "experts")
+    chosen = filled(options, _DEFAULTS, "experts")
+    check_activation(chosen["activation"])
+    if not isinstance(chosen["margins"], Margins):
+        raise ValueError(f"margins must be a Margins, not {chosen['margins']!r}")
+    check_backend(chosen["backend"])
+    if not isinstance(chosen["layout"], str):
+        layout_named(repr(chosen["layout"]))
+    check_bool("accumulate", chosen["accumulate"])
+    if chosen["recipe"] is not None and not isinstance(chosen["recipe"], (str, *RECIPE_TYPES)):
+        raise ValueError(
+            f"recipe={chosen['recipe']!r} is unknown: use one of {', '.join(_recipes())}, or None"
+        )
+    return chosen
 
 
 def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> dict[str, Any]:
@@ -70,13 +86,33 @@ def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> 
     return defaults | dict(options)
 
 
+def check_activation(activation: Any) -> None:
+    """Raise ValueError unless it is a name or an `Activation`: a function has no gradient here."""
+    if not isinstance(activation, (str, Activation)):
+        name = getattr(activation, "__name__", type(activation).__name__)
+        kind = _GATED.get(name.lower())
+        hint = "" if kind is None else f"; {name} with a gate is {kind}"
+        raise ValueError(
+            f"activation must be an Activation or one of {', '.join(ACTIVATIONS)}, not {name}{hint}"
+        )
+
+
+_GATED = {"silu": "swiglu", "gelu": "geglu"}
+"""Kinds of activations by the functions and modules of torch that gate with them."""
+
+
 def activation_named(activation: str | Activation) -> Activation:
     """The activation, with the constants of its kind if only that is given.
 
     Raises:
         ValueError: unknown kind.
     """
+    check_activation(activation)
     return Activation(activation) if isinstance(activation, str) else activation
+
+
+def _recipes() -> list[str]:
+    return [name for name, facts in RECIPES.items() if facts.build]
 
 
 def recipe_named(recipe: str | Recipe | None) -> Recipe | None:
@@ -87,9 +123,10 @@ def recipe_named(recipe: str | Recipe | None) -> Recipe | None:
     """
     if not isinstance(recipe, str):
         return recipe
-    known = [name for name, facts in RECIPES.items() if facts.build]
-    if recipe not in known:
-        raise ValueError(f"recipe={recipe!r} is unknown: use one of {', '.join(known)}, or None")
+    if recipe not in _recipes():
+        raise ValueError(
+            f"recipe={recipe!r} is unknown: use one of {', '.join(_recipes())}, or None"
+        )
     made: Recipe = resolve_name(RECIPES[recipe].build)(PrecisionConfig(recipe=recipe))
     return made
 

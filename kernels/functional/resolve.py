@@ -7,8 +7,9 @@ from typing import Unpack
 
 from torch import Tensor
 
+from phalanx.kernels.functional.arguments import check_floats, check_weights
 from phalanx.kernels.functional.choice import BackendChoice, Problem, explain
-from phalanx.kernels.functional.experts import check_weights, local, product_dtype
+from phalanx.kernels.functional.experts import local, product_dtype
 from phalanx.kernels.functional.layouts import layout_named
 from phalanx.kernels.functional.options import ExpertOptions, constants, with_defaults
 
@@ -38,7 +39,8 @@ def resolve_backend(
         ValueError: an unknown value of an option, or a backend that cannot run here.
     """
     chosen = with_defaults(options)
-    check_weights(w1, w2)
+    check_floats("x", x)
+    check_weights((w1, w2))
     stored = layout_named(chosen["layout"])
     E, D, F = (local(w2).mT if stored.transposed else local(w2)).shape
     problem = Problem(x.device, product_dtype(x), D, F, E, top_k or 0, top_k is None)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.availability import hopper_kernels
-from phalanx.kernels.functional.experts import check_devices
+from phalanx.kernels.functional.arguments import (
+    check_bool,
+    check_devices,
+    check_floats,
+    check_sizes,
+    check_width,
+)
 from phalanx.kernels.functional.options import constant, decoded, filled
 from phalanx.kernels.registry import Facts, KernelUnavailable
 from phalanx.kernels.routing.topk import custom_ops
@@ -30,6 +36,8 @@ _BACKENDS = {
     "fused": _Backend(kernel=True, forced=True),
     "torch": _Backend(kernel=False),
 }
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of logits that the kernel reads."""
 _SCORES, _SOFTMAXES = ("softmax", "sigmoid"), ("all", "topk")
 
 
@@ -88,7 +96,7 @@ def router_topk(
     ([[1, 3]], [[0.5, 0.5]])
 
     Args:
-        logits: [..., E] fp32 or bf16, used in fp32. T may be 0.
+        logits: [..., E] fp32, bf16, fp16 or fp64, used in fp32. T may be 0.
         top_k: K, from 1 to E.
         bias: [E], with `score="sigmoid"`: added to the scores in the choice alone, as to balance
             experts without a loss (arXiv 2408.15664). It has no gradient.
@@ -105,8 +113,10 @@ def router_topk(
     chosen = filled(options, _DEFAULTS, "router_topk")
     if chosen["group_topk"] is None:
         chosen["group_topk"] = chosen["groups"]
+    _check(logits, top_k, bias, chosen)
     logits_TE = logits.reshape(-1, logits.shape[-1]).contiguous()
-    _check(logits_TE, top_k, bias, chosen)
+    if logits.dtype not in _KERNEL_DTYPES:
+        logits_TE = logits_TE.float()
     backend = _BACKENDS[chosen.pop("backend")]
     groups = chosen.pop("groups"), chosen.pop("group_topk")
     weights = _Weights(**chosen)
@@ -125,15 +135,19 @@ def router_topk(
     return idx_TK.view(shape), prob_TK.view(shape)
 
 
-def _check(logits_TE: Tensor, top_k: int, bias: Tensor | None, options: dict[str, Any]) -> None:
-    E = logits_TE.shape[1]
+def _check(logits: Tensor, top_k: int, bias: Tensor | None, options: dict[str, Any]) -> None:
+    check_floats("logits", logits)
+    check_width("logits", logits)
+    E = logits.shape[-1]
     groups, chosen = options["groups"], options["group_topk"]
-    if logits_TE.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"logits must be fp32 or bf16, not {logits_TE.dtype}")
+    check_sizes(top_k=top_k, groups=groups, group_topk=chosen)
+    if isinstance(options["scale"], bool) or not isinstance(options["scale"], (int, float)):
+        raise ValueError(f"scale must be a number, not {options['scale']!r}")
+    check_bool("normalize", options["normalize"])
     if not 1 <= top_k <= E:
         raise ValueError(f"top_k={top_k} must be from 1 to {E}, the number of experts")
     for name, known in (("score", _SCORES), ("softmax_over", _SOFTMAXES), ("backend", _BACKENDS)):
-        if options[name] not in known:
+        if options[name] not in tuple(known):  # it may have no hash
             raise ValueError(f"{name}={options[name]} is unknown: use {', '.join(known)}")
     if why := impossible_groups(groups, chosen, experts=E, top_k=top_k):
         raise ValueError(f"groups={groups}, group_topk={chosen}: {why}")
@@ -141,9 +155,10 @@ def _check(logits_TE: Tensor, top_k: int, bias: Tensor | None, options: dict[str
         return
     if options["score"] != "sigmoid":
         raise ValueError("bias is for score=sigmoid: leave it out")
-    if bias.shape != (E,) or not bias.is_floating_point():
-        raise ValueError(f"bias must be [{E}] of floats, not {list(bias.shape)} {bias.dtype}")
-    check_devices(logits_TE, bias=bias)
+    check_floats("bias", bias)
+    if bias.shape != (E,):
+        raise ValueError(f"bias must be [{E}] as logits are [..., {E}], not {list(bias.shape)}")
+    check_devices(logits, bias=bias)
 
 
 @torch.compiler.assume_constant_result

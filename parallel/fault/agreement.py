@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.parallel.fault import objects
+
 
 class Failed(RuntimeError):
     """Some rank failed; raised on every rank with the same message."""
@@ -20,9 +22,7 @@ def gather[T](value: T) -> list[T]:
     """`value` of every rank, in rank order."""
     if dist.get_world_size() == 1:
         return [value]  # through a process group it would wait for the device
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return objects.all_gather(value)
 
 
 def agree(error: str | None) -> None:
@@ -79,7 +79,7 @@ def on_main[T](fn: Callable[[], T]) -> T:
         except Exception as error:
             mistake = error
             answer[1] = "".join(traceback.format_exception_only(error)).rstrip()
-    dist.broadcast_object_list(answer, src=0)
+    answer = objects.broadcast(answer)
     if mistake is not None:
         raise mistake
     if answer[1] is not None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -269,3 +270,36 @@ def test_what_the_experts_lack_is_refused_by_name() -> None:
     names += ["activation_func=tanh", "expert_tensor_parallel_size"]
     assert not any("\n" in text for text in seen)
     assert all(text.startswith(name) for text, name in zip(seen, names, strict=True))
+
+
+def without_transformer_engine() -> list[str]:
+    install()
+    from megatron.core.models.gpt import GPTModel
+
+    from phalanx.adapters import megatron
+    from phalanx.adapters.megatron import specs
+    from phalanx.parallel.groups import create
+
+    pg, seen = create().pg, []
+    cfg = config("swiglu")
+    cfg.transformer_impl = "transformer_engine"  # the default of Megatron-LM
+    options = dict(vocab_size=32, max_sequence_length=16, pg_collection=pg)
+    ways = [
+        lambda: megatron.block_spec(cfg),
+        lambda: GPTModel(cfg, megatron.spec, **options),
+        lambda: GPTModel(cfg, megatron.symm_spec, **options),
+    ]
+    with mock.patch.object(specs, "HAVE_TE", False):
+        for way in ways:
+            with pytest.raises(ValueError) as error:
+                way()
+            seen.append(str(error.value))
+    return seen
+
+
+@pytest.mark.dist
+def test_layers_that_are_not_installed_are_refused_by_name() -> None:
+    (seen,) = run_distributed(without_transformer_engine, 1)
+    for line in seen:
+        assert line.startswith("transformer_impl=transformer_engine needs Transformer Engine, wh")
+        assert ": set --transformer-impl local, or pip install 'transformer-engine[" in line

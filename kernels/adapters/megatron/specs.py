@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from phalanx.adapters.megatron.experts import Experts
 from phalanx.adapters.megatron.layer import SymmMoELayer
+from phalanx.configs import programs
 
 
 def block_spec(
@@ -74,7 +76,19 @@ class SpecifiedLayer(TransformerLayer):
 
 
 def _uses_te(config: TransformerConfig) -> bool:
-    return config.transformer_impl == "transformer_engine"
+    """True if the layers beside the experts are Transformer Engine's, as is Megatron's default.
+
+    Raises:
+        ValueError: they are to be, and it is not installed: Megatron-Core would call None.
+    """
+    uses = config.transformer_impl == "transformer_engine"
+    if uses and not HAVE_TE:
+        raise ValueError(
+            "transformer_impl=transformer_engine needs Transformer Engine, which cannot be "
+            "imported here: set --transformer-impl local, or "
+            f"{programs.install('transformer-engine')}"
+        )
+    return uses
 
 
 def _with_experts(layer_spec: ModuleSpec, layer: Any) -> ModuleSpec:

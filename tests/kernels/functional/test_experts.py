@@ -170,7 +170,7 @@ def test_follows_autocast(given: torch.dtype) -> None:
     assert out.dtype == torch.bfloat16 and torch.equal(out, want)
     grads = torch.autograd.grad(out.float().sum(), leaves)
     assert [g.dtype for g in grads] == [t.dtype for t in leaves]
-    with pytest.raises(ValueError, match="w1 must be"):
+    with pytest.raises(ValueError, match="^w1 is (bf16|fp32), x is (fp32|bf16): give them "):
         grouped_experts(leaves[0], idx, prob, *leaves[1:])
 
 
@@ -278,8 +278,12 @@ def test_arguments_are_checked() -> None:
         *w[1:],
         layout="interleaved",
     )
-    call(r"w1 and w2 must be \[E", x, idx, prob, w[0][0], w[1])
-    call("w1 must be torch.float32", x, idx, prob, w[0][:, :-1], *w[1:])
+    call(r"^w1 must be \[E, ., .\], not \[48, 32\]$", x, idx, prob, w[0][0], w[1])
+    rows = "^w1 has 47 rows and w2 24 columns of an expert: activation=swiglu needs 2 x as many"
+    call(rows, x, idx, prob, w[0][:, :-1], *w[1:])
+    call("^w2 has 5 experts, w1 has 6$", x, idx, prob, w[0], w[1][1:], *w[2:])
+    silu = "^activation must be an Activation or one of swiglu, .*, not silu; silu with a gate is s"
+    call(silu, x, idx, prob, *w, activation=F.silu)
     call("unknown activation 'gelu'", x, idx, prob, *w, activation="gelu")
     call("backend=te is unknown", x, idx, prob, *w, backend="te")
     call("recipe='int8' is unknown: use one of fp8_block", x, idx, prob, *w, recipe="int8")
@@ -291,9 +295,9 @@ def test_arguments_are_checked() -> None:
     call("limit is no option", x, idx, prob, *w, limit=7.0, error=TypeError)
     refused = "^backend=fused cannot run here: needs CUDA; use backend=reference or backend=auto$"
     call(refused, x, idx, prob, *w, backend="fused", error=KernelUnavailable)
-    with pytest.raises(ValueError, match=r"counts must be integers \[6\]"):
+    with pytest.raises(ValueError, match=r"counts must be \[6\], the rows"):
         grouped_experts_sorted(x, [1, 2], None, *w)
-    with pytest.raises(ValueError, match=r"counts must be integers \[6\]"):
+    with pytest.raises(ValueError, match="counts must hold integers, the rows of each"):
         grouped_experts_sorted(x, [1.5] * E, None, *w)
     with pytest.raises(ValueError, match="counts must not be negative, as -4 is"):
         grouped_experts_sorted(x, [9, -4, 4, 0, 0, 0], None, *w)

@@ -173,5 +173,5 @@ def test_mistakes_are_one_line(options: dict[str, Any], error: type, message: st
 
 
 def test_logits_of_another_dtype_are_refused() -> None:
-    with pytest.raises(ValueError, match="logits must be fp32 or bf16, not torch.float16"):
-        router_topk(drawn(T, E, dtype=torch.float16), K)
+    with pytest.raises(ValueError, match="logits must be fp32, bf16, fp16 or fp64, not torch.i"):
+        router_topk(drawn(T, E, dtype=torch.int64), K)
