@@ -22,6 +22,7 @@ from phalanx.configs.knobs import get, overrides, put, spelled
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.hf.families import family_of
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
@@ -195,7 +196,8 @@ def configured(determined_knobs: dict[str, Any], option: str | None) -> tuple[Co
 
     Args:
         found: knobs that a Hugging Face folder determines.
-        option: option of configs/model for the other knobs; default: the nearest one.
+        option: option of configs/model for the other knobs; default: the nearest one, of the same
+            family if there is one, with the fewest other values.
     """
     candidates = []
     for name in [option] if option else options("model"):
@@ -204,10 +206,12 @@ def configured(determined_knobs: dict[str, Any], option: str | None) -> tuple[Co
         if _chooses_by_bias(determined_knobs) and not cfg.model.moe.router.bias_rate:
             values["model.moe.router.bias_rate"] = 1e-3  # there is a bias, and this is DeepSeek's
         changed = {knob: v for knob, v in values.items() if get(cfg, knob) != v}
-        candidates.append((len(changed), name, cfg, changed))
-    _, name, cfg, changed = min(candidates, key=lambda each: each[:2])
-    for knob, value in changed.items():
-        put(cfg, knob, value)
+        family = family_of(cfg.model)
+        for knob, value in changed.items():
+            put(cfg, knob, value)
+        # Sizes may be those of another family by chance.
+        candidates.append((family_of(cfg.model) != family, len(changed), name, cfg, changed))
+    *_, name, cfg, changed = min(candidates, key=lambda each: each[:3])
     return cfg, [f"model={name}", *(f"{knob}={spelled(v)}" for knob, v in changed.items())]
 
 

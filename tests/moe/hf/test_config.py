@@ -1,9 +1,12 @@
 """config.json without tensors: published ones are understood, and nothing in one is passed over."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from phalanx.configs.knobs import put
 from phalanx.configs.load import load
@@ -11,8 +14,10 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import to_json, to_knobs
+from phalanx.moe.hf.families import family_of
 from phalanx.moe.hf.rope import rotated_share
 from phalanx.scripts.convert_hf import configured
+from tests.moe.hf.models import MODELS
 from tests.moe.hf.published import PUBLISHED
 
 DEEPSEEK, _ = PUBLISHED["DeepSeek-V3, V3-Base"]
@@ -47,6 +52,38 @@ def test_published_files_are_understood(name: str) -> None:
     validate(cfg, 1)
     assert fields == before
     assert [overrides[0], *sorted(overrides[1:])] == expected
+
+
+SMALL_GLM = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=256,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+)
+"""Sizes of configs/model/tiny.yaml, which has other routing."""
+
+
+@pytest.mark.parametrize("name", [*MODELS, "small GLM-4.5"])
+def test_the_nearest_option_is_of_the_same_family_whatever_the_sizes(
+    name: str, tmp_path: Path
+) -> None:
+    kind, values = {**MODELS, "small GLM-4.5": ("Glm4MoeConfig", SMALL_GLM)}[name]
+    getattr(transformers, kind)(**values).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    cfg, (option, *_) = configured(to_knobs(fields), None)
+    family = family_of(cfg.model)
+    assert family == fields["model_type"]
+    if family != "llama":  # of which there is no option
+        assert family_of(load([option]).model) == family
+    if family == "glm4_moe":
+        assert option in ("model=glm_4_5", "model=glm_4_5_air")
 
 
 UNKNOWN = {
