@@ -13,7 +13,7 @@ from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
 from phalanx.configs.arithmetic.batch_sizes import parse
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.arithmetic.stages import balanced
-from phalanx.configs.knobs import changed, get, pluralize, repair
+from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.tables.backends import expert_backend, is_stock
@@ -143,6 +143,33 @@ def fit_to_ranks(cfg: Config, world: int) -> dict[str, Any] | None:
         if not list(layout_problems(changed(cfg, others), world)):
             return others
     return None
+
+
+def ranks_that_fit(cfg: Config, world: int) -> int:
+    """The fewest ranks, at least `world` if that can be, that the layout of `cfg` fits; 0 if none.
+
+    Args:
+        cfg: stays as it is.
+        world: ranks that it does not fit.
+    """
+    p = cfg.parallel
+    replica, found = p.tensor * p.context * p.pipeline, 0
+    # So many replicas have ranks for all experts, whatever else divides them.
+    for replicas in range(1, 2 * max(p.expert, -(-world // replica)) + 1):
+        if not list(layout_problems(copied(cfg), replica * replicas)):
+            found = replica * replicas
+            if found >= world:
+                break
+    return found
+
+
+def layout_line(cfg: Config, world: int) -> str:
+    """The sizes of a layout in words."""
+    p = cfg.parallel
+    return (
+        f"tensor {p.tensor} x context {p.context} x pipeline {p.pipeline} x data "
+        f"{data_parallel_size(cfg, world)}, experts over {expert_parallel_size(cfg, world)}"
+    )
 
 
 _SIZES = ("parallel.tensor", "parallel.context", "parallel.pipeline", "parallel.expert")

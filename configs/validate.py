@@ -23,11 +23,13 @@ from phalanx.configs.layout import (
     expert_parallel_size,
     fit_to_ranks,
     largest_divisor,
+    layout_line,
     layout_problems,
     logit_interval,
     micro_batches,
     not_overlappable,
     ranks_of_experiment,
+    ranks_that_fit,
     wsd_decay_steps,
 )
 from phalanx.configs.linear_attention import linear_layers
@@ -83,6 +85,9 @@ _NO_EFFECT = {
 """Further values that a dense model may have."""
 
 _BETA_OF_BF16 = 0.99
+_POSITIONS = 2**24
+"""Longest sequence: rotary embedding multiplies positions in fp32, which rounds whole numbers
+beyond."""
 _OF_ALL = "a folder for all of a run is run.dir"
 
 
@@ -90,7 +95,9 @@ class ConfigError(ValueError):
     """Problems of a configuration, one a line."""
 
 
-def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
+def validate(
+    cfg: Config, world_size: int, experiment: str = "", *, any_ranks: bool = False
+) -> None:
     """Raise ConfigError with every problem of `cfg` on `world_size` ranks.
 
     Args:
@@ -99,6 +106,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         experiment: that the command line took. On another number of ranks than its own all problems
             of the layout are one, whose overrides together give a layout, unless its own ranks have
             all of them too.
+        any_ranks: nothing is started, so that another number of ranks is as good a remedy.
     """
     cfg = copied(cfg)
     rules = (
@@ -132,19 +140,36 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         of_any_number = set(layout_problems(copied(before), own))
         of_number = not of_any_number.issuperset(of_layout)
         if of_number and (fitted := fit_to_ranks(before, world_size)) is not None:
-            of_layout = [_resized(fitted, world_size, experiment, own)]
+            of_layout = [_resized(before, fitted, world_size, experiment, any_ranks)]
+    elif of_layout and any_ranks and (ranks := ranks_that_fit(before, world_size)):
+        of_layout = [_misfit(before, world_size, ranks)]
     problems += [*of_layout, *inject_problems(cfg, world_size)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _resized(fitted: Mapping[str, Any], world: int, experiment: str, own: int) -> str:
+def _resized(
+    cfg: Config, fitted: Mapping[str, Any], world: int, experiment: str, any_ranks: bool
+) -> str:
     """The line on an experiment whose layout does not fit a number of ranks."""
-    shown = overrides({"run.dry_run": True, "parallel.world_size": own})
+    own = ranks_of_experiment(experiment)
+    made_for = f"is for {pluralize(own, 'rank')} ({layout_line(cfg, own)}), not {world}"
+    there, here = overrides({"parallel.world_size": own}), overrides(fitted)
+    if any_ranks:
+        return f"experiment={experiment} {made_for}: set {there}, or {here} to fit {world}"
     return (
-        f"experiment={experiment} is laid out for {pluralize(own, 'rank')}, not {world}: set "
-        f"{overrides(fitted)}; {shown} shows it on {own}"
+        f"experiment={experiment} {made_for}: set {here} to fit {world}, or start {own}; "
+        f"run.dry_run=true {there} estimates it on {own} without them"
     )
+
+
+def _misfit(cfg: Config, world: int, ranks: int) -> str:
+    """The line on a layout that fits other numbers of ranks."""
+    p, sizes = cfg.parallel, ("tensor", "context", "pipeline", "expert")
+    parts = [f"parallel.{name}={size}" for name in sizes if (size := getattr(p, name)) > 1]
+    wanted = overrides({"parallel.world_size": ranks})
+    there = " x ".join(parts) or "the batch"
+    return f"{there} does not fit {pluralize(world, 'rank')}; set {wanted}"
 
 
 def is_valid(cfg: Config, world_size: int) -> bool:
@@ -277,6 +302,9 @@ def _data(cfg: Config) -> Iterator[str]:
     d, r = cfg.data, cfg.run
     if d.source == "embedded" and 0 < cfg.model.vocab_size < 256:
         yield repair(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
+    if d.sequence_length > _POSITIONS:
+        reason = f"is more than {_POSITIONS:,}, up to which fp32 tells positions apart"
+        yield repair(cfg, "data.sequence_length", reason, _POSITIONS)
     parts = d.split.split(",")
     if len(parts) > 3 or not all(map(is_number, parts)) or not float(parts[0]):
         yield repair(cfg, "data.split", "must be weights of training and validation", "98,2")

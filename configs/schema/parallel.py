@@ -14,7 +14,7 @@ class ParallelConfig:
     """Number of ranks to lay out; 0 takes the number that the launcher started.
 
     Set it to check a layout, or to estimate it with `run.dry_run`, without its machines. There, and
-    without a launcher, 0 takes the number that `experiment` is laid out for, by its name.
+    without a launcher, 0 takes the number that `experiment` is for, by its name.
     """
     tensor: int = knob(1, at_least=1)
     """Tensor-parallel size of attention and dense MLPs; above 1 with sequence parallelism."""

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.layout import ranks_of_experiment
-from phalanx.configs.load import from_argv, load, options
+from phalanx.configs.load import Ended, from_argv, load, options
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
     ConfigError,
@@ -94,7 +94,8 @@ def test_a_dry_run_takes_the_ranks_of_its_experiment(
 ) -> None:
     cfg, world = from_argv([option, f"experiment={name}"]), EXPERIMENTS[name]
     assert cfg.parallel.world_size == world
-    said = f"experiment={name} is laid out for {world} ranks: parallel.world_size={world}\n"
+    taken = f"one a GPU, which this assumes: parallel.world_size={world}\n"
+    said = f"experiment={name} is for {world} ranks, {taken}"
     assert capsys.readouterr() == ("", said)
 
 
@@ -129,11 +130,61 @@ def resized(name: str, world: int, *more: str) -> tuple[list[str], Config]:
     except ConfigError as error:
         (line,) = str(error).splitlines()
     own = EXPERIMENTS[name]
-    assert line.startswith(f"experiment={name} is laid out for {own} ranks, not {world}: set ")
-    shown = f"run.dry_run=true parallel.world_size={own} shows it on {own}"
+    assert line.startswith(f"experiment={name} is for {own} ranks (tensor ")
+    assert f"), not {world}: set " in line and f" to fit {world}, or start {own}; " in line
+    shown = f"run.dry_run=true parallel.world_size={own} estimates it on {own} without them"
     assert line.endswith(shown) and tried(given, shown.split()[:2])
     (words,) = advised(line)
     return words, tried(given, words)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            ["model=qwen3_30b_a3b", "parallel.tensor=4", "parallel.expert=8"],
+            "parallel.tensor=4 x parallel.expert=8 does not fit 1 rank; set parallel.world_size=8",
+        ),
+        (
+            ["model=tiny_gpt_oss", "parallel.pipeline=3", "parallel.world_size=4"],
+            "parallel.pipeline=3 does not fit 4 ranks; set parallel.world_size=6",
+        ),
+        (
+            ["parallel.expert=8", "parallel.world_size=12", "data.global_batch=32"],
+            "parallel.expert=8 does not fit 12 ranks; set parallel.world_size=8",
+        ),
+        (
+            ["experiment=qwen3_235b_64gpu", "parallel.world_size=48"],
+            "experiment=qwen3_235b_64gpu is for 64 ranks (tensor 1 x context 1 x pipeline 8 x data "
+            "8, experts over 8), not 48: set parallel.world_size=64, or parallel.pipeline=6 "
+            "parallel.virtual_pipeline=1 to fit 48",
+        ),
+        (  # a problem of any number of ranks
+            ["parallel.tensor=3"],
+            "parallel.tensor=3 does not divide model.vocab_size=256, model.attention.heads=4, "
+            "world_size=1, model.attention.kv_heads=2; set parallel.tensor=1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", ["run.dry_run=true", "--check"])
+@pytest.mark.usefixtures("no_launcher")
+def test_ranks_that_a_layout_fits_are_named_where_none_are_started(
+    option: str, given: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Ended):
+        from_argv([option, *given])
+    assert capsys.readouterr().err == f"error: {line}\n"
+    for words in advised(line):
+        from_argv([option, *given, *words])
+
+
+def test_ranks_of_a_launcher_are_no_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Ended):
+        from_argv(["--check", "parallel.expert=8"])
+    assert capsys.readouterr().err.endswith("; set parallel.expert=2\n")
 
 
 def test_a_problem_of_any_number_of_ranks_is_not_blamed_on_it() -> None:
