@@ -13,8 +13,8 @@ from phalanx.configs.schema import Config
 
 _MOST = 2**31 - 1
 """Upper bound of every integer: no size is near it, and seeds and shapes in libraries end there."""
-_SWITCHED = {"true": "on", "false": "off"}
-"""Names of values that are written as truth values."""
+_SWITCHED = {"true": "on", "yes": "on", "false": "off", "no": "off", "gpu": "cuda"}
+"""Names of values by other words for them."""
 
 
 def choices() -> dict[str, tuple[str, ...]]:
@@ -44,15 +44,25 @@ def bound_problems(cfg: Config) -> Iterator[str]:
                 yield repair(cfg, path, reason, list(dict.fromkeys(left + near)))
         elif isinstance(value, str):
             if path in allowed and value not in allowed[path]:
-                word = _SWITCHED.get(value.lower(), value.lower())
-                near = [name for name in allowed[path] if name.lower() == word]
-                near += [name for name in allowed[path] if name.startswith(word)]
-                near += difflib.get_close_matches(word, allowed[path], n=1, cutoff=0.3)
+                meant = _meant(value, allowed[path], is_switch=knob.type == bool | str)
                 others = {int | str: ", and no number", bool | str: ", true or false"}
                 reason = f"is not one of {', '.join(allowed[path])}{others.get(knob.type, '')}"
-                yield repair(cfg, path, reason, (near or allowed[path])[0])
+                yield repair(cfg, path, reason, meant)
         elif knob.type in (int, float, int | str) and (bound := _bound(knob, value)):
             yield repair(cfg, path, *bound)
+
+
+def _meant(value: str, names: tuple[str, ...], *, is_switch: bool) -> str | bool:
+    """The one of `names`, or of a switch's truth values, that a text is likeliest to mean."""
+    word = _SWITCHED.get(value.lower(), value.lower())
+    near = [name for name in names if name.lower() == word]
+    if not near and is_switch and word in ("on", "off"):
+        return word == "on"
+    if word == "on":  # of a choice with a name for what is on
+        near += [name for name in names if name not in ("auto", "off")]
+    near += [name for name in names if name.startswith(word)]
+    near += difflib.get_close_matches(word, names, n=1, cutoff=0.3)
+    return (near or names)[0]
 
 
 def _bound(knob: Knob, value: float) -> tuple[str, Any] | None:

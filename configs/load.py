@@ -11,6 +11,7 @@ import functools
 import os
 import pickle
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,13 +48,11 @@ from phalanx.configs.knobs import (
     visible,
     written,
 )
-from phalanx.configs.layout import ranks_of_experiment
+from phalanx.configs.layout import layout_line, ranks_of_experiment
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
     ConfigError,
-    data_parallel_size,
-    expert_parallel_size,
     micro_batches,
     validate,
 )
@@ -62,6 +61,15 @@ FOLDER = Path(__file__).resolve().parent
 _BYTES = 256
 """Vocabulary of bytes, and of random tokens where none is set."""
 GROUPS = ("model", "kernels", "precision", "parallel", "data", "optim", "run", "experiment")
+
+
+class Ended(SystemExit):
+    """The command line has been answered: nothing is to be trained."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code)
+        self.text = text
+        """The answer, which rank 0 has printed."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +109,9 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
 
     Raises:
-        SystemExit: 0 after `--help`, `--cfg job`, which say nothing with `--check`, or a layout
-            for other ranks than these (`parallel.world_size`) that is neither checked nor
-            estimated; 2 after mistakes, each on its own line on stderr. Only rank 0 prints.
+        Ended: 0 after `--help`, `--cfg job`, which say nothing with `--check`, or a layout for
+            other ranks than these (`parallel.world_size`) that is neither checked nor estimated;
+            2 after mistakes, each on its own line on stderr. Only rank 0 prints.
     """
     try:
         ranks = _launched() if world_size is None else world_size
@@ -119,10 +127,13 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         composed = compose(args.overrides)
         config, experiment = composed.typed(), composed.choices.get("experiment", "")
         only_looks = args.check or bool(config.run.dry_run)
-        if only_looks and world_size is None and "WORLD_SIZE" not in os.environ:
+        launched = world_size is not None or "WORLD_SIZE" in os.environ
+        if only_looks and not launched:
             _say(_lay_out(config, experiment))
-        validate(config, ranks, experiment)
-        if config.parallel.world_size not in (0, ranks) and not only_looks:
+        elsewhere = config.parallel.world_size not in (0, ranks)
+        any_ranks = elsewhere or bool(config.run.dry_run) or (args.check and not launched)
+        validate(config, ranks, experiment, any_ranks=any_ranks)
+        if elsewhere and not only_looks:
             _leave(_layout(config))
     except ConfigError as error:
         _leave("".join(f"error: {line}\n" for line in str(error).splitlines()), code=2)
@@ -220,8 +231,8 @@ def usage() -> str:
         "",
         "Options:",
         "  --cfg job   print the configuration that the command line gives, and exit",
-        "  --check     say what is wrong with command line, data, run folder or checkpoint, if",
-        "              anything, and exit; needs no GPU and takes about a second",
+        "  --check     say what is wrong with command line, data, run folder or checkpoint, and",
+        "              what this machine cannot run, if anything, and exit; takes about a second",
         "  -h, --help  print this text, and exit",
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
@@ -236,7 +247,8 @@ def usage() -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        option = "--cfg job" if "--cfg" in message else "--check" if "--check" in message else ""
+        raise ConfigError(f"{message}; write {option}" if option else message)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -262,16 +274,15 @@ def _lay_out(config: Config, experiment: str) -> str:
         return ""
     config.parallel.world_size = own
     taken = overrides({"parallel.world_size": own})
-    return f"experiment={experiment} is laid out for {pluralize(own, 'rank')}: {taken}\n"
+    ranks = f"{pluralize(own, 'rank')}, one a GPU"
+    return f"experiment={experiment} is for {ranks}, which this assumes: {taken}\n"
 
 
 def _layout(config: Config) -> str:
     """One line on a layout that was only checked."""
-    p, world = config.parallel, config.parallel.world_size
+    world = config.parallel.world_size
     return (
-        f"{pluralize(world, 'rank')}: tensor {p.tensor} x context {p.context} x pipeline "
-        f"{p.pipeline} x data {data_parallel_size(config, world)}, experts over "
-        f"{expert_parallel_size(config, world)}, "
+        f"{pluralize(world, 'rank')}: {layout_line(config, world)}, "
         f"{pluralize(micro_batches(config, world), 'micro-batch')} a step\n"
     )
 
@@ -299,24 +310,42 @@ def _say(text: str) -> None:
 
 
 def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
+    text = redacted(text)
     if everyone or os.environ.get("RANK", "0") == "0":
-        print(redacted(text), end="", file=sys.stderr if code else sys.stdout)
-    sys.exit(code)
+        print(text, end="", file=sys.stderr if code else sys.stdout)
+    raise Ended(code, text)
 
 
 def _mistakes(words: Sequence[str]) -> Iterator[str]:
     """Return the problems of the words of a command line."""
-    left, names = list(words), (*knobs(), *GROUPS)
+    left = list(words)
     tree: DictConfig = pickle.loads(_defaults())
     while left:
-        name = left.pop(0)
-        sign = left[:1] == ["="]
-        value = left[int(sign)] if name in names and len(left) > sign else "="
-        if "=" in value or value in names:
-            yield from _check(name, tree)
+        used, value = _spread(left)
+        text = " ".join(left[:used])
+        name = left[0].removesuffix("=")
+        del left[:used]
+        if used == 1:
+            yield from _check(text, tree)
         else:
-            del left[: 1 + sign]
-            yield f"{name}{' =' * sign} {value}: write {name}={value}, as one word"
+            yield f"{text}: write {name}={value}, as one word"
+
+
+def _spread(words: Sequence[str]) -> tuple[int, str]:
+    """Number of first words that are one override with spaces at its sign, and its value.
+
+    It is 1 where they are not.
+    """
+    first, *rest = words[:3]
+    name, names = first.removesuffix("="), (*knobs(), *GROUPS)
+    if name not in names or not rest:
+        return 1, ""
+    signed = first == name and rest[0].startswith("=")
+    alone = signed and rest[0] == "=" and len(rest) > 1
+    value = rest[1] if alone else rest[0][signed:]
+    if not value or "=" in value or value in names:
+        return 1, ""
+    return 2 + alone, value
 
 
 @functools.cache
@@ -328,22 +357,55 @@ def _parsed(word: str) -> Override:
 def _check(text: str, tree: DictConfig) -> list[str]:
     """Return the problem of one override, judged by itself; its value is tried in `tree`."""
     if text.startswith("=") or ("=" not in text and not text.startswith("~")):
+        name, _, value = (
+            part.strip() for part in re.sub(r"[:\s]", "=", text, count=1).partition("=")
+        )
+        if value and name in (*knobs(), *GROUPS):
+            return [f"{text}: write {shlex.quote(f'{name}={value}')}"]
         example = f", as in {text}={_example(text)}" if text in knobs() else ""
         return [f"{text}: expected <knob>=<value> or <group>=<option>{example}"]
     try:
         override = _parsed(text)
     except HydraException:
-        key, _, value = text.partition("=")
-        if value.startswith("["):
-            example = _example(key) if key in knobs() else written(["a", "b"])
-            return [f"{text}: cannot be read; write a list without spaces, as in {key}={example}"]
-        return [f"{text}: cannot be read; quote the value twice: {overrides({key: value})}"]
+        return [f"{text}: {_unreadable(text)}"]
+    if override.package is not None:
+        group = override.key_or_group or override.package
+        return [f"{text}: write {group}={override.value()}, without @"]
     key = override.key_or_group
     if override.type != OverrideType.CHANGE:
         return [f"{text}: all knobs exist already; write <knob>=<value>, without +, ++ or ~"]
     if override.is_sweep_override():
         return [f"{text}: one value at a time; {_unswept(key, text.partition('=')[2])}"]
     return _check_option(override) if key in GROUPS else _check_value(override, tree)
+
+
+def _unreadable(text: str) -> str:
+    """What is wrong with an override that Hydra cannot read, and how to write it."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    names = (*knobs(), *GROUPS)
+    if name not in names:
+        return f"no such knob{did_you_mean(suggest(name.strip('.')))}"
+    several = [_tight(part) for part in re.split(r"[\s,;]+(?=[\w.]+\s*=)", text)]
+    if len(several) > 1 and all(part.partition("=")[0] in names for part in several):
+        return f"write {' '.join(map(shlex.quote, several))}, as separate words"
+    if (tight := _tight(text)) != text:
+        try:
+            _parsed(tight)
+        except HydraException:
+            return _unreadable(tight)
+        return f"write {shlex.quote(tight)}"
+    if value.startswith("["):
+        example = _example(name) if name in knobs() else written(["a", "b"])
+        return f"cannot be read; write a list without spaces, as in {name}={example}"
+    if name in knobs() and knobs()[name].type in (int, float, bool, int | str, list[int]):
+        return _expected(name)
+    return f"cannot be read; quote the value twice: {overrides({name: value})}"
+
+
+def _tight(text: str) -> str:
+    """An override without spaces or more signs around its sign."""
+    name, _, value = text.partition("=")
+    return f"{name.strip()}={value.lstrip('= ').strip()}"
 
 
 def _unswept(knob: str, text: str) -> str:
@@ -361,12 +423,13 @@ def _check_option(override: Override) -> list[str]:
     known = options(group)
     if option in known:
         return []
+    option = Path(option).stem  # of somebody who names the file
     near = [name for name in known if option and option in name]
     near += [name for name in difflib.get_close_matches(option, known, n=2) if name not in near]
     meant = did_you_mean([f"{group}={name}" for name in near[:2]])
     if group == "data" and not near:
         meant = "; data of your own: data=indexed 'data.blend=[<prefix>]'"
-    return [f"{group}={option}: no such option{meant} (options: {', '.join(known)})"]
+    return [f"{override.input_line}: no such option{meant} (options: {', '.join(known)})"]
 
 
 def _check_value(override: Override, tree: DictConfig) -> list[str]:
@@ -381,7 +444,7 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
         return [f"{override.input_line}: no longer exists, as {REMOVED[key]}; remove it"]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
-    wrong = f"{override.input_line}: {_expected(key)}" if key in knobs() else ""
+    wrong = f"{override.input_line}: {_expected(key, value)}" if key in knobs() else ""
     if wrong and isinstance(value, dict):  # which OmegaConf would merge
         return [wrong]
     try:
@@ -447,8 +510,11 @@ def _undecodable() -> str:
     return "a file of configs"
 
 
-def _expected(knob: str, in_file: bool = False) -> str:
-    """`expected an integer, as in run.steps=100`, or in a YAML file as in `steps: 100`."""
+def _expected(knob: str, value: Any = None, *, in_file: bool = False) -> str:
+    """`expected an integer, as in run.steps=100`, or in a YAML file as in `steps: 100`.
+
+    A text `value` where a list of texts is expected is the one in the example.
+    """
     names: dict[Any, str] = {
         int: "an integer",
         int | str: "an integer or auto",
@@ -457,8 +523,10 @@ def _expected(knob: str, in_file: bool = False) -> str:
         bool | str: "true or false, or a text",
         str: "a text",
     }
+    one = isinstance(value, str) and value and knobs()[knob].type == list[str]
+    example = written([value]) if one else _example(knob)
     form = f"{knob.rpartition('.')[2]}: " if in_file else f"{knob}="
-    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {form}{_example(knob)}"
+    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {form}{example}"
 
 
 def _example(knob: str) -> str:

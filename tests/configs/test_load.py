@@ -1,6 +1,7 @@
 """From command lines to typed configurations: groups, overrides, mistakes, options of train.py."""
 
 import re
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -118,13 +119,15 @@ def test_one_name_is_a_list_of_names() -> None:
         ("run.steps=", "expected an integer"),
         ("optim.lr=fast", "expected a number"),
         ("run.deterministic=maybe", "expected true or false"),
-        ("data.blend=prefix", "expected a list, as in data.blend='[a,b]'"),
+        ("data.blend=prefix", "expected a list, as in data.blend='[prefix]'"),
         ("run.profile=[a,b]", "expected a list, as in run.profile='[1,2]'"),
         ("run.recompute=7", "expected a list, as in run.recompute='[norm,mla_up]'"),
         ("model.moe=8", "set one of its knobs, as in model.moe.experts=..."),
         ("run.steps=1,2", "one value at a time"),
         ("data.split=98,2", "quote it twice: data.split='\"98,2\"'"),
         ("parallel.pipeline_layout=Et|(tt|)*3", "quote the value twice"),
+        ("run.steps=3;", "expected an integer, as in run.steps=100"),
+        ("run.deterministic=on|off", "expected true or false, as in run.deterministic=false"),
         ("+run.steps=3", "without +, ++ or ~"),
         ("~run.steps", "without +, ++ or ~"),
         ("run.steps", "expected <knob>=<value>"),
@@ -136,6 +139,39 @@ def test_wrong_value_names_the_whole_knob(override: str, expected: str) -> None:
     (line,) = mistakes(override)
     assert line.startswith(override.lstrip("+~").partition("=")[0]) or line.startswith(override)
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["optim.lr = 3"], "optim.lr=3"),
+        (["optim.lr =3"], "optim.lr=3"),
+        (["model = tiny"], "model=tiny"),
+        (["run.steps: 3"], "run.steps=3"),
+        (["run.steps 3"], "run.steps=3"),
+        (["run.steps==3"], "run.steps=3"),
+        (["run.name = a b"], "'run.name=a b'"),
+        (["optim.lr", "=", "3"], "optim.lr=3, as one word"),
+        (["optim.lr", "=3"], "optim.lr=3, as one word"),
+        (["optim.lr=", "3"], "optim.lr=3, as one word"),
+        (["optim.lr", "3"], "optim.lr=3, as one word"),
+        (["run.steps=3 run.name=x"], "run.steps=3 run.name=x, as separate words"),
+        (["run.steps=3, optim.lr = 1"], "run.steps=3 optim.lr=1, as separate words"),
+        (["@model=tiny"], "model=tiny, without @"),
+    ],
+)
+def test_an_override_that_is_only_spelled_wrong_is_spelled_right(
+    words: list[str], written: str
+) -> None:
+    assert mistakes(*words) == [f"{' '.join(words)}: write {written}"]
+    load(shlex.split(written.partition(", ")[0]))
+
+
+def test_words_beside_an_override_without_a_value_are_not_its_value() -> None:
+    assert mistakes("optim.lr=", "run.steps=3") == [
+        "optim.lr=: expected a number, as in optim.lr=0.003"
+    ]
+    assert load(["run.checkpoints=", "run.steps=3"]).run.steps == 3
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
