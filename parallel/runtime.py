@@ -9,6 +9,7 @@ import datetime
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,23 @@ def launcher_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def device_here(local_rank: int) -> torch.device:
+    """The device of a rank; on a CPU with Megatron-Core's substitutes.
+
+    Raises:
+        ValueError: this host has no GPU for the rank.
+    """
+    if cpu.install():
+        return torch.device("cpu")
+    weight_grad.install()
+    if local_rank >= (gpus := torch.cuda.device_count()):
+        raise ValueError(
+            f"{local_rank + 1} or more ranks were started on {socket.gethostname()}, and torch "
+            f"sees {gpus} of its GPUs: start with torchrun --nproc-per-node {gpus}"
+        )
+    return torch.device("cuda", local_rank)
+
+
 def start(
     *,
     seed: int,
@@ -60,7 +78,8 @@ def start(
         met: called with the job's store as soon as there is one, before there are groups.
 
     Raises:
-        ValueError: Megatron-Core is another release than `parallel.megatron` patches.
+        ValueError: Megatron-Core is another release than `parallel.megatron` patches, the host has
+            fewer GPUs than ranks, or the ranks cannot meet.
     """
     check_version()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -68,10 +87,8 @@ def start(
         end_with_parent(signal.SIGTERM)
     rank, world = int(os.environ.get("RANK", "0")), launcher_world()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_cpu = cpu.install()
-    if not on_cpu:
-        weight_grad.install()
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+    device = device_here(local_rank)
+    on_cpu = device.type == "cpu"
     if not on_cpu:
         torch.cuda.set_device(device)
     if deterministic:
@@ -90,11 +107,7 @@ def start(
         # NCCL ends the process without a word of who is at fault; parallel.fault.watchdog comes
         # first.
         limit = datetime.timedelta(seconds=timeout if on_cpu else timeout + 10)
-        store: dist.Store
-        if world > 1 or "MASTER_ADDR" in os.environ:
-            store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=limit))
-        else:
-            store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=limit)
+        store = _meet(rank, world, limit)
         # torchrun may give all attempts of --max-restarts one store (torch 2.11), in which the
         # ranks would find the addresses of their dead predecessors.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -109,6 +122,35 @@ def start(
             device_id=None if on_cpu else device,
         )
     return Runtime(rank, world, local_rank, device)
+
+
+def _meet(rank: int, world: int, limit: datetime.timedelta) -> dist.Store:
+    """The job's store, in rank 0 or its launcher.
+
+    Raises:
+        ValueError: its port is in use, or this rank cannot reach it.
+    """
+    if world == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.TCPStore("localhost", 0, 1, is_master=True, timeout=limit)
+    if lacking := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ValueError(f"{' and '.join(lacking)} must be set beside WORLD_SIZE: {_LAUNCH}")
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        store: dist.Store = next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            reason = f"port {port} of {socket.gethostname()} is in use, where rank 0 listens"
+            raise ValueError(f"{reason}: set MASTER_PORT to a free one, or {_LAUNCH}") from None
+        first = (str(error).splitlines() or [repr(error)])[0]
+        reason = f"cannot reach rank 0 at MASTER_ADDR={host} MASTER_PORT={port}: {first}"
+        raise ValueError(f"{reason}; set both on every host to those of rank 0") from None
+    return store
+
+
+_LAUNCH = (
+    "start with torchrun --standalone on one host, or with --rdzv-backend c10d --rdzv-endpoint "
+    "HOST:PORT on several"
+)
 
 
 def stop(runtime: Runtime) -> None:
