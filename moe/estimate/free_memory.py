@@ -117,11 +117,13 @@ def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMe
     if need <= most:
         return None
     sharing = pluralize(len(ranks), "rank") if len(ranks) > 1 else "a rank"
+    held = "weights, gradients, optimizer and logits"
     fits = _remedies(cfg, world, ranks, most)
     helps = listed(fits[:3] or [f"model={_small(cfg)}"])
     return (
-        f"{cfg.model.name} does not fit: weights, gradients and optimizer of {sharing} take "
-        f"{storage(need)} of {memory.device}, which has {storage(most)} free; {_largest(cfg)}: set "
+        f"{cfg.model.name} does not fit: {held} of {sharing} take "
+        f"{storage(need)} of {memory.device}, which has {storage(most)} free; "
+        f"{_largest(cfg, logits=len(ranks) * logits_bytes(cfg) > need // 2)}: set "
         f"{helps}{_more_ranks(cfg, world)}"
     )
 
@@ -175,8 +177,11 @@ def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[
         [{"optim.moments": "bf16"}],
         [{"parallel.expert": n} for n in (2, 4, 8) if n > p.expert],
     ]
+    d = cfg.data
+    batch = [_halved("data.micro_batch", d.micro_batch)]
+    batch.append(_halved("data.sequence_length", d.sequence_length))
     fewer = [_halved("model.layers", m.layers), _halved("model.moe.experts", m.moe.experts)]
-    for kinds in (same_model, [_halved("model.vocab_size", m.vocab_size)], fewer):
+    for kinds in (same_model, batch, [_halved("model.vocab_size", m.vocab_size)], fewer):
         pairs = enough(cfg, world, need, most, kinds)
         if fit := [overrides(changes) for changes, size in pairs if size <= most]:
             return fit
@@ -195,9 +200,12 @@ def _halved(path: str, size: int) -> list[Changes]:
     return [{path: n} for n in halvings(size)]
 
 
-def _largest(cfg: Config) -> str:
-    """The knob that contributes most parameters, in words."""
-    m = cfg.model
+def _largest(cfg: Config, *, logits: bool) -> str:
+    """The knob that contributes most parameters, or those of `logits`, in words."""
+    m, d = cfg.model, cfg.data
+    if logits:
+        size = f"data.micro_batch={d.micro_batch} of data.sequence_length={d.sequence_length}"
+        return f"most of it is logits of {size}"
     p = parameters(m)
     parts = {
         f"model.vocab_size={m.vocab_size}": p.embedding + p.head,

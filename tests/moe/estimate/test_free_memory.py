@@ -50,7 +50,7 @@ def test_a_large_model_is_refused_in_a_line_and_at_once(model: str) -> None:
     text = refusal(f"model={model}", world=2)
     assert time.perf_counter() - start < 3
     assert text.startswith(
-        f"{model} does not fit: weights, gradients and optimizer of 2 ranks take"
+        f"{model} does not fit: weights, gradients, optimizer and logits of 2 ranks take"
     )
     assert "has 20.0 GiB free" in text and "model.moe.experts=" in text and "\n" not in text
 
@@ -206,3 +206,13 @@ def test_ranks_refuse_what_is_too_large_together_and_one_says_why(tmp_path: Path
     (line,) = main.err.splitlines()
     assert line.startswith("error: deepseek_v3 does not fit: ") and "set model=tiny" in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sequence_whose_logits_do_not_fit_is_named() -> None:
+    given = ["model=tiny", "data.sequence_length=16000000", "data.micro_batch=4"]
+    given += ["data.global_batch=4"]
+    text = refusal(*given)
+    size = "data.micro_batch=4 of data.sequence_length=16000000"
+    assert f"most of it is logits of {size}: set data." in text
+    for helps in advised(text):
+        assert refusal(*given, *helps) == "", helps
