@@ -61,6 +61,9 @@ def exit_with(
         speaks = not ((rank or lost) and _signalled(stop))
     code, text = _verdict(error, training)
     if not speaks:
+        if not lost:
+            # torchrun reports the rank that ends first, which need not be the one that speaks.
+            launcher.tell(redacted(text))
         return code
     if lost:
         text = f"error: the other ranks are gone: {lost}"
