@@ -20,6 +20,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.moe.report.quiet import quiet
+from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.activity import set_activity, start_run
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
@@ -47,22 +48,41 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
     # torch reads it at its first tensor. Large host tensors, as those of a checkpoint that is read,
     # have huge pages: pages of 4 KiB are cleared one fault at a time, at 1 to 2 GB/s.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    from phalanx.configs.load import from_argv
-    from phalanx.configs.redact import redacted
-
     if "--check" in argv:
-        return check(from_argv(argv))
+        return check(_configuration(argv))
     with Guard() as guard, StopSignal() as stop:
-        cfg = from_argv(argv)
+        cfg = _configuration(argv)
         if problem := _vocabulary(cfg):
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # on every host that lacks the data
-                print(redacted(f"error: {problem}"), file=sys.stderr)
+            # On every host that lacks the data.
+            _refuse(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
             return 2
         if cfg.run.dry_run:
             return _dry_run(cfg, argv)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return _train(cfg, argv, stop, guard, ends_process)
+
+
+def _configuration(argv: list[str]) -> "Config":
+    """That of the command line. Mistakes end the process, and torchrun's report of it."""
+    from phalanx.configs.load import Ended, from_argv
+
+    try:
+        return from_argv(argv)
+    except Ended as end:
+        if end.code:
+            launcher.tell(end.text.rstrip())
+        raise
+
+
+def _refuse(*errors: object, speaks: bool) -> None:
+    """Print what ends this run, if this rank speaks for others, and pass it to the launcher."""
+    from phalanx.configs.redact import redacted
+
+    text = redacted("\n".join(f"error: {error}" for error in errors))
+    if speaks:
+        print(text, file=sys.stderr)
+    launcher.tell(text)
 
 
 def _train(
@@ -81,8 +101,7 @@ def _train(
         try:
             check_version()  # before imports that another release may not have
         except ValueError as error:
-            if rank == 0:
-                print(f"error: {error}", file=sys.stderr)
+            _refuse(error, speaks=rank == 0)
             return 2
         if world == 1 and (lines := nothing_left(cfg)):  # rank 0 of several asks when they have met
             for line in lines:
@@ -122,7 +141,7 @@ def check(cfg: "Config") -> int:
         found.errors = [problem, *(e for e in found.errors if str(e) != str(problem))]
     elif not found.errors and (line := shown(cfg)):
         found.notes.append(f"vocabulary: {line}")
-    found.errors += _room(cfg)
+    found.errors += _on_this_machine(cfg)
     if os.environ.get("RANK", "0") == "0":
         for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
             print(redacted(line), file=sys.stderr)
@@ -141,25 +160,45 @@ def _vocabulary(cfg: "Config") -> Exception | None:
     return None
 
 
-def _room(cfg: "Config") -> list[Exception]:
-    """Is there memory for a model that is not small? The estimate takes seconds to import."""
-    from phalanx.configs.validate import ConfigError
+def _on_this_machine(cfg: "Config") -> list[Exception]:
+    """What this machine refuses of a run that is to start on it.
 
-    m = cfg.model
-    matrices = 3 * m.layers * (m.moe.experts * m.moe.ffn or m.dense_ffn) + m.vocab_size
-    if matrices * m.hidden < _LARGE:
-        return []
-    from phalanx.moe.estimate.free_memory import launch_refusal
+    Choices that `auto` would not make, and sizes that are not small: only these import torch, which
+    takes seconds.
+    """
+    from phalanx.configs.validate import ConfigError
+    from phalanx.moe.training.preflight import asks_machine
+    from phalanx.parallel.megatron.version import check_version
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if cfg.parallel.world_size not in (0, world):
         return []  # it is to run elsewhere
-    refusal = launch_refusal(cfg, world)
+    m, d = cfg.model, cfg.data
+    matrices = 3 * m.layers * (m.moe.experts * m.moe.ffn or m.dense_ffn) + m.vocab_size
+    logits = d.micro_batch * d.sequence_length * m.vocab_size
+    large, asks = matrices * m.hidden + logits >= _LARGE, asks_machine(cfg)
+    try:
+        check_version()
+        if not large and not asks:
+            return []
+        if cfg.run.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        from phalanx.parallel.megatron.imports import importing_megatron
+
+        with importing_megatron():
+            from phalanx.moe.estimate.free_memory import launch_refusal
+            from phalanx.moe.training.choices import rehearse
+
+        if asks:
+            rehearse(cfg, world)
+        refusal = launch_refusal(cfg, world) if large else None
+    except ValueError as error:
+        return [error]
     return [ConfigError(refusal)] if refusal else []
 
 
 _LARGE = 10**8
-"""Parameters, below which a run fits wherever torch does."""
+"""Parameters and logits, below which a run fits wherever torch does."""
 
 
 def _dry_run(cfg: "Config", argv: list[str]) -> int:

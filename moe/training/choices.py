@@ -4,6 +4,7 @@ Kernels are chosen by each rank; the other choices are agreed on by all ranks of
 """
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from phalanx.configs.formats import (
     resident_layers,
     width,
 )
+from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend, is_stock
@@ -44,24 +46,30 @@ from phalanx.moe.estimate.memory import (
 )
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
+from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
+from phalanx.parallel.dispatcher.replication.choice import with_replication
 from phalanx.parallel.dispatcher.replication.options import CopyCosts, copy_costs, rates_on
-from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
+from phalanx.parallel.dispatcher.transport import of_megatron, planned, refusals_here
+from phalanx.parallel.dispatcher.transport_class import Transport, waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron.recipe_linear import computes_by
-from phalanx.parallel.runtime import Runtime
+from phalanx.parallel.runtime import Runtime, device_here
 
 
 def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     """Resolve the backend of every op of the config on this machine.
 
     Raises:
+        ConfigError: a GPU is asked for, and there is none.
         KernelUnavailable: a forced backend cannot run on this machine.
     """
     cuda = runtime.device.type == "cuda"
+    if cfg.run.device == "cuda" and not cuda:
+        raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
     machine_facts = facts(
         cfg,
         runtime.world,
@@ -301,3 +309,43 @@ def agreed_experts(backend: str) -> str:
     Collective.
     """
     return next((name for name in gather(backend) if not waits_for_tokens(name)), backend)
+
+
+def rehearse(cfg: Config, world: int) -> None:
+    """Make the choices of a start on this machine that it may refuse, in one process without ranks.
+
+    The functions are those that a start calls; groups are predicted from identical ranks.
+
+    Args:
+        cfg: valid config.
+        world: ranks of the run. As many are on this host as it has GPUs, or all.
+
+    Raises:
+        ValueError: a choice cannot run here, as the start would say.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    runtime = Runtime(0, world, 0, device_here(local_ranks - 1))
+    choices = choose_kernels(cfg, runtime)
+    transport = _predicted_transport(cfg, runtime, choices[0].backend)
+    resolved = with_choices(cfg, runtime, choices, transport.name)
+    resolved.run.graph = choose_graph(resolved).backend
+    resolved.precision.weights, _ = choose_fp8_weights(resolved, runtime)
+    choose_overlap(resolved, runtime)
+
+
+def _predicted_transport(cfg: Config, runtime: Runtime, experts: str) -> Transport:
+    """Transport of a group of ranks like this process, with expert replication."""
+    p, ranks = cfg.parallel, expert_parallel_size(cfg, runtime.world)
+    if EXPERT_BACKENDS[experts].stock_layer:
+        return of_megatron(p.dispatch)
+    gpus = torch.cuda.device_count() if runtime.device.type == "cuda" else runtime.world
+    refusals = refusals_here(p.dispatch, compute_dtype(cfg))
+    chosen = planned(p.dispatch, ranks=ranks, node_ranks=gpus, refusals=refusals)
+    return with_replication(
+        p.expert_replication,
+        chosen,
+        ranks=ranks if chosen.inside is None else min(ranks, gpus),
+        local=cfg.model.moe.experts // ranks,
+        costs=CopyCosts(0, 0),
+        keep=False,
+    )

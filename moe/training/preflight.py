@@ -14,7 +14,7 @@ from phalanx.configs import programs
 from phalanx.configs.arithmetic.batch_sizes import samples_after
 from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import overrides, pluralize
+from phalanx.configs.knobs import get, overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.optimizers import OPTIMIZERS
@@ -352,3 +352,21 @@ def _check_moved(cfg: Config, root: Place) -> None:
             f"the checkpoints of {folder} are in {previous}: set run.checkpoints={value} to "
             f"continue from them, or {run_start.start_over_override()} to start over and leave them"
         )
+
+
+def asks_machine(cfg: Config) -> bool:
+    """True if a machine may refuse a choice of a run, which `auto` would not have made."""
+    return any(get(cfg, path) not in free for path, free in _UNREFUSED.items())
+
+
+_UNREFUSED: dict[str, tuple[object, ...]] = {
+    "kernels.backend": ("auto",),
+    "kernels.attention": ("auto",),
+    "kernels.norm": ("auto",),
+    "parallel.dispatch": ("auto",),
+    "parallel.expert_replication": (0, "auto"),
+    "parallel.overlap_microbatches": ("auto", "off"),
+    "run.device": ("auto", "cpu"),
+    "run.graph": ("auto", "off"),
+}
+"""Values that every machine can serve, of knobs with others."""

@@ -19,8 +19,8 @@ class Failed(RuntimeError):
 
 
 def gather[T](value: T) -> list[T]:
-    """`value` of every rank, in rank order."""
-    if dist.get_world_size() == 1:
+    """`value` of every rank, in rank order. A process without a process group is a world of one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]  # through a process group it would wait for the device
     return objects.all_gather(value)
 
