@@ -32,6 +32,7 @@ from phalanx.kernels.functional.arguments import (
 )
 from phalanx.kernels.functional.choice import Problem, specification
 from phalanx.kernels.functional.experts import grouped_experts, operands
+from phalanx.kernels.functional.layouts import in_kernel_layout
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
@@ -170,6 +171,7 @@ class ExpertParallelGroup:
         if not topk_idx.numel():  # on no rank: nothing travels
             return grouped_experts(x, topk_idx, topk_prob, w1, w2, b1, b2, **options)
         x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
+        weights = in_kernel_layout(weights, chosen["layout"])
         with torch.autocast(x.device.type, enabled=False):
             return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
 

@@ -2,7 +2,8 @@
 
 Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
 They compute in the dtypes of their arguments, under autocast too, and save and recompute what
-`kernels.expert_mlp.autograd` does.
+`kernels.expert_mlp.autograd` does. Weights, biases and their gradients have the layout that the
+specification names; converted copies last as long as an op, and are not saved.
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -29,14 +30,19 @@ from phalanx.kernels.expert_mlp.autograd import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
+from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.routing.clear_padding import clear_padding
 
 RECIPE_TYPES = (Fp8Block, Microscaling)
 
 
-def encode(spec: MLPSpec) -> str:
+def encode(spec: MLPSpec, layout: str = "halves") -> str:
     """A specification as custom ops take it. They ignore `accumulate`.
+
+    Args:
+        spec: of the experts.
+        layout: a key of `LAYOUTS`: that of the ops' weights and biases.
 
     Raises:
         ValueError: a recipe that saves the activation's input in FP8, of which ops have no outputs.
@@ -47,19 +53,26 @@ def encode(spec: MLPSpec) -> str:
     recipe = values.pop("recipe")
     values |= dict(activation=asdict(spec.activation), margins=asdict(spec.margins))
     kind = None if recipe is None else (type(recipe).__name__, asdict(recipe))
-    return json.dumps(values | dict(recipe=kind))
+    return json.dumps(values | dict(recipe=kind, layout=layout))
 
 
 @functools.cache
 def decode(text: str) -> MLPSpec:
-    """The inverse of `encode`."""
+    """The specification that `encode` was given."""
     values = json.loads(text)
+    del values["layout"]
     activation, margins = Activation(**values.pop("activation")), Margins(**values.pop("margins"))
     recipe = values.pop("recipe")
     if recipe is not None:
         name, switches = recipe
         recipe = next(t for t in RECIPE_TYPES if t.__name__ == name)(**switches)
     return MLPSpec(activation, margins=margins, recipe=recipe, **values)
+
+
+@functools.cache
+def layout_in(text: str) -> str:
+    """The layout that `encode` was given."""
+    return str(json.loads(text)["layout"])
 
 
 @torch.library.custom_op("phalanx::grouped_mlp", mutates_args=())
@@ -84,7 +97,8 @@ def grouped_mlp(
     args = ExpertMLPArgs(decode(spec), keep_h)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
-        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, args)
+        weights = in_kernel_layout(MLPWeights(w1, w2, b1, b2), layout_in(spec))
+        out, h, _ = run_forward(x, weights, plan, args)
         if inverse is None:
             clear_padding(out, offsets)
     return out, h
@@ -92,7 +106,8 @@ def grouped_mlp(
 
 @grouped_mlp.register_fake
 def _(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
-    index, keep_h = rest[2], rest[-1]
+    index, spec, keep_h = rest[2], rest[-2], rest[-1]
+    w1, w2, _, _ = in_kernel_shapes(MLPWeights(w1, w2, None, None), layout_in(spec))
     S = x.shape[0] if index is None else index.shape[0]
     h_shape = (S, w1.shape[-2]) if keep_h else 0
     return x.new_empty(x.shape[0], w2.shape[-2]), x.new_empty(h_shape)
@@ -143,19 +158,25 @@ def grouped_mlp_backward(
     with torch.autocast(x.device.type, enabled=False):
         quantized = backend_of(args.spec, "forward").quantize(x)
         saved_x = for_wgrad(x, quantized, args.spec)
-        saved = Saved(saved_x, MLPWeights(w1, w2, None, b2), h, plan, args)
+        weights = in_kernel_layout(MLPWeights(w1, w2, None, b2), layout_in(spec))
+        saved = Saved(saved_x, weights, h, plan, args)
         dx, dprob, work = data_gradients(dout, saved, needs)
-        grads = [dx, *weight_gradients(work, saved.weights, args.experts, [None] * 4), dprob]
-        if inverse is None and grads[0] is not None:
-            clear_padding(grads[0], offsets)
+        dw1, dw2, db1, db2 = weight_gradients(work, saved.weights, args.experts, [None] * 4)
+        if inverse is None and dx is not None:
+            clear_padding(dx, offsets)
+    stored = layout_named(layout_in(spec))
+    dw1, db1 = (None if g is None else stored.from_kernels(g, fc1=True) for g in (dw1, db1))
+    dw2, db2 = (None if g is None else stored.from_kernels(g, fc1=False) for g in (dw2, db2))
+    grads = (dx, dw1, dw2, db1, db2, dprob)
     dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)
     return dx, dw1, dw2, db1, db2, dprob
 
 
 @grouped_mlp_backward.register_fake
 def _(dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
-    shapes = [x.shape, w1.shape, w2.shape, w1.shape[:-1], w2.shape[:-1]]
-    prob, needs = rest[3], rest[-1]
+    prob, spec, needs = rest[3], rest[-2], rest[-1]
+    shaped = in_kernel_shapes(MLPWeights(w1, w2, None, None), layout_in(spec))
+    shapes = [x.shape, w1.shape, w2.shape, shaped.w1.shape[:-1], shaped.w2.shape[:-1]]
     grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True)]
     return *grads, x.new_empty(0) if prob is None else prob.new_empty(prob.shape)
 

@@ -50,23 +50,24 @@ class BackendChoice(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def choose(options: tuple[Any, ...], problem: tuple[Any, ...]) -> tuple[str, str, int]:
+def choose(options: tuple[Any, ...], problem: tuple[Any, ...], layout: str) -> tuple[str, str, int]:
     """Specification for custom ops, backend, and H / F.
 
     Args:
         options: result of `kernels.functional.options.constants`.
         problem: fields of a `Problem`.
+        layout: layout of the ops' weights.
 
     Raises:
         ValueError: an unknown value of an option, or kernels that cannot run here.
     """
-    return _chosen(options, Problem(*problem))
+    return _chosen(options, Problem(*problem), layout)
 
 
 @functools.cache
-def _chosen(options: tuple[Any, ...], problem: Problem) -> tuple[str, str, int]:
+def _chosen(options: tuple[Any, ...], problem: Problem, layout: str) -> tuple[str, str, int]:
     spec = specification(options, problem)
-    return encode(spec), spec.backend, spec.activation.facts.halves
+    return encode(spec, layout), spec.backend, spec.activation.facts.halves
 
 
 @functools.cache

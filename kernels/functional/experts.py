@@ -32,7 +32,7 @@ from phalanx.kernels.functional.arguments import (
     check_width,
 )
 from phalanx.kernels.functional.choice import choose
-from phalanx.kernels.functional.layouts import in_kernel_layout
+from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes
 from phalanx.kernels.functional.options import ExpertOptions, constant, constants, with_defaults
 from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.routing.clear_padding import clear_padding
@@ -83,7 +83,8 @@ def grouped_experts(
     check_choices(x, topk_idx, topk_prob)
     x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
     K, E = topk_idx.shape[-1], weights.w1.shape[0]
-    spec, backend, halves = _choose("x", x_TD, weights, chosen, K)
+    shaped = in_kernel_shapes(weights, chosen["layout"])
+    spec, backend, halves = _choose("x", x_TD, shaped, chosen, K)
     plan = make_plan(
         as_int32(topk_idx.reshape(-1, K), E),
         topk_prob.reshape(-1, K).float(),
@@ -92,7 +93,7 @@ def grouped_experts(
         rows=max(1, rows_for(x_TD.shape[0] * K, E, backend)),
         backend=backend,
     )
-    check(x_TD, weights, plan, halves)
+    check(x_TD, shaped, plan, halves)
     return _run(x_TD, weights, plan, spec, chosen["accumulate"]).view(x.shape)
 
 
@@ -145,24 +146,25 @@ def grouped_experts_sorted(
     check_devices(rows, row_prob=row_prob)
     rows_SD, weights, chosen = operands(rows, (w1, w2, b1, b2), options)
     offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
-    spec, _, halves = _choose("rows", rows_SD, weights, chosen, None)
+    shaped = in_kernel_shapes(weights, chosen["layout"])
+    spec, _, halves = _choose("rows", rows_SD, shaped, chosen, None)
     prob_S = None if row_prob is None else row_prob.float().contiguous()
     plan = ExpertPlan(None, prob_S, offsets, None)
-    check(rows_SD, weights, plan, halves)
+    check(rows_SD, shaped, plan, halves)
     return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
 
 
 def operands(
     x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
 ) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
-    """Input and weights in the dtype of the products and the layout of the kernels; all options."""
+    """Input and weights in the dtype of the products, weights as they are stored; all options."""
     chosen = with_defaults(options)
     w1, w2, b1, b2 = map(local, weights)
     check_weights((w1, w2, b1, b2))
     assert w1 is not None and w2 is not None
     check_devices(x, w1=w1, w2=w2, b1=b1, b2=b2)
     x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
-    return x, in_kernel_layout(weights, chosen["layout"]), chosen
+    return x, weights, chosen
 
 
 def _choose(
@@ -171,7 +173,8 @@ def _choose(
     E, D, F = weights.w2.shape
     # Under torch.compile these sizes become constants: the choice depends on them.
     sizes = [constant(size) for size in (D, F, E, K or 0)]
-    found = choose(constants(chosen), (x.device, x.dtype, *sizes, K is None))
+    problem = (x.device, x.dtype, *sizes, K is None)
+    found = choose(constants(chosen), problem, chosen["layout"])
     activation = chosen["activation"]
     kind = activation if isinstance(activation, str) else activation.kind
     check_channels(name, x, weights, found[2], kind)
@@ -219,6 +222,7 @@ def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str
     """The same where gradients are added to buffers, which a custom op could not do."""
     refuse_transforms("accumulate=True", x, *weights, plan.row_prob_S)
     spec = custom_ops.decode(encoded)
+    weights = in_kernel_layout(weights, custom_ops.layout_in(encoded))
     with torch.autocast(x.device.type, enabled=False):
         if plan.inverse_NK is not None:
             return grouped_mlp(x, weights, plan, spec)

@@ -1,11 +1,13 @@
 """Layouts in which others store the weights of experts, and the conversion to that of the kernels.
 
 The kernels read w1 [E, 2F, D] as F gate rows and then F up rows, and w2 [E, D, F]. Another layout
-is converted by a copy: in each call of the functions, or once by `keep_converted`.
+is converted by a copy: in each pass of a call of the functions, which keeps none between passes,
+or once by `keep_converted`.
 
 Legend: E experts, D hidden, F expert width, H = 2F for gated activations and F for others.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 
@@ -27,7 +30,7 @@ class WeightLayout:
     """Gate and up channels of w1 and b1 alternate: gate 0, up 0, gate 1, ..."""
 
     def to_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
-        """A weight or bias as the kernels read it; differentiable.
+        """A weight or bias as the kernels read it, contiguous, by at most one copy; differentiable.
 
         Args:
             x: a weight [E, ., .] or a bias [E, .].
@@ -36,19 +39,31 @@ class WeightLayout:
         Raises:
             ValueError: an odd number of channels, which cannot alternate.
         """
-        x = x.mT if self.transposed and x.ndim == 3 else x
+        x = self.in_kernel_shape(x, fc1=fc1)
         if self.interleaved and fc1:
-            if x.shape[1] % 2:
-                raise ValueError(f"gate and up channels cannot alternate in {x.shape[1]}")
             x = x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return x.contiguous()
 
     def from_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
         """The inverse of `to_kernels`."""
+        turns = self.transposed and x.ndim == 3
         if self.interleaved and fc1:
-            x = x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        x = x.mT if self.transposed and x.ndim == 3 else x
+            x = x.unflatten(1, (2, -1)).transpose(1, 2)  # [E, F, 2, ...]
+            x = x.movedim(-1, 1).flatten(2) if turns else x.flatten(1, 2)
+        elif turns:
+            x = x.mT
         return x.contiguous()
+
+    def in_kernel_shape(self, x: Tensor, *, fc1: bool) -> Tensor:
+        """A view of a weight or bias in the shape that the kernels read, its channels in any order.
+
+        Raises:
+            ValueError: an odd number of channels, which cannot alternate.
+        """
+        x = x.mT if self.transposed and x.ndim == 3 else x
+        if self.interleaved and fc1 and x.shape[1] % 2:
+            raise ValueError(f"gate and up channels cannot alternate in {x.shape[1]}")
+        return x
 
 
 _FC1 = (True, False, True, False)
@@ -81,20 +96,32 @@ def in_kernel_layout(weights: MLPWeights, layout: str) -> MLPWeights:
     """Weights in the layout of the kernels; those that are in it already are not copied.
 
     Raises:
-        ValueError: an unknown layout, or one of gated weights for others.
+        ValueError: as `in_kernel_shapes`.
     """
     stored = layout_named(layout)
+    in_kernel_shapes(weights, layout)
     w1, w2, b1, b2 = weights
-    converted = MLPWeights(
+    return MLPWeights(
         stored.to_kernels(w1, fc1=True),
         stored.to_kernels(w2, fc1=False),
         None if b1 is None else stored.to_kernels(b1, fc1=True),
         None if b2 is None else stored.to_kernels(b2, fc1=False),
     )
-    channels, ffn = converted.w1.shape[1], converted.w2.shape[2]
+
+
+def in_kernel_shapes(weights: MLPWeights, layout: str) -> MLPWeights:
+    """Views of weights in the shapes that they have for the kernels, without a copy.
+
+    Raises:
+        ValueError: an unknown layout, or one of gated weights for others.
+    """
+    stored = layout_named(layout)
+    w1 = stored.in_kernel_shape(weights.w1, fc1=True)
+    w2 = stored.in_kernel_shape(weights.w2, fc1=False)
+    channels, ffn = w1.shape[1], w2.shape[2]
     if stored.interleaved and channels != 2 * ffn:
         raise ValueError(f"layout={layout}: w1 has {channels} channels, not 2 x {ffn}")
-    return converted
+    return weights._replace(w1=w1, w2=w2)
 
 
 @torch.no_grad()
@@ -103,8 +130,9 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
 
     New parameters, of another shape if `layout` is transposed, take the place of the old ones, with
     their attributes: create optimizers, and shard parameters, after the conversion. `state_dict`
-    still returns, and `load_state_dict` still expects, the layout from before. A second call does
-    nothing.
+    still returns, and `load_state_dict` still expects, the layout from before; what else is made
+    from the parameters, as an optimizer's state or an adapter, has the layout of the kernels. A
+    second call does nothing.
 
     >>> import torch
     >>> from phalanx.kernels.api import keep_converted
@@ -122,7 +150,8 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
         names: of the parameters w1, w2, b1 and b2; None: there is no such bias.
 
     Raises:
-        ValueError: unknown layout, other than four names, or parameters that are sharded already.
+        ValueError: unknown layout, other than four names, or parameters that are sharded already,
+            that have a parametrization, as an adapter's, or that an optimizer has.
     """
     stored = layout_named(layout)
     if len(names) != len(_FC1):
@@ -130,9 +159,7 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
     if stored == HALVES or getattr(module, _CONVERTED, False):
         return
     fc1 = {name: first for name, first in zip(names, _FC1, strict=True) if name}
-    parameters = {name: module.get_parameter(name) for name in fc1}
-    if any(hasattr(p, "to_local") for p in parameters.values()):
-        raise ValueError(f"layout={layout}: convert parameters before they are sharded")
+    parameters = _free_parameters(module, list(fc1), layout)
     for name, parameter in parameters.items():
         # Not other data in it: autograd may have noted its shape.
         data = stored.to_kernels(parameter.data, fc1=fc1[name])
@@ -145,6 +172,26 @@ def keep_converted(module: nn.Module, layout: str, names: Sequence[str | None]) 
     module.register_state_dict_post_hook(partial(_convert, fc1, stored.from_kernels))
     module.register_load_state_dict_pre_hook(partial(_convert, fc1, stored.to_kernels))
     setattr(module, _CONVERTED, True)
+
+
+def _free_parameters(module: nn.Module, names: list[str], layout: str) -> dict[str, nn.Parameter]:
+    """Parameters by their names, unless something holds them in the layout that they have."""
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        if is_parametrized(module.get_submodule(owner), last):
+            raise ValueError(
+                f"layout={layout}: {name} has a parametrization or an adapter in this layout: "
+                "convert without it"
+            )
+    parameters = {name: module.get_parameter(name) for name in names}
+    if any(hasattr(p, "to_local") for p in parameters.values()):
+        raise ValueError(f"layout={layout}: convert parameters before they are sharded")
+    converted = {id(p) for p in parameters.values()}
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    groups = [group for o in optimizers for group in getattr(o, "param_groups", ())]
+    if any(id(p) in converted for group in groups for p in group["params"]):
+        raise ValueError(f"layout={layout}: convert parameters before an optimizer is created")
+    return parameters
 
 
 def _convert(

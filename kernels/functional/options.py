@@ -39,7 +39,7 @@ class ExpertOptions(KernelOptions, total=False):
     """`fused`, `cudnn`, `torch`, `reference`, or `auto`: the best for the device and the sizes."""
     layout: str
     """A key of `LAYOUTS`: the order of the weights in memory; others than `halves` are copied in
-    each call."""
+    each pass, and their gradients are copied back."""
 
 
 _DEFAULTS: dict[str, Any] = dict(

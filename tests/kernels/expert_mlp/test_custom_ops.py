@@ -9,6 +9,7 @@ from phalanx.kernels.expert_mlp import custom_ops
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional.layouts import LAYOUTS
 from phalanx.kernels.routing import plan
 from tests.kernels.compiling import compiling
 from tests.kernels.problems import Problem, leaves_of, make
@@ -17,17 +18,22 @@ ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 BACKENDS = ["reference", "torch"]
 
 
-def arguments(p: Problem, backend: str) -> list:
-    leaves = leaves_of(p)
-    tensors = [leaves.get(name) for name in ("x", "w1", "w2", "b1", "b2")]
+def arguments(p: Problem, backend: str, layout: str = "halves") -> list:
+    leaves, stored = leaves_of(p), LAYOUTS[layout]
+    tensors = [leaves.get(name) for name in ("w1", "w2", "b1", "b2")]
+    for i, name in enumerate(("w1", "w2", "b1", "b2")):
+        if tensors[i] is not None:
+            there = stored.from_kernels(tensors[i].detach(), fc1=name.endswith("1"))
+            tensors[i] = there.requires_grad_()
     plan = [p.index, leaves["prob"], p.offsets, p.inverse, None]
-    return [*tensors, *plan, custom_ops.encode(MLPSpec(p.act, backend)), True]
+    return [leaves["x"], *tensors, *plan, custom_ops.encode(MLPSpec(p.act, backend), layout), True]
 
 
+@pytest.mark.parametrize("layout", ["halves", "transposed_interleaved"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_expert_ops(backend: str, bias: bool) -> None:
-    given = arguments(make(ACT, torch.float32, bias=bias), backend)
+def test_expert_ops(backend: str, bias: bool, layout: str) -> None:
+    given = arguments(make(ACT, torch.float32, bias=bias), backend, layout)
     torch.library.opcheck(custom_ops.grouped_mlp, tuple(given))
     given = [t.detach() if isinstance(t, Tensor) else t for t in given]
     out, h = custom_ops.grouped_mlp(*given)

@@ -66,6 +66,30 @@ def test_gpt_oss(given: tuple[Tensor, Tensor, Tensor]) -> None:
         assert error(stored.from_kernels(ours, fc1="gate" in name), grad) < 1e-6
 
 
+def test_gradients_have_the_layout_of_the_weights(given: tuple[Tensor, Tensor, Tensor]) -> None:
+    """And those that are added in place, of weights without a buffer, the same values."""
+    theirs = GptOss()
+    want = torch.autograd.grad(theirs.statement(*given).square().sum(), theirs.weights())
+    for accumulate in (False, True):
+        options = dict(activation=ACT, layout="transposed_interleaved", accumulate=accumulate)
+        out = grouped_experts(*given, *theirs.weights(), **options)
+        got = torch.autograd.grad(out.square().sum(), theirs.weights())
+        for ours, true in zip(got, want, strict=True):
+            assert error(ours, true) < 1e-6
+            assert accumulate or ours.is_contiguous()  # an optimizer takes it without a copy
+
+
+def test_copies_are_not_kept_for_the_backward_pass(given: tuple[Tensor, Tensor, Tensor]) -> None:
+    """They are as large as the weights, and every layer of a model would keep its own."""
+    theirs, saved = GptOss(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        grouped_experts(*given, *theirs.weights(), activation=ACT, layout="transposed_interleaved")
+    own = {w.untyped_storage().data_ptr() for w in theirs.weights()}
+    matrices = [x for x in saved if x.ndim == 3]
+    assert len(matrices) == 2
+    assert all(x.untyped_storage().data_ptr() in own for x in matrices)
+
+
 def test_state_dicts_keep_the_layout() -> None:
     """Also inside another module, loaded by copy and by assignment, whole and in part."""
     model = nn.ModuleDict(dict(experts=GptOss()))
@@ -119,6 +143,21 @@ def test_sharded_parameters_are_refused(gloo_of_one: None) -> None:
     m, mesh = GptOss(), init_device_mesh("cpu", (1,))
     m.down_proj = nn.Parameter(distribute_tensor(m.down_proj.data, mesh, [Shard(0)]))
     with pytest.raises(ValueError, match="convert parameters before they are sharded"):
+        keep_converted(m, "transposed", NAMES)
+
+
+def test_parameters_that_an_optimizer_has_are_refused() -> None:
+    m = GptOss()
+    optimizer = torch.optim.Adam([{"params": [m.down_proj]}])
+    with pytest.raises(ValueError, match="convert parameters before an optimizer is created"):
+        keep_converted(m, "transposed", NAMES)
+    assert m.down_proj is optimizer.param_groups[0]["params"][0]
+
+
+def test_parameters_with_an_adapter_are_refused() -> None:
+    m = GptOss()
+    torch.nn.utils.parametrize.register_parametrization(m, "down_proj", nn.Identity())
+    with pytest.raises(ValueError, match="down_proj has a parametrization or an adapter in this"):
         keep_converted(m, "transposed", NAMES)
 
 
