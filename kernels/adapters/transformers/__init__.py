@@ -3,12 +3,13 @@
     import phalanx.adapters.transformers
     model = AutoModelForCausalLM.from_pretrained(NAME, experts_implementation="phalanx")
 
-The import registers the implementation for every class of experts that transformers dispatches.
-Models that are loaded, or made by `from_config`, are prepared at once: experts whose activation is
-not known are refused by the name of their class, and weights in another layout are converted
-(`prepare`). Parameters keep their names; state dicts and saved models have the layout of
-transformers. `expert_parallel` shares experts between ranks. `fuse_norms(model)` has RMSNorms
-computed by torch's fused kernel, which saves a quarter of a step of Qwen3-30B-A3B's layers.
+The import registers the implementation for every class of experts that transformers dispatches;
+of others a warning names the class. Models that are loaded, or made by `from_config`, are checked
+at once (`prepare`): experts whose activation is not known are refused by the name of their class.
+Parameters stay as transformers has them, for adapters, optimizers and saved models; weights in
+another layout are copied in each pass, unless `convert(model)` converts them. `expert_parallel`
+shares experts between ranks. `fuse_norms(model)` has RMSNorms computed by torch's fused kernel,
+which saves a quarter of a step of Qwen3-30B-A3B's layers.
 """
 
 import transformers
@@ -24,14 +25,18 @@ except ImportError as missing:
     ) from missing
 
 from phalanx.adapters.expert_groups import groups, release
+from phalanx.adapters.transformers.conversion import convert
 from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
-from phalanx.adapters.transformers.experts import NAME, forward, prepare
-from phalanx.adapters.transformers.loading import prepared
+from phalanx.adapters.transformers.experts import forward
+from phalanx.adapters.transformers.loading import chosen, prepared, warned
+from phalanx.adapters.transformers.modules import NAME, prepare
 from phalanx.adapters.transformers.norms import fuse_norms
 
-__all__ = ["EP_NAME", "NAME", "fuse_norms", "groups", "prepare", "release"]
+__all__ = ["EP_NAME", "NAME", "convert", "fuse_norms", "groups", "prepare", "release"]
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 EPImplementationInterface.register(EP_NAME, SymmEP)
 for _build in ("from_pretrained", "_from_config"):
     setattr(PreTrainedModel, _build, prepared(getattr(PreTrainedModel, _build)))
+for _method, _wrapped in (("post_init", warned), ("set_experts_implementation", chosen)):
+    setattr(PreTrainedModel, _method, _wrapped(getattr(PreTrainedModel, _method)))

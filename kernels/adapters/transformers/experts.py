@@ -1,4 +1,7 @@
-"""The forward pass of a module of experts of transformers, and its preparation.
+"""The forward pass of a module of experts of transformers.
+
+Parameters stay as transformers has them, so that adapters, optimizers and saved states are those of
+its own experts: weights in another layout are copied in each pass.
 
 Legend: T tokens, K experts per token, D hidden.
 """
@@ -6,14 +9,11 @@ Legend: T tokens, K experts per token, D hidden.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from phalanx.adapters.transformers.gates import activation_of
-from phalanx.kernels.api import Activation, ExpertOptions, grouped_experts, keep_converted
-
-NAME = "phalanx"
-"""Value of `experts_implementation`."""
+from phalanx.adapters.transformers.conversion import check_unadapted
+from phalanx.adapters.transformers.modules import facts_of, names_of
+from phalanx.kernels.api import ExpertOptions, grouped_experts
 
 
 def forward(
@@ -31,7 +31,8 @@ def forward(
         [T, D] in the dtype of the input.
 
     Raises:
-        ValueError: the experts are of a kind that the kernels do not compute.
+        ValueError: the experts are of a kind that the kernels do not compute, or have an adapter
+            on weights that `convert` has converted.
     """
     weights, x = weights_of(experts), hidden_states
     if not torch.is_autocast_enabled(x.device.type):
@@ -42,7 +43,8 @@ def forward(
 
 def weights_of(experts: Any) -> list[Any]:
     """w1, w2, b1 and b2 of a module, in its present layout."""
-    return [name and getattr(experts, name) for name in _names(experts)]
+    check_unadapted(experts)
+    return [name and getattr(experts, name) for name in names_of(experts)]
 
 
 def options_of(experts: Any) -> ExpertOptions:
@@ -51,69 +53,5 @@ def options_of(experts: Any) -> ExpertOptions:
     Raises:
         ValueError: the experts are of a kind that the kernels do not compute.
     """
-    activation, layout = _facts(experts)
+    activation, layout = facts_of(experts)
     return {"activation": activation, "layout": layout}
-
-
-def prepare(model: nn.Module) -> None:
-    """Check the experts of a model, and convert weights that are in another layout, once.
-
-    It is called for models that transformers loads or makes from a config. For one that is made
-    otherwise call it before parameters are sharded or given to an optimizer or to
-    DistributedDataParallel: weights in another layout are rearranged in every forward pass if it
-    was not, or if they are sharded already.
-
-    Args:
-        model: a model, of which modules of experts with this implementation are prepared.
-
-    Raises:
-        ValueError: experts of a kind that the kernels do not compute.
-    """
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "is_transposed") and module.config._experts_implementation == NAME:
-            activation, layout = _facts(module)
-            if layout != "halves" and not isinstance(module.down_proj, DTensor):
-                keep_converted(module, layout, _names(module))
-                module._apply_gate = _refuse  # other implementations call it
-                module._phalanx = activation, "halves"
-
-
-def _facts(experts: Any) -> tuple[Activation, str]:
-    """The activation and the present layout of the weights."""
-    facts: tuple[Activation, str] | None = experts.__dict__.get("_phalanx")
-    return _recognised(experts) if facts is None else facts
-
-
-@torch.compiler.disable
-def _recognised(experts: Any) -> tuple[Activation, str]:
-    if experts.has_post_expert_norm:
-        raise ValueError(
-            f"{type(experts).__name__}: phalanx does not compute a norm behind each expert: use "
-            "experts_implementation='grouped_mm'"
-        )
-    facts = activation_of(experts), _layout(experts)
-    experts._phalanx = facts
-    return facts
-
-
-def _layout(experts: Any) -> str:
-    """A key of the kernels' `LAYOUTS`."""
-    interleaved = experts.has_gate and not experts.is_concatenated
-    words = ["transposed"] * experts.is_transposed + ["interleaved"] * interleaved
-    return "_".join(words) or "halves"
-
-
-def _names(experts: Any) -> tuple[str, str, str | None, str | None]:
-    """The parameters that are w1, w2, b1 and b2."""
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    if not experts.has_bias:
-        return first, "down_proj", None, None
-    return first, "down_proj", f"{first}_bias", "down_proj_bias"
-
-
-def _refuse(gate_up: Tensor) -> Tensor:
-    raise ValueError(
-        f"the weights of these experts are in the layout of experts_implementation={NAME!r}: load "
-        "the model again with the other implementation"
-    )
