@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import phalanx.adapters.transformers  # noqa: F401  (registers)
+from phalanx.adapters.transformers import convert
 from tests.parallel.dispatcher.test_symm_gpu import compare
 
 pytestmark = pytest.mark.gpu
@@ -121,6 +121,56 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(name: str) -> None:
             assert torch.equal(a, b), key
             experts += 1
     assert experts >= 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_experts_have_the_bits_of_those_that_are_not(name: str) -> None:
+    plain, made = model(name, "phalanx"), model(name, "phalanx")
+    made.load_state_dict(plain.state_dict())
+    assert convert(made) == (2 if name == "gpt_oss" else 0)
+    ids = torch.randint(0, 512, (2, 256), device="cuda")
+    for got, want in zip(gradients(made, ids), gradients(plain, ids), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("source", "target"), [("phalanx", "eager"), ("eager", "phalanx")])
+def test_an_adapter_of_gpt_oss_goes_both_ways(source: str, target: str, tmp_path: Path) -> None:
+    """Trained in bf16 with one side's experts, loaded on the other's: logits in fp32 agree."""
+    peft = pytest.importorskip("peft")
+    base = model("gpt_oss", "eager")
+    with torch.no_grad():
+        for key, parameter in base.named_parameters():
+            if "experts" in key:
+                parameter.normal_(0, 0.1)
+    base.save_pretrained(tmp_path / "model")
+
+    def load(implementation: str, dtype: torch.dtype) -> Any:
+        made = GptOssForCausalLM.from_pretrained(
+            tmp_path / "model", dtype=dtype, experts_implementation=implementation
+        )
+        return made.cuda()
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=[], target_parameters=names)
+    made = peft.get_peft_model(load(source, torch.bfloat16), config)
+    optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=0.02)
+    ids = torch.randint(0, 512, (2, 256), device="cuda")
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = made(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.98 * losses[0]
+    made.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        without = load("eager", torch.float32)(ids).logits
+        exact = peft.PeftModel.from_pretrained(load("eager", torch.float32), tmp_path / "adapter")
+        want = exact(ids).logits
+        other = peft.PeftModel.from_pretrained(load(target, torch.bfloat16), tmp_path / "adapter")
+        error, effect = ((x.float() - want).norm() for x in (other(ids).logits, without))
+    assert error < 0.2 * effect
 
 
 def test_experts_over_two_gpus_are_one_model(tmp_path: Path) -> None:

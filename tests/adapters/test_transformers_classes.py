@@ -56,11 +56,15 @@ def test_values_and_gradients_of_every_class(name: str) -> None:
         if transformers.__version__ == KNOWN:
             raise
         pytest.skip(f"a class of a later release: {refusal}")
+    converted = copy.deepcopy(ours)
+    both = [ours, converted] if phalanx.adapters.transformers.convert(converted) else [ours]
     for tokens, k in ((33, 2), (7, 1), (1, 3)):
-        got, want = (run(module, *routing(tokens, k)) for module in (ours, theirs))
-        close(got[0], want[0])
-        for grad, other in zip(_in_their_layout(ours, got[1]), want[1], strict=True):
-            close(grad, other)
+        want = run(theirs, *routing(tokens, k))
+        for module in both:
+            got = run(module, *routing(tokens, k))
+            close(got[0], want[0])
+            for grad, other in zip(_in_their_layout(module, got[1]), want[1], strict=True):
+                close(grad, other)
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -127,6 +131,16 @@ def test_constants_of_a_gate_are_used(limit: float) -> None:
     torch.testing.assert_close(module(9 * x, idx, prob), theirs(9 * x, idx, prob))
 
 
+def test_classes_with_another_layout_are_those_of_the_docs() -> None:
+    others = {
+        name
+        for name in CLASSES.keys() - REFUSED.keys()
+        if phalanx.adapters.transformers.convert(experts(CLASSES[name], name, "phalanx"))
+    }
+    assert others >= {"GptOssExperts", "AriaExperts", "OpenAIPrivacyFilterExperts"}
+    assert transformers.__version__ != KNOWN or len(others) == 3
+
+
 def test_weights_that_were_not_prepared_are_read_as_they_are() -> None:
     module = experts(CLASSES["GptOssExperts"], "GptOssExperts", "phalanx")
     before = {name: p.shape for name, p in module.named_parameters()}
@@ -136,14 +150,6 @@ def test_weights_that_were_not_prepared_are_read_as_they_are() -> None:
     assert {name: p.shape for name, p in module.named_parameters()} == before
     for ours, other in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
         close(ours, other)
-
-
-def test_other_implementations_refuse_converted_weights() -> None:
-    module = experts(CLASSES["GptOssExperts"], "GptOssExperts", "phalanx")
-    phalanx.adapters.transformers.prepare(module)
-    module.config._experts_implementation = "batched_mm"
-    with pytest.raises((ValueError, RuntimeError)):
-        module(*routing(3, 2))
 
 
 def test_an_older_transformers_is_told_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
