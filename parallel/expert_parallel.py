@@ -117,6 +117,7 @@ class ExpertParallelGroup:
         except ValueError as error:
             raise ValueError(str(error).replace("parallel.dispatch=", "transport=")) from None
         factor = float(ranks) if capacity_factor is None else capacity_factor
+        self.capacity_factor = factor
         here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         try:
             self.budget = Budget(factor, torch.device(here if device is None else device))

@@ -20,12 +20,19 @@ def group_of(
     Args:
         ranks: process group.
         dtype: dtype of tokens.
-        capacity_factor: as for `ExpertParallelGroup`; that of the first call counts.
+        capacity_factor: as for `ExpertParallelGroup`.
 
     Raises:
-        ValueError: on all ranks: the exchange cannot run between them.
+        ValueError: on all ranks: the exchange cannot run between them, or has another capacity.
     """
-    if ranks not in _groups:
+    if ranks in _groups:
+        wanted = float(ranks.size()) if capacity_factor is None else capacity_factor
+        if (present := _groups[ranks].capacity_factor) != wanted:
+            raise ValueError(
+                f"capacity_factor={wanted:g}: the exchange of these ranks has {present:g}: give "
+                "all layers the same, or call release() before"
+            )
+    else:
         transport = "symm" if "nccl" in dist.get_backend(ranks) else "alltoall"
         _groups[ranks] = ExpertParallelGroup(
             ranks, transport=transport, capacity_factor=capacity_factor, dtype=dtype

@@ -252,10 +252,16 @@ def refusals() -> list[str]:
         {"moe_apply_probs_on_input": True},
         {"fp8": "hybrid"},
         {"delay_wgrad_compute": True},
+        {"activation_func_fp8_input_store": True},
+        {"moe_paged_stash": True},
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]},
         {"activation_func": torch.tanh},
     ):
+        made = config("swiglu")
+        for name, value in changes.items():
+            setattr(made, name, value)  # some need further options of Megatron-Core's own
         with pytest.raises(ValueError) as error:
-            Experts(4, config("swiglu", **changes), pg)
+            Experts(4, made, pg)
         seen.append(str(error.value))
     pg.expt_tp = type("Group", (), {"size": lambda self: 2})()
     with pytest.raises(ValueError) as error:
@@ -267,6 +273,7 @@ def refusals() -> list[str]:
 def test_what_the_experts_lack_is_refused_by_name() -> None:
     (seen,) = run_distributed(refusals, 1)
     names = ["moe_latent_size", "moe_apply_probs_on_input", "fp8", "delay_wgrad_compute"]
+    names += ["activation_func_fp8_input_store", "moe_paged_stash", "offload_modules=moe_act"]
     names += ["activation_func=tanh", "expert_tensor_parallel_size"]
     assert not any("\n" in text for text in seen)
     assert all(text.startswith(name) for text, name in zip(seen, names, strict=True))

@@ -43,8 +43,12 @@ _REFUSED = {
     "delay_wgrad_compute": "delayed weight gradients",
     "overlap_moe_expert_parallel_comm": "delayed weight gradients",
     "overlap_dispatch_backward_with_experts_wgrad": "delayed weight gradients",
+    "activation_func_fp8_input_store": "activations that are stored in FP8",
+    "moe_paged_stash": "paged activations",
 }
 """Fields of Megatron-Core's config that the experts do not implement."""
+_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
+"""Parts of Megatron-Core's experts that `offload_modules` may name."""
 
 
 def activation_of(config: TransformerConfig) -> Activation:
@@ -75,6 +79,11 @@ def check(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> N
     for name, what in _REFUSED.items():
         if getattr(config, name, None):
             raise ValueError(f"{name}: phalanx's experts do not support {what}: leave it out")
+    if config.fine_grained_activation_offloading:
+        for name in sorted(_OFFLOADED.intersection(config.offload_modules or ())):
+            raise ValueError(
+                f"offload_modules={name}: phalanx's experts offload no activations: leave it out"
+            )
     if pg_collection.expt_tp.size() > 1:
         raise ValueError(
             "expert_tensor_parallel_size: phalanx's experts are whole on each rank: set it to 1"

@@ -36,11 +36,11 @@ class SymmEP(EPImplementation):
         experts: the module, whose parameters are sharded over the mesh.
         ep_mesh: ranks that share the experts.
         tp_mesh: ranks that have the same tokens; each exchanges a part of them.
-        capacity_factor: as for `ExpertParallelGroup`; that of the first layer counts.
+        capacity_factor: as for `ExpertParallelGroup`, the same in all layers.
 
     Raises:
-        ValueError: experts of a kind that the kernels do not compute, or ranks between which the
-            exchange cannot run.
+        ValueError: experts of a kind that the kernels do not compute, ranks between which the
+            exchange cannot run, or another capacity than that of their exchange.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
   qwen3       4 layers of Qwen3-30B-A3B in transformers, 8,192 tokens, against its `grouped_mm`,
               `eager` and `sonicmoe` (the package sonic-moe, if it is installed)
   qwen3_loss  the same with the embedding, the head and the loss; not in CUDA graphs
-  gpt_oss     4 layers of GPT-OSS-20B in transformers, likewise
+  gpt_oss     4 layers of GPT-OSS-20B in transformers, likewise, and with converted weights
   torchtitan  its routed experts in the sizes of Qwen3-30B-A3B, against its own and its fused ones
 
 Parameters and inputs are bf16. Times are medians of interleaved rounds of forward and backward,

@@ -1,7 +1,6 @@
 """Models of transformers with its implementations of experts and with ours.
 
-Standard layouts share one model, whose implementation is switched; GPT-OSS's weights are converted
-for ours, in a second model.
+All sides share one model, whose implementation is switched; a second GPT-OSS has converted weights.
 """
 
 import importlib
@@ -11,12 +10,13 @@ import torch
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations import sonicmoe
 
-import phalanx.adapters.transformers  # noqa: F401  (registers the implementation)
-from phalanx.adapters.transformers import fuse_norms
+from phalanx.adapters.transformers import convert, fuse_norms
 from phalanx.scripts.bench.adapters.compared import OURS, Comparison
 from phalanx.scripts.bench.timing import Bench
 
 _SIDES = ("grouped_mm", "sonicmoe", "eager")
+_CONVERTED = ", converted"
+"""End of the name of a side whose weights are in the layout of the kernels."""
 _FUSED = ", fused norms"
 """End of the name of a side whose norms are torch's fused ones."""
 _TINY: dict[str, Any] = dict(
@@ -70,16 +70,18 @@ def gpt_oss(bench: Bench, *, tiny: bool) -> Comparison:
         num_experts_per_tok=4,
         intermediate_size=64 if tiny else 2880,
     )
-    theirs = _made(bench, GptOssForCausalLM, config, "eager", tiny=tiny)
-    ours = _made(bench, GptOssForCausalLM, config, OURS, tiny=tiny)
-    ours.load_state_dict(theirs.state_dict())
+    model = _made(bench, GptOssForCausalLM, config, OURS, tiny=tiny)
+    converted = _made(bench, GptOssForCausalLM, config, OURS, tiny=tiny)
+    converted.load_state_dict(model.state_dict())
+    convert(converted)
     # Its attention holds all scores, and each side's graph has memory of its own.
     ids = _ids(bench, config, 32 if tiny else 512)
     compared = Comparison(bench, "gpt_oss", ids.numel())
     for side in (OURS, OURS + _FUSED):
-        _add(compared, ours, side, ids)
+        _add(compared, model, side, ids)
+        _add(compared, converted, OURS + _CONVERTED + side.removeprefix(OURS), ids)
     for side in (*_SIDES, _SIDES[0] + _FUSED):
-        _add(compared, theirs, side, ids)
+        _add(compared, model, side, ids)
     return compared
 
 
@@ -115,7 +117,7 @@ def _add(
     fused = [(norm, norm.__dict__.pop("forward")) for norm in norms]
 
     def forward() -> torch.Tensor:
-        model.config._experts_implementation_internal = side.removesuffix(_FUSED)
+        model.config._experts_implementation_internal = side.split(",")[0]
         for norm, function in fused:
             norm.forward = function
         # Without a cache transformers builds a mask in a capture, as it cannot look whether
