@@ -94,7 +94,7 @@ def tear(folder: Path, part: float) -> None:
 
 
 def test_what_a_kill_lost_is_sent_by_the_next_launch(tmp_path: Path) -> None:
-    """Of the first launch W&B has a part, of the second nothing."""
+    """W&B has a part of the first launch, and nothing of the second."""
     launch(tmp_path, 0, 45)
     tear(tmp_path, 0.7)
     (first,) = of_wandb(tmp_path)
