@@ -106,7 +106,7 @@ def _refuse_in_graph(name: str) -> None:
 
 
 def _transforms() -> frozenset[str]:
-    """Of `Grad`, `Jvp` and `Vmap` those that are being applied."""
+    """Names of the transforms that are being applied: `Grad`, `Jvp`, `Vmap`."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return frozenset([interpreter.key().name for interpreter in stack])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import installed_alone
+from tests import installed_alone
 from tests.support.pages import ROOT, TEXTS, blocks
 
 ALONE = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -48,7 +48,7 @@ def sections(page: str) -> dict[str, str]:
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """What pip installs with the package and these extras."""
+    """Requirements of the package with these extras, as pip knows them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     more = [line for extra in extras for line in project["optional-dependencies"][extra]]
     return [*project["dependencies"], *more]

@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class BackendChoice(NamedTuple):
-    """What runs a call of a function of experts."""
+    """The backend that runs a call of a function of experts, and why."""
 
     backend: str
     """`fused`, `cudnn`, `torch` or `reference`."""

@@ -1,4 +1,4 @@
-"""What a call of a function of experts runs, without the call.
+"""The backend that a call of a function of experts takes, without the call.
 
 Legend: E experts, D hidden, F expert width, H = 2F for gated activations and F for others.
 """

@@ -1,5 +1,6 @@
-"""What `auto` takes on GPUs that are not here, and what it says of it: tensors without data."""
+"""The choice of `auto` on GPUs that are not here, and its warnings, by tensors without data."""
 
+import doctest
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from phalanx.kernels.api import (
     grouped_experts_sorted,
     resolve_backend,
 )
-from phalanx.kernels.functional import choice
+from phalanx.kernels.functional import choice, resolve
 from phalanx.kernels.functional.options import constants, with_defaults
 from phalanx.kernels.registry import Facts
 
@@ -169,11 +170,16 @@ def test_modules_have_the_backend_they_take() -> None:
 
 
 def test_autocast_decides_by_its_dtype() -> None:
-    """Of 60 channels a CPU multiplies groups in fp32, and not in bf16."""
+    """A CPU multiplies groups of 60 channels in fp32, and not in bf16."""
     module = GroupedMLP(33, 60, 48, 2)
     assert module.resolved_backend == "torch"
     with torch.autocast("cpu", dtype=BRAIN):
         assert module.resolved_backend == "reference"
+
+
+def test_the_example_runs() -> None:
+    result = doctest.testmod(resolve)
+    assert result.attempted == 5 and not result.failed
 
 
 def test_other_layouts_have_the_same_sizes() -> None:

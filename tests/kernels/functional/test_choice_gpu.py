@@ -1,4 +1,4 @@
-"""What `auto` takes on an NVIDIA GPU and says of it, and what a CUDA graph captures."""
+"""The choice of `auto` on an NVIDIA GPU, its warnings, and captures in CUDA graphs."""
 
 import warnings
 
