@@ -113,7 +113,10 @@ class RunConfig:
     model, batch, precision and optimizer. `search_precision` compares bf16 with FP8 too.
     """
     machine: str = knob("h200", choices=(MACHINES,))
-    """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py."""
+    """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py.
+
+    A run takes those of the GPU that it has, and these on a CPU or another GPU.
+    """
     wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
     tensorboard: bool = False

@@ -81,14 +81,14 @@ def rates_of(device: str, otherwise: str) -> Rates:
 
     They are constants, so that a resumed run copies the same experts.
     """
-    machine = machine_of(device, otherwise)
+    machine = MACHINES[machine_of(device, otherwise)]
     return Rates(machine.expert_tflops, machine.node_gbs)
 
 
-def machine_of(device: str, otherwise: str) -> Machine:
-    """Return the machine of the GPU with this CUDA name, or else the one of a key of `MACHINES`."""
-    known = [m for m in MACHINES.values() if m.name.split()[0] in device]
-    return (known or [MACHINES[otherwise]])[0]
+def machine_of(device: str, otherwise: str) -> str:
+    """Return the key in `MACHINES` of the GPU with this CUDA name, or else `otherwise`."""
+    known = (key for key, m in MACHINES.items() if m.name.split()[0] in device)
+    return next(known, otherwise)
 
 
 MACHINES: dict[str, Machine] = {

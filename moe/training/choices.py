@@ -27,7 +27,7 @@ from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend, is_stock
-from phalanx.configs.tables.machines import MACHINES, Machine, machine_of
+from phalanx.configs.tables.machines import MACHINES, machine_of
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.free_memory import free_gpu_memory
@@ -105,6 +105,10 @@ def _linear_attention(cfg: Config, machine_facts: Facts) -> list[Choice]:
 def with_choices(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -> Config:
     """Copy of a config with this rank's device, kernels and transport in place of `auto`.
 
+    `run.machine` becomes that of the rank's GPU, so that choices by rates and memory are those of a
+    dry run for this GPU. It stays as set on a CPU, or on a GPU that configs/tables/machines.py
+    lacks.
+
     Args:
         cfg: config of the run.
         runtime: this rank.
@@ -115,6 +119,9 @@ def with_choices(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch:
     k = cfg.kernels
     k.backend, k.attention, k.norm = (choice.backend for choice in choices[:3])
     cfg.run.device, cfg.parallel.dispatch = runtime.device.type, dispatch
+    if runtime.device.type == "cuda":
+        gpu = torch.cuda.get_device_name(runtime.device)
+        cfg.run.machine = machine_of(gpu, cfg.run.machine)
     return cfg
 
 
@@ -220,13 +227,6 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[int | str, list[C
     return wanted, [Choice("fp8 weights", place, reason)]
 
 
-def machine_here(cfg: Config, runtime: Runtime) -> Machine:
-    """The machine of this rank's GPU; that of `run.machine` on a CPU or an unknown GPU."""
-    cuda = runtime.device.type == "cuda"
-    name = torch.cuda.get_device_name(runtime.device) if cuda else "CPU"
-    return machine_of(name, cfg.run.machine)
-
-
 def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
     """True if micro-batches overlap on all ranks, and the line of the start page. Collective.
 
@@ -239,7 +239,7 @@ def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
     Raises:
         ConfigError: overlap is forced and cannot run.
     """
-    machine = machine_here(cfg, runtime)
+    machine = MACHINES[cfg.run.machine]
     cuda = runtime.device.type == "cuda"
     available = free_gpu_memory(runtime.device).free if cuda else machine.room
     try:
@@ -272,6 +272,8 @@ def choose_delayed_wgrad(cfg: Config, runtime: Runtime) -> list[Choice]:
     """
     wanted, setting = cfg.parallel.delay_wgrad, f"parallel.delay_wgrad={cfg.parallel.delay_wgrad}"
     (*better, least), reason = possible(cfg, runtime.world, MACHINES[cfg.run.machine])
+    everywhere = gather(better)  # ranks have GPUs and kernels of their own
+    better = [value for value in better if all(value in others for others in everywhere)]
     if beside_exchanges(cfg) and least != PAIRS:
         why = f"; {setting}; {reason}" if wanted == PAIRS else ""
         return [Choice("wgrad", "overlap", f"exchanges of the backward pass{why}")]

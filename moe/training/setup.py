@@ -17,6 +17,7 @@ from phalanx.configs.formats import is_fp8, quantizes_on_arrival, rows_in_fp8
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, EXPERT_BACKENDS
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
@@ -42,7 +43,6 @@ from phalanx.moe.training.choices import (
     choose_overlap,
     emulated_layers,
     emulation,
-    machine_here,
     with_choices,
 )
 from phalanx.parallel.connections import Connections
@@ -203,7 +203,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         )
         overlap = [*lines, *overlap_line]
     replicating = replication_choices(p.expert_replication, transport)
-    gain = fp8_gain(resolved, runtime.world, machine_here(cfg, runtime))
+    gain = fp8_gain(resolved, runtime.world, MACHINES[resolved.run.machine])
     fp8 = [*weights, *([gain] if gain is not None else [])]
     choices = [*choices, *emulation(resolved), *fp8, *overlap, *replicating, *delayed, graph]
     captured = graph.backend == capture.CAPTURED

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.machines import MACHINES, machine_of
 from phalanx.parallel.fault.same_settings import differences, settings_of
 from phalanx.scripts.cluster.results import Cluster, Rank
 
@@ -42,11 +42,10 @@ def expected_of(cluster: Cluster, network_gbs: float | None = None) -> Expected:
     Args:
         network_gbs: rate of a GPU's network, where it is another than that of the table.
     """
-    known = [m for m in MACHINES.values() if m.name.split()[0] in cluster.ranks[0].gpu.name]
+    machine = MACHINES.get(machine_of(cluster.ranks[0].gpu.name, "unknown"))
     hosts = {rank.host for rank in cluster.ranks}
-    if not known:
+    if machine is None:
         return Expected(network_gbs=network_gbs if len(hosts) > 1 else None)
-    machine = known[0]
     network = network_gbs or machine.network_gbs
     # A ring enters and leaves a host once for each network card; each GPU has one.
     local = len(cluster.ranks) // len(hosts)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.schema import ParallelConfig
-from phalanx.configs.tables.machines import machine_of
+from phalanx.configs.tables.machines import MACHINES, machine_of
 from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, plan_blocks, sum_rows
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
@@ -229,5 +229,5 @@ def _network(device: torch.device) -> Wire | None:
         return paced
     if device.type != "cuda":
         return None
-    machine = machine_of(torch.cuda.get_device_name(device), "h100")
+    machine = MACHINES[machine_of(torch.cuda.get_device_name(device), "h100")]
     return Wire(1e9 * machine.network_gbs, 0.0)

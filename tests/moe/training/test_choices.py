@@ -15,10 +15,12 @@ import yaml
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.free_memory import FreeMemory
 from phalanx.moe.estimate.memory import needed, with_delayed, with_fp8_weights
+from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.training import choices
 from phalanx.moe.training.choices import (
     agreed_experts,
@@ -27,7 +29,6 @@ from phalanx.moe.training.choices import (
     choose_graph,
     choose_kernels,
     choose_overlap,
-    machine_here,
     with_choices,
 )
 from phalanx.parallel.fault.agreement import gather
@@ -40,9 +41,17 @@ KERNELS = [Choice("grouped_mlp", "fused", ""), Choice("attention", "te", "")]
 KERNELS.append(Choice("norm", "te", ""))
 
 
-def on(device: str, overrides: list[str], kernels: list[Choice], dispatch: str) -> Config:
+def on(
+    device: str,
+    overrides: list[str],
+    kernels: list[Choice],
+    dispatch: str,
+    gpu: str = "NVIDIA H200",
+) -> Config:
+    """Config with choices on a rank whose device has the CUDA name `gpu`."""
     here = Runtime(0, 1, 0, torch.device(device))
-    return with_choices(load(overrides), here, kernels, dispatch)
+    with mock.patch.object(torch.cuda, "get_device_name", return_value=gpu):
+        return with_choices(load(overrides), here, kernels, dispatch)
 
 
 def _line(overrides: list[str], experts: list[str], device: str, dispatch: str) -> str:
@@ -144,11 +153,12 @@ def _lines(
     experts: str,
     device: str,
     free: list[int],
+    gpus: tuple[str, str] = ("NVIDIA H200", "NVIDIA H200"),
 ) -> str:
     """`backend; reason` of the start page with so many bytes of a GPU free, of each rank."""
     kernels = [replace(KERNELS[0], backend=experts), *KERNELS[1:]]
     here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device(device))
-    cfg = with_choices(load(overrides), here, kernels, transport)
+    cfg = on(device, overrides, kernels, transport, gpus[here.rank])
     cfg.run.graph = "off"
     room = FreeMemory("GPU 0", free[dist.get_rank()])
     with mock.patch.object(choices, "free_gpu_memory", return_value=room):
@@ -172,7 +182,7 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     assert re.fullmatch(all_kept, told("model.moe.router.force_balance=true"))
     assert re.fullmatch(f"{all_kept} at capacity_factor 3", told())
     assert told(free=(0, 0)).startswith("scratch; auto; with resident weights ")
-    cfg = with_choices(load(FP8), Runtime(0, 2, 0, torch.device("cuda")), KERNELS, "symm")
+    cfg = on("cuda", FP8, KERNELS, "symm")
     cfg.parallel.capacity_factor *= 2  # room for natural routing
     # A hundredth of a layer is missing; 3 % of free memory are not for tensors.
     most, least = (needed(with_fp8_weights(cfg, each), 2) for each in ("resident", "scratch"))
@@ -260,9 +270,8 @@ def test_the_page_has_what_computes_experts_of_megatron_core(here: bool) -> None
     ],
 )
 def test_estimates_of_a_run_are_for_the_gpu_that_it_has(device: str, gpu: str, name: str) -> None:
-    here = Runtime(0, 1, 0, torch.device(device))
-    with mock.patch.object(torch.cuda, "get_device_name", return_value=gpu):
-        assert machine_here(load(["run.machine=h100"]), here).name == name
+    cfg = on(device, ["run.machine=h100"], KERNELS, "local", gpu)
+    assert MACHINES[cfg.run.machine].name == name
 
 
 _delayed = partial(_lines, choose_delayed_wgrad, "local")
@@ -291,6 +300,27 @@ def test_weight_gradients_wait_if_their_operands_fit_on_all_ranks() -> None:
         "off; parallel.delay_wgrad=auto; kernels=megatron computes them in the backward pass"
     )
     assert set(told("parallel.pipeline=1")) == {""}
+
+
+@pytest.mark.dist
+def test_weight_gradients_wait_as_the_dry_run_for_the_gpu_of_the_run_says() -> None:
+    """With 900 rows of an expert H100s read sums longer than they multiply, and H200s do not."""
+    given = ["model=qwen3_30b_a3b", "model.layers=4", "parallel.expert=1", "parallel.pipeline=2"]
+    given += ["data.sequence_length=3600", "data.micro_batch=4", "data.global_batch=32"]
+
+    def told(*gpus: str, machine: str) -> set[str]:
+        words = [*given, f"run.machine={machine}"]
+        started = run_distributed(_delayed, 2, words, "fused", "cuda", [2**42] * 2, gpus)
+        return {line.split(";")[0] for line in started}
+
+    h100, h200, unknown = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GB300"
+    for gpu, value in ((h100, "pairs"), (h200, "on")):
+        machine = "h100" if gpu == h100 else "h200"
+        estimated = resolved(load([*given, f"run.machine={machine}"]), 2, 8).parallel.delay_wgrad
+        assert estimated == value
+        assert told(gpu, gpu, machine="h200") == told(gpu, gpu, machine="h100") == {value}
+    assert told(unknown, unknown, machine="h100") == {"pairs"}
+    assert told(h100, h200, machine="h100") == {"on"}  # all ranks alike
 
 
 @pytest.mark.dist
@@ -330,6 +360,6 @@ def test_weight_gradients_of_two_micro_batches_where_experts_have_few_rows() -> 
 
 
 def _chosen(*overrides: str) -> Config:
-    cfg = with_choices(load(overrides), Runtime(0, 2, 0, torch.device("cuda")), KERNELS, "local")
+    cfg = on("cuda", list(overrides), KERNELS, "local")
     cfg.run.graph = "off"
     return cfg

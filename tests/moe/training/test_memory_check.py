@@ -24,7 +24,8 @@ def _warning(overrides: list[str], free: int) -> str:
     room = mock.patch.object(
         memory_check, "free_gpu_memory", return_value=FreeMemory("GPU 0", free)
     )
-    with room, contextlib.redirect_stderr(io.StringIO()) as told:
+    name = mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200")
+    with room, name, contextlib.redirect_stderr(io.StringIO()) as told:
         memory_check.check_memory(load(overrides), HERE, KERNELS)
     return told.getvalue()
 
