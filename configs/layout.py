@@ -7,12 +7,13 @@ data: experts are spread over whatever ranks attention uses, and are never cut t
 import math
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
 from phalanx.configs.arithmetic.batch_sizes import parse
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
-from phalanx.configs.arithmetic.stages import balanced
+from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
@@ -114,6 +115,17 @@ def pipeline_chunks(cfg: Config) -> list[str]:
     parts[0] = "E" + parts[0]
     parts[-1] += "m" * m.mtp_layers + "L"
     return parts
+
+
+def stage_shares(cfg: Config) -> list[float]:
+    """Part of the work of all layers that each pipeline stage has, by FLOPs."""
+    m = cfg.model
+    work = iter(layer_seconds(layer_flops(m, cfg.data.sequence_length)))
+    loads = [0.0] * cfg.parallel.pipeline
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        layers = sum(islice(work, letters.count("t") + letters.count("m")))
+        loads[i % len(loads)] += layers + letters.count("L") * head_flops(m)
+    return [load / sum(loads) for load in loads]
 
 
 def ranks_of_experiment(experiment: str) -> int:

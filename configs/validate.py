@@ -96,7 +96,12 @@ class ConfigError(ValueError):
 
 
 def validate(
-    cfg: Config, world_size: int, experiment: str = "", *, any_ranks: bool = False
+    cfg: Config,
+    world_size: int,
+    experiment: str = "",
+    *,
+    any_ranks: bool = False,
+    laid_out: bool = True,
 ) -> None:
     """Raise ConfigError with every problem of `cfg` on `world_size` ranks.
 
@@ -107,6 +112,7 @@ def validate(
             of the layout are one, whose overrides together give a layout, unless its own ranks have
             all of them too.
         any_ranks: nothing is started, so that another number of ranks is as good a remedy.
+        laid_out: False leaves out the problems of the layout, which is going to be another one.
     """
     cfg = copied(cfg)
     rules = (
@@ -135,7 +141,7 @@ def validate(
     problems = [problem for rule in rules for problem in rule(cfg)]
     world_size = cfg.parallel.world_size or world_size
     before, own = copied(cfg), ranks_of_experiment(experiment)
-    of_layout = list(layout_problems(cfg, world_size))
+    of_layout = list(layout_problems(cfg, world_size)) if laid_out else []
     if of_layout and own not in (0, world_size):
         of_any_number = set(layout_problems(copied(before), own))
         of_number = not of_any_number.issuperset(of_layout)

@@ -17,6 +17,11 @@ _EVEN_ENOUGH = 0.02
 """Layers are dealt out evenly if that costs at most so much: stages then need like memory."""
 
 
+def layer_seconds(flops: Sequence[float]) -> tuple[float, ...]:
+    """Times of layers by their FLOPs, in units of the time of a FLOP in the output layer."""
+    return tuple(_LAYER_COST * each for each in flops)
+
+
 def even(layers: int, chunks: int) -> list[int]:
     """Numbers of layers of the chunks, the first ones one more where they do not divide."""
     each, more = divmod(layers, chunks)
@@ -34,7 +39,7 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
         pipeline: number of stages.
         chunks: number of chunks, at most that of the layers; a multiple of `pipeline`.
     """
-    costs = tuple(_LAYER_COST * cost for cost in layers)
+    costs = layer_seconds(layers)
     start = even(len(layers), chunks)
     found, least = start, _loads(start, costs, last, pipeline)
     while True:

@@ -7,6 +7,14 @@ are those of the data sheets (NVLink 4, one port of 400 Gb/s a GPU): for bounds.
 
 from dataclasses import dataclass
 
+MEMORY_ERROR = 0.02
+"""Part of it by which estimated memory may be exceeded (docs/operations.md)."""
+
+
+def with_margin(room: int) -> int:
+    """Bytes that may be needed by an estimate so that they fit `room` if it is exceeded."""
+    return int(room / (1 + MEMORY_ERROR))
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -53,6 +61,11 @@ class Machine:
     def room(self) -> int:
         """Bytes that a rank may need."""
         return int((self.memory_gib - self.reserved_gib) * 2**30)
+
+    @property
+    def safe_room(self) -> int:
+        """Bytes that a rank of a layout that is proposed may need by an estimate."""
+        return with_margin(self.room)
 
     @property
     def host_room(self) -> int:

@@ -25,7 +25,7 @@ from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import is_stock
-from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
@@ -56,7 +56,7 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.search.nearby import next_override
-from phalanx.moe.estimate.timing import bound, step_time, with_own_kernels
+from phalanx.moe.estimate.timing import BUSY, bound, network_busy, step_time, with_own_kernels
 from phalanx.moe.estimate.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, model_size, storage, work
@@ -101,10 +101,10 @@ def sections(cfg: Config, world: int) -> tuple[dict[str, Iterator[str]], bool]:
         bodies["Experts of one layer"] = _experts(known, world)
     bodies["Expected step"] = _time(known, world, machine)
     if enough:
-        optional = _opt_ins(cfg, world, machine, available)
+        optional = _opt_ins(cfg, world, machine, machine.safe_room)
         bodies["Off by default: costs accuracy or memory"] = optional
     else:
-        advice = _advice(cfg, world, machine, available)
+        advice = _advice(cfg, world, machine, machine.safe_room)
         bodies["Overrides that reduce memory, fastest first"] = advice
     bodies["In short"] = _short(cfg, known, world, machine, enough)
     return bodies, enough
@@ -365,6 +365,8 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
         "everything else overlapped, with any transport"
     )
+    if (busy := network_busy(cfg, world, machine)) > BUSY:
+        yield f"network busy for {busy:.0%} of the step: slower if it shares links with other jobs"
     if (load := busiest(cfg, world)) > 1:
         natural = with_natural_routing(t, load).total
         yield (
@@ -441,7 +443,10 @@ def _advice(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
 def _short(cfg: Config, known: Config, world: int, machine: Machine, enough: bool) -> Iterator[str]:
     """Three lines: does it fit, how fast is it, and what to try next."""
     size = storage(_with_reserve(needed(known, world), machine))
-    yield f"memory    {size} of {machine.memory_gib} GiB: {'fits' if enough else 'does not fit'}"
+    verdict = "fits" if enough else "does not fit"
+    if enough and needed(known, world) > machine.safe_room:
+        verdict += f", with less than {MEMORY_ERROR:.0%} to spare, the error of this estimate"
+    yield f"memory    {size} of {machine.memory_gib} GiB: {verdict}"
     step = step_time(known, world, machine)
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world
     natural = with_natural_routing(step, busiest(known, world)).total
@@ -453,4 +458,5 @@ def _short(cfg: Config, known: Config, world: int, machine: Machine, enough: boo
         yield f"next      nothing near is faster{' and fits' * (not enough)}; {every}"
     else:
         rate = f"{best.tokens:,.0f} tokens/s/GPU in {storage(_with_reserve(best.size, machine))}"
+        rate += f", network busy for {best.busy:.0%} of the step" if best.busy > BUSY else ""
         yield f"next      {overrides(best.changes)}: {rate}; {every}"

@@ -249,7 +249,7 @@ def delay_wgrad(cfg: Config, world: int, machine: Machine) -> str:
     if cfg.parallel.delay_wgrad != AUTO:
         return values[0]
     *better, least = values
-    fit = (v for v in better if needed(with_delayed(cfg, v), world) <= machine.room)
+    fit = (v for v in better if needed(with_delayed(cfg, v), world) <= machine.safe_room)
     return next(fit, least)
 
 

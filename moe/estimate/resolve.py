@@ -29,7 +29,8 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
         raise ConfigError(capture.forced_graph_error(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
     cfg.precision.weights = fp8_weights(cfg, world, machine.room)
-    cfg.parallel.overlap_microbatches = microbatch_overlap(cfg, world, machine, machine.room).value
+    overlap = microbatch_overlap(cfg, world, machine, machine.safe_room)
+    cfg.parallel.overlap_microbatches = overlap.value
     cfg.parallel.delay_wgrad = delay_wgrad(cfg, world, machine)
     return cfg
 

@@ -62,16 +62,27 @@ def shard_seconds(cfg: Config, machine: Machine) -> ShardSeconds:
     again for their gradients, and gathers the input once more for weight gradients. Keys and values
     are gathered in the forward pass, and the sums of their gradients are scattered.
     """
-    p, a = cfg.parallel, cfg.model.attention
+    p = cfg.parallel
     again = "full" in cfg.run.recompute
     element = width(cfg)
     rows = (5 + 2 * again) * (p.tensor - 1) * cfg.model.hidden * element
+    keys = keys_traffic(cfg, machine)
+    gathered = keys.near / (machine.node_gbs * 1e9) + keys.far / (machine.network_gbs * 1e9)
+    return ShardSeconds(rows / (machine.node_gbs * 1e9), gathered)
+
+
+def keys_traffic(cfg: Config, machine: Machine) -> Links:
+    """Bytes of keys and values of one layer and one token of a rank, forward and backward.
+
+    All of them are at the rate of the network if context ranks are on several nodes.
+    """
+    p, a = cfg.parallel, cfg.model.attention
     if a.kind == "gqa":
         channels = 2 * a.kv_heads * a.head_dim
     else:
         channels = a.heads * (a.qk_nope_dim + a.qk_rope_dim + a.v_dim)
     # A rank has the heads of all its tensor ranks' tokens.
-    keys = (2 + again) * (p.context - 1) * channels * element
+    passes = 3 if "full" in cfg.run.recompute else 2
+    sent = float(passes * (p.context - 1) * channels * width(cfg))
     inside = p.tensor * p.context <= machine.node_gpus
-    link = machine.node_gbs if inside else machine.network_gbs
-    return ShardSeconds(rows / (machine.node_gbs * 1e9), keys / (link * 1e9))
+    return Links(sent, 0.0) if inside else Links(0.0, sent)

@@ -34,9 +34,9 @@ from phalanx.moe.estimate.gains.delayed_wgrad import waits
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.peers.kernels import beside_products, with_grouped_products
 from phalanx.moe.estimate.pipeline import step_seconds
-from phalanx.moe.estimate.shards import heads_seconds, shard_seconds
-from phalanx.moe.estimate.traffic import least_traffic
-from phalanx.moe.estimate.weights import Weights, split_masters, stage_weights
+from phalanx.moe.estimate.shards import heads_seconds, heads_traffic, keys_traffic, shard_seconds
+from phalanx.moe.estimate.traffic import least_traffic, traffic
+from phalanx.moe.estimate.weights import Weights, chunks, split_masters, stage_weights
 from phalanx.moe.estimate.work import stage_work
 
 GAPS = 1.5e-4
@@ -171,13 +171,13 @@ def step_with(
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
     parts = [count * t for t in slow]
-    pipeline, chunks = cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
+    pipeline, virtual = cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
     exchange = slow[_EXCHANGE]
     computing = max(seconds) - exchange
-    parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, chunks)
+    parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, virtual)
     collectives = _exposed_collectives(cfg, world, machine, weights, slow)
     delayed, held = [work.delayed for work in works], _held(cfg, world)
-    total = step_seconds(seconds, count, chunks, delayed, held)
+    total = step_seconds(seconds, count, virtual, delayed, held)
     waits = sent.skew * count * computing, total - count * max(seconds)
     return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine, weights)))
 
@@ -229,9 +229,9 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
         )
     seconds = [max(stage.values()) for stage in stages]
     slow = stages[seconds.index(max(seconds))]
-    chunks, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
+    virtual, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
     count, held = micro_batches(cfg, world), _held(cfg, world)
-    total = step_seconds(seconds, count, chunks, delayed, held)
+    total = step_seconds(seconds, count, virtual, delayed, held)
     total += _update(cfg, world, machine, stage_weights(cfg, world))
     return Bound(total, max(slow, key=lambda name: slow[name]))
 
@@ -257,21 +257,58 @@ def _exposed_collectives(
     """
     p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
     rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)
-    dense, experts = (1 - 1 / ranks for ranks in replicas(cfg, world))  # parts that others have
-    sent = max(w.dense * dense + w.expert * experts for w in weights)
-    embedding = m.vocab_size * m.hidden / p.tensor * dense
-    # Bytes of an element beside a backward pass, two thirds of the work, and a forward pass.
-    if p.distributed_optimizer:
-        widths = [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]
-    else:
-        widths = [(2 / 3, 2 * grad_width(cfg))]
+    sent = _reduced(cfg, world, weights)
+    embedding = m.vocab_size * m.hidden / p.tensor * (1 - 1 / replicas(cfg, world)[0])
     # Inside a node a bucket takes milliseconds, as experts do, and its kernel waits for theirs,
     # which hold all SMs. Over a network it goes on beside several of them.
     beside = sum(micro_batch) - (micro_batch[_EXPERTS] if near else 0.0)
     hidden = _OVERLAPPED * beside if p.overlap else 0.0
     return sum(
-        max(embedding * each / rate, sent * each / rate - hidden * part) for part, each in widths
+        max(embedding * each / rate, sent * each / rate - hidden * part)
+        for part, each in _widths(cfg)
     )
+
+
+def _reduced(cfg: Config, world: int, weights: Sequence[Weights]) -> float:
+    """Elements that a rank of the stage with most sends to others that have the same."""
+    dense, experts = (1 - 1 / ranks for ranks in replicas(cfg, world))  # parts that others have
+    return max(w.dense * dense + w.expert * experts for w in weights)
+
+
+def _widths(cfg: Config) -> list[tuple[float, int]]:
+    """Bytes of an element beside a backward pass, two thirds of the work, and a forward pass."""
+    if cfg.parallel.distributed_optimizer:
+        return [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]
+    return [(2 / 3, 2 * grad_width(cfg))]
+
+
+BUSY = 0.6
+"""Part of a step from which on a busy network is named: what hides its transfers is short then."""
+
+
+def network_busy(cfg: Config, world: int, machine: Machine) -> float:
+    """Part of the expected step in which a GPU of the busiest stage sends over the network.
+
+    Expert tokens, keys and values or heads of context ranks, activations between stages, gradients
+    and parameters, at `Machine.network_gbs`.
+
+    Args:
+        cfg: with resolved kernels.
+        world: ranks.
+        machine: rates.
+    """
+    if world <= machine.node_gpus:
+        return 0.0
+    sent, stages = traffic(cfg, world), [0.0] * cfg.parallel.pipeline
+    heads, keys = heads_traffic(cfg, machine).far, keys_traffic(cfg, machine).far
+    between = 2 * cfg.model.hidden * width(cfg) if len(stages) > 1 else 0  # there and back
+    for chunk in chunks(cfg):
+        stages[chunk.stage] += chunk.sparse * (sent.forward.far + sent.backward.far) + between
+        stages[chunk.stage] += chunk.linear * heads + (len(chunk.kinds) - chunk.linear) * keys
+    bytes_ = micro_batches(cfg, world) * sizes(cfg, world).local_tokens * max(stages)
+    reduced = _reduced(cfg, world, stage_weights(cfg, world))
+    bytes_ += reduced * sum(each for _, each in _widths(cfg))
+    return bytes_ / (machine.network_gbs * 1e9) / step_time(cfg, world, machine).total
 
 
 _FP32_RATE = 0.1

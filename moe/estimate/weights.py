@@ -6,7 +6,10 @@ biases not at all. Its distributed optimizer shards the state of experts over th
 parallel ranks, and of all else over data and context parallel ranks.
 """
 
+import functools
+import pickle
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.accounting import (
@@ -130,7 +133,7 @@ class Chunk(NamedTuple):
     """Pipeline stage of the chunk."""
     letters: str
     """Contents, in the letters of `parallel.pipeline_layout`."""
-    kinds: list[LayerKind]
+    kinds: tuple[LayerKind, ...]
     """Kinds of decoder layers, then of prediction layers."""
 
     @property
@@ -159,17 +162,24 @@ class Chunk(NamedTuple):
         return sum(kind.linear for kind in self.kinds)
 
 
-def chunks(cfg: Config) -> list[Chunk]:
+def chunks(cfg: Config) -> tuple[Chunk, ...]:
     """All model chunks, in the order of their layers."""
-    found, first = list[Chunk](), 0
-    for i, letters in enumerate(pipeline_chunks(cfg)):
-        layers = [
-            *range(first, first + letters.count("t")),
-            *[cfg.model.layers] * letters.count("m"),
-        ]
-        first += letters.count("t")
-        found.append(Chunk(i % cfg.parallel.pipeline, letters, _kinds(cfg, layers)))
-    return found
+    return _chunks(pickle.dumps(cfg))
+
+
+@functools.lru_cache(maxsize=16)  # an estimate asks a dozen times
+def _chunks(pickled: bytes) -> tuple[Chunk, ...]:
+    cfg: Config = pickle.loads(pickled)
+    kinds = all_kinds(cfg)
+    decoder, predicting = iter(kinds[: cfg.model.layers]), kinds[cfg.model.layers :]
+    return tuple(
+        Chunk(
+            i % cfg.parallel.pipeline,
+            letters,
+            (*islice(decoder, letters.count("t")), *predicting[: letters.count("m")]),
+        )
+        for i, letters in enumerate(pipeline_chunks(cfg))
+    )
 
 
 def all_kinds(cfg: Config) -> list[LayerKind]:

@@ -27,7 +27,7 @@ from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, attention_backend, is_stock
-from phalanx.configs.tables.machines import MACHINES, machine_of
+from phalanx.configs.tables.machines import MACHINES, machine_of, with_margin
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.free_memory import free_gpu_memory
@@ -241,7 +241,7 @@ def choose_overlap(cfg: Config, runtime: Runtime) -> tuple[bool, list[Choice]]:
     """
     machine = MACHINES[cfg.run.machine]
     cuda = runtime.device.type == "cuda"
-    available = free_gpu_memory(runtime.device).free if cuda else machine.room
+    available = with_margin(free_gpu_memory(runtime.device).free if cuda else machine.room)
     try:
         value, reason, error = *microbatch_overlap(cfg, runtime.world, machine, available), None
     except ConfigError as problem:  # perhaps of this rank's transport alone
@@ -286,11 +286,11 @@ def choose_delayed_wgrad(cfg: Config, runtime: Runtime) -> list[Choice]:
     free, told = free_gpu_memory(runtime.device).free, ""
     for value in better:
         need = needed(with_delayed(cfg, value), runtime.world)
-        fits = gather(need <= free)
+        fits = gather(need <= with_margin(free))
         told = f"with their operands {storage(need)} of {storage(free)} would be needed"
         if all(fits):
             return [Choice("wgrad", value, f"auto; {_DELAYED[value]}; {told}")]
-    told += "" if need > free else ", and another rank has less free memory"
+    told += "" if need > with_margin(free) else ", and another rank has less free memory"
     return [Choice("wgrad", least, f"auto; {told}")]
 
 

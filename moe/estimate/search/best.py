@@ -1,34 +1,38 @@
 """The fastest layouts that fit, estimated as a dry run estimates them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import grad_width, width
 from phalanx.configs.knobs import Changes, changed, get
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import expert_parallel_size, layout_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.memory import host_needed, needed
 from phalanx.moe.estimate.resolve import resolved
-from phalanx.moe.estimate.search.layouts import ALONE, Layout, layouts
-from phalanx.moe.estimate.search.memory_sets import memory_sets
+from phalanx.moe.estimate.search.layouts import ALONE, Layout, layouts, neighbours
+from phalanx.moe.estimate.search.memory_sets import MemorySet, memory_sets
 from phalanx.moe.estimate.search.ranking import ranking
-from phalanx.moe.estimate.timing import step_time
+from phalanx.moe.estimate.timing import network_busy, step_time
 from phalanx.moe.estimate.weights import stage_weights
 
-_MOST_TRIED, _MOST_FITTING = 3000, 120
-"""Layouts that are looked at, and those among them that fit: some ten seconds' worth."""
-_RANKING_ERROR = 1.03
-"""A layout that ranks behind the best ones by more than this is taken to be slower."""
+TOLD_APART = 0.005
+"""Part of a step by which one must be longer to count as slower: layouts of one model differ by
+less than the estimate does from measured steps, but not by so little."""
+_LEAST = 0.98
+"""A step over its rank is at least this. Ranks have neither recomputation nor all that keeps a
+pipeline waiting, but their weight gradients may wait a little less than those of a step."""
+_LEAST_OF_SETS = 0.95
+"""The same with the relative time of a memory set, which is that of another layout."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A configuration that is valid and fits."""
+    """A configuration that is valid and fits with the error of the estimate to spare."""
 
     changes: Changes
     """Values that differ from the configuration that was searched from."""
@@ -40,6 +44,8 @@ class Found:
     """Bytes that the worst rank needs."""
     host: int
     """Bytes of host memory that it needs."""
+    busy: float
+    """Part of a step in which its network is busy."""
 
     def beside(self, others: Changes) -> "Found":
         """The same, found from a configuration that had `others` already."""
@@ -47,35 +53,72 @@ class Found:
 
 
 def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
-    """The fastest configurations, at most one of the same parallel sizes; none if none fits.
+    """The fastest configurations, each slower than the one before and of other parallel sizes.
+
+    None if none fits. No layout one step from them or from `cfg` (`neighbours`) is faster than the
+    first.
 
     Args:
-        cfg: as the user set it; model, batch, precision and optimizer stay.
+        cfg: as the user set it; model, batch, precision and optimizer stay. Its layout need not be
+            valid.
         world: ranks.
         machine: rates and memory.
         number: of configurations.
     """
-    found, fitting = dict[tuple[int, ...], Found](), 0
-    if (given := estimated(cfg, {}, world, machine)) is not None:
-        found[layout_of(cfg, world)[:5]] = given
-    rank = ranking(cfg, world, machine)
-    order = sorted(layouts(cfg, world, machine.node_gpus), key=rank)
-    sets = sets_of(cfg, machine)
-    for layout in order[:_MOST_TRIED]:
-        times = sorted(each.seconds for each in found.values())[:number]
-        enough = len(times) == number and rank(layout) > _RANKING_ERROR * times[-1]
-        if enough or fitting == _MOST_FITTING:
+    found, sets, own = dict[Layout, Found](), sets_of(cfg, machine), layout_of(cfg, world)
+    given = estimated(cfg, {}, world, machine)
+
+    def lines() -> list[tuple[Layout, Found]]:
+        every = [*found.items(), *([(own, given)] if given is not None else [])]
+        of_sizes = dict[tuple[int, ...], tuple[Layout, Found]]()
+        for layout, one in told_apart(every, lambda each: each[1]):
+            of_sizes.setdefault(layout[:5], (layout, one))
+        return list(of_sizes.values())[:number]
+
+    rank, limit = ranking(cfg, world, machine), math.inf
+    for layout in sorted(layouts(cfg, world, machine.node_gpus), key=rank):
+        least = _LEAST * rank(layout)
+        if least > limit:
             break
-        one = fastest(cfg, layout, sets, world, machine)
-        fitting += one is not None
-        before = found.get(layout[:5])
-        if one is not None and (before is None or one.seconds < before.seconds):
-            found[layout[:5]] = one
-    return sorted(found.values(), key=lambda each: each.seconds)[:number]
+        some = [each for each in sets if _LEAST_OF_SETS * each.relative * least <= limit]
+        if (one := fastest(cfg, layout, some, world, machine)) is not None:
+            found[layout] = one
+            shown = lines()
+            limit = shown[-1][1].seconds if len(shown) == number else math.inf
+    looked_at = set(found)
+    while near := _near([own, *(layout for layout, _ in lines())]) - looked_at:
+        looked_at |= near
+        for layout in near:
+            if (one := fastest(cfg, layout, sets, world, machine)) is not None:
+                found[layout] = one
+    return [each for _, each in lines()]
+
+
+def _near(several: Iterable[Layout]) -> set[Layout]:
+    return {near for layout in several for near in (layout, *neighbours(layout))}
+
+
+def told_apart[T](several: Iterable[T], found: Callable[[T], Found]) -> list[T]:
+    """The fastest first, one for all that are as fast: the one with least memory.
+
+    Args:
+        several: in any order.
+        found: estimate of one.
+    """
+    groups = list[list[T]]()
+    for each in sorted(several, key=lambda each: found(each).seconds):
+        if groups and found(each).seconds <= (1 + TOLD_APART) * found(groups[-1][0]).seconds:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return [min(group, key=lambda each: found(each).size) for group in groups]
 
 
 def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Found | None:
-    """The estimate of a configuration with changes; None if it is not valid or does not fit."""
+    """The estimate of a configuration with changes.
+
+    None if it is not valid, or does not fit with the error of the estimate to spare.
+    """
     trial = changed(cfg, changes)
     ranks = trial.parallel.world_size or world
     try:
@@ -84,12 +127,12 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     except ConfigError:
         return None
     size, host = needed(known, ranks), host_needed(known, ranks)
-    if size > machine.room or host > machine.host_room:
+    if size > machine.safe_room or host > machine.host_room:
         return None
-    seconds = step_time(known, ranks, machine).total
+    seconds, busy = step_time(known, ranks, machine).total, network_busy(known, ranks, machine)
     tokens = trial.data.global_batch * trial.data.sequence_length / ranks / seconds
     others = {path: value for path, value in changes.items() if get(cfg, path) != value}
-    return Found(others, seconds, tokens, size, host)
+    return Found(others, seconds, tokens, size, host, busy)
 
 
 def layout_of(cfg: Config, world: int) -> Layout:
@@ -100,63 +143,66 @@ def layout_of(cfg: Config, world: int) -> Layout:
     return Layout(*sizes, expert, cfg.data.micro_batch, overlap=False)
 
 
-def sets_of(cfg: Config, machine: Machine) -> list[Changes]:
+def sets_of(cfg: Config, machine: Machine) -> list[MemorySet]:
     """Sets of `memory_sets`, of the experts of one stage on a node."""
     expert = math.gcd(cfg.model.moe.experts, machine.node_gpus) if has_experts(cfg.model) else 1
-    one = Layout(1, 1, 1, 1, expert, micro_batch=1, overlap=False).changes(cfg)
+    one = Layout(1, 1, 1, 1, expert, micro_batch=1, overlap=False).changes()
     one |= ALONE | {"data.global_batch": expert, "run.recompute": [], "run.offload": []}
     known = resolved(changed(cfg, one), expert, machine.node_gpus)
     return memory_sets(known, expert, machine)
 
 
-def _may_fit(cfg: Config, layout: Layout, world: int, machine: Machine) -> bool:
-    """Is a layout valid, and is there room for weights, gradients and optimizer?"""
-    if _least_bytes(cfg, layout) > machine.room:
-        return False
-    trial = changed(cfg, layout.changes(cfg) | {"run.recompute": [], "run.offload": []})
-    try:
-        validate(trial, world)
-    except ConfigError:
-        return False
-    states = (
-        w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
-        for w in stage_weights(trial, world)
-    )
-    return max(states) < machine.room
-
-
-def _least_bytes(cfg: Config, layout: Layout) -> float:
-    """Bytes of a rank's weights and gradients, if stages and ranks share them evenly."""
-    p = parameters(cfg.model)
-    experts = p.routed_experts / (layout.expert * layout.pipeline)
-    dense = (p.total - p.routed_experts) / (layout.tensor * layout.pipeline)
-    return (experts + dense) * (width(cfg) + grad_width(cfg))
-
-
 def fastest(
-    cfg: Config, layout: Layout, sets: list[Changes], world: int, machine: Machine
+    cfg: Config, layout: Layout, sets: list[MemorySet], world: int, machine: Machine
 ) -> Found | None:
-    """The first of the sets that fits with a layout; None if none does, or it is not valid."""
-    if not _may_fit(cfg, layout, world, machine):
+    """A layout with the first of the sets that fits; None if none does, or it is not valid.
+
+    Of a layout whose stages `cfg` lays out itself, with its stages or balanced ones.
+    """
+    both = [_fastest(cfg, sizes, sets, world, machine) for sizes in layout.stagings(cfg)]
+    return min((one for one in both if one), key=lambda one: one.seconds, default=None)
+
+
+def _fastest(
+    cfg: Config, sizes: Changes, sets: list[MemorySet], world: int, machine: Machine
+) -> Found | None:
+    if not sets or not _may_fit(cfg, sizes, world, machine):
         return None
-    for changes in _with_room(cfg, layout, sets, world, machine):
+    for changes in _with_room(cfg, sizes, sets, world, machine):
         if (one := estimated(cfg, changes, world, machine)) is not None:
             return one
     return None
 
 
+def _may_fit(cfg: Config, sizes: Changes, world: int, machine: Machine) -> bool:
+    """Is a layout valid, and is there room for weights, gradients and optimizer?"""
+    trial = changed(cfg, sizes | {"run.recompute": [], "run.offload": []})
+    if _least_bytes(trial, world) > machine.safe_room or any(layout_problems(trial, world)):
+        return False
+    states = (
+        w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
+        for w in stage_weights(trial, world)
+    )
+    return max(states) < machine.safe_room
+
+
+def _least_bytes(cfg: Config, world: int) -> float:
+    """Bytes of a rank's weights and gradients, if stages and ranks share them evenly."""
+    counts, p = parameters(cfg.model), cfg.parallel
+    experts = counts.routed_experts / (expert_parallel_size(cfg, world) * p.pipeline)
+    dense = (counts.total - counts.routed_experts) / (p.tensor * p.pipeline)
+    return (experts + dense) * (width(cfg) + grad_width(cfg))
+
+
 def _with_room(
-    cfg: Config, layout: Layout, sets: list[Changes], world: int, machine: Machine
+    cfg: Config, sizes: Changes, sets: list[MemorySet], world: int, machine: Machine
 ) -> Iterator[Changes]:
     """Changes that seem to fit, without the delays and copies that `auto` leaves out then."""
-    sizes = layout.changes(cfg)
     try:
-        known = resolved(changed(cfg, sizes | sets[-1]), world, machine.node_gpus)
+        known = resolved(changed(cfg, sizes | sets[-1].changes), world, machine.node_gpus)
     except ConfigError:
         return
     known.parallel.delay_wgrad = "off"
-    if needed(known, world) > machine.room:
-        return
-    for chosen in sets:
-        if needed(changed(known, chosen), world) <= machine.room:
-            yield sizes | chosen
+    for each in sets:
+        if needed(changed(known, each.changes), world) <= machine.safe_room:
+            yield sizes | each.changes

@@ -26,16 +26,22 @@ class Layout(NamedTuple):
     overlap: bool
     """Exchanges between nodes overlap another micro-batch."""
 
-    def changes(self, cfg: Config) -> Changes:
-        """Knobs of the layout; stages are balanced, unless `cfg` lays out as many chunks."""
-        p = cfg.parallel
+    def stagings(self, cfg: Config) -> list[Changes]:
+        """Knobs with balanced stages, and with those of `cfg` if it lays out as many chunks."""
+        p, balanced = cfg.parallel, self.changes()
         same = (self.pipeline, self.chunks) == (p.pipeline, p.virtual_pipeline)
+        if not (same and p.pipeline_layout):
+            return [balanced]
+        return [balanced | {"parallel.pipeline_layout": p.pipeline_layout}, balanced]
+
+    def changes(self) -> Changes:
+        """Knobs of the layout, with balanced stages."""
         changes: Changes = {
             "parallel.tensor": self.tensor,
             "parallel.context": self.context,
             "parallel.pipeline": self.pipeline,
             "parallel.virtual_pipeline": self.chunks,
-            "parallel.pipeline_layout": p.pipeline_layout if same else "",
+            "parallel.pipeline_layout": "",
             "parallel.expert": self.expert,
             "data.micro_batch": self.micro_batch,
         }
@@ -72,6 +78,15 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                             yield Layout(*sizes_, overlap=False)
                             if overlaps and expert > node_gpus:
                                 yield Layout(*sizes_, overlap=True)
+
+
+def neighbours(own: Layout) -> Iterator[Layout]:
+    """Layouts with one size doubled or halved."""
+    for name in ("tensor", "context", "pipeline", "chunks", "expert", "micro_batch"):
+        size = getattr(own, name)
+        for other in (2 * size, size // 2):
+            if other:
+                yield own._replace(**{name: other})
 
 
 ALONE: Changes = {"parallel.dispatch": "auto", "precision.dispatch": "auto"}

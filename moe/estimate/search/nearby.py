@@ -1,18 +1,22 @@
 """The best next override of a run: the fastest that fits among layouts one step away."""
 
-from collections.abc import Iterator
-
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
-from phalanx.moe.estimate.search.best import Found, fastest, layout_of, sets_of
-from phalanx.moe.estimate.search.layouts import Layout
-
-_NOTABLE = 1.01
-"""Speeds that differ by less are not told apart."""
+from phalanx.moe.estimate.search.best import (
+    TOLD_APART,
+    Found,
+    fastest,
+    layout_of,
+    sets_of,
+    told_apart,
+)
+from phalanx.moe.estimate.search.layouts import neighbours
 
 
 def next_override(cfg: Config, world: int, machine: Machine, seconds: float | None) -> Found | None:
     """The fastest configuration with one size doubled or halved, or other memory sets alone.
+
+    Of those that are as fast it is the one with least memory.
 
     Args:
         cfg: valid, as set by the user.
@@ -20,21 +24,9 @@ def next_override(cfg: Config, world: int, machine: Machine, seconds: float | No
         machine: rates and memory.
         seconds: the run's own step if it fits, which the override has to beat.
     """
-    sets, found = sets_of(cfg, machine), list[Found]()
-    for layout in _near(layout_of(cfg, world)):
-        one = fastest(cfg, layout, sets, world, machine)
-        if one is not None:
-            found.append(one)
-    best = min(found, key=lambda one: one.seconds, default=None)
-    if best is not None and seconds is not None and _NOTABLE * best.seconds > seconds:
+    sets, own = sets_of(cfg, machine), layout_of(cfg, world)
+    every = (fastest(cfg, near, sets, world, machine) for near in (own, *neighbours(own)))
+    found = told_apart([one for one in every if one is not None], lambda one: one)
+    if not found or (seconds is not None and (1 + TOLD_APART) * found[0].seconds > seconds):
         return None
-    return best
-
-
-def _near(own: Layout) -> Iterator[Layout]:
-    yield own
-    for name in ("tensor", "context", "pipeline", "chunks", "expert", "micro_batch"):
-        size = getattr(own, name)
-        for other in (2 * size, size // 2):
-            if other:
-                yield own._replace(**{name: other})
+    return found[0]

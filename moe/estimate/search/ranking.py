@@ -2,8 +2,8 @@
 
 The work of a token is that of one rank with the whole model, but for the weights that experts with
 few rows read; its exchange depends on the expert-parallel size, its collectives on tensor and
-context ranks. Imbalance of stages is that of their numbers of layers, and the bubble that of equal
-stages.
+context ranks. Imbalance of stages is that of their FLOPs, and the bubble that of equal stages whose
+weight gradients outside of experts wait for transfers.
 """
 
 import functools
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.knobs import changed
+from phalanx.configs.layout import stage_shares
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError
@@ -22,6 +23,8 @@ from phalanx.moe.estimate.shards import shard_seconds
 from phalanx.moe.estimate.timing import GAPS, step_time
 from phalanx.moe.estimate.work import beside_passes, expert_bytes
 
+_WAITING = 2
+"""Passes whose weight gradients shorten a bubble: of the transfer, and one that is held longer."""
 _WHOLE = Layout(1, 1, 1, 1, 1, 1, overlap=False)
 
 
@@ -35,7 +38,7 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
     """
     base = changed(cfg, {"run.recompute": [], "run.offload": [], "parallel.delay_wgrad": "off"})
     m, ranks = cfg.model, math.gcd(cfg.model.moe.experts, 64) if has_experts(cfg.model) else 1
-    one = _WHOLE._replace(expert=ranks).changes(base) | ALONE | {"data.global_batch": ranks}
+    one = _WHOLE._replace(expert=ranks).changes() | ALONE | {"data.global_batch": ranks}
     spread = resolved(changed(base, one), ranks, machine.node_gpus)
     step = step_time(spread, ranks, machine)
     dense = step.gemm + step.attention + step.elementwise
@@ -51,7 +54,7 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
     @functools.cache
     def exchange(expert: int, overlap: bool) -> Exchange | None:
         sizes = _WHOLE._replace(expert=expert, overlap=overlap)
-        trial = changed(base, sizes.changes(base))
+        trial = changed(base, sizes.changes())
         try:
             return own_exchange(resolved(trial, world, machine.node_gpus), world, machine)
         except ConfigError:
@@ -63,6 +66,12 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         shared = shard_seconds(changed(base, sizes), machine)
         mlps = layers if m.moe.shared_ffn else layers - sparse
         return (layers + mlps) * shared.shared + layers * shared.gathered
+
+    @functools.cache
+    def busiest(pipeline: int, chunks: int) -> float:
+        """Part of the work of all layers that the stage with most of it has."""
+        sizes = _WHOLE._replace(pipeline=pipeline, chunks=chunks)
+        return max(stage_shares(changed(base, sizes.changes())))
 
     def seconds(layout: Layout) -> float:
         sent = exchange(layout.expert, layout.overlap)
@@ -79,9 +88,9 @@ def ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout], flo
         if count:
             exposed = sent.exposed(whole, sequence, count, layout.pipeline, layout.chunks) / count
         each = (1 + sent.skew) * sequence + exposed + shards(layout.tensor, layout.context) * length
-        chunks = layout.pipeline * layout.chunks
-        stage = -(-layers // chunks) * layout.chunks / layers  # of the most loaded stage
-        bubble = (layout.pipeline - 1) / max(1, count * layout.chunks)
-        return sequences / world * layout.pipeline * each * stage * (1 + bubble)
+        stage = busiest(layout.pipeline, layout.chunks)
+        waits = 1 - _WAITING * step.gemm / 3 / sequence
+        bubble = (layout.pipeline - 1) / layout.pipeline / max(1, count * layout.chunks)
+        return sequences / world * layout.pipeline * each * (stage + waits * bubble)
 
     return seconds
