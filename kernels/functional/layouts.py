@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from phalanx.kernels.elementwise.transpose import transposed
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 
 
@@ -39,19 +40,20 @@ class WeightLayout:
         Raises:
             ValueError: an odd number of channels, which cannot alternate.
         """
-        x = self.in_kernel_shape(x, fc1=fc1)
-        if self.interleaved and fc1:
+        shaped, interleaved = self.in_kernel_shape(x, fc1=fc1), self.interleaved and fc1
+        if shaped is not x:
+            return transposed(x, interleaved=interleaved, back=False)
+        if interleaved:
             x = x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return x.contiguous()
 
     def from_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
         """The inverse of `to_kernels`."""
-        turns = self.transposed and x.ndim == 3
-        if self.interleaved and fc1:
-            x = x.unflatten(1, (2, -1)).transpose(1, 2)  # [E, F, 2, ...]
-            x = x.movedim(-1, 1).flatten(2) if turns else x.flatten(1, 2)
-        elif turns:
-            x = x.mT
+        interleaved = self.interleaved and fc1
+        if self.transposed and x.ndim == 3:
+            return transposed(x, interleaved=interleaved, back=True)
+        if interleaved:
+            x = x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         return x.contiguous()
 
     def in_kernel_shape(self, x: Tensor, *, fc1: bool) -> Tensor:
