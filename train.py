@@ -64,7 +64,7 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
 
 
 def _configuration(argv: list[str]) -> "Config":
-    """That of the command line. Mistakes end the process, and torchrun's report of it."""
+    """Configuration of the command line. Mistakes end the process, and torchrun's report of it."""
     from phalanx.configs.load import Ended, from_argv
 
     try:
@@ -161,7 +161,7 @@ def _vocabulary(cfg: "Config") -> Exception | None:
 
 
 def _on_this_machine(cfg: "Config") -> list[Exception]:
-    """What this machine refuses of a run that is to start on it.
+    """Errors of a run that is to start on this machine, as the machine refuses it.
 
     Choices that `auto` would not make, and sizes that are not small: only these import torch, which
     takes seconds.

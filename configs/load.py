@@ -381,7 +381,7 @@ def _check(text: str, tree: DictConfig) -> list[str]:
 
 
 def _unreadable(text: str) -> str:
-    """What is wrong with an override that Hydra cannot read, and how to write it."""
+    """Return the problem of an override that Hydra cannot read, and how to write it."""
     name, _, value = (part.strip() for part in text.partition("="))
     names = (*knobs(), *GROUPS)
     if name not in names:
