@@ -75,11 +75,11 @@ def _configuration(argv: list[str]) -> "Config":
         raise
 
 
-def _refuse(*errors: object, speaks: bool) -> None:
+def _refuse(error: Exception, *, speaks: bool) -> None:
     """Print what ends this run, if this rank speaks for others, and pass it to the launcher."""
     from phalanx.configs.redact import redacted
 
-    text = redacted("\n".join(f"error: {error}" for error in errors))
+    text = redacted(f"error: {error}")
     if speaks:
         print(text, file=sys.stderr)
     launcher.tell(text)

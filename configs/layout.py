@@ -158,7 +158,7 @@ def fit_to_ranks(cfg: Config, world: int) -> dict[str, Any] | None:
 
 
 def ranks_that_fit(cfg: Config, world: int) -> int:
-    """The fewest ranks, at least `world` if that can be, that the layout of `cfg` fits; 0 if none.
+    """The fewest ranks above `world` that the layout of `cfg` fits, else the most below; 0 if none.
 
     Args:
         cfg: stays as it is.

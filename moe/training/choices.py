@@ -320,7 +320,7 @@ def rehearse(cfg: Config, world: int) -> None:
 
     Args:
         cfg: valid config.
-        world: ranks of the run. As many are on this host as it has GPUs, or all.
+        world: ranks of the run, of which as many are on a host as this one has GPUs, or all.
 
     Raises:
         ValueError: a choice cannot run here, as the start would say.
