@@ -26,28 +26,30 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.jit import libraries
 
 
-def _installed() -> frozenset[str]:
+def installed() -> frozenset[str]:
+    """Optional packages that are installed here, by the names of `Facts.packages`."""
     names = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
-    installed = {name for name in names if importlib.util.find_spec(name)}
+    found = {name for name in names if importlib.util.find_spec(name)}
     if libraries.installed():
-        installed.add("compiled_kernels")  # those of this package, not a package
+        found.add("compiled_kernels")  # those of this package, not a package
     # Older flash-attn packages have the same top-level name, which find_spec would import.
     flash = importlib.util.find_spec("flash_attn")
     folders = (flash and flash.submodule_search_locations) or ()
     if any(os.path.exists(os.path.join(f, "cute", "interface.py")) for f in folders):
-        installed.add("flash_attn_4")
+        found.add("flash_attn_4")
     if importlib.util.find_spec("quack"):
-        installed.add("quack")
+        found.add("quack")
     if importlib.util.find_spec("fla"):
-        installed.add("flash_linear_attention")
+        found.add("flash_linear_attention")
     cudnn = importlib.util.find_spec("cudnn")  # another package may have the name
     folders = (cudnn and cudnn.submodule_search_locations) or ()
     if any(os.path.exists(os.path.join(f, "gemm", "cutedsl", "grouped")) for f in folders):
-        installed.add("nvidia_cudnn_frontend")
-    return frozenset(installed)
+        found.add("nvidia_cudnn_frontend")
+    return frozenset(found)
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
+    """Return whether torch.compile is switched on."""
     switches = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
     return not any(os.environ.get(name) == "1" for name in switches)
 
@@ -98,9 +100,9 @@ class Facts:
     """Context parallel size: above 1, attention sees fewer queries than keys."""
     max_logits: bool = False
     """The largest attention logits are measured (`optim.qk_clip`, `optim.max_logit_every`)."""
-    packages: frozenset[str] = field(default_factory=_installed)
+    packages: frozenset[str] = field(default_factory=installed)
     """Optional packages that are installed here."""
-    compiles: bool = field(default_factory=_compiles)
+    compiles: bool = field(default_factory=compiles)
     """torch.compile is switched on."""
 
 
@@ -159,6 +161,11 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
         hint = f"use {spec.knob}={_best(op, facts).backend} or {spec.knob}=auto"
         raise KernelUnavailable(f"{spec.knob}={wanted} cannot run here: {reason}; {hint}")
     return Choice(op, wanted, f"{spec.knob}={wanted}")
+
+
+def order(op: str) -> list[str]:
+    """Backends of an operation, best first."""
+    return list(_OPS[op].backends)
 
 
 def table(choices: Sequence[Choice], width: int = 96) -> str:

@@ -1,4 +1,4 @@
-"""Free memory of a host or a GPU, compared with a run's minimum before anything is built.
+"""Free memory, compared with a run's minimum before anything is built.
 
 Every implementation holds parameters, gradients, optimizer state and the logits of a micro-batch
 at once. A run whose minimum exceeds the free memory is refused, since the operating system would
@@ -7,10 +7,7 @@ kill it minutes later. The expected peak, activations included, only causes a wa
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from phalanx.configs.arithmetic.accounting import parameters
@@ -27,46 +24,11 @@ from phalanx.configs.validate import is_valid
 from phalanx.kernels.refusal import Refusal
 from phalanx.moe.estimate.advice import Changes, enough, halvings
 from phalanx.moe.estimate.weights import stage_weights
+from phalanx.moe.plan.free_memory import FreeMemory, free_gpu_memory, free_host_memory
 from phalanx.moe.report.units import storage
 
 _NEAR = 0.9
 """Fraction of free memory above which a run is warned."""
-
-
-@dataclass(frozen=True)
-class FreeMemory:
-    """Memory that ranks on one device can still allocate together."""
-
-    device: str
-    """`this host`, `GPU 0`."""
-    free: int
-    """Free bytes."""
-    swap: int = 0
-    """Free bytes of swap space, which are slow."""
-
-
-def free_host_memory(
-    root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")
-) -> FreeMemory:
-    """Free memory of this host, or less if a cgroup of this process allows less.
-
-    Args:
-        root: mount point of the cgroups.
-        me: file with the cgroups of this process.
-    """
-    free, swap = psutil.virtual_memory().available, psutil.swap_memory().free
-    device = "this host"
-    for folder in _cgroups(root, me):
-        if (left := _left(folder)) is not None and left < free:
-            free, device = max(0, left), "this host's cgroup"
-    return FreeMemory(device, free, swap)
-
-
-def free_gpu_memory(device: torch.device) -> FreeMemory:
-    """Free memory of a GPU, unused memory that torch's allocator has reserved included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return FreeMemory(f"GPU {device.index or 0}", free + unused)
 
 
 def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
@@ -225,39 +187,3 @@ def logits_bytes(cfg: Config) -> int:
 def _last_stage(cfg: Config) -> int:
     chunks = pipeline_chunks(cfg)
     return next(i for i, letters in enumerate(chunks) if "L" in letters) % cfg.parallel.pipeline
-
-
-def _cgroups(root: Path, me: Path) -> list[Path]:
-    """Folders of the memory cgroups of this process, starting at the mount point."""
-    try:
-        lines = me.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        top = root / "memory" if kinds else root
-        parts = Path(path.lstrip("/"))
-        folders += [top, *(top / p for p in reversed(parts.parents)), top / parts]
-    return list(dict.fromkeys(folders))
-
-
-def _left(folder: Path) -> int | None:
-    """Bytes that a cgroup may still allocate, reclaimable page cache included; None: no limit."""
-    for limit, usage, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most = (folder / limit).read_text(encoding="utf-8").strip()
-            used = int((folder / usage).read_text(encoding="utf-8"))
-            stat = (folder / "memory.stat").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        if not most.isdecimal():  # max
-            return None
-        counters = dict(line.split(" ", 1) for line in stat.splitlines())
-        return int(most) - used + int(counters.get(cache, 0))
-    return None

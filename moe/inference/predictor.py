@@ -20,6 +20,7 @@ from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.model.packed import packed
+from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.router.recording import read_facts
 from phalanx.moe.training.setup import build_model
 from phalanx.parallel.checkpoint.saved_knobs import understood
@@ -67,9 +68,9 @@ class Predictor:
             warn(f"{path}: {ignored}")
         validate(self.cfg, 1)
         _find_replayed(self.cfg)
-        built = build_model(self.cfg, runtime)
-        self.choices, self._budget = built.choices, built.budget
-        self._places = built.places
+        self.plan, _ = agreed_plan(self.cfg, runtime)
+        built = build_model(self.plan, runtime)
+        self._budget, self._places = built.budget, self.plan.document_slots
         (chunk,) = built.chunks
         load_weights(path, record, [chunk], built.groups.pg.dp_cp)
         # As the engine wraps it, which casts the parameters.

@@ -12,12 +12,13 @@ from phalanx.kernels.registry import Facts
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.router.router import slots
 
-_PACKAGES = frozenset({"flash_attn_4", "quack", "triton", "nvidia_cutlass_dsl"})
+HOPPER_PACKAGES = frozenset({"flash_attn_4", "quack", "triton", "nvidia_cutlass_dsl"})
+"""Optional packages of our kernels on Hopper."""
 
 
 def hopper_facts(cfg: Config, world: int, *, also: Iterable[str] = ()) -> Facts:
     """Facts of `cfg` on Hopper GPUs with the packages of our kernels, and with others."""
-    packages = _PACKAGES.union(also)
+    packages = HOPPER_PACKAGES.union(also)
     return facts(cfg, world, device="cuda", capability=(9, 0), packages=packages, compiles=True)
 
 

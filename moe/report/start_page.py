@@ -54,7 +54,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     stages = [stage_line(stage, names) for stage in map(parse, cfg.data.stages)]
     lines += ["  " + text for text in stages] + [""] * bool(stages)
     lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
-    lines += ["  " + text for text in table(job.choices).splitlines()]
+    lines += ["  " + text for text in table(job.lines).splitlines()]
     return "\n".join(lines) + "\n"
 
 

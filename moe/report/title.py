@@ -20,6 +20,6 @@ def title_facts(job: Job) -> dict[str, Any]:
         "ranks": job.runtime.world,
         "device": device(job.runtime.device),
         "precision": described(cfg),
-        "experts": job.choices[0].backend,
+        "experts": job.plan.cfg.kernels.backend,
     }
     return redacted(facts)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from phalanx.configs.capture import CAPTURED
 from phalanx.configs.schema import Config
-from phalanx.moe.training.choices import choose_graph, choose_kernels, with_choices
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.training.failure import emit_error, exit_with
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_memory
@@ -63,6 +63,8 @@ def run(
             met=met,
         )
         assert watchdog is not None
+        if cfg.run.device == "cuda" and runtime.device.type != "cuda":
+            raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
         set_activity("start: what is left")
         # A single rank has checked this before it imported torch (train.py).
         if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
@@ -71,21 +73,19 @@ def run(
             watchdog.close()
             end_runtime(runtime) if ends_process else stop_runtime(runtime)
             return 0
-        set_activity("start: kernels")
-        choices = choose_kernels(cfg, runtime)
-        # Before the transport is chosen: a graph needs its stream from the start.
-        graph = choose_graph(with_choices(cfg, runtime, choices, cfg.parallel.dispatch))
-        stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
+        set_activity("start: plan")
+        plan, facts = agreed_plan(cfg, runtime)
+        # Before anything is built: a graph needs its stream from the start.
+        stream = own_stream(runtime.device) if plan.captured else nullcontext()
         with explain_out_of_memory(cfg, runtime.world, folder), stream:
-            set_activity("start: memory check")
-            check_memory(cfg, runtime, choices)
+            warnings = check_memory(cfg, plan, facts)
+            for text in warnings if runtime.is_main else ():
+                print(f"warning: {text}", file=sys.stderr, flush=True)
             set_activity("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
                 check_shared(folder)
-            trainer = Trainer(
-                cfg, runtime, stop, launch, held if runtime.is_main else None, choices
-            )
+            trainer = Trainer(cfg, runtime, stop, launch, held if runtime.is_main else None, plan)
             trainer.fit()
         watchdog.close()
     except Exception as error:

@@ -1,74 +1,81 @@
-"""Check of the memory of hosts and GPUs, by all ranks before the model is built."""
+"""Check of the memory of hosts and GPUs, before the model is built."""
 
-import socket
-import sys
+from collections.abc import Iterator
 
-from phalanx.configs.capture import resolved_graph
 from phalanx.configs.knobs import overrides, shown
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import stage_ranks
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
-from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.advice import needed
 from phalanx.moe.estimate.free_memory import (
-    FreeMemory,
-    free_gpu_memory,
-    free_host_memory,
     logits_bytes,
     memory_refusal,
     nearly_full,
     pinned_bytes,
 )
-from phalanx.moe.estimate.memory import fp8_weights, host_needed, with_fp8_weights
-from phalanx.moe.model.precision import compute_dtype
-from phalanx.moe.training.choices import with_choices
+from phalanx.moe.estimate.memory import chooses_fp8_weights, host_needed, with_fp8_weights
+from phalanx.moe.plan.facts import JobFacts, RankFacts
+from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.plan import Plan
 from phalanx.moe.training.out_of_memory import advice
-from phalanx.parallel.dispatcher.transport import planned, refusals_here
-from phalanx.parallel.fault.agreement import Failed, agree, gather
-from phalanx.parallel.runtime import Runtime
 
 _ON_CPU = 4
 """Copies of the logits, in units of their bytes, that the loss on a CPU needs: two in fp32."""
 
 
-def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
-    """Reject a run that surely does not fit, and warn on stderr of one that may not. Collective.
+def check_memory(cfg: Config, plan: Plan, facts: JobFacts) -> list[str]:
+    """Warnings about a run that may not fit, the same on all ranks.
 
     Args:
-        cfg: valid config.
-        runtime: this rank, before the model is built.
-        choices: kernels of experts, attention and norm.
+        cfg: configuration as the user set it.
+        plan: plan of the run.
+        facts: facts of all ranks.
 
     Raises:
-        ConfigError: on all ranks, if the run does not fit on one.
+        ConfigError: the run surely does not fit on one rank, which is named.
     """
-    hosts = gather(socket.gethostname())
-    local_ranks = [rank for rank, name in enumerate(hosts) if name == hosts[runtime.rank]]
-    host, on_gpu = free_host_memory(), runtime.device.type == "cuda"
-    room, ranks = host, local_ranks
-    if on_gpu:
-        room, ranks = free_gpu_memory(runtime.device), [runtime.rank]
-    try:
-        agree(memory_refusal(cfg, runtime.world, ranks, room))
-    except Failed as error:
-        raise ConfigError(str(error)) from error
-    transport = _transport(cfg, runtime.world, len(local_ranks))
-    resolved = with_choices(cfg, runtime, choices, transport)
-    resolved.run.graph = resolved_graph(resolved)
-    # `auto` keeps FP8 copies in what is left.
-    resolved.precision.weights = fp8_weights(resolved, runtime.world, free=0)
-    expected = needed(resolved, runtime.world)
-    expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
-    remedies = advice(with_fp8_weights(cfg, resolved.precision.weights), runtime.world)
-    warnings = [nearly_full(cfg.model.name, expected, room, remedies)]
-    if on_gpu:
-        warnings.append(_pinned(cfg, runtime.world, local_ranks, host))
-        offloaded = len(local_ranks) * host_needed(resolved, runtime.world)
-        knob = f"run.offload={shown(cfg.run.offload)}"
-        warnings.append(nearly_full(knob, offloaded, host, f"set {overrides({'run.offload': []})}"))
-    for texts in zip(*gather(warnings), strict=True):
-        if runtime.is_main and any(texts):
-            print(f"warning: {next(filter(None, texts))}", file=sys.stderr, flush=True)
+    for rank in _tightest(cfg, facts):
+        if text := memory_refusal(cfg, facts.world, _sharing(facts, rank), rank.memory):
+            raise ConfigError(text if rank.rank == 0 else f"{text} (rank {rank.rank})")
+    found: dict[int, str] = {}
+    for rank in _tightest(cfg, facts):
+        for place, text in enumerate(_warnings(cfg, plan, facts, rank)):
+            if text:
+                found.setdefault(place, text)
+    return [found[place] for place in sorted(found)]
+
+
+def _tightest(cfg: Config, facts: JobFacts) -> list[RankFacts]:
+    """The ranks with the least memory: of each pipeline stage on GPUs, of each host on CPUs."""
+    each, least = stage_ranks(cfg, facts.world), dict[int | str, RankFacts]()
+    for rank in facts.ranks:
+        key = rank.rank // each if facts.kind == "cuda" else rank.host
+        if key not in least or rank.memory.free < least[key].memory.free:
+            least[key] = rank
+    return list(least.values())
+
+
+def _sharing(facts: JobFacts, rank: RankFacts) -> list[int]:
+    """Ranks that share the memory of a rank."""
+    return [rank.rank] if facts.kind == "cuda" else facts.on_host(rank.rank)
+
+
+def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iterator[str]:
+    """Warnings about a rank and its host, each empty if there is nothing to warn about."""
+    known, world = plan.cfg, facts.world
+    if chooses_fp8_weights(with_fp8_weights(known, cfg.precision.weights)):
+        known = with_fp8_weights(known, "scratch")  # `auto` keeps copies in what is left
+    ranks, expected = _sharing(facts, rank), needed(known, world)
+    if facts.kind == "cpu":
+        expected = len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
+    remedies = advice(with_fp8_weights(cfg, known.precision.weights), world)
+    yield nearly_full(cfg.model.name, expected, rank.memory, remedies)
+    if facts.kind == "cuda":
+        local_ranks = facts.on_host(rank.rank)
+        yield _pinned(cfg, world, local_ranks, rank.host_memory)
+        offloaded = len(local_ranks) * host_needed(known, world)
+        knob, without = f"run.offload={shown(cfg.run.offload)}", overrides({"run.offload": []})
+        yield nearly_full(knob, offloaded, rank.host_memory, f"set {without}")
 
 
 def _pinned(cfg: Config, world: int, local_ranks: list[int], host: FreeMemory) -> str:
@@ -77,11 +84,3 @@ def _pinned(cfg: Config, world: int, local_ranks: list[int], host: FreeMemory) -
         return ""
     size = pinned_bytes(cfg, world, local_ranks)
     return nearly_full("a background checkpoint", size, host, "set run.async_save=off")
-
-
-def _transport(cfg: Config, world: int, near_ranks: int) -> str:
-    """Transport that this rank expects, before the process groups that choose it exist."""
-    if cfg.parallel.dispatch != "auto":
-        return cfg.parallel.dispatch
-    refusals, expert = refusals_here("auto", compute_dtype(cfg)), expert_parallel_size(cfg, world)
-    return planned("auto", ranks=expert, node_ranks=near_ranks, refusals=refusals).name

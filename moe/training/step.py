@@ -68,8 +68,8 @@ class Step:
     def __init__(self, cfg: Config, job: Job) -> None:
         self.cfg, self.job = cfg, job
         begin = job.runtime.connections.begin
-        self.graph = StepGraph(self.forward_backward, begin) if job.captured else None
-        self._updates = UpdateGraphs() if job.captured else None
+        self.graph = StepGraph(self.forward_backward, begin) if job.plan.captured else None
+        self._updates = UpdateGraphs() if job.plan.captured else None
         self.capture_failure: CaptureFailed | None = None
         """Failure after which `run.graph=auto` computes eager steps; None if there was none."""
         self.update_failure: CaptureFailed | None = None
@@ -339,7 +339,7 @@ class Step:
         """Output of a chunk for sequences of packed documents, which the model sees as one."""
         names = ("tokens", "position_ids", "labels", "loss_mask")
         flat = {name: batch[name].reshape(1, -1) for name in names}
-        places, ranks = self.job.places, self.job.groups.context
+        places, ranks = self.job.plan.document_slots, self.job.groups.context
         return chunk(
             flat["tokens"],
             flat["position_ids"],

@@ -23,10 +23,11 @@ from phalanx.configs.knobs import pluralize
 from phalanx.configs.layout import logit_interval
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.kernels.registry import Choice
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.data.sources import stage_line
+from phalanx.moe.plan.agreed import agreed_plan
+from phalanx.moe.plan.plan import Plan
 from phalanx.moe.report.compiling import report_compilation
 from phalanx.moe.report.goodput import TRAINING, slow_start
 from phalanx.moe.report.metrics import Metrics
@@ -37,7 +38,6 @@ from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
-from phalanx.moe.training.choices import choose_kernels
 from phalanx.moe.training.failure import not_captured
 from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
@@ -70,7 +70,7 @@ class Trainer:
         stop: signal handler of this process.
         launch: record of this start for the run folder; None records nothing.
         held: lock of the run folder, for the rank that writes there.
-        choices: result of `moe.training.choices.choose_kernels`, which is called by default.
+        plan: plan of the run; made from the facts of all ranks by default.
 
     Raises:
         ConfigError, DataError, CheckpointMismatch, CheckpointError: findings of
@@ -84,21 +84,21 @@ class Trainer:
         stop: StopSignal,
         launch: Launch | None = None,
         held: FolderLock | None = None,
-        choices: list[Choice] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
         self._may_write = held.check if held is not None else lambda: None
         self.folder = Path(cfg.run.dir) / cfg.run.name
         set_activity("start: checks")
         notes = self._checked()
-        choices = choices or choose_kernels(cfg, runtime)
+        plan = plan or agreed_plan(cfg, runtime)[0]
         set_activity("start: data")
         train_set, self.valid_set = self._datasets(samples_after(cfg.data, cfg.run.steps))
         if runtime.is_main:
             for note in notes:
                 print(f"-- {note}", flush=True)
         set_activity("start: model")
-        self.job: Job = setup(cfg, runtime, choices)
+        self.job: Job = setup(cfg, runtime, plan)
         self.loader = self._loader(train_set, spans(cfg.data))
         self.health = Health(cfg.run)
         self.step = 0
@@ -393,7 +393,7 @@ class Trainer:
             job.data_parallel,
             pin=self.runtime.device.type == "cuda",
             documents=data.document_mask,
-            places=job.places,
+            places=job.plan.document_slots,
         )
 
     def _report_reruns(self, reruns: Iterable[Growth], subject: str) -> None:

@@ -77,7 +77,7 @@ def choose_transport(wanted: str, group: dist.ProcessGroup | None, dtype: torch.
     mine, ranks = _gathered(wanted, group, dtype)
     by_group = {numbers: resolve(wanted, members) for numbers, members in ranks.items()}
     chosen = by_group[mine]
-    chosen = replace(chosen, reason=chosen.reason + _other_groups(by_group, mine))
+    chosen = replace(chosen, reason=chosen.reason + other_groups(by_group, mine))
     over_nodes = [numbers for numbers, taken in by_group.items() if taken.inside is not None]
     # All ranks of the job create the process groups of all groups.
     joined = nodes.join({n: [rank.node for rank in ranks[n]] for n in over_nodes})
@@ -163,32 +163,59 @@ def _best(ranks: Sequence[Rank]) -> Transport:
     raise AssertionError("no transport runs everywhere")
 
 
-def for_two_passes(
-    transport: Transport, options: SymmOptions, wanted: int | str, group: dist.ProcessGroup
-) -> tuple[Transport, SymmOptions]:
-    """The transport and its options where passes of two micro-batches run beside each other.
-
-    Collectives have process groups for each kind of pass; pushes take reserved SMs alone.
-    Collective over the job.
+def connect(
+    transports: Sequence[Transport],
+    node_names: Sequence[str],
+    group: dist.ProcessGroup,
+    *,
+    two_passes: bool,
+) -> Transport:
+    """This rank's transport with the process groups that it needs. Collective over the job.
 
     Args:
-        transport: transport of this rank's group.
-        options: result of `exchange_options`.
-        wanted: `parallel.comm_sms`.
-        group: this rank's expert-parallel group.
+        transports: transport of each group, of consecutive ranks, without process groups.
+        node_names: name of the node of each rank of the job.
+        group: this rank's group.
+        two_passes: passes of two micro-batches run beside each other, for which collectives have
+            process groups of their own.
     """
-    sms = wanted if isinstance(wanted, int) and wanted else EXCHANGE_SMS
-    options = replace(options, comm_sms=sms, two_passes=True)
+    size = len(node_names) // len(transports)
+    members = [tuple(range(i * size, (i + 1) * size)) for i in range(len(transports))]
+    over_nodes = [ranks for ranks, t in zip(members, transports, strict=True) if t.inside]
+    # All ranks of the job create the process groups of all groups.
+    joined = nodes.join({ranks: [node_names[i] for i in ranks] for ranks in over_nodes})
+    mine = transports[dist.get_rank() // size]
+    if mine.inside is not None:
+        mine = replace(mine, nodes=joined)
+    return _for_two_passes(mine, group) if two_passes else mine
+
+
+def _for_two_passes(transport: Transport, group: dist.ProcessGroup) -> Transport:
+    """The transport with process groups for each kind of pass, where it exchanges by collectives.
+
+    Collective over the job.
+    """
     facts = TRANSPORTS.get(transport.name)
     if facts is None or not facts.collective:
-        return transport, options
+        return transport
     if (inside := transport.inside) is None:
-        return replace(transport, pass_groups=pass_groups(group)), options
+        return replace(transport, pass_groups=pass_groups(group))
     assert transport.nodes is not None
     rail, node = transport.nodes.rail, transport.nodes.inside
     if TRANSPORTS[inside.name].collective:
         inside = replace(inside, pass_groups=pass_groups(node))
-    return replace(transport, pass_groups=pass_groups(rail), inside=inside), options
+    return replace(transport, pass_groups=pass_groups(rail), inside=inside)
+
+
+def two_pass_options(options: SymmOptions, wanted: int | str) -> SymmOptions:
+    """Options of exchanges beside the pass of another micro-batch; pushes take reserved SMs alone.
+
+    Args:
+        options: result of `exchange_options`.
+        wanted: `parallel.comm_sms`.
+    """
+    sms = wanted if isinstance(wanted, int) and wanted else EXCHANGE_SMS
+    return replace(options, comm_sms=sms, two_passes=True)
 
 
 def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: bool = False) -> int:
@@ -313,7 +340,7 @@ def _refuse(name: str, ranks: Sequence[Rank]) -> Refusal:
     return one_for_all(ranks, name) or class_of(name).refuse(ranks)
 
 
-def _other_groups(by_group: dict[tuple[int, ...], Transport], mine: tuple[int, ...]) -> str:
+def other_groups(by_group: dict[tuple[int, ...], Transport], mine: tuple[int, ...]) -> str:
     """Clause on the groups that take another transport than this one."""
 
     def name(transport: Transport) -> str:

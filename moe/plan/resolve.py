@@ -1,0 +1,423 @@
+"""From a configuration and facts about ranks to a plan: an ordered table of rules.
+
+Each rule replaces one `auto` of the configuration by a value, for which it may use the values of
+the rules before it, and adds its lines of the start page. Rules are pure: they ask no device, no
+library and no other rank. All ranks have the same facts, so that their plans are equal.
+
+What one rank cannot do, none does. Where GPUs differ, rates are those of the slowest, and memory is
+that of the rank which has least.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from phalanx.configs import capture
+from phalanx.configs.arithmetic.accounting import mlp_weights
+from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.formats import (
+    is_emulated,
+    is_fp8,
+    multiplies_fp8,
+    quantizes_on_arrival,
+    recipe_facts,
+    width,
+)
+from phalanx.configs.knobs import copied
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.linear_attention import linear_layers
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
+from phalanx.configs.validate import ConfigError
+from phalanx.kernels import registry
+from phalanx.kernels.expert_mlp.mlp_spec import Margins
+from phalanx.kernels.registry import Choice, KernelUnavailable
+from phalanx.moe.estimate.gains.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
+from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs, possible
+from phalanx.moe.estimate.memory import (
+    USABLE,
+    chooses_fp8_weights,
+    fp8_place,
+    fp8_weights,
+    needed,
+    stage_memory,
+    with_delayed,
+    with_fp8_weights,
+    with_growth,
+)
+from phalanx.moe.experts import activation_of
+from phalanx.moe.model.kernel_facts import facts as kernel_facts
+from phalanx.moe.plan.facts import Device, JobFacts
+from phalanx.moe.plan.plan import Lines, Plan
+from phalanx.moe.report.units import storage
+from phalanx.moe.router.fused_topk import unsupported
+from phalanx.parallel.cuda_graph import WARM_STEPS
+from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
+from phalanx.parallel.dispatcher.replication.options import copy_costs
+from phalanx.parallel.dispatcher.transport import (
+    choices,
+    exchange_options,
+    of_megatron,
+    other_groups,
+    sms_of,
+    two_pass_options,
+)
+from phalanx.parallel.dispatcher.transport import resolve as resolve_transport
+from phalanx.parallel.dispatcher.transport_class import Rank, Transport
+
+
+class Draft:
+    """A plan in the making: what rules have decided so far."""
+
+    def __init__(self, asked: Config, facts: JobFacts) -> None:
+        self.asked = asked
+        """Configuration as the user set it."""
+        self.facts = facts
+        self.cfg = copied(asked)
+        """Configuration in which rules replace `auto`."""
+        self.linear_attention: tuple[str, ...] = ()
+        self.transports: list[Transport] = []
+        self.exchanges: list[SymmOptions] = []
+        self.lines: dict[str, Lines] = {}
+        """Lines by the name of their place on the start page."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.facts.world
+
+    def say(self, place: str, *lines: Choice) -> None:
+        """Put lines in a place of the start page."""
+        self.lines[place] = lambda: lines
+
+
+def resolve(cfg: Config, facts: JobFacts) -> Plan:
+    """The plan of a run.
+
+    Args:
+        cfg: valid on the number of ranks.
+        facts: facts of all ranks.
+
+    Raises:
+        ConfigError: a forced choice cannot run on some rank, with the reason and an override.
+    """
+    draft = Draft(cfg, facts)
+    for rule in RULES:
+        rule(draft)
+    known = draft.cfg
+    memory = stage_memory(known, facts.world) if waits(known) else None
+    held = [None if memory is None else memory[i].held for i in range(known.parallel.pipeline)]
+    return Plan(
+        cfg=known,
+        world=facts.world,
+        machine=facts.machine,
+        linear_attention=draft.linear_attention,
+        transports=tuple(draft.transports),
+        exchanges=tuple(draft.exchanges),
+        nodes=tuple(r.node for r in facts.ranks),
+        held=tuple(held),
+        hides_exchanges=beside_exchanges(known),
+        pairs=pairs(known, facts.world),
+        margins=_margins(draft),
+        interleaved=_interleaved(known),
+        _lines=tuple(draft.lines[place] for place in PAGE if place in draft.lines),
+    )
+
+
+def kernels(draft: Draft) -> None:
+    """Backends of experts, attention and norms that all ranks can run."""
+    cfg, k, e = draft.cfg, draft.cfg.kernels, draft.cfg.model.moe
+    experts = _backend(draft, "grouped_mlp", k.backend)
+    reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
+    if expert_backend(experts.backend).fuses_router and reason is not None:
+        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {reason}")
+    if e.experts and is_stock(experts.backend):
+        with_te = all("transformer_engine" in device.packages for device in draft.facts.devices)
+        by = "Transformer Engine's grouped GEMM" if with_te else "a loop over experts"
+        experts = replace(experts, reason=f"{experts.reason}; {by}")
+    chosen = [
+        experts,
+        _backend(draft, "attention", k.attention),
+        _backend(draft, "norm", k.norm),
+    ]
+    if linear_layers(cfg.model):
+        forced = attention_backend(k.attention).linear
+        linear = Choice("linear_attention", forced, f"kernels.attention={k.attention}")
+        if forced == "auto":
+            linear = _backend(draft, "linear_attention", forced)
+        draft.linear_attention = (linear.backend,)
+        chosen.append(linear)
+    k.backend, k.attention, k.norm = (choice.backend for choice in chosen[:3])
+    cfg.run.device = draft.facts.kind
+    draft.say("kernels", *chosen)
+
+
+def _backend(draft: Draft, op: str, wanted: str) -> Choice:
+    """Choice for an operation on all ranks: that of the devices which can do least."""
+    found = {d: _on_device(draft, op, wanted, d) for d in draft.facts.devices}
+    if len({choice.backend for choice in found.values()}) == 1:
+        return next(iter(found.values()))
+    order = registry.order(op)
+    least = max(found, key=lambda d: order.index(found[d].backend))
+    choice, first = found[least], draft.facts.devices[least]
+    for device in found:
+        _on_device(draft, op, choice.backend, device)
+    return replace(choice, reason=f"{choice.reason} (rank {first})")
+
+
+def _on_device(draft: Draft, op: str, wanted: str, device: Device) -> Choice:
+    facts = kernel_facts(
+        draft.asked,
+        draft.world,
+        device=device.kind,
+        capability=device.capability,
+        packages=device.packages,
+        compiles=device.compiles,
+    )
+    try:
+        return registry.resolve(op, wanted, facts)
+    except KernelUnavailable as error:
+        raise ConfigError(str(error)) from error
+
+
+def transport(draft: Draft) -> None:
+    """Transport of each expert-parallel group, with expert replication."""
+    cfg, p = draft.cfg, draft.cfg.parallel
+    expert, wanted = expert_parallel_size(cfg, draft.world), p.dispatch
+    stock = is_stock(cfg.kernels.backend)
+    if stock and wanted != "auto":  # its own dispatcher, whatever is set
+        draft.transports = [of_megatron(wanted)] * (draft.world // expert)
+        return
+    try:
+        groups = _groups(draft, expert, wanted, replicates=not stock)
+    except ValueError as error:
+        raise ConfigError(f"{draft.facts.where}{error}") from error
+    p.dispatch, p.expert_replication = groups[0].name, groups[0].replica_slots
+    draft.transports = [of_megatron(wanted)] * len(groups) if stock else groups
+
+
+def _groups(draft: Draft, expert: int, wanted: str, *, replicates: bool) -> list[Transport]:
+    """The transport of each group, of `expert` consecutive ranks."""
+    found = dict[tuple[object, ...], Transport]()
+    groups = dict[tuple[int, ...], Transport]()
+    for start in range(0, draft.world, expert):
+        members = draft.facts.ranks[start : start + expert]
+        nodes = [r.node for r in members]
+        alike = tuple((nodes.index(r.node), id(r.device)) for r in members)
+        if alike not in found:  # thousands of ranks have the same few groups
+            ranks = [Rank(r.rank, r.host, r.node, dict(r.device.refusals)) for r in members]
+            chosen = resolve_transport(wanted, ranks)
+            on_node = expert if chosen.inside is None else nodes.count(nodes[0])
+            found[alike] = _replicating(draft, chosen, on_node) if replicates else chosen
+        groups[tuple(r.rank for r in members)] = found[alike]
+    if len(found) == 1:
+        return list(groups.values())
+    return [
+        replace(each, reason=each.reason + other_groups(groups, ranks))
+        for ranks, each in groups.items()
+    ]
+
+
+def _replicating(draft: Draft, chosen: Transport, ranks: int) -> Transport:
+    """The transport with `parallel.expert_replication` among so many ranks."""
+    cfg, keep = draft.cfg, draft.cfg.parallel.save_x == "keep"
+    weights = mlp_weights(cfg.model, cfg.model.moe.ffn)
+    rates = {device.copy_rates for device in draft.facts.devices}
+    costs = max(copy_costs(r, weights=weights, width=width(cfg), keep=keep) for r in rates)
+    return with_replication(
+        cfg.parallel.expert_replication,
+        chosen,
+        ranks=ranks,
+        local=cfg.model.moe.experts // expert_parallel_size(cfg, draft.world),
+        costs=costs,
+        keep=keep,
+    )
+
+
+def communication_sms(draft: Draft) -> None:
+    """SMs of exchanges."""
+    cfg = draft.cfg
+    wanted, backend, quantizes = (
+        cfg.parallel.comm_sms,
+        cfg.kernels.backend,
+        quantizes_on_arrival(cfg),
+    )
+    draft.exchanges = [
+        exchange_options(cfg.parallel, each, backend, quantizes) for each in draft.transports
+    ]
+    cfg.parallel.comm_sms = sms_of(wanted, draft.transports[0], backend, quantizes)
+
+
+def graph(draft: Draft) -> None:
+    """Capture of steps in a CUDA graph."""
+    wanted, reason = draft.cfg.run.graph, capture.not_capturable(draft.cfg)
+    setting = "auto" if wanted == "auto" else f"run.graph={wanted}"
+    if wanted == capture.CAPTURED and reason:
+        raise ConfigError(capture.forced_graph_error(reason))
+    draft.cfg.run.graph = capture.resolved_graph(draft.cfg)
+    if draft.cfg.run.graph == capture.CAPTURED:
+        setting += f"; captured after {WARM_STEPS} eager steps, which takes seconds"
+    elif wanted != capture.EAGER:
+        setting += f"; not {capture.CAPTURED}: {reason}"
+    draft.say("graph", Choice("graph", draft.cfg.run.graph, setting))
+
+
+def emulation(draft: Draft) -> None:
+    """Line on a recipe that kernels only emulate; it decides nothing."""
+    cfg, recipe, backend = draft.cfg, draft.cfg.precision.recipe, draft.cfg.kernels.backend
+    experts = expert_backend(backend)
+    if recipe in experts.multiplies and experts.dense and cfg.precision.dense == "fp8":
+        reason = "routed experts multiply it; other layers its values in bf16, which is slower; "
+        draft.say(
+            "emulation", Choice(recipe, "emulated", f"{reason}precision.dense=bf16 avoids that")
+        )
+    elif recipe_facts(cfg).microscaling and is_emulated(cfg):
+        reason = f"{backend} multiplies its values in bf16, which is slower"
+        draft.say("emulation", Choice(recipe, "emulated", reason))
+
+
+def weights_in_fp8(draft: Draft) -> None:
+    """Layers that keep FP8 copies of their weights."""
+    cfg = draft.cfg
+    if not is_fp8(cfg):
+        return
+    wanted, backend, chooses = cfg.precision.weights, cfg.kernels.backend, chooses_fp8_weights(cfg)
+    cfg.precision.weights = fp8_weights(cfg, draft.world, draft.facts.tightest.free)
+    if not has_experts(cfg.model):
+        return
+    if chooses:
+        known = copied(cfg)  # later rules change it
+        draft.lines["fp8"] = lambda: [_copies_line(known, draft.facts)]
+        return
+    if not multiplies_fp8(cfg):
+        place, reason = "none", f"{backend} experts multiply values of FP8 in bf16"
+    elif is_stock(backend):
+        place, reason = "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
+    else:
+        draft.say("fp8", Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}"))
+        return
+    unused = f"{reason}; precision.weights={wanted} is not in effect"
+    draft.say(
+        "fp8", Choice("fp8 weights", place, f"auto; {reason}" if wanted == "auto" else unused)
+    )
+
+
+def _copies_line(cfg: Config, facts: JobFacts) -> Choice:
+    """Line on FP8 copies that `auto` keeps."""
+    grown, room = with_growth(cfg, facts.world), int(USABLE * facts.tightest.free)
+    need = needed(with_fp8_weights(grown, "resident"), facts.world)
+    reason = f"auto; with resident weights {storage(need)} of {storage(room)} would be needed"
+    if grown is not cfg:
+        reason += f" at capacity_factor {grown.parallel.capacity_factor:g}"
+    return Choice("fp8 weights", fp8_place(cfg), reason + _of_rank(facts))
+
+
+def _of_rank(facts: JobFacts) -> str:
+    """Clause on the rank with the least free memory, where others have more."""
+    tightest = facts.tightest
+    return f" on rank {tightest.rank}" if any(r.free > tightest.free for r in facts.ranks) else ""
+
+
+def overlap(draft: Draft) -> None:
+    """Passes of two micro-batches beside each other."""
+    cfg, wanted = draft.cfg, draft.cfg.parallel.overlap_microbatches
+    machine = draft.facts.machine
+    free = draft.facts.tightest.free if draft.facts.kind == "cuda" else machine.room
+    value, reason = microbatch_overlap(cfg, draft.world, machine, free)
+    cfg.parallel.overlap_microbatches = value
+    if value == "on" or wanted != "auto":
+        draft.say(
+            "overlap", Choice("micro-batches", "overlap" if value == "on" else "in turn", reason)
+        )
+    if value == "on":
+        sms = draft.asked.parallel.comm_sms
+        draft.exchanges = [two_pass_options(each, sms) for each in draft.exchanges]
+
+
+def exchanges(draft: Draft) -> None:
+    """Lines on transport and replication of the first group; it decides nothing."""
+    cfg, first = draft.cfg, draft.transports[0]
+    draft.lines["replication"] = lambda: replication_choices(
+        draft.asked.parallel.expert_replication, first
+    )
+    if has_experts(cfg.model):
+        draft.lines["transport"] = lambda: choices(
+            first,
+            draft.asked.parallel,
+            backend=cfg.kernels.backend,
+            shared=cfg.model.moe.shared_ffn > 0,
+            quantizes=quantizes_on_arrival(cfg),
+            two_passes=cfg.parallel.overlap_microbatches == "on",
+        )
+
+
+_WAITS = {
+    ON: "while a stage would wait for transfers",
+    PAIRS: "while a stage would wait for transfers, those of experts for two micro-batches at once",
+}
+"""When weight gradients are computed, by the value of `parallel.delay_wgrad`."""
+
+
+def delayed_wgrad(draft: Draft) -> None:
+    """When weight gradients are computed."""
+    cfg, facts, wanted = draft.cfg, draft.facts, draft.cfg.parallel.delay_wgrad
+    setting = f"parallel.delay_wgrad={wanted}"
+    (*better, least), reason = possible(cfg, draft.world, facts.machine)
+    free = facts.tightest.free
+    fit = (v for v in better if needed(with_delayed(cfg, v), draft.world) <= free)
+    value = next(fit, least)
+    if beside_exchanges(cfg) and least != PAIRS:
+        why = f"; {setting}; {reason}" if wanted == PAIRS else ""
+        line = Choice("wgrad", "overlap", f"exchanges of the backward pass{why}")
+        draft.say("wgrad", line)
+    elif cfg.parallel.pipeline > 1 or wanted == PAIRS:
+        if better:
+            draft.lines["wgrad"] = lambda: [_wgrad_line(cfg, facts, value, better)]
+        else:
+            draft.say(
+                "wgrad", Choice("wgrad", value, f"{setting}; {reason}" if reason else setting)
+            )
+    cfg.parallel.delay_wgrad = value
+
+
+def _wgrad_line(cfg: Config, facts: JobFacts, value: str, better: Sequence[str]) -> Choice:
+    """Line on a choice of `auto`, with the operands of its value, or of the smallest refused."""
+    if facts.kind == "cpu":
+        return Choice("wgrad", value, f"auto; {_WAITS[value]}")
+    told = value if value in better else better[-1]
+    need, free = needed(with_delayed(cfg, told), facts.world), facts.tightest.free
+    memory = f"with their operands {storage(need)} of {storage(free)} would be needed"
+    when = f"{_WAITS[value]}; " if value in better else ""
+    return Choice("wgrad", value, f"auto; {when}{memory}{_of_rank(facts)}")
+
+
+def _margins(draft: Draft) -> Margins:
+    """SMs that kernels leave free: as set, and those of exchanges beside two passes."""
+    margin = draft.cfg.kernels.sm_margin
+    margins = Margins(margin.forward, margin.dgrad, margin.wgrad)
+    beside = draft.cfg.parallel.overlap_microbatches == "on"
+    return margins.at_least(draft.exchanges[0].comm_sms if beside else 0)
+
+
+def _interleaved(cfg: Config) -> bool:
+    """Whether the experts' backend has its own order of the channels of fc1."""
+    gated = activation_of(cfg.model.moe).gated
+    return gated and bool(expert_backend(cfg.kernels.backend).interleave)
+
+
+RULES: tuple[Callable[[Draft], None], ...] = (
+    kernels,
+    transport,
+    communication_sms,
+    graph,
+    emulation,
+    weights_in_fp8,
+    overlap,
+    exchanges,
+    delayed_wgrad,
+)
+"""Rules in the order in which they decide."""
+
+PAGE = ("kernels", "emulation", "fp8", "transport", "overlap", "replication", "wgrad", "graph")
+"""Places of the start page, in order."""

@@ -1,0 +1,40 @@
+"""Dense layers that a recipe of the run only emulates, for the start page."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from phalanx.configs.formats import is_fp8
+from phalanx.kernels.registry import Choice
+from phalanx.moe.model.dense_mlp import DenseMLP
+from phalanx.moe.plan.plan import Plan
+from phalanx.moe.shared_experts import SharedExperts
+from phalanx.parallel.megatron.recipe_linear import computes_by
+
+
+def emulated_layers(plan: Plan, chunks: Sequence[nn.Module]) -> list[Choice]:
+    """Line of the start page on dense layers whose widths the fused kernels do not support.
+
+    Args:
+        plan: plan of the run, whose experts' backend runs dense layers of some widths.
+        chunks: model chunks of this rank.
+    """
+    backend = plan.cfg.kernels.backend
+    if not (plan.experts.dense_multiple and is_fp8(plan.cfg)):
+        return []
+    shapes: dict[str, list[int]] = {}
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            spec, name = computes_by(module), path.rpartition(".")[2]
+            if spec is not None and not spec.facts.dense_multiple:
+                shapes[name] = list(module.weight.shape)
+            if not isinstance(module, (DenseMLP, SharedExperts)):
+                continue
+            if not module.spec.facts.dense_multiple:
+                shapes[name] = [module.linear_fc2.weight.shape[1]]
+    if not shapes:
+        return []
+    widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(shapes.items()))
+    reason = f"{widths}: the {backend} kernels take multiples of "
+    reason += str(plan.experts.dense_multiple)
+    return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]
