@@ -10,14 +10,13 @@ from phalanx.configs.tables.backends import attention_backend, is_stock
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.estimate.activations import Activations, LayerMemory
 from phalanx.moe.estimate.gains.delayed_wgrad import (
-    AUTO,
     expert_operands,
     head_operands,
     held_passes,
     layer_operands,
     waits,
 )
-from phalanx.moe.estimate.gains.wgrad_pairs import pairs, possible
+from phalanx.moe.estimate.gains.wgrad_pairs import pairs
 from phalanx.moe.estimate.pipeline import in_flight_bytes
 from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import (
@@ -238,19 +237,6 @@ def fp8_place(cfg: Config) -> str:
 def with_fp8_weights(cfg: Config, weights: int | str) -> Config:
     """The configuration with another `precision.weights`."""
     return replace(cfg, precision=replace(cfg.precision, weights=weights))
-
-
-def delay_wgrad(cfg: Config, world: int, machine: Machine) -> str:
-    """Value of `parallel.delay_wgrad` on a machine.
-
-    `auto` is the best value that is possible and whose operands fit.
-    """
-    values, _ = possible(cfg, world, machine)
-    if cfg.parallel.delay_wgrad != AUTO:
-        return values[0]
-    *better, least = values
-    fit = (v for v in better if needed(with_delayed(cfg, v), world) <= machine.safe_room)
-    return next(fit, least)
 
 
 def with_delayed(cfg: Config, value: str) -> Config:

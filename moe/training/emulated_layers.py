@@ -4,23 +4,22 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from phalanx.configs.formats import is_fp8
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.registry import Choice
 from phalanx.moe.model.dense_mlp import DenseMLP
-from phalanx.moe.plan.plan import Plan
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.megatron.recipe_linear import computes_by
 
 
-def emulated_layers(plan: Plan, chunks: Sequence[nn.Module]) -> list[Choice]:
+def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
     """Line of the start page on dense layers whose widths the fused kernels do not support.
 
     Args:
-        plan: plan of the run, whose experts' backend runs dense layers of some widths.
-        chunks: model chunks of this rank.
+        chunks: model chunks of this rank, built with a recipe.
+        backend: their experts' backend, which runs dense layers of some widths.
     """
-    backend = plan.cfg.kernels.backend
-    if not (plan.experts.dense_multiple and is_fp8(plan.cfg)):
+    multiple = expert_backend(backend).dense_multiple
+    if not multiple:
         return []
     shapes: dict[str, list[int]] = {}
     for chunk in chunks:
@@ -36,5 +35,5 @@ def emulated_layers(plan: Plan, chunks: Sequence[nn.Module]) -> list[Choice]:
         return []
     widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(shapes.items()))
     reason = f"{widths}: the {backend} kernels take multiples of "
-    reason += str(plan.experts.dense_multiple)
+    reason += str(multiple)
     return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]

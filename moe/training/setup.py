@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.arithmetic.batch_sizes import in_steps
-from phalanx.configs.formats import rows_in_fp8
+from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -24,6 +24,7 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.model.qk_clip import QKClip
+from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.training.emulated_layers import emulated_layers
 from phalanx.parallel.dispatcher.capacity import Budget
@@ -66,8 +67,15 @@ class BuiltModel:
     chunks: list[GPTModel]
 
 
-def setup(cfg: Config, runtime: Runtime, plan: Plan) -> Job:
-    """Build the job on this rank. Collective."""
+def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
+    """Build the job on this rank. Collective.
+
+    Args:
+        cfg: valid configuration, as the user set it.
+        runtime: this rank.
+        plan: plan of the run; by default the ranks make one.
+    """
+    plan = plan or agreed_plan(cfg, runtime)[0]
     built = build_model(plan, runtime)
     groups = built.groups
     initialize(
@@ -88,14 +96,17 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan) -> Job:
         wgrads=plan.waiting(groups.pg.pp.rank()),
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
-    lines = [*plan.lines(), *_speed(cfg, plan), *emulated_layers(plan, built.chunks)]
+    lines = [*plan.lines(), *_estimates(cfg, plan, built)]
     return Job(cfg, plan, runtime, groups, lines, built.budget, engine, tops)
 
 
-def _speed(cfg: Config, plan: Plan) -> list[Choice]:
-    """Line of the start page on the estimated speed of FP8."""
+def _estimates(cfg: Config, plan: Plan, built: BuiltModel) -> list[Choice]:
+    """Lines of the start page on the estimated speed of FP8, and on layers that emulate it."""
+    if not is_fp8(cfg):
+        return []
     gain = fp8_gain(cfg, plan.world, plan.machine)
-    return [gain] if gain is not None else []
+    emulated = emulated_layers(built.chunks, plan.cfg.kernels.backend)
+    return [*([gain] if gain is not None else []), *emulated]
 
 
 def _measure_logits(cfg: Config, built: BuiltModel, engine: Engine, runtime: Runtime) -> MaxLogits:

@@ -26,7 +26,6 @@ from phalanx.configs.schema import Config
 from phalanx.moe.data import loader as data_loader
 from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.data.sources import stage_line
-from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.report.compiling import report_compilation
 from phalanx.moe.report.goodput import TRAINING, slow_start
@@ -70,7 +69,7 @@ class Trainer:
         stop: signal handler of this process.
         launch: record of this start for the run folder; None records nothing.
         held: lock of the run folder, for the rank that writes there.
-        plan: plan of the run; made from the facts of all ranks by default.
+        plan: plan of the run; by default the ranks make one.
 
     Raises:
         ConfigError, DataError, CheckpointMismatch, CheckpointError: findings of
@@ -91,7 +90,6 @@ class Trainer:
         self.folder = Path(cfg.run.dir) / cfg.run.name
         set_activity("start: checks")
         notes = self._checked()
-        plan = plan or agreed_plan(cfg, runtime)[0]
         set_activity("start: data")
         train_set, self.valid_set = self._datasets(samples_after(cfg.data, cfg.run.steps))
         if runtime.is_main:

@@ -1,11 +1,10 @@
 """Choice of the transport of an expert-parallel group, the same on all of its ranks, with reasons.
 
 It happens once, before layers are built. Every rank gathers the facts of all ranks and decides by
-the same rules: what one rank cannot do, its group does not do. `planned` chooses without ranks, for
-machines that are only described.
+the same rules: what one rank cannot do, its group does not do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
 
@@ -91,25 +90,6 @@ def refuse(name: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Refusal:
     """
     _, ranks = _gathered(name, group, dtype)
     return next((text for members in ranks.values() if (text := _refuse(name, members))), None)
-
-
-def planned(
-    wanted: str, *, ranks: int, node_ranks: int, refusals: Mapping[str, Refusal] | None = None
-) -> Transport:
-    """Predict `choose_transport` on identical machines, without them.
-
-    Args:
-        wanted: key of `configs.tables.transports`, or `auto`.
-        ranks: number of ranks of an expert-parallel group: neighbours that start at a node.
-        node_ranks: number of ranks of a node.
-        refusals: reason that a rank cannot serve, by the name of the transport, as from
-            `refusals_here` for this machine. None: each rank can serve in all.
-
-    Raises:
-        ValueError: as `choose_transport` does.
-    """
-    hosts = [f"node {i // node_ranks}" for i in range(ranks)]
-    return resolve(wanted, [Rank(i, host, host, refusals or {}) for i, host in enumerate(hosts)])
 
 
 def refusals_here(wanted: str, dtype: torch.dtype) -> dict[str, Refusal]:

@@ -15,15 +15,18 @@ from phalanx.configs.knobs import knobs, put
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.load import load, options
 from phalanx.configs.records import configured, published
+from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.dry_run import sections
-from phalanx.moe.estimate.memory import USABLE, delay_wgrad, fp8_weights, stage_memory
+from phalanx.moe.estimate.memory import USABLE, fp8_weights, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.work import expert_bytes
+from phalanx.moe.plan.facts import described
+from phalanx.moe.plan.resolve import resolve
 from phalanx.moe.report.units import model_size, storage
 from tests.moe.estimate.pages import (
     EXPERTS,
@@ -555,10 +558,8 @@ def test_weight_gradients_wait_where_their_operands_fit() -> None:
         held[cfg.parallel.delay_wgrad] = [m.held for m in stages]
     assert needs["off"] < needs["on"] == needs["auto"]
     assert held == {"off": [0, 0], "on": [0, 1], "auto": [0, 1]}
-    known = resolved(cfg, 8, 8)
-    known.parallel.delay_wgrad = "auto"
     for room, value in ((needs["on"], "on"), (needs["on"] - 1, "off")):
-        assert delay_wgrad(known, 8, with_room(room)) == value
+        assert _delayed(cfg, room) == value
     for more, reason in {
         "parallel.delay_wgrad=off": "parallel.delay_wgrad=off",
         "kernels.gradient_accumulation_fusion=false": "kernels.gradient_accumulation_fusion=false ",
@@ -567,6 +568,11 @@ def test_weight_gradients_wait_where_their_operands_fit() -> None:
         text = section(RUN, *base, more, world=8)
         assert re.search(rf"stages .* in the backward pass, bubble \S+ s: {reason}", text), more
     assert "stages    " not in section(RUN, "experiment=gpt_oss_20b_8gpu", world=8)
+
+
+def _delayed(cfg: Config, room: int) -> str:
+    """`parallel.delay_wgrad` on 8 GPUs with so many bytes."""
+    return resolve(cfg, described(cfg, 8, with_room(room))).cfg.parallel.delay_wgrad
 
 
 def test_weight_gradients_of_two_micro_batches_at_once() -> None:
@@ -591,10 +597,9 @@ def test_weight_gradients_of_two_micro_batches_at_once() -> None:
     stages = zip(memory["on"][0], memory["pairs"][0], strict=True)
     more = [m.waiting - (m.held + 1) * on.waiting // (on.held + 1) for on, m in stages]
     assert sum(more) == 8 * expert and min(more) > 0
-    known.parallel.delay_wgrad = "auto"
     for value, less in (("on", "off"), ("pairs", "on")):
-        assert delay_wgrad(known, 8, with_room(memory[value][1])) == value
-        assert delay_wgrad(known, 8, with_room(memory[value][1] - 1)) == less
+        assert _delayed(cfg, memory[value][1]) == value
+        assert _delayed(cfg, memory[value][1] - 1) == less
     one_stage = ["parallel.pipeline=1", "parallel.delay_wgrad=pairs"]
     alone = section((RUN, MEMORY), *base, *one_stage, world=8)
     assert "pairs     experts compute " in alone and "stages    " not in alone

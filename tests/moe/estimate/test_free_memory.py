@@ -11,8 +11,6 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.free_memory import (
-    FreeMemory,
-    free_host_memory,
     launch_refusal,
     memory_refusal,
     minimum_bytes,
@@ -20,6 +18,7 @@ from phalanx.moe.estimate.free_memory import (
     pinned_bytes,
 )
 from phalanx.moe.estimate.weights import stage_weights
+from phalanx.moe.plan.free_memory import FreeMemory, free_host_memory
 from tests.support.advice import advised, tried
 from tests.support.distributed import run_distributed
 from tests.support.runs import run

@@ -20,7 +20,6 @@ from phalanx.parallel.dispatcher.transport import (
     choices,
     choose_transport,
     of_megatron,
-    planned,
     resolve,
     sms_of,
 )
@@ -95,18 +94,6 @@ def test_a_forced_transport_that_one_rank_lacks_is_refused(
     assert advised(str(error.value)) == [["parallel.dispatch=auto"]]
     assert resolve("auto", given).name in TRANSPORTS
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_without_ranks_the_answer_is_the_same() -> None:
-    assert planned("auto", ranks=8, node_ranks=8).name == "symm"
-    assert planned("auto", ranks=1, node_ranks=8).name == "local"
-    assert (
-        planned("auto", ranks=8, node_ranks=8, refusals={"symm": "needs CUDA"}).name == "alltoall"
-    )
-    over_nodes = planned("auto", ranks=16, node_ranks=8)
-    assert over_nodes.name == "hier" and over_nodes.inside == Transport("symm", "auto")
-    with pytest.raises(ValueError, match="all ranks are on one node"):
-        planned("hier", ranks=8, node_ranks=8)
 
 
 # --- ranks that are not alike ---------------------------------------------------------------------
