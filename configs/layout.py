@@ -442,8 +442,6 @@ def not_overlappable(cfg: Config) -> str | None:
         return f"kernels.backend={cfg.kernels.backend} has its own exchanges"
     if transport is not None and not (transport.one_rank or transport.overlaps_microbatches):
         return f"parallel.dispatch={p.dispatch} has one exchange for both passes"
-    if transport is not None and transport.over_nodes and p.rail != "collective":
-        return f"parallel.rail={p.rail} has one connection for both passes"
     for knob in ("tensor", "context"):
         if getattr(p, knob) > 1:
             return f"parallel.{knob}={getattr(p, knob)} has one communicator for both passes"

@@ -379,11 +379,6 @@ def _exchange(cfg: Config) -> Iterator[str]:
     if p.comm_sms not in (0, "auto") and transport is not None and not transport.takes_sms:
         reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
         yield repair(cfg, "parallel.comm_sms", reason, "auto")
-    if p.rail != "collective" and p.dispatch not in ("auto", "hier"):
-        reason = f"has no effect with parallel.dispatch={p.dispatch}, which has no rail"
-        yield repair(cfg, "parallel.rail", reason, "collective")
-    if p.rail == "gin" and cfg.run.device == "cpu":
-        yield repair(cfg, "parallel.rail", "needs CUDA", "collective")
     if p.overlap_microbatches == "on" and (refusal := not_overlappable(cfg)):
         yield repair(cfg, "parallel.overlap_microbatches", f"cannot run: {refusal}", "auto")
 

@@ -83,7 +83,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="SMs of symm in a layer, as parallel.comm_sms; default: %(default)s",
     )
-    add("--rail", choices=("collective", "gin"), default="collective", help="as parallel.rail")
     add("--tokens", type=int, metavar="T", help="of a rank; default: 8192, and flash its three")
     add("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
     add("--json", type=Path, metavar="PATH", help="write the results, after every shape")
@@ -175,7 +174,7 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
         demanded=args.demanded,
         backend=backend,
         transports=transports,
-        exchange=SymmOptions(args.comm_sms, TIMEOUT, rail=args.rail),
+        exchange=SymmOptions(args.comm_sms, TIMEOUT),
         connections=process.connections,
     )
     run_facts = facts(bench.clock.device, command, name="" if cuda else "CPU")

@@ -43,13 +43,6 @@ class ParallelConfig:
     `auto` takes the best that can run. All ranks of a group use the same transport, and the start
     page says which and why.
     """
-    rail: str = knob("collective", choices=("collective", "gin"))
-    """Engine by which `hier` exchanges rows between nodes.
-
-    `collective` is an all-to-all of blocks, by NCCL or gloo. `gin` sends the rows that hold tokens
-    by NCCL's device API, from a kernel, in waves; it needs further packages, and has not run on
-    GPUs yet (docs/dispatch.md).
-    """
     save_x: str = knob("redispatch", choices=("redispatch", "keep"))
     """How `symm` provides received tokens to the backward pass: `redispatch` resends them.
 

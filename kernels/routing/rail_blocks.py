@@ -28,8 +28,6 @@ class RailBlocks(NamedTuple):
     routing_B2K: Tensor
     """int32, ids of the row's experts, counted from the node's first, -1 for others; and the bits
     of their probabilities."""
-    needed_M: Tensor
-    """int32, number of rows that each block needs."""
     needed: Tensor
     """int32 scalar, number of rows that the largest block needs."""
 
@@ -76,8 +74,8 @@ def plan_blocks_by_sums(
     empty = torch.tensor([-1, 0], dtype=torch.int32, device=device)[:, None]
     routing_B2K = empty.expand(B + 1, 2, K).clone()
     routing_B2K.index_copy_(0, target, routing)
-    needed_M = wanted_TM.sum(0, dtype=torch.int32)
-    return RailBlocks(token_B, row_TM, routing_B2K[:B], needed_M, needed_M.amax())
+    needed = wanted_TM.sum(0, dtype=torch.int32).amax()
+    return RailBlocks(token_B, row_TM, routing_B2K[:B], needed)
 
 
 @torch.no_grad()

@@ -129,7 +129,7 @@ def plan_blocks_in_triton(
         TOKENS=_TOKENS,
         num_warps=8,
     )
-    return RailBlocks(token_B, row_TM, routing_B2K, needed_M, needed_M.amax())
+    return RailBlocks(token_B, row_TM, routing_B2K, needed_M.amax())
 
 
 def pack_rows_in_triton(x_TD: Tensor, token_B: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The plan of a job that has met: its only exchange between ranks about what they do."""
 
-import hashlib
-
 from phalanx.configs.schema import Config
 from phalanx.moe.plan.facts import JobFacts, gather_facts
 from phalanx.moe.plan.plan import Plan
@@ -19,7 +17,7 @@ def agreed_plan(cfg: Config, runtime: Runtime) -> tuple[Plan, JobFacts]:
     """
     facts = gather_facts(cfg, runtime)
     plan = resolve(cfg, facts)
-    digests = gather(hashlib.sha256(repr(plan).encode()).hexdigest())
+    digests = gather(plan.digest())
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise RuntimeError(

@@ -1,7 +1,8 @@
 """What a run does where its configuration leaves a choice: one value, the same on all ranks."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import document_places
@@ -87,6 +88,14 @@ class Plan:
     def lines(self) -> list[Choice]:
         """Lines of the start page with the reason of each decision, in its order."""
         return [line for lines in self._lines for line in lines()]
+
+    def digest(self) -> str:
+        """Digest of all decisions, and of what they are about; folders of ranks may differ."""
+        cfg = self.cfg
+        about = cfg.model, cfg.parallel, cfg.kernels, cfg.precision, cfg.run.graph, cfg.run.device
+        decided = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        del decided["cfg"]
+        return hashlib.sha256(repr((about, decided)).encode()).hexdigest()
 
     def _group(self, rank: int) -> int:
         return rank * len(self.transports) // self.world

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SymmOptions(ExchangeOptions):
-    """Options of `symm` and `hier`: those of exchanges, what is saved, the way between nodes."""
+    """Options of `symm` and `hier`: those of exchanges, what is saved."""
 
     keep: bool = False
     """True if received tokens are saved for the backward pass; otherwise they are resent."""
-    rail: str = "collective"
-    """Engine of the exchange between nodes, as `parallel.rail`."""
 
 
 class PeerMemory:

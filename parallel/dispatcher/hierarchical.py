@@ -40,8 +40,7 @@ from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes, refuse
 from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 from phalanx.parallel.dispatcher.rail import rows as rail_rows
-from phalanx.parallel.dispatcher.rail.collective import Rail
-from phalanx.parallel.dispatcher.rail.engine import rail_of
+from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, Rail
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import RailCall, send_routing
 from phalanx.parallel.dispatcher.received import Planner, Received
@@ -139,7 +138,7 @@ class Hier(Dispatcher):
             c.plan,
             c.budget,
             c.draw,
-            rail_of(c.options, c.transport.pass_groups or nodes.rail, c.connections),
+            CollectiveRail(c.transport.pass_groups or nodes.rail),
             local=c.local,
             local_slots=c.local_slots,
             inside=inside,

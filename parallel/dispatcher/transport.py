@@ -223,7 +223,6 @@ def exchange_options(
         # Shorter than the watchdog's, which does not know for which rank a kernel waits.
         timeout=0.8 * parallel.timeout,
         keep=parallel.save_x == "keep",
-        rail=parallel.rail,
     )
 
 
@@ -249,7 +248,6 @@ def choices(
     lines = [Choice("transport", transport.name, transport.reason)]
     if transport.inside is not None:
         lines.append(Choice("- in a node", transport.inside.name, transport.inside.reason))
-        lines.append(Choice("- over nodes", parallel.rail, f"parallel.rail={parallel.rail}"))
     wanted = parallel.comm_sms
     sms = sms_of(wanted, transport, backend, quantizes)
     refusal = None

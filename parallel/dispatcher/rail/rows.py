@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, sum_rows
 from phalanx.parallel.dispatcher.fp8_rows import RailRows
-from phalanx.parallel.dispatcher.rail.collective import Rail, RowCounts, Started, swap
+from phalanx.parallel.dispatcher.rail.collective import Rail, Started, swap
 
 
 class SentBlocks(NamedTuple):
@@ -37,8 +37,6 @@ class SentBlocks(NamedTuple):
     """int32, ids of this node's experts, of the rows that arrive; -1 for others."""
     bits_BK: Tensor
     """int32, bits of their probabilities."""
-    counts: RowCounts | None
-    """Rows that hold data; None if the rail sends all."""
 
 
 def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:
@@ -46,12 +44,7 @@ def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:
     # One small collective instead of two: latency, not bytes, is what the routing costs.
     routing_B2K = swap(rail, blocks.routing_B2K)
     idx_BK, bits_BK = routing_B2K[:, 0].contiguous(), routing_B2K[:, 1].contiguous()
-    counts = None
-    if rail.counts:
-        used_B = (idx_BK >= 0).any(1)
-        arriving_M = used_B.view(len(blocks.needed_M), -1).sum(1, dtype=torch.int32)
-        counts = RowCounts(blocks.needed_M, arriving_M)
-    return SentBlocks(blocks.row_TM, blocks.token_B, idx_BK, bits_BK, counts)
+    return SentBlocks(blocks.row_TM, blocks.token_B, idx_BK, bits_BK)
 
 
 class RailCall:
@@ -70,14 +63,14 @@ class RailCall:
 
     def to_nodes(self, rows: Tensor) -> Tensor:
         """Start to send rows of tokens to the nodes of their experts: [B, ...] after `wait`."""
-        return self._start(pack_rows(rows, self.blocks.token_B), self.blocks.counts)
+        return self._start(pack_rows(rows, self.blocks.token_B))
 
     def back(self, rows: Tensor) -> Tensor:
         """Start to send rows back to the ranks of their tokens: [B, ...] after `wait`."""
-        return self._start(rows, self.blocks.counts and self.blocks.counts.back)
+        return self._start(rows)
 
-    def _start(self, rows: Tensor, counts: RowCounts | None) -> Tensor:
-        self._started.append(self._rail.start(rows, counts))
+    def _start(self, rows: Tensor) -> Tensor:
+        self._started.append(self._rail.start(rows))
         return self._started[-1].received
 
     def hide(self) -> None:

@@ -55,11 +55,10 @@ def between(bench: Bench, model: Model, tokens: int) -> list[Record]:
     problem = Layer(bench, fitted_model, all_ranks(), accumulate=True)
     batch = problem.batch(_ROUTING, tokens)
     transports = {"hier": hier, "alltoall": choose_transport("alltoall", all_ranks(), BF16)}
-    all_sms = replace(ALL_SMS, rail=bench.exchange.rail)
     cases = list(_without_exchange(problem, batch))
     for side, transport in transports.items():
         cases += _layer(problem, side, transport, batch, exact=hier.nodes.size == 1)
-        cases += _exchanges(side, _dispatcher(problem, transport, batch, all_sms), batch)
+        cases += _exchanges(side, _dispatcher(problem, transport, batch, ALL_SMS), batch)
     fewer = f"{fitted_model.experts} of {model.experts} experts"
     note = fewer if fitted_model.experts < model.experts else ""
     records = measure(timings, [replace(case, note=note) for case in cases])

@@ -23,8 +23,7 @@ from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, plan_bloc
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.passes.paced import Wire, wire
-from phalanx.parallel.dispatcher.rail.collective import swap
-from phalanx.parallel.dispatcher.rail.engine import rail_of
+from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, swap
 from phalanx.parallel.dispatcher.rail.reached import Draw, reached
 from phalanx.parallel.dispatcher.rail.rows import send_routing
 from phalanx.scripts.bench.dispatch.ends import all_ranks, hier_of_nodes
@@ -87,7 +86,7 @@ class _Problem:
 
     def __init__(self, bench: Bench, model: Model, tokens: int, group: Nodes, kind: str) -> None:
         self._bench, self._kind = bench, kind
-        self._rail = rail_of(bench.exchange, group.rail, bench.connections)
+        self._rail = CollectiveRail(group.rail)
         self._nodes = group.count
         self._experts = model.experts // group.count
         rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
@@ -107,9 +106,8 @@ class _Problem:
         )
         self._group = group.rail
         self._sent = send_routing(self._rail, self._blocks)
-        self._counts_back = self._sent.counts and self._sent.counts.back
         packed_BD = pack_rows(self._x_TD, self._blocks.token_B)
-        self._rows_BD = swap(self._rail, packed_BD, self._sent.counts)
+        self._rows_BD = swap(self._rail, packed_BD)
 
     def cases(self) -> list[Case]:
         """Dispatch and combine, and their parts."""
@@ -123,10 +121,10 @@ class _Problem:
 
         def dispatch() -> Tensor:
             sent = send_routing(self._rail, self._plan(self._rows))
-            return swap(self._rail, pack_rows(self._x_TD, sent.token_B), sent.counts)
+            return swap(self._rail, pack_rows(self._x_TD, sent.token_B))
 
         def combine() -> Tensor:
-            return sum_rows(swap(self._rail, self._rows_BD, self._counts_back), row_TM)
+            return sum_rows(swap(self._rail, self._rows_BD), row_TM)
 
         def arrived(rows_BD: Tensor) -> str:
             return differing([rows_BD[used_B]], [expected_BD], ["rows"])
@@ -137,7 +135,7 @@ class _Problem:
         calls = (
             lambda: self._plan(self._rows),
             lambda: pack_rows(self._x_TD, token_B),
-            lambda: swap(self._rail, packed_BD, self._sent.counts),
+            lambda: swap(self._rail, packed_BD),
             lambda: sum_rows(packed_BD, row_TM),
         )
         parts = [Case(side, *part) for part in zip(_PARTS, calls, strict=True)]

@@ -406,7 +406,6 @@ def test_the_table_has_the_transport_in_a_node() -> None:
     assert [(line.op, line.backend) for line in lines] == [
         ("transport", "hier"),
         ("- in a node", "symm"),
-        ("- over nodes", "collective"),
         ("overlap", "off"),
     ]
     assert "parallel.dispatch=hier" in table(lines)

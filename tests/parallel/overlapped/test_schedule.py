@@ -199,10 +199,6 @@ def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
     ("overrides", "reason"),
     [
         (["parallel.dispatch=deepep"], "parallel.dispatch=deepep has one exchange for both passes"),
-        (
-            ["parallel.dispatch=hier", "parallel.rail=gin"],
-            "parallel.rail=gin has one connection for both passes",
-        ),
         (["kernels=megatron"], "kernels.backend=megatron has its own exchanges"),
         (["parallel.tensor=2"], "parallel.tensor=2 has one communicator for both passes"),
         (["parallel.context=2"], "parallel.context=2 has one communicator for both passes"),

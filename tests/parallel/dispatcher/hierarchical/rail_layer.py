@@ -1,8 +1,8 @@
 """Program of a rank: `hier` over nodes of one GPU each against `alltoall`, bit for bit.
 
-    torchrun --nproc-per-node 2 tests/parallel/dispatcher/hierarchical/rail_layer.py [gin]
+    torchrun --nproc-per-node 2 tests/parallel/dispatcher/hierarchical/rail_layer.py
 
-All rows travel over the rail, by collectives or by the engine that is named, captured in a CUDA
+All rows travel over the rail, by a collective, captured in a CUDA
 graph, forward and backward. It prints what was compared, and raises at the first difference. A rank
 that hangs ends after LIMIT seconds.
 """
@@ -47,7 +47,7 @@ def pair(precision: str, connections: Connections) -> tuple[Layer, Layer, Budget
     """
     budget = Budget(64.0, torch.device("cuda"))
     budget.blocks = Capacity(BLOCKS, torch.device("cuda"))
-    options = SymmOptions(timeout=20, rail=sys.argv[1] if sys.argv[1:] else "collective")
+    options = SymmOptions(timeout=20)
     given = SHAPE, SHAPE[-1], options, SPECS[precision]
     ours = Layer(Way(over_nodes_of_one(), True, connections), *given, budget=budget)
     theirs = Layer(Way(Transport("alltoall", "a test"), True, connections), *given)

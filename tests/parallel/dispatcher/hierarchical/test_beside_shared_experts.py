@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels import wgrad_queue
-from phalanx.parallel.dispatcher.rail.collective import RowCounts, Started
+from phalanx.parallel.dispatcher.rail.collective import Started
 from tests.parallel.dispatcher.hierarchical.test_hierarchical import made
 from tests.parallel.dispatcher.test_base import EXPERTS, TOKENS, Case, experts, make_case
 from tests.support.distributed import run_distributed
@@ -18,13 +18,11 @@ from tests.support.distributed import run_distributed
 class Logged:
     """A rail that logs its starts and waits."""
 
-    counts = False
-
     def __init__(self, rail: Any, log: list[str]) -> None:
         self._rail, self._log = rail, log
 
-    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
-        started: Started = self._rail.start(blocks, counts)
+    def start(self, blocks: Tensor) -> Started:
+        started: Started = self._rail.start(blocks)
         self._log.append("start")
         return started._replace(wait=lambda: self._log.append("wait"))
 

@@ -16,7 +16,6 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget, Capacity
-from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, RowCounts, Started
 from phalanx.parallel.dispatcher.transport import choose_transport, refuse
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.test_base import (
@@ -197,47 +196,6 @@ def nodes_of_one(cases: list[Case]) -> None:
 @mostly_slow("ranks", [2, 4], 4)
 def test_nodes_of_one_rank_equal_collectives_bit_for_bit(ranks: int) -> None:
     run_distributed(nodes_of_one, ranks, [make_case(kind, torch.bfloat16) for kind in ROUTINGS])
-
-
-class ExactRail(CollectiveRail):
-    """A rail that brings the counted rows alone: others have the largest number of their dtype."""
-
-    counts = True
-
-    def start(self, blocks: Tensor, counts: RowCounts | None = None) -> Started:
-        started = super().start(blocks)
-        if counts is None:
-            return started
-        received = started.received
-        row_C = torch.arange(len(blocks) // len(counts.arriving_M))
-        used_B = (row_C < counts.arriving_M[:, None]).flatten()
-        # Finite, as the experts of test_base multiply it by the zeros of padding.
-        largest = torch.finfo(received.dtype).max
-        return started._replace(received=received.masked_fill(~used_B[:, None], largest))
-
-
-def counted_rows(cases: list[Case]) -> None:
-    """Results of a rail that sends all rows of blocks, and of one that sends what is counted."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for factor in (0.5, 1.5):
-        budget = Budget(8.0, CPU)
-        budget.blocks = Capacity(factor, CPU)
-        dispatcher = made("hier", budget=budget)
-        group = dispatcher._nodes.rail  # type: ignore[attr-defined]
-        for case in cases:
-            results = []
-            for rail in (CollectiveRail, ExactRail):
-                dispatcher._rail = rail(group)  # type: ignore[attr-defined]
-                results.append(run_layer(dispatcher, case, rank, ranks))
-            for name, all_rows, counted in zip(Result._fields, *results, strict=True):
-                assert torch.equal(all_rows, counted), (factor, name)
-
-
-@mostly_slow("ranks", [4, 8], 8)
-def test_rows_that_are_not_counted_are_never_read(ranks: int) -> None:
-    """Empty nodes, blocks with room, and blocks that are too small, forward and backward."""
-    kinds = ("even", "none to the first half")
-    run_distributed(counted_rows, ranks, [make_case(kind, torch.bfloat16) for kind in kinds])
 
 
 def overflow_and_rerun(case: Case) -> Rerun:
