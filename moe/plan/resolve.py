@@ -392,6 +392,12 @@ def _wgrad_line(cfg: Config, facts: JobFacts, value: str, better: Sequence[str])
     return Choice("wgrad", value, f"auto; {when}{memory}{_of_rank(facts)}")
 
 
+def background_saves(draft: Draft) -> None:
+    """Checkpoints written in the background: a GPU's memory is copied, a CPU's is forked."""
+    if draft.cfg.run.async_save == "auto":
+        draft.cfg.run.async_save = "on" if draft.facts.kind == "cuda" else "off"
+
+
 def _margins(draft: Draft) -> Margins:
     """SMs that kernels leave free: as set, and those of exchanges beside two passes."""
     margin = draft.cfg.kernels.sm_margin
@@ -416,6 +422,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     overlap,
     exchanges,
     delayed_wgrad,
+    background_saves,
 )
 """Rules in the order in which they decide."""
 

@@ -17,6 +17,7 @@ import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.arithmetic.batch_sizes import model_input
+from phalanx.configs.capture import CAPTURED
 from phalanx.configs.schema import Config
 from phalanx.moe.model.loss import LossContext
 from phalanx.moe.model.packed import packed
@@ -138,7 +139,7 @@ class Step:
             try:
                 totals = compute(inputs)
             except CaptureFailed as failure:
-                if self.cfg.run.graph != "auto":
+                if self.cfg.run.graph == CAPTURED:
                     raise
                 self._disable_graph(failure)
                 balance.restore(engine.modules, before)
@@ -177,7 +178,7 @@ class Step:
         try:
             self.job.engine.step(norm, partial(graphs, pool=self.graph.pool))
         except CaptureFailed as failure:
-            if self.cfg.run.graph != "auto":
+            if self.cfg.run.graph == CAPTURED:
                 raise
             self.update_failure, self._updates = failure, None
             graphs.drop()

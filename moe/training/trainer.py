@@ -117,8 +117,7 @@ class Trainer:
             position = train_set.positions(0) if cfg.data.document_mask else None
             self.samples = Samples(cfg, self.compute, row, position)
         self._logits_every = logit_interval(cfg.optim)
-        cuda = runtime.device.type == "cuda"
-        self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
+        self._async_save = self.job.plan.cfg.run.async_save == "on"
         self.checkpoints = Checkpointer(
             checkpoint_root(cfg),
             keep_last=cfg.run.keep_last,
