@@ -393,7 +393,7 @@ def _wgrad_line(cfg: Config, facts: JobFacts, value: str, better: Sequence[str])
 
 
 def background_saves(draft: Draft) -> None:
-    """Checkpoints written in the background: a GPU's memory is copied, a CPU's is forked."""
+    """Checkpoints that are written in the background."""
     if draft.cfg.run.async_save == "auto":
         draft.cfg.run.async_save = "on" if draft.facts.kind == "cuda" else "off"
 
