@@ -187,10 +187,11 @@ def _on_this_machine(cfg: "Config") -> list[Exception]:
 
         with importing_megatron():
             from phalanx.moe.estimate.free_memory import launch_refusal
-            from phalanx.moe.training.choices import rehearse
+            from phalanx.moe.plan.facts import expected
+            from phalanx.moe.plan.resolve import resolve
 
         if asks:
-            rehearse(cfg, world)
+            resolve(cfg, expected(cfg, world))
         refusal = launch_refusal(cfg, world) if large else None
     except ValueError as error:
         return [error]

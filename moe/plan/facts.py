@@ -1,12 +1,14 @@
 """Facts of the ranks of a job that its plan depends on: measured once, or described.
 
 `gather_facts` is the only exchange between ranks before a plan. `described` has the facts of Hopper
-GPUs that need not exist, for dry runs and searches.
+GPUs that need not exist, for dry runs and searches, and `expected` those of a launch like this
+process, for `--check`.
 """
 
 import functools
+import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +23,7 @@ from phalanx.moe.plan.free_memory import FreeMemory, free_gpu_memory, free_host_
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.transport import class_of, refusals_here
 from phalanx.parallel.fault.agreement import gather
-from phalanx.parallel.runtime import Runtime
+from phalanx.parallel.runtime import Runtime, device_here
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class JobFacts:
         """Rates of the slowest device, by which all ranks choose."""
         return min((d.machine for d in self.devices), key=lambda m: m.expert_tflops)
 
+    @property
+    def machine_key(self) -> str | None:
+        """Key of that machine in `MACHINES`; None if it is not one of them."""
+        return next((key for key, m in MACHINES.items() if m.name == self.machine.name), None)
+
     @functools.cached_property
     def tightest(self) -> RankFacts:
         """The rank with the least free memory."""
@@ -115,19 +122,48 @@ class JobFacts:
 def facts_here(cfg: Config, runtime: Runtime) -> RankFacts:
     """Facts of this rank, before it builds anything."""
     host, node = nodes.names_here(runtime.rank)
-    cuda = runtime.device.type == "cuda"
-    name = torch.cuda.get_device_name(runtime.device) if cuda else "CPU"
-    device = Device(
-        kind=runtime.device.type,
-        capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
-        machine=machine_of(name, cfg.run.machine),
+    return _rank(runtime.rank, host, node, _device(cfg, runtime.device), runtime.device)
+
+
+def _device(cfg: Config, device: torch.device) -> Device:
+    """What this process can do on a device."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else "CPU"
+    return Device(
+        kind=device.type,
+        capability=torch.cuda.get_device_capability(device) if cuda else None,
+        machine=MACHINES[machine_of(name, cfg.run.machine)],
         packages=registry.installed(),
         compiles=registry.compiles(),
         refusals=tuple(refusals_here(cfg.parallel.dispatch, compute_dtype(cfg)).items()),
     )
+
+
+def _rank(rank: int, host: str, node: str, found: Device, device: torch.device) -> RankFacts:
+    """Facts of a rank on a device of this host."""
     of_host = free_host_memory()
-    memory = free_gpu_memory(runtime.device) if cuda else of_host
-    return RankFacts(runtime.rank, host, node, device, memory, of_host)
+    memory = free_gpu_memory(device) if device.type == "cuda" else of_host
+    return RankFacts(rank, host, node, found, memory, of_host)
+
+
+def expected(cfg: Config, world: int) -> JobFacts:
+    """Facts of a launch on hosts like this one, before its ranks start.
+
+    Args:
+        cfg: valid configuration.
+        world: ranks, of which as many are on a host as it has GPUs; on a CPU all.
+
+    Raises:
+        ValueError: LOCAL_WORLD_SIZE is larger than the number of GPUs.
+    """
+    device = device_here(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)
+    found, each = _device(cfg, device), world
+    if device.type == "cuda":
+        each = torch.cuda.device_count()
+    hosts = [f"host {rank // each}" for rank in range(world)]
+    one = _rank(0, hosts[0], hosts[0], found, device)
+    ranks = (replace(one, rank=i, host=name, node=name) for i, name in enumerate(hosts))
+    return JobFacts(tuple(ranks))
 
 
 def gather_facts(cfg: Config, runtime: Runtime) -> JobFacts:

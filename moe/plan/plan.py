@@ -8,7 +8,6 @@ from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import ExpertBackend, attention_backend, expert_backend
-from phalanx.configs.tables.machines import Machine
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice
 from phalanx.kernels.wgrad_queue import Waiting
@@ -30,8 +29,6 @@ class Plan:
     """Configuration without `auto`. Nothing changes it."""
     world: int
     """Number of ranks."""
-    machine: Machine
-    """Rates by which rules chose."""
     linear_attention: tuple[str, ...]
     """Backend of linear attention, if layers have any."""
     transports: tuple[Transport, ...]

@@ -27,6 +27,7 @@ from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
+from phalanx.configs.tables.machines import with_margin
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
@@ -111,7 +112,6 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
     return Plan(
         cfg=known,
         world=facts.world,
-        machine=facts.machine,
         linear_attention=draft.linear_attention,
         transports=tuple(draft.transports),
         exchanges=tuple(draft.exchanges),
@@ -128,6 +128,8 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
 def kernels(draft: Draft) -> None:
     """Backends of experts, attention and norms that all ranks can run."""
     cfg, k, e = draft.cfg, draft.cfg.kernels, draft.cfg.model.moe
+    if cfg.run.device == "cuda" and draft.facts.kind != "cuda":
+        raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
     experts = _backend(draft, "grouped_mlp", k.backend)
     reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
     if expert_backend(experts.backend).fuses_router and reason is not None:
@@ -150,6 +152,7 @@ def kernels(draft: Draft) -> None:
         chosen.append(linear)
     k.backend, k.attention, k.norm = (choice.backend for choice in chosen[:3])
     cfg.run.device = draft.facts.kind
+    cfg.run.machine = draft.facts.machine_key or cfg.run.machine
     draft.say("kernels", *chosen)
 
 
@@ -324,6 +327,7 @@ def overlap(draft: Draft) -> None:
     cfg, wanted = draft.cfg, draft.cfg.parallel.overlap_microbatches
     machine = draft.facts.machine
     free = draft.facts.tightest.free if draft.facts.kind == "cuda" else machine.room
+    free = with_margin(free)
     value, reason = microbatch_overlap(cfg, draft.world, machine, free)
     cfg.parallel.overlap_microbatches = value
     if value == "on" or wanted != "auto":
@@ -364,7 +368,7 @@ def delayed_wgrad(draft: Draft) -> None:
     cfg, facts, wanted = draft.cfg, draft.facts, draft.cfg.parallel.delay_wgrad
     setting = f"parallel.delay_wgrad={wanted}"
     (*better, least), reason = possible(cfg, draft.world, facts.machine)
-    free = facts.tightest.free
+    free = with_margin(facts.tightest.free)
     fit = (v for v in better if needed(with_delayed(cfg, v), draft.world) <= free)
     value = next(fit, least)
     if beside_exchanges(cfg) and least != PAIRS:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.training.failure import emit_error, exit_with
 from phalanx.moe.training.launch import Launch
@@ -63,8 +62,6 @@ def run(
             met=met,
         )
         assert watchdog is not None
-        if cfg.run.device == "cuda" and runtime.device.type != "cuda":
-            raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
         set_activity("start: what is left")
         # A single rank has checked this before it imported torch (train.py).
         if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):

@@ -14,6 +14,7 @@ from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
@@ -104,7 +105,7 @@ def _estimates(cfg: Config, plan: Plan, built: BuiltModel) -> list[Choice]:
     """Lines of the start page on the estimated speed of FP8, and on layers that emulate it."""
     if not is_fp8(cfg):
         return []
-    gain = fp8_gain(cfg, plan.world, plan.machine)
+    gain = fp8_gain(plan.cfg, plan.world, MACHINES[plan.cfg.run.machine])
     emulated = emulated_layers(built.chunks, plan.cfg.kernels.backend)
     return [*([gain] if gain is not None else []), *emulated]
 
