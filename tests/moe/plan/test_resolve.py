@@ -1,5 +1,6 @@
 """Decisions of a plan: what one rank cannot do none does, and what fits on all ranks is taken."""
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -78,7 +79,7 @@ def test_groups_of_different_nodes_may_exchange_in_different_ways() -> None:
     assert "; 1 of 3 groups differ: that of rank 2 takes hier" in plan.transports[0].reason
     refusing = job(GPU, without(GPU, symm="rows are too wide"))
     assert planned(facts=refusing).transport(0).name == "alltoall"
-    with pytest.raises(ConfigError, match=r"parallel\.dispatch=symm cannot run: rows are too wide"):
+    with pytest.raises(ConfigError, match=r"^parallel\.dispatch=symm cannot .*rows are too wide"):
         planned("parallel.dispatch=symm", facts=refusing)
 
 
@@ -191,11 +192,12 @@ def test_weight_gradients_of_two_micro_batches_where_experts_have_few_rows() -> 
     assert planned(*alone).pairs
     need = {value: needed(with_delayed(known(*alone), value), 2) for value in ("pairs", "on")}
     assert need["on"] < need["pairs"]
-    for free, start in (
+    for size, start in (
         (need["pairs"], "pairs"),
         (need["pairs"] - 1, "on"),
         (need["on"] - 1, "off"),
     ):
+        free = math.ceil(1.02 * size)  # the estimate's error stays free
         assert wgrad(*alone, free=(free, free)).startswith(f"{start}; auto; ")
     assert wgrad(*alone, "kernels=torch").startswith("on; auto; ")
     assert wgrad(*alone, pairs, free=(0, 0)) == wgrad(*alone, pairs, "kernels=torch") == setting
