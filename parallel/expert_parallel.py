@@ -37,9 +37,8 @@ from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
     activation_named,
+    check_module_options,
     constants,
-    recipe_named,
-    with_defaults,
 )
 from phalanx.kernels.functional.parameters import ExpertParameters
 from phalanx.kernels.functional.resolve import resolve_backend
@@ -296,7 +295,7 @@ class ExpertParallelMoE(ExpertParameters):
                 f"positive, top_k at most experts, and experts a multiple of the group's "
                 f"{group.size} ranks"
             )
-        recipe_named(with_defaults(options)["recipe"])
+        check_module_options(options)
         kind, where = activation_named(activation), dict(device=device, dtype=dtype)
         super().__init__(experts // group.size, hidden, ffn, kind, bias=bias, where=where)
         self.experts, self.top_k, self.group = experts, top_k, group

@@ -20,8 +20,7 @@ from phalanx.kernels.functional.options import (
     KernelOptions,
     activation_named,
     check_backend,
-    recipe_named,
-    with_defaults,
+    check_module_options,
 )
 from phalanx.kernels.functional.parameters import ExpertParameters
 from phalanx.kernels.functional.resolve import resolve_backend
@@ -80,7 +79,7 @@ class GroupedMLP(ExpertParameters):
                 "positive, and top_k at most experts"
             )
         check_backend(backend)
-        recipe_named(with_defaults(options)["recipe"])
+        check_module_options(options)
         kind = activation_named(activation)
         where = dict(device=device, dtype=dtype)
         super().__init__(experts, hidden, ffn, kind, bias=bias, where=where)

@@ -74,6 +74,21 @@ def with_defaults(options: KernelOptions) -> dict[str, Any]:
     return chosen
 
 
+def check_module_options(options: KernelOptions) -> None:
+    """Check the options of a module that holds its parameters.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: an option of another type, or a layout, which is that of parameters elsewhere.
+    """
+    if "layout" in options:
+        raise ValueError(
+            "layout= is an option of functions, for weights that others store: a module's "
+            "parameters are in the kernels' layout"
+        )
+    recipe_named(with_defaults(options)["recipe"])
+
+
 def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> dict[str, Any]:
     """All options of the owner.
 

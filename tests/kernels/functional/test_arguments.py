@@ -178,3 +178,8 @@ def test_constants_are_numbers() -> None:
             Activation("swiglu", **{name: "x"})
     with pytest.raises(ValueError, match="^2.5 SMs cannot be left free: set kernels.sm_margin.fo"):
         Margins(2.5)
+
+
+def test_a_module_has_parameters_in_one_layout() -> None:
+    with pytest.raises(ValueError, match=r"^layout= is an option of functions, for weights that"):
+        GroupedMLP(E, D, F, K, layout="transposed")
