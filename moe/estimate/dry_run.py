@@ -247,7 +247,7 @@ def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
     yield (
         f"stage {worst.stage} needs {storage(_with_reserve(worst.peak + exchange, machine))} of "
         f"{machine.memory_gib} GiB with {machine.reserved_gib} GiB for CUDA and NCCL: "
-        f"{_verdict(cfg, world, available)}"
+        f"{_verdict(cfg, world, machine)}"
     )
 
 
@@ -280,16 +280,16 @@ def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         )
 
 
-def _verdict(cfg: Config, world: int, available: int) -> str:
+def _verdict(cfg: Config, world: int, machine: Machine) -> str:
     """Does the run fit, and up to how many expert rows?"""
-    factor = largest_factor(cfg, world, available)
+    enough = needed(cfg, world) <= machine.room
+    factor = largest_factor(cfg, world, machine.room if enough else machine.safe_room)
     if factor is None:
         return f"does not fit{', not even with balanced experts' * has_experts(cfg.model)}"
     if factor == math.inf:
         return f"fits{' with any routing' * has_experts(cfg.model)}"
     if is_stock(cfg.kernels.backend):
         return f"fits, up to {factor:g} x the balanced rows"
-    enough = needed(cfg, world) <= available
     verdict = "fits, up to" if enough else "does not fit; it would with"
     return f"{verdict} parallel.capacity_factor={factor:g}"
 

@@ -390,8 +390,8 @@ def _wgrad_line(cfg: Config, facts: JobFacts, value: str, better: Sequence[str])
     if facts.kind == "cpu":
         return Choice("wgrad", value, f"auto; {_WAITS[value]}")
     told = value if value in better else better[-1]
-    need, free = needed(with_delayed(cfg, told), facts.world), facts.tightest.free
-    memory = f"with their operands {storage(need)} of {storage(free)} would be needed"
+    need, room = needed(with_delayed(cfg, told), facts.world), with_margin(facts.tightest.free)
+    memory = f"with their operands {storage(need)} of {storage(room)} would be needed"
     when = f"{_WAITS[value]}; " if value in better else ""
     return Choice("wgrad", value, f"auto; {when}{memory}{_of_rank(facts)}")
 

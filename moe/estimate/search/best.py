@@ -203,6 +203,8 @@ def _with_room(
     except ConfigError:
         return
     known.parallel.delay_wgrad = "off"
+    if needed(known, world) > machine.safe_room:
+        return
     for each in sets:
         if needed(changed(known, each.changes), world) <= machine.safe_room:
             yield sizes | each.changes

@@ -15,6 +15,12 @@ RUN, EXPERTS, STEP = "Phalanx", "Experts of one layer", "Expected step"
 MEMORY, GROUPS, OPT_INS = "Memory of a rank", "Process groups", "Off by default"
 """Headings of sections."""
 
+PUBLISHED_V3 = [
+    *["experiment=deepseek_v3_1024gpu", "parallel=tp2_pp8_vp4_ep64"],
+    *["parallel.pipeline_layout='Et|(tt|)*30mL'", "run.recompute=[mla_up,mlp]", "run.offload=[]"],
+]
+"""Layout of the published record of DeepSeek-V3 on 1,024 H100s (Megatron-Bridge)."""
+
 
 @functools.cache
 def loaded(*overrides: str) -> Config:

@@ -11,6 +11,7 @@ from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.weights import cached_gradient_bytes
+from tests.moe.estimate.pages import PUBLISHED_V3
 
 GIB = 2**30
 DEEPSEEK = (
@@ -200,7 +201,7 @@ BLOCK = 1152
 
 def test_rows_in_fp8_are_kept_where_they_cannot_be_sent_again() -> None:
     """Under exchanges that overlap the experts, those of a rail are sent again inside a node."""
-    base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none", "precision=fp8_block"]
+    base = [*PUBLISHED_V3, "run.recompute=none", "precision=fp8_block"]
     fp8, bf16 = 7168 + 4 * 56, 2 * 7168
     for experts, overlap, blocks in (("torch", 0, 64), ("fused", 0, 64), ("fused", 16, 8)):
         saved = {}
@@ -215,7 +216,7 @@ def test_rows_in_fp8_are_kept_where_they_cannot_be_sent_again() -> None:
 
 def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
     """`hier` sends them again inside a node, where what is received may be kept as well."""
-    base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none"]
+    base = [*PUBLISHED_V3, "run.recompute=none"]
     saved = {}
     for name in ("hier", "symm", "alltoall"):
         cfg = known(base, 1024)

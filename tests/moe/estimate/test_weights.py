@@ -13,6 +13,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.weights import checkpoint_bytes, stage_weights
 from phalanx.parallel.checkpoint import commit
+from tests.moe.estimate.pages import PUBLISHED_V3
 from tests.support import runs
 from tests.support.distributed import run_distributed
 
@@ -132,11 +133,12 @@ def test_bytes_are_those_of_the_built_model(world: int) -> None:
 
 
 def test_stages_hold_what_the_layout_says() -> None:
-    cfg = load(["experiment=deepseek_v3_1024gpu"])
+    cfg = load(PUBLISHED_V3)
     chunks = pipeline_chunks(cfg)
     assert (chunks[0], chunks[1], chunks[-1]) == ("Et", "tt", "mL") and len(chunks) == 32
     assert "".join(chunks).count("t") == 61
-    assert pipeline_chunks(load(["experiment=gpt_oss_120b_64gpu"])) == [
+    once = ["experiment=gpt_oss_120b_64gpu", "parallel.virtual_pipeline=1"]
+    assert pipeline_chunks(load(once)) == [
         "E" + 10 * "t",
         10 * "t",
         10 * "t",
@@ -148,7 +150,7 @@ def test_all_ranks_together_hold_the_model_once() -> None:
     """DeepSeek-V3 on 1024 ranks: parameters of experts over all stages, and state over replicas."""
     from phalanx.configs.arithmetic.accounting import parameters
 
-    cfg, world = load(["experiment=deepseek_v3_1024gpu"]), 1024
+    cfg, world = load(PUBLISHED_V3), 1024
     stages, total = stage_weights(cfg, world), parameters(cfg.model)
     assert sum(w.expert for w in stages) * 64 == total.routed_experts
     # The embedding is held again by the stage of the prediction layer, and tensor ranks cut it.
