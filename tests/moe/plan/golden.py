@@ -6,6 +6,7 @@ A change of a plan is a change of what users get: the difference of the file tel
 """
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from phalanx.configs.knobs import changed
@@ -32,17 +33,16 @@ def values(cfg: Config) -> str:
 def configurations() -> Iterator[tuple[str, Config, int]]:
     """Each experiment that is valid on a number of ranks, with its description."""
     for experiment in EXPERIMENTS:
-        for machine in MACHINES:
-            for precision in ("bf16", "fp8_block"):
-                given = [f"experiment={experiment}", f"run.machine={machine}", "run.device=cuda"]
-                cfg = load([*given, f"precision={precision}", "run.dry_run=true"])
-                for world in WORLDS:
-                    one = changed(cfg, {"parallel.world_size": world})
-                    try:
-                        validate(one, world)
-                    except ConfigError:
-                        continue
-                    yield f"{experiment} {machine} {precision} {world}", one, world
+        cfg = load([f"experiment={experiment}", "run.device=cuda", "run.dry_run=true"])
+        for machine, recipe in product(MACHINES, ("bf16", "fp8_block")):
+            of = changed(cfg, {"run.machine": machine, "precision.recipe": recipe})
+            for world in WORLDS:
+                one = changed(of, {"parallel.world_size": world})
+                try:
+                    validate(one, world)
+                except ConfigError:
+                    continue
+                yield f"{experiment} {machine} {recipe} {world}", one, world
 
 
 def lines() -> Iterator[str]:
