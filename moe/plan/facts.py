@@ -126,7 +126,7 @@ def facts_here(cfg: Config, runtime: Runtime) -> RankFacts:
 
 
 def _device(cfg: Config, device: torch.device) -> Device:
-    """What this process can do on a device."""
+    """Facts of a device, and of what this process can import."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     return Device(

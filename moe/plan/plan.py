@@ -1,4 +1,4 @@
-"""What a run does where its configuration leaves a choice: one value, the same on all ranks."""
+"""Decisions of a run that its configuration leaves open: one value, the same on all ranks."""
 
 import hashlib
 from collections.abc import Callable, Sequence
