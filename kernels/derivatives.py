@@ -93,7 +93,6 @@ def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
         refuse_forward_mode(name)
 
 
-@torch.compiler.assume_constant_result
 def _refuse_in_graph(name: str) -> None:
     applied = _transforms()
     if "Jvp" in applied:
@@ -103,6 +102,10 @@ def _refuse_in_graph(name: str) -> None:
             f"{name} has no gradient of torch.func inside of torch.compile: compile the function, "
             "and not its gradient"
         )
+
+
+# As torch.compiler.assume_constant_result marks it, which would import the compiler in every run.
+_refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transforms() -> frozenset[str]:

@@ -121,7 +121,7 @@ def resolve(wanted: str, ranks: Sequence[Rank]) -> Transport:
     if reason := _refuse(wanted, ranks):
         # A job has several groups, so that what is true of one need not be true of the job.
         size, first = len(ranks), ranks[0].number
-        where = f" in the group of rank {first} (parallel.expert={size})" if size > 1 else ""
+        where = f" in the group of {size} ranks from rank {first}" if size > 1 else ""
         raise ValueError(
             f"parallel.dispatch={wanted} cannot run{where}: {reason}; set parallel.dispatch=auto"
         )

@@ -232,7 +232,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "configs"
 
 
-KINDS = [(command_line, 100), (values, 1000), (yaml_file, 25)]
+KINDS = [(command_line, 200), (values, 1000), (yaml_file, 25)]
 
 
 @pytest.mark.parametrize(("kind", "cases"), KINDS)

@@ -209,7 +209,10 @@ def refusals() -> list[str]:
 def test_arguments_are_checked() -> None:
     (unknown, symm, factor, experts, top_k, floats, fewer), _ = run_distributed(refusals, 2)
     assert unknown.startswith("unknown transport=nvshmem: set it to auto, local, symm")
-    assert symm.startswith("transport=symm cannot run: needs CUDA") and "parallel." not in symm
+    assert (
+        symm.startswith("transport=symm cannot run in the group of 2 ranks from rank 0: needs CUDA")
+        and "parallel." not in symm
+    )
     assert factor == "capacity_factor=0.5: set it to 1 or more"
     assert "experts a multiple of the group's 2 ranks" in experts and "top_k=9" in top_k
     assert floats == "topk_idx must hold integers, expert ids, not torch.float32"

@@ -257,7 +257,7 @@ def test_repeats_take_turns_and_failures_are_rows(stand, capsys):
 
 def test_kernels_that_this_machine_lacks_are_refused_before_a_run(monkeypatch):
     monkeypatch.setattr(machine, "gpu_capability", lambda: (9, 0))
-    monkeypatch.setattr(registry, "_installed", frozenset)
+    monkeypatch.setattr(registry, "installed", frozenset)
     cfg = load(["model=tiny", "kernels=megatron", "precision=fp8_block"])
     assert "needs Transformer Engine" in machine.unsupported(cfg, 1, "auto")
     assert machine.unsupported(load(["model=tiny", "kernels=torch"]), 1, "auto") == ""

@@ -60,7 +60,7 @@ def test_there_and_back(
     told, shown = capsys.readouterr()
     assert shown == ""  # it is no terminal, and was short
     overrides = told.split("train.py ")[1].splitlines()[0].split()
-    assert overrides[0] == "model=tiny" and "model.attention.qk_norm=true" in overrides
+    assert overrides[0] == "model=qwen3_235b_a22b" and "model.hidden=64" in overrides
     assert overrides[-1] == f"run.resume={tmp_path / 'step'}"
     _, lines = told.split("config.json says:\n")
     reported, left = lines.split("what it does not say is yours to choose")

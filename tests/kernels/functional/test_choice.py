@@ -39,6 +39,7 @@ def gpu(capability: tuple[int, int], packages: frozenset[str] = COMPILER) -> Ite
         cache.cache_clear()
     with (
         FakeTensorMode(),
+        torch._C.DisableTorchFunction(),  # else a CPU stands in for CUDA where Megatron-Core ran
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.object(choice, "Facts", partial(Facts, packages=packages)),
     ):

@@ -124,6 +124,6 @@ class _Stream:
 
 def installed() -> bool:
     """True if the package is installed."""
-    from phalanx.kernels.registry import _installed
+    from phalanx.kernels import registry
 
-    return "nvidia_cudnn_frontend" in _installed()
+    return "nvidia_cudnn_frontend" in registry.installed()

@@ -187,7 +187,7 @@ def refusal(dtype: torch.dtype, there: bool) -> str:
 def test_what_it_lacks_is_said() -> None:
     package = run_distributed(refusal, 2, torch.bfloat16, False)[0]
     assert package == (
-        "parallel.dispatch=deepep cannot run: needs the package deep_ep "
-        "(https://github.com/deepseek-ai/DeepEP); set parallel.dispatch=auto"
+        "parallel.dispatch=deepep cannot run in the group of 2 ranks from rank 0: needs the "
+        "package deep_ep (https://github.com/deepseek-ai/DeepEP); set parallel.dispatch=auto"
     )
     assert "moves bf16, not torch.float32" in run_distributed(refusal, 2, torch.float32, True)[0]

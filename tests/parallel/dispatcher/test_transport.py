@@ -173,7 +173,7 @@ def test_a_package_that_one_rank_cannot_import_is_refused_by_all() -> None:
 
 HIER = "hier with alltoall in its nodes"
 ALONE = (
-    "parallel.dispatch=hier cannot run in the group of rank 0 (parallel.expert=2): "
+    "parallel.dispatch=hier cannot run in the group of 2 ranks from rank 0: "
     "all ranks are on one node; set parallel.dispatch=auto"
 )
 OVER_NODES = {
