@@ -80,9 +80,13 @@ class JobFacts:
     _devices: dict[Device, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        distinct = {id(r.device): r for r in reversed(self.ranks)}  # hashing a device takes longer
-        first = {r.device: r.rank for r in sorted(distinct.values(), key=lambda r: -r.rank)}
-        object.__setattr__(self, "_devices", dict(sorted(first.items(), key=lambda d: d[1])))
+        found = dict[Device, int]()
+        hashed = set[int]()  # by identity: a job of thousands of ranks has few devices
+        for r in self.ranks:
+            if id(r.device) not in hashed:
+                hashed.add(id(r.device))
+                found.setdefault(r.device, r.rank)
+        object.__setattr__(self, "_devices", found)
 
     @property
     def world(self) -> int:
@@ -168,7 +172,12 @@ def expected(cfg: Config, world: int) -> JobFacts:
 
 def gather_facts(cfg: Config, runtime: Runtime) -> JobFacts:
     """Facts of all ranks. Collective."""
-    return JobFacts(tuple(gather(facts_here(cfg, runtime))))
+    same: dict[Device, Device] = {}  # equal devices of ranks are one object, as when described
+    ranks = (
+        replace(r, device=same.setdefault(r.device, r.device))
+        for r in gather(facts_here(cfg, runtime))
+    )
+    return JobFacts(tuple(ranks))
 
 
 def described(cfg: Config, world: int, machine: Machine | None = None) -> JobFacts:
