@@ -6,6 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+
+# torch's own of forward mode cannot be compiled once a CPU stands in for CUDA in this process.
+import torch._decomp.decompositions_for_jvp
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
