@@ -42,7 +42,7 @@ class Transport:
     inside: "Transport | None" = None
     """Transport inside nodes, of a transport between nodes."""
     nodes: Nodes | None = None
-    """Process groups of a transport with one inside; `planned` does not create them."""
+    """Process groups of a transport with one inside; a plan does not create them."""
     replication: "ReplicationOptions | None" = None
     """Options of expert replication; None: no replication."""
     pass_groups: PassGroups | None = None
