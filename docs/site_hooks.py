@@ -33,7 +33,7 @@ def on_config(config: Any) -> Any:
     if not package.exists():
         package.mkdir()
         (package / "__init__.py").symlink_to(ROOT / "phalanx/__init__.py")
-        for name in ("configs", "kernels", "moe", "parallel"):
+        for name in ("configs", "extras", "kernels", "moe", "parallel"):
             (package / name).mkdir()
             (package / name / "__init__.py").touch()
             for path in (ROOT / name).iterdir():

@@ -109,7 +109,7 @@ def fla(facts: Facts) -> Refusal:
 
 
 FLASH_LINEAR_ATTENTION = "fla-core==0.6.0"
-"""Requirement of `kernels.linear_attention.fla`, as pip knows it."""
+"""Requirement of `extras.linear_attention.fla`, as pip knows it."""
 
 
 def _hopper(facts: Facts) -> Refusal:

@@ -19,8 +19,8 @@ class ParameterFacts:
     """Facts on one parameter, or on the tensor that its optimizer updates in place of it."""
 
     gated_run: int = 0
-    """Channels of a run of gates or ups in interleaved weights (`kernels.sm100.interleave`); 0 for
-    the order [gate; up]. Set by `moe.experts`."""
+    """Channels of a run of gates or ups in interleaved weights (`extras.blackwell.interleave`); 0
+    for the order [gate; up]. Set by `moe.experts`."""
     adds_to_main_grad: bool = False
     """Every gradient is added to `main_grad` by the backward pass. Set by `moe.experts`."""
     replaces_main_grad: bool = False
@@ -29,7 +29,7 @@ class ParameterFacts:
     fp8_copies: Any = None
     """Cached FP8 copies (`kernels.quantize.fp8_copies`), until the next update of the parameter."""
     muon_matrices: Any = None
-    """`parallel.megatron.matrices.Matrices` if Muon updates the parameter."""
+    """`extras.muon.matrices.Matrices` if Muon updates the parameter."""
 
 
 def facts_of(parameter: Tensor) -> ParameterFacts:

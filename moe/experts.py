@@ -58,8 +58,8 @@ class Experts(MegatronModule):
 
     Parameters in `config.params_dtype`: w1 [L, 2F, D] as [gate; up], or [L, F, D] without a gate;
     w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D]. With
-    `spec.interleaved` channels of w1 and b1 lie in the order of `kernels.sm100.interleave`, and so
-    do their gradients and optimizer states; checkpoints have [gate; up].
+    `spec.interleaved` channels of w1 and b1 lie in the order of `extras.blackwell.interleave`, and
+    so do their gradients and optimizer states; checkpoints have [gate; up].
 
     Args:
         config: Megatron-Core's config of the model.
@@ -87,7 +87,7 @@ class Experts(MegatronModule):
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
         if spec.interleaved:
-            facts_of(self.w1).gated_run = _order(spec).run  # for parallel.megatron.matrices
+            facts_of(self.w1).gated_run = _order(spec).run  # for extras.muon.matrices
         if config.perform_initialization:
             self._initialize()
 

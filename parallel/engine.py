@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.extras.overlap.schedule import OverlappedSchedule
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import fp8_copies
@@ -39,7 +40,6 @@ from phalanx.parallel.megatron import adam, patches, rescale
 from phalanx.parallel.megatron.averages import Averages
 from phalanx.parallel.megatron.param_gather import ParamGather, gather_once
 from phalanx.parallel.megatron.updated import parts
-from phalanx.parallel.overlapped.schedule import OverlappedSchedule
 
 type RunUpdate = Callable[[Hashable, Callable[[], None], Callable[[], None]], None]
 """Runs an update: from what the host decides in it, the update, and what brings its numbers to the
@@ -62,7 +62,7 @@ class Engine:
         steps: optimizer steps of the run.
         device: where parameters live.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches
-            (`parallel.overlapped.schedule`).
+            (`extras.overlap.schedule`).
         wgrads: events for which weight gradients wait.
     """
 

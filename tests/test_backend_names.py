@@ -20,8 +20,8 @@ TABLES = (
     {name for name, facts in RECIPES.items() if facts.build},
 )
 NAMES = {name for table in TABLES for name in table}
-FOLDERS = ("configs", "kernels", "moe", "parallel")
-OWN = {ROOT / "kernels/microscaling"}
+FOLDERS = ("configs", "extras", "kernels", "moe", "parallel")
+OWN = {ROOT / "extras/microscaling"}
 """The folder of two recipes, which differ there."""
 
 

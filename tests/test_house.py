@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("configs", "kernels", "moe", "parallel", "scripts", "tests")
+CODE = ("configs", "extras", "kernels", "moe", "parallel", "scripts", "tests")
 MOST_FILES, MOST_PARAMETERS, MOST_README_LINES = 18, 10, 200
 KERNEL_DECORATORS = {"jit", "kernel"}
 """Last names of decorators of kernels: `triton.jit`, `cute.jit`, `cute.kernel`."""
@@ -15,7 +15,7 @@ KERNEL_DECORATORS = {"jit", "kernel"}
 LONG_SIGNATURES = {
     "kernels/expert_mlp/custom_ops.py: grouped_mlp": 12,
     "kernels/expert_mlp/custom_ops.py: grouped_mlp_backward": 13,
-    "kernels/linear_attention/gradients_triton.py: gradients": 11,
+    "extras/linear_attention/gradients_triton.py: gradients": 11,
     "kernels/sm90/experts/fc1_act.py: fc1_act": 13,
     "kernels/sm90/experts/fc2_dgrad_dact.py: fc2_dgrad_dact": 12,
     "kernels/sm90/experts/grouped_gemm.py: grouped_gemm": 11,

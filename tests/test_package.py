@@ -71,7 +71,7 @@ def test_a_folder_that_was_removed_is_no_obstacle() -> None:
     assert phalanx._import_problem(ROOT / "phalanx", None) is None
 
 
-@pytest.mark.parametrize("name", ["configs", "kernels", "moe", "parallel", "scripts"])
+@pytest.mark.parametrize("name", ["configs", "extras", "kernels", "moe", "parallel", "scripts"])
 def test_short_names_are_refused_by_ruff(name: str) -> None:
     """A second copy of a module would have tables and classes of its own."""
     code = f"from {name}.registry import resolve\n\nresolve()\n"

@@ -43,7 +43,7 @@ def test_pages_of_the_root_and_sources_are_pages(site: Path) -> None:
 
 
 def test_api_pages_have_every_module(site: Path) -> None:
-    for package in ("configs", "kernels", "moe", "parallel"):
+    for package in ("configs", "extras", "kernels", "moe", "parallel"):
         page = (site / "api" / package / "index.html").read_text("utf-8")
         named = set(re.findall(r'id="(phalanx[\w.]+)"', page))
         for path in (ROOT / package).rglob("*.py"):

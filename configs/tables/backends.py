@@ -60,7 +60,7 @@ class ExpertBackend(Implementation):
     """Takes replicas of other ranks' experts."""
     interleave: str = ""
     """Path of the class that converts fc1's channels to the backend's order in memory, such as
-    `kernels.sm100.interleave.Interleaved`. Empty: the canonical order, [gate; up]."""
+    `extras.blackwell.interleave.Interleaved`. Empty: the canonical order, [gate; up]."""
     pads_rows_to: int = 1
     """Multiple to which the rows of each expert are padded."""
     dense_multiple: int = 0
@@ -107,7 +107,7 @@ class LinearAttentionBackend(Implementation):
     """An implementation of linear attention."""
 
     implementation: str = ""
-    """Module with the functions of `kernels.linear_attention.gated_delta`."""
+    """Module with the functions of `extras.linear_attention.gated_delta`."""
     documents: bool = True
     """Its convolution stops at the starts of documents."""
 
@@ -143,13 +143,13 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         multiplies=("fp8_block",),
     ),
     "cudnn": ExpertBackend(
-        "phalanx.kernels.sm100.availability:cudnn_experts",
+        "phalanx.extras.blackwell.availability:cudnn_experts",
         "cuDNN's fused grouped GEMMs for Blackwell",
-        provider="phalanx.kernels.sm100.provider:cudnn",
+        provider="phalanx.extras.blackwell.provider:cudnn",
         cuda=True,
         bf16_on_cuda=True,
         replicates=False,
-        interleave="phalanx.kernels.sm100.interleave:Interleaved",
+        interleave="phalanx.extras.blackwell.interleave:Interleaved",
         pads_rows_to=256,
         dense="torch",
         multiplies=("mxfp8", "nvfp4"),
@@ -225,7 +225,7 @@ LINEAR_ATTENTION_BACKENDS: dict[str, LinearAttentionBackend] = {
     "fla": LinearAttentionBackend(
         f"{_AVAILABILITY}:fla",
         "flash-linear-attention",
-        implementation="phalanx.kernels.linear_attention.fla",
+        implementation="phalanx.extras.linear_attention.fla",
         cuda=True,
         bf16=True,
         documents=False,
@@ -233,7 +233,7 @@ LINEAR_ATTENTION_BACKENDS: dict[str, LinearAttentionBackend] = {
     "torch": LinearAttentionBackend(
         f"{_AVAILABILITY}:always",
         "plain PyTorch",
-        implementation="phalanx.kernels.linear_attention.torch_delta",
+        implementation="phalanx.extras.linear_attention.torch_delta",
     ),
 }
 

@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         "Adam with decoupled weight decay (arXiv 1711.05101)",
     ),
     "muon": OptimizerFacts(
-        "phalanx.parallel.megatron.muon:MuonSetup",
+        "phalanx.extras.muon.optimizer:MuonSetup",
         "the matrices of attention, MLPs and experts are moved by their momentum made orthogonal "
         "(Moonlight, arXiv 2502.16982); embedding, output layer, router, norms and biases stay "
         "with AdamW, at the same learning rate",

@@ -61,12 +61,12 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatcher.symm:Symm",
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         takes_sms=True,
-        replicated="phalanx.parallel.dispatcher.replication.symm:ReplicatedSymm",
+        replicated="phalanx.extras.replication.symm:ReplicatedSymm",
         overlaps_microbatches=True,
         fp8=True,
     ),
     "hier": TransportFacts(
-        "phalanx.parallel.dispatcher.hierarchical:Hier",
+        "phalanx.extras.between_nodes.hierarchical:Hier",
         "sends it once to each node with one of its experts, and inside by `symm` or `alltoall`",
         takes_sms=True,
         over_nodes=True,
@@ -77,7 +77,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatcher.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
-        replicated="phalanx.parallel.dispatcher.replication.alltoall:ReplicatedAllToAll",
+        replicated="phalanx.extras.replication.alltoall:ReplicatedAllToAll",
         overlaps_microbatches=True,
         collective=True,
         fp8=True,

@@ -76,7 +76,7 @@ class Backend(Protocol):
     def writes_into_out(self) -> bool:
         """Rows of a plan's parts can be written into the same tensors: fc1_act and rows take `out`.
 
-        Such a backend is a `kernels.replication.backend.BackendOfParts`.
+        Such a backend is a `extras.replication.kernels.backend.BackendOfParts`.
         """
         ...
 

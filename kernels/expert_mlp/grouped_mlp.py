@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.extras.replication.kernels.exchange import ReplicaExchange
+from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.kernels import debug
 from phalanx.kernels.derivatives import transformed
 from phalanx.kernels.expert_mlp.autograd import (
@@ -25,8 +27,6 @@ from phalanx.kernels.expert_mlp.autograd import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.replication.exchange import ReplicaExchange
-from phalanx.kernels.replication.experts import ReplicatedExperts
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 

@@ -68,7 +68,7 @@ class MLPSpec:
     keep_fp8: bool = False
     """FP8 copies of weights are kept until the weights change (fused only)."""
     interleaved: bool = False
-    """w1, b1 and their gradients are in the order of `kernels.sm100.interleave` (cudnn only)."""
+    """w1, b1 and their gradients are in the order of `extras.blackwell.interleave` (cudnn only)."""
 
     @property
     def facts(self) -> ExpertBackend:

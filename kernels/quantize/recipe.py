@@ -4,7 +4,7 @@
 of two, as Transformer Engine's Float8BlockScaling has them by default: activations and gradients
 have a scale for 128 channels of a row, weights one for 128 x 128. `kernels.quantize.blocks` defines
 how a block becomes FP8. `Microscaling` has Blackwell's recipes, as Transformer Engine defines them:
-`kernels.microscaling.mxfp8` and `kernels.microscaling.nvfp4`.
+`extras.microscaling.mxfp8` and `extras.microscaling.nvfp4`.
 """
 
 from dataclasses import dataclass, fields
@@ -62,7 +62,7 @@ class Microscaling:
     stochastic: bool = True
     """NVFP4 rounds gradients stochastically, without bias."""
     hidden: ClassVar[Literal["bf16"]] = "bf16"
-    emulation: ClassVar[str] = "phalanx.kernels.microscaling.emulated:EmulatedMicroscaling"
+    emulation: ClassVar[str] = "phalanx.extras.microscaling.emulated:EmulatedMicroscaling"
 
     def __post_init__(self) -> None:
         _check(self)

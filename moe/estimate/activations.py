@@ -25,11 +25,13 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend, is_stock
 from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.extras.baseline import stock_moe
+from phalanx.extras.linear_attention import gated_delta_net
 from phalanx.kernels.expert_mlp.providers import rows_for
-from phalanx.moe import experts, stock_moe
+from phalanx.moe import experts
 from phalanx.moe.estimate.traffic import costs, nodes, overlap_sms, received
 from phalanx.moe.estimate.weights import LayerKind, all_kinds
-from phalanx.moe.model import dense_mlp, gated_delta_net, grouped_attention
+from phalanx.moe.model import dense_mlp, grouped_attention
 from phalanx.moe.model.attention import latent_saved_tensors
 from phalanx.moe.router import router
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs

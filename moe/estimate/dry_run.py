@@ -26,6 +26,7 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
+from phalanx.extras.overlap.gain import overlap_effect
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
@@ -39,7 +40,6 @@ from phalanx.moe.estimate.gains.delayed_wgrad import (
     waits,
 )
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
-from phalanx.moe.estimate.gains.microbatch_overlap import overlap_effect
 from phalanx.moe.estimate.gains.natural_routing import BUSIEST, busiest, with_natural_routing
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs_refusal, sums_to_products
 from phalanx.moe.estimate.memory import (

@@ -2,7 +2,7 @@
 
 The schedules are Megatron-Core's: one forward, one backward (arXiv 2104.04473), interleaved over
 model chunks if there are several; or that of micro-batches that overlap
-(`parallel.overlapped.slots`), which has the same bubble.
+(`extras.overlap.slots`), which has the same bubble.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from operator import sub
 
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
-from phalanx.parallel.overlapped.slots import passes_ahead
+from phalanx.extras.overlap.slots import passes_ahead
 
 
 def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[int]) -> int:

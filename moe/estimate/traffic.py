@@ -1,6 +1,6 @@
 """Expert traffic between ranks: rows and bytes per token, by kind of link.
 
-Exact expectation over uniformly random routing (`parallel.dispatcher.rail.reached`). Rows
+Exact expectation over uniformly random routing (`extras.between_nodes.reached`). Rows
 have the precision of the run; dispatched rows may be FP8 (`precision.dispatch`).
 """
 
@@ -15,10 +15,10 @@ from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.extras.between_nodes.reached import Draw, most_owners, reached
 from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
-from phalanx.parallel.dispatcher.rail.reached import Draw, most_owners, reached
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 

@@ -42,7 +42,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.optimizers import OPTIMIZERS
-from phalanx.moe.estimate import muon
+from phalanx.extras.muon import estimate as muon
 
 _FP32 = 4
 _UNDIVIDED = {

@@ -34,6 +34,7 @@ from phalanx.configs.schema import (
     Config,
 )
 from phalanx.configs.tables.backends import is_stock
+from phalanx.extras.baseline.stock_moe import StockMoE
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding
@@ -51,7 +52,6 @@ from phalanx.moe.model.norm import norm_class
 from phalanx.moe.model.output_projection import OutputProjection
 from phalanx.moe.model.precision import recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
-from phalanx.moe.stock_moe import StockMoE
 from phalanx.parallel.megatron import patches
 from phalanx.parallel.memory.layer_context import MemoryPlan
 
@@ -279,7 +279,7 @@ def _layer(
     linear = is_linear(m, number)
     if linear:
         # Imported here, since it needs a part of Megatron-Core that no other model needs.
-        from phalanx.moe.model import gated_delta_net
+        from phalanx.extras.linear_attention import gated_delta_net
 
         sub.self_attention = gated_delta_net.spec(backends.linear_attention)
     if stock:

@@ -2,8 +2,8 @@
 
 Core attention records it in the forward pass of steps that measure it
 (`kernels.core_attention.max_logit`), in one table on the device, which is reduced with the totals
-that a step reduces anyway (moe.training.step). QK-clip (`moe.model.qk_clip`) reads the table there,
-and a log record has the maximum of each layer. Validation does not count, and neither does
+that a step reduces anyway (moe.training.step). QK-clip (`extras.muon.qk_clip`) reads the table
+there, and a log record has the maximum of each layer. Validation does not count, and neither does
 recomputation, which has been recorded in the forward pass.
 
 Shape legend: L layers of the whole model, prediction layers last; H its query heads.
@@ -17,9 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels.core_attention.max_logit import MaxLogit
 from phalanx.moe.router.balance import layer_index
-from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 
 
 class MaxLogits:

@@ -26,10 +26,10 @@ from phalanx.configs.schema import (
 )
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import is_stock
+from phalanx.extras.baseline.stock_moe import QUICK_GELU_SLOPE, router_kwargs
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.precision import compute_dtype
-from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, router_kwargs
 
 
 @dataclass

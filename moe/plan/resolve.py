@@ -29,11 +29,13 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
 from phalanx.configs.tables.machines import with_margin
 from phalanx.configs.validate import ConfigError
+from phalanx.extras.overlap.gain import microbatch_overlap
+from phalanx.extras.replication.choice import replication_choices, with_replication
+from phalanx.extras.replication.options import copy_costs
 from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.estimate.gains.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
-from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap
 from phalanx.moe.estimate.gains.wgrad_pairs import pairs, possible
 from phalanx.moe.estimate.memory import (
     USABLE,
@@ -54,8 +56,6 @@ from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import unsupported
 from phalanx.parallel.cuda_graph import WARM_STEPS
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
-from phalanx.parallel.dispatcher.replication.options import copy_costs
 from phalanx.parallel.dispatcher.transport import (
     choices,
     exchange_options,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from phalanx.kernels.routing.replication_plan import ReplicationPlan
+from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Names of the balancing losses: the RouterConfig fields that hold their coefficients."""

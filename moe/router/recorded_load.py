@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
-from phalanx.kernels.routing.replication_plan import ReplicationPlan, make_replication_plan
+from phalanx.extras.replication.kernels.replication_plan import (
+    ReplicationPlan,
+    make_replication_plan,
+)
+from phalanx.extras.replication.options import ReplicationOptions
 from phalanx.moe.router.recording import Ids
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE, Budget
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 
 
 @dataclass(frozen=True)

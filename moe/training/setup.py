@@ -15,6 +15,7 @@ from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.extras.muon.qk_clip import QKClip
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
@@ -24,7 +25,6 @@ from phalanx.moe.model.gpt import Backends, build, embedding_stages
 from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
-from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.training.emulated_layers import emulated_layers

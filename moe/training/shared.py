@@ -28,7 +28,7 @@ HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend", "data.validat
 A folder may be mounted at another path; the tokens of `data.blend` and `data.validation` are
 compared instead of their paths, and the kind of device instead of the knob that selects it.
 """
-_PARTS = ("configs", "kernels", "moe", "parallel")
+_PARTS = ("configs", "extras", "kernels", "moe", "parallel")
 """Folders of the package whose sources take part in training."""
 _ADVICE = {
     "code": "bring every host to the same commit and changes",

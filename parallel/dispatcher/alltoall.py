@@ -3,7 +3,7 @@
 Every rank receives every token, so dispatch is an all-gather, which moves the bytes of the dense
 all-to-all without a send buffer. Combine is the all-to-all and a sum over ranks. Each is the
 backward of the other. The current stream waits for each collective. Where forward passes run beside
-backward passes, each has its own process group (`parallel.dispatcher.passes.pass_groups`).
+backward passes, each has its own process group (`extras.overlap.pass_groups`).
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.extras.overlap.paced import gathered, paced, swapped
+from phalanx.extras.overlap.pass_groups import PassGroups, Ranks, group_of_pass
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.passes.paced import gathered, paced, swapped
-from phalanx.parallel.dispatcher.passes.pass_groups import PassGroups, Ranks, group_of_pass
 from phalanx.parallel.dispatcher.received import Planner, Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
+from phalanx.extras.between_nodes.reached import Draw
+from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
@@ -25,8 +27,6 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.local import Local
-from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
-from phalanx.parallel.dispatcher.rail.reached import Draw
 from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 

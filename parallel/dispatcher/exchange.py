@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 from phalanx.parallel.connections import Connections
-from phalanx.parallel.dispatcher.passes.pass_groups import in_backward
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange

@@ -13,8 +13,8 @@ from phalanx.kernels.expert_mlp.autograd import Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 if TYPE_CHECKING:
-    from phalanx.kernels.replication.exchange import ReplicaExchange
-    from phalanx.kernels.routing.replication_plan import ReplicationPlan
+    from phalanx.extras.replication.kernels.exchange import ReplicaExchange
+    from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
 
 
 class Received(NamedTuple):

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import AUTO_SMS, TRANSPORTS
+from phalanx.extras.overlap.pass_groups import EXCHANGE_SMS, pass_groups
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.passes.pass_groups import EXCHANGE_SMS, pass_groups
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
     Dispatcher,

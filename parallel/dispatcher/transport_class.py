@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
+from phalanx.extras.between_nodes.reached import Draw
+from phalanx.extras.overlap.pass_groups import PassGroups
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.connections import Connections
@@ -23,12 +25,10 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.passes.pass_groups import PassGroups
-from phalanx.parallel.dispatcher.rail.reached import Draw
 from phalanx.parallel.dispatcher.received import Planner, Received
 
 if TYPE_CHECKING:
-    from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
+    from phalanx.extras.replication.options import ReplicationOptions
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def gated_delta_net() -> Any:
     """Megatron-Core's package `ssm.gated_delta_net`, without flash-linear-attention.
 
     It imports the library on any device, which takes seconds, and its layers insist on it when they
-    are built; `moe.model.gated_delta_net` computes between their projections itself.
+    are built; `extras.linear_attention.gated_delta_net` computes between their projections itself.
     """
     with _without("fla"):
         from megatron.core.ssm import gated_delta_net

@@ -17,8 +17,8 @@ FP8 = [*SMALL, "precision=fp8_block"]
 @contextmanager
 def products(_: int) -> Iterator[dict[str, int]]:
     """FP8 calls in the forward passes of a run, by operand."""
+    from phalanx.extras.microscaling.emulated import EmulatedMicroscaling
     from phalanx.kernels.expert_mlp import dense_linear
-    from phalanx.kernels.microscaling.emulated import EmulatedMicroscaling
     from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 
     calls = {"linear": 0, "fc1": 0}

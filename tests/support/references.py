@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("configs", "kernels", "moe", "parallel", "scripts", "tests")
+PACKAGES = ("configs", "extras", "kernels", "moe", "parallel", "scripts", "tests")
 SOURCES = (
     *sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")),
     ROOT / "train.py",

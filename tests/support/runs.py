@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,8 @@ def run(world: int, overrides: Sequence[str], change: Change | None = None) -> l
 def _run(overrides: list[str], change: Change | None) -> Rank:
     from phalanx import train
 
+    # As in a new process: logging.warning() of a package adds a handler for the stderr of its time.
+    logging.root.handlers.clear()
     out, err = io.StringIO(), io.StringIO()
     changed = change(int(os.environ["RANK"])) if change else contextlib.nullcontext()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), changed as seen:

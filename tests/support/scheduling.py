@@ -21,7 +21,7 @@ SLOW_HELPERS = (
     "tests.kernels.sm90.simt",
     "tests.kernels.triton_code",
     "tests.support.launch",
-    "tests.kernels.sm100.offline_cudnn",
+    "tests.extras.blackwell.offline_cudnn",
     "tests.support.torchrun",
 )
 """Modules that compile or interpret kernels, or start processes."""

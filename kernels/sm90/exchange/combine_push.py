@@ -100,7 +100,7 @@ def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) 
 
 class UnreducedRows(NamedTuple):
     """Expert rows that are sent unreduced, each to slot k and token t of its token's rank
-    (`kernels.replication.rows`).
+    (`extras.replication.kernels.rows`).
     """
 
     pairs_S: Tensor

@@ -3,7 +3,7 @@
 Rows come in waves of local experts (`push`): a row is in the wave of the first expert that reads
 it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
-multiplied. Borrowed weights come in waves too (`kernels.replication.weights_triton`).
+multiplied. Borrowed weights come in waves too (`extras.replication.kernels.weights_triton`).
 
 Roles. Each loading warp looks for itself, once a wave; multiplying warps only wait for its loads:
 

@@ -32,7 +32,7 @@ from phalanx.kernels.quantize.blocks import Quantized
 
 
 class Fused(UnquantizedMixin):
-    """`kernels.replication.backend.BackendOfParts` on Hopper, in bf16.
+    """`extras.replication.kernels.backend.BackendOfParts` on Hopper, in bf16.
 
     Args:
         launch: options of every GEMM's launch.

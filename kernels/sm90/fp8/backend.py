@@ -39,7 +39,7 @@ from phalanx.kernels.sm90.experts.backend import Fused
 
 
 class FusedFP8(FP8Operands, Fused):
-    """`kernels.replication.backend.BackendOfParts` on Hopper, in FP8.
+    """`extras.replication.kernels.backend.BackendOfParts` on Hopper, in FP8.
 
     Args:
         launch: as for `Fused`.

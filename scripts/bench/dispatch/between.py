@@ -7,7 +7,7 @@ exchanges is the time of the layer less that of the same experts without an exch
 of dispatch and combine, forward and backward, alone. Planning and packing rows count as exchange.
 
 PHALANX_WIRE paces exchanges between pretended nodes of one host
-(`parallel.dispatcher.passes.paced`).
+(`extras.overlap.paced`).
 
 Legend: T tokens of a rank, D hidden, K experts of a token, N received rows.
 """

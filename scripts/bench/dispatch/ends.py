@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.extras.replication.options import ReplicationOptions
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher import nodes
@@ -18,7 +19,6 @@ from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_disp
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.dispatcher.replication.options import ReplicationOptions
 from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.scripts.bench.models import Model

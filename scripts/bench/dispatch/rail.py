@@ -19,13 +19,13 @@ from torch import Tensor
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.machines import MACHINES, machine_of
-from phalanx.kernels.routing.rail_blocks import RailBlocks, pack_rows, plan_blocks, sum_rows
+from phalanx.extras.between_nodes.collective import CollectiveRail, swap
+from phalanx.extras.between_nodes.rail_blocks import RailBlocks, pack_rows, plan_blocks, sum_rows
+from phalanx.extras.between_nodes.reached import Draw, reached
+from phalanx.extras.between_nodes.rows import send_routing
+from phalanx.extras.overlap.paced import Wire, wire
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.passes.paced import Wire, wire
-from phalanx.parallel.dispatcher.rail.collective import CollectiveRail, swap
-from phalanx.parallel.dispatcher.rail.reached import Draw, reached
-from phalanx.parallel.dispatcher.rail.rows import send_routing
 from phalanx.scripts.bench.dispatch.ends import all_ranks, hier_of_nodes
 from phalanx.scripts.bench.models import (
     DEEPSEEK,

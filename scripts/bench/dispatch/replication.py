@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize.quantize import quantize_rows
-from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.dispatcher.replication.options import (
+from phalanx.extras.replication.options import (
     CopyCosts,
     ReplicationOptions,
     copy_costs,
     rates_on,
 )
+from phalanx.kernels.quantize.quantize import quantize_rows
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.parallel.dispatcher.base import Dispatcher
+from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import refuse
 from phalanx.scripts.bench.dispatch.ends import Inputs, all_ranks, dispatcher, inputs
 from phalanx.scripts.bench.dispatch.whole import Layer, fitted

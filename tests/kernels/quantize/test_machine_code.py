@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.microscaling import emulate_triton
+from phalanx.extras.microscaling import emulate_triton
 from phalanx.kernels.quantize import (
     columns_triton,
     quantize,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from phalanx.configs.arithmetic.layers import is_dense
 from phalanx.configs.schema import AttentionConfig, ModelConfig, MoEConfig
-from tests.kernels.linear_attention import recurrent
+from tests.extras.linear_attention import recurrent
 
 
 def correction_index(rotations: float, context: int, theta: float, d: int) -> float:

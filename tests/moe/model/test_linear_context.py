@@ -85,7 +85,7 @@ def _results(tensor: int, context: int) -> list[Result]:
     from megatron.core.transformer.spec_utils import build_module
 
     from phalanx.configs.load import load
-    from phalanx.moe.model.gated_delta_net import spec
+    from phalanx.extras.linear_attention.gated_delta_net import spec
     from phalanx.moe.model.megatron_config import Layout, transformer_config
     from phalanx.moe.model.packed import packed
     from phalanx.parallel.groups import create

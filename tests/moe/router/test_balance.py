@@ -307,7 +307,10 @@ def _pipeline() -> Any:
 def _with_replication() -> Any:
     """Two micro-batches of a layer over two ranks, one of them with a copy; one more is undone."""
     install()
-    from phalanx.kernels.routing.replication_plan import ReplicationSize, reference_replication_plan
+    from phalanx.extras.replication.kernels.replication_plan import (
+        ReplicationSize,
+        reference_replication_plan,
+    )
     from phalanx.moe.router import balance
     from phalanx.parallel.groups import create
 
@@ -365,7 +368,7 @@ def _plans_of_nodes() -> Any:
     From the plans of a rank's node, and from those of the group; collectives of the first table.
     """
     install()
-    from phalanx.kernels.routing.replication_plan import (
+    from phalanx.extras.replication.kernels.replication_plan import (
         ReplicationPlan,
         ReplicationSize,
         reference_replication_plan,

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from phalanx.configs.tables.machines import CPU_RANKS, rates_of
-from phalanx.kernels.routing.replication_plan import ReplicationSize, make_replication_plan
+from phalanx.extras.replication.kernels.replication_plan import (
+    ReplicationSize,
+    make_replication_plan,
+)
+from phalanx.extras.replication.options import (
+    ReplicationOptions,
+    copy_cost,
+    copy_costs,
+)
 from phalanx.moe.router.recorded_load import (
     RecordedLoad,
     least_factor,
@@ -13,11 +21,6 @@ from phalanx.moe.router.recorded_load import (
     rows_of_ranks,
 )
 from phalanx.moe.router.recording import Ids
-from phalanx.parallel.dispatcher.replication.options import (
-    ReplicationOptions,
-    copy_cost,
-    copy_costs,
-)
 
 UNEVEN, EVEN = (768, 64, 128, 64), (256, 256, 256, 256)
 """Tokens of each of four experts in a micro-batch of two ranks with 512 tokens each."""

@@ -134,7 +134,7 @@ def test_a_router_takes_the_recorded_experts(score: str, tmp_path: Path) -> None
 
 def _stock(path: str, want: Ids) -> None:
     install()
-    from phalanx.moe.stock_moe import StockRouter
+    from phalanx.extras.baseline.stock_moe import StockRouter
     from phalanx.parallel.groups import create
 
     pg = create().pg

@@ -93,7 +93,7 @@ def test_every_knob_is_shared_but_those_of_a_host() -> None:
 
 def test_changed_sources_have_another_digest(tmp_path: Path) -> None:
     """And what is no source does not matter."""
-    for part in ("configs", "kernels", "moe", "parallel"):
+    for part in ("configs", "extras", "kernels", "moe", "parallel"):
         (tmp_path / part).mkdir()
     code = tmp_path / "moe" / "layer.py"
     code.write_text("x = 1\n")

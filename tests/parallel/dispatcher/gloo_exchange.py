@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, OwnExperts
 from phalanx.kernels.expert_mlp.calls import RowsCall
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
@@ -26,13 +27,12 @@ from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
-from phalanx.kernels.replication.experts import ReplicatedExperts
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
-from tests.parallel.dispatcher.replication.gloo_replicas import replicating
+from tests.extras.replication.gloo_replicas import replicating
 from tests.parallel.surroundings import standing_for
 
 NAN = 0xFF

@@ -186,7 +186,7 @@ ROUTINGS = (
 )
 ELSEWHERE = {
     "symm": "tests/parallel/dispatcher/test_symm.py and test_symm_gpu.py: it needs GPUs",
-    "hier": "tests/parallel/dispatcher/hierarchical/test_hierarchical.py: it needs several nodes",
+    "hier": "tests/extras/between_nodes/test_hierarchical.py: it needs several nodes",
     "deepep": "tests/parallel/dispatcher/test_deepep.py: it needs its package",
 }
 """Transports that gloo ranks of one node cannot run, and where their tests are."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.extras.replication.choice import replication_choices, with_replication
+from phalanx.extras.replication.kernels.replication_plan import ReplicationSize
+from phalanx.extras.replication.options import CopyCosts, ReplicationOptions
 from phalanx.kernels.registry import table
-from phalanx.kernels.routing.replication_plan import ReplicationSize
-from phalanx.parallel.dispatcher.replication.choice import replication_choices, with_replication
-from phalanx.parallel.dispatcher.replication.options import CopyCosts, ReplicationOptions
 from phalanx.parallel.dispatcher.transport import (
     LOCAL,
     choices,

@@ -1,4 +1,4 @@
-"""The part of nvidia-cudnn-frontend that `kernels.sm100` calls, in torch, on any device.
+"""The part of nvidia-cudnn-frontend that `extras.blackwell` calls, in torch, on any device.
 
 Each wrapper has the signature of version 1.32.0, rejects the same arguments (shapes, strides, types
 and alignment; the contract tests compare this with the package if it is installed) and computes the

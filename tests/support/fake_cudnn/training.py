@@ -25,6 +25,6 @@ def experts_on_cpu(rank: int = 0) -> Iterator[None]:
 
 def unavailable(facts: Facts) -> str | None:
     """Conditions of the package that do not depend on the GPU."""
-    from phalanx.kernels.sm100.availability import runs_here
+    from phalanx.extras.blackwell.availability import runs_here
 
     return runs_here(replace(facts, packages=facts.packages | {"nvidia_cudnn_frontend"}))

@@ -37,6 +37,7 @@ from phalanx.kernels.quantize.fp8_operands import in_dtype
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
+from tests.extras.replication.kernels.replicas import Copied, compare, experts_of, with_replicas
 from tests.kernels.problems import (
     Problem,
     error,
@@ -49,7 +50,6 @@ from tests.kernels.problems import (
     run,
     two_micro_batches,
 )
-from tests.kernels.replicas import Copied, compare, experts_of, with_replicas
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3

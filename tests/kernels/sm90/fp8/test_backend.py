@@ -40,6 +40,7 @@ from phalanx.kernels.quantize.blocks import (
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.fp8 import transpose_overlap
+from tests.extras.replication.kernels.replicas import compare
 from tests.kernels.problems import (
     error,
     forward,
@@ -49,7 +50,6 @@ from tests.kernels.problems import (
     random_choice,
     two_micro_batches,
 )
-from tests.kernels.replicas import compare
 from tests.kernels.sm90.experts.test_backend import Kernels, bias_products, stand_in, written
 
 reference = Reference()

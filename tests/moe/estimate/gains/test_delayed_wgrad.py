@@ -10,8 +10,8 @@ from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.extras.overlap.gain import microbatch_overlap, overlap_effect
 from phalanx.moe.estimate.exchange import WAITING_COST, own_exchange
-from phalanx.moe.estimate.gains.microbatch_overlap import microbatch_overlap, overlap_effect
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 from tests.moe.estimate.pages import RUN, STEP, section

@@ -1,0 +1,139 @@
+"""Cost of Muon: the matrices that it orthogonalizes, their owners, and the matrix products.
+
+A data parallel rank of the sharded optimizer owns complete parameters (extras.muon.matrices).
+Megatron-Core assigns those of each gradient bucket in order of size, each to the least loaded rank,
+and pads the buffers of all ranks to the largest; this module does the same.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from phalanx.configs.arithmetic.accounting import projections
+from phalanx.configs.layout import data_parallel_size, expert_parallel_size, optimizer_shards
+from phalanx.configs.linear_attention import HEAD_DIM
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.optimizers import OPTIMIZERS
+
+_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
+"""Minimum elements of a bucket whose reduction overlaps, in total and per rank (Megatron-Core)."""
+_FULL = 0.9
+"""Fraction of a bucket that Megatron-Core fills with parameters before it assigns them."""
+
+
+class Stack(NamedTuple):
+    """Matrices of one unsharded parameter: a number of one shape, and others of other shapes."""
+
+    number: int
+    rows: int
+    columns: int
+    expert: bool = False
+    others: tuple[tuple[int, int, int], ...] = ()
+    """(number, rows, columns) of each other shape."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all matrices."""
+        return sum(number * rows * columns for number, rows, columns in self._shapes())
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one Newton-Schulz iteration: X X^T, its square, and their product with X."""
+        total = 0.0
+        for number, rows, columns in self._shapes():
+            short, long = sorted((rows, columns))
+            total += number * (4.0 * short**2 * long + 2.0 * short**3)
+        return total
+
+    def _shapes(self) -> tuple[tuple[int, int, int], ...]:
+        return (self.number, self.rows, self.columns), *self.others
+
+
+class Share(NamedTuple):
+    """Matrices of the most loaded rank."""
+
+    elements: int
+    flops: float
+    """FLOPs of one Newton-Schulz iteration."""
+    padding: int
+    """Elements of the buffers of gradients and of parameters that belong to no parameter."""
+
+
+def stacks(
+    cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, linear: int = 0
+) -> list[Stack]:
+    """Matrices of a number of layers; none for an optimizer that updates none as a whole.
+
+    Args:
+        cfg: valid.
+        world: ranks.
+        dense: layers without experts.
+        sparse: layers with experts.
+        mtp: prediction layers among these.
+        linear: layers with linear attention among all of them.
+    """
+    if not OPTIMIZERS[cfg.optim.kind].whole_matrices:
+        return []
+    m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
+    h, a = m.hidden, m.attention
+    attention = [Stack(1, rows, columns) for columns, rows in projections(h, a)]
+    if a.kind == "gqa":
+        query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        attention[:1] = [Stack(1 + a.output_gate, query, h, others=((2, key, h),))]
+    lin = m.linear_attention
+    keys, values = lin.key_heads * HEAD_DIM, lin.value_heads * HEAD_DIM
+    inside = ((2, values, h), (2, lin.value_heads, h))
+    state = [Stack(2, keys, h, others=inside), Stack(1, h, values)]
+    mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
+    shared = [Stack(up, e.shared_ffn, h), Stack(1, h, e.shared_ffn)] if e.shared_ffn else []
+    local = e.experts // expert_parallel_size(cfg, world)
+    routed = [Stack(up * local, e.ffn, h, True), Stack(local, h, e.ffn, True)]
+    return [
+        *attention * (dense + sparse - linear),
+        *state * linear,
+        *mlp * dense,
+        *(shared + routed) * sparse,
+        *[Stack(1, h, 2 * h)] * mtp,
+    ]
+
+
+def largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
+    """Largest share of a rank of a stage; all of it if nothing is sharded.
+
+    Args:
+        cfg: valid.
+        world: ranks.
+        held: matrices of a stage, in the order of its layers.
+    """
+    p = cfg.parallel
+    of_dense, of_experts = optimizer_shards(cfg, world)
+    bucket = max(_BUCKET, _BUCKET_OF_RANK * data_parallel_size(cfg, world)) if p.overlap else None
+    # Each tensor parallel rank stores its part of a dense matrix, and computes all of it.
+    dense = [(s.elements // p.tensor, s.flops) for s in held if not s.expert]
+    experts = [(s.elements, s.flops) for s in held if s.expert]
+    shares = (_assigned(dense, of_dense, bucket), _assigned(experts, of_experts, bucket))
+    elements, flops, padding = (sum(values) for values in zip(*shares, strict=True))
+    return Share(elements, flops, padding)  # type: ignore[arg-type]
+
+
+def _assigned(sizes: list[tuple[int, float]], ranks: int, bucket: int | None) -> Share:
+    """Largest share of parameters of some (elements, FLOPs), assigned in buckets to ranks.
+
+    A bucket has at least `bucket` elements; None makes one bucket.
+    """
+    most, flops, waiting = 0, 0.0, list[tuple[int, float]]()
+    for i, size in enumerate(reversed(sizes)):
+        waiting.append(size)
+        enough = _FULL * ranks * max(waiting)[0]
+        last = i + 1 == len(sizes)
+        if not last and (bucket is None or sum(n for n, _ in waiting) < max(bucket, enough)):
+            continue
+        bins = [[0, 0.0] for _ in range(ranks)]
+        for elements, work in sorted(waiting, reverse=True):
+            least = min(bins)
+            least[0] += elements
+            least[1] += work
+        most += int(max(bins)[0])
+        flops += max(work for _, work in bins)
+        waiting = []
+    return Share(most, flops, ranks * most - sum(n for n, _ in sizes))

@@ -1,0 +1,226 @@
+"""The transfers of a call of an MoE layer over `symm` with expert replication.
+
+To the transfers of `parallel.dispatcher.transfers` it adds (`Peers`):
+
+    control          exchanges of side data alone: routing, before anything else is sent unreduced
+    rows   rows sent one by one (`extras.replication.kernels.rows`), to memory of their token's
+                     rank; the kernel that sends sums writes them before it raises its flags
+    replicas         weights that owners write to slots of other ranks; gradients that owners read
+                     there. Kernels raise flags, in memory of their own, when either is complete
+
+Tokens and gradients of sums travel in FP8 if they do without replication; rows that come back,
+unreduced ones too, are always bf16.
+
+Control has its own buffers and flags, since buffers of the main exchanges are taken in turn in an
+order of tokens, sums and their gradients alone (`kernels.sm90.exchange.peer_buffers.SLOTS`). Where
+pushes overlap the experts it has its own stream too: weights sent in turn after the tokens would
+come too late for the SMs that these leave, which go to CTAs of fc1 that wait for tokens, and would
+then be sent after the own experts have finished.
+
+Kernels of one stream follow each other, and a push makes a fence of system scope before it raises
+its flags (`kernels.sm90.exchange.push.last_of_all`), which therefore cover all writes of the
+kernels before it, whatever the kind of their stores. Most waits for flags are kernels of their own
+(`wait_peers`), so that TMA loads of a later kernel need no fence of proxies. Two kernels wait
+themselves: the replicas' first GEMM, which has that fence (`kernels.sm90.exchange.ready`), and the
+kernel that adds gradients, which loads no memory by TMA.
+
+Each of these memories is shared by all layers, without a flag that says that it has been read,
+because between any two times that rank A writes to memory of rank B, or over memory that B reads, A
+waits for an exchange on the way *out*: of routing in a forward pass, of gradients of sums in a
+backward pass. B pushes that exchange after all earlier work of its stream, which includes all its
+reads for the calls before:
+
+    unreduced rows   B reads them as it collects sums, or gradients of tokens, at the end of a pass
+    weights          B's experts read them before it collects; saved ones are copied before that
+    gradients        B adds those in A's buffer to its own before its experts' backward pass
+                     returns; A writes to its buffer again in the next backward pass
+
+tests/extras/replication/protocol.py is a model of this.
+
+Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows, S
+expert rows, L own experts, G replica slots, P = L + G expert slots of a rank.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.extras.replication.control import Control
+from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
+from phalanx.extras.replication.kernels.rows import (
+    ExpertOwner,
+    ReturnPlan,
+    split_returns,
+    sum_unreduced_rows,
+)
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.routing.sort_pairs import gather_rows
+from phalanx.parallel.dispatcher.fp8_rows import without_data
+from phalanx.parallel.dispatcher.transfers import LayerCall, SentRouting
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
+
+
+class UnreducedRowsMemory(Protocol):
+    """Memory of every rank for rows that are sent one by one."""
+
+    rows_KTD: Tensor
+    """Rows of this rank's tokens."""
+
+    def sent(self, return_plan: ReturnPlan) -> Any:
+        """Arguments for an exchange that writes expert rows to their tokens' ranks."""
+
+
+class ReplicatedRouting(NamedTuple):
+    """Routing of all ranks with expert replication."""
+
+    plan: ReplicationPlan
+    """Plan of the micro-batch."""
+    expert_NK: Tensor
+    """int32 expert ids of all ranks' tokens."""
+    slot_NK: Tensor
+    """int32 expert slots that compute these pairs."""
+    prob_NK: Tensor
+    """fp32 probabilities."""
+
+
+class Peers(NamedTuple):
+    """Resources of a call beyond the main exchange."""
+
+    control: Control
+    unreduced_rows: UnreducedRowsMemory
+
+
+class ReplicatedCall(LayerCall):
+    """State of one call with expert replication.
+
+    Args:
+        exchange: exchange of tokens and sums.
+        peers: resources beyond the exchange.
+        routing: routing of all ranks, and the slots of their pairs.
+        idx_TK: expert ids of this rank's tokens.
+        sent: their routing, with slots as destinations.
+        owner: owners of experts and slots.
+        hidden, overlaps, keep, fp8: as in `LayerCall`.
+    """
+
+    def __init__(
+        self,
+        exchange: "Exchange",
+        peers: Peers,
+        routing: ReplicatedRouting,
+        idx_TK: Tensor,
+        sent: SentRouting,
+        owner: ExpertOwner,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(exchange, idx_TK, sent, local=owner.local_slots, **kwargs)
+        self.owner, self.control, self.replication = owner, peers.control, routing.plan
+        self.idx_NK = routing.slot_NK
+        self._routing: ReplicatedRouting | None = routing
+        self._unreduced = peers.unreduced_rows
+        self._packed: Tensor | None = None
+        """Received tokens in FP8, before their order is known."""
+        self._return_plan: ReturnPlan | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
+        """Received rows of expert rows, and offsets. Not the plan, which refers to this object."""
+        self._dx_SD: Tensor | None = None
+
+    def plan_returns(self, plan: ExpertPlan) -> None:
+        """Store the plan of expert slots, and plan the return of its rows."""
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        assert self._routing is not None
+        self._rows = plan.row_index_S, plan.offsets
+        pairs = self._routing.expert_NK, self._routing.slot_NK, plan.inverse_NK
+        self._return_plan = split_returns(*pairs, len(plan.row_index_S), self.owner)
+        self._routing = None
+
+    def receive_routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
+        """Expert slots of all ranks' pairs, and their probabilities."""
+        assert self._routing is not None
+        return self._routing.slot_NK, self._routing.prob_NK
+
+    def receive_fp8(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
+        """Register FP8 tokens; without overlap `in_order` copies them from the receive buffer."""
+        if self.overlaps:
+            return super().receive_fp8(transfer, like_ND)
+        self._packed = self.packed_rows(transfer)
+        return without_data(like_ND, self.count)
+
+    def for_experts(self, rows: Tensor) -> Tensor:
+        """Rows in the experts' order, in which their gradients come too."""
+        assert self._rows is not None
+        return gather_rows(rows, *self._rows)
+
+    def in_order(self, rows_ND: Tensor) -> Tensor:
+        """Received tokens in the experts' order; without data if they arrived in FP8."""
+        if self.fp8 is None:
+            return self.for_experts(rows_ND)
+        assert self._packed is not None
+        packed, self._packed = self.for_experts(self._packed), None
+        return self.fp8.tokens_arrived(packed, rows_ND)
+
+    def saved(self, rows: Tensor) -> Tensor | None:
+        """The rows themselves, if saved: in the experts' order they are not in a shared buffer."""
+        return rows if self.keep else None
+
+    @property
+    def summed(self) -> int:
+        """Number of own experts: rows of replicas are no part of a sum."""
+        return self.owner.local
+
+    def expert_rows(self, plan: ExpertPlan | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Received rows of own expert rows, expert rows that are summed, and offsets."""
+        assert self._rows is not None and self._return_plan is not None
+        index_S, offsets = self._rows
+        return index_S, self._return_plan.sums_NK, offsets[: self.summed + 1]
+
+    @property
+    def send_options(self) -> dict[str, Any]:
+        """Unreduced rows, which the exchange sends with the sums."""
+        assert self._return_plan is not None
+        return dict(unreduced_rows=self._unreduced.sent(self._return_plan))
+
+    def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
+        """Push expert rows [S, D]: unreduced ones, then sums, which the push computes."""
+        rows = rows_ND.contiguous(), *self.expert_rows(), side
+        return self.exchange.send_gradient(*rows, all_sms=all_sms, **self.send_options)
+
+    def send_token_grads(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
+        """Send the stored gradient of expert rows with that of probabilities."""
+        assert self._dx_SD is not None
+        grad_SD, self._dx_SD = self._dx_SD, None
+        super().send_token_grads(grad_SD, grad_NK)
+
+    def store_gradient(self, grad_SD: Tensor) -> Tensor:
+        """Store the gradient of expert rows until that of probabilities is sent with it.
+
+        Returns a tensor without data in its place.
+        """
+        self._dx_SD = grad_SD
+        return without_data(grad_SD, self.count)
+
+    def collect(self, transfer: "Transfer", addends: Sequence[Tensor] = ()) -> Tensor:
+        """Sum unreduced rows per owner, then collect as without replication."""
+        pairs = self._unreduced.rows_KTD, self.idx_TK, self.sent.table_TK
+        sum_unreduced_rows(*pairs, self.rows(transfer), self.owner)
+        return super().collect(transfer, addends)
+
+
+class InOrder(torch.autograd.Function):
+    """Received rows in the experts' order, without overlap; backward stores their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, call: ReplicatedCall) -> Tensor:
+        ctx.call = call
+        return call.in_order(rows_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
+        call: ReplicatedCall = ctx.call
+        return call.store_gradient(grad_SD), None
