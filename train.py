@@ -186,8 +186,8 @@ def _on_this_machine(cfg: "Config") -> list[Exception]:
         from phalanx.parallel.megatron.imports import importing_megatron
 
         with importing_megatron():
-            from phalanx.moe.estimate.free_memory import launch_refusal
             from phalanx.moe.plan.facts import expected
+            from phalanx.moe.plan.memory.check import launch_refusal
             from phalanx.moe.plan.resolve import resolve
 
         if asks:
@@ -207,8 +207,8 @@ def _dry_run(cfg: "Config", argv: list[str]) -> int:
     from phalanx.configs.redact import redacted
     from phalanx.configs.validate import ConfigError
     from phalanx.moe.data.host_cache import DataError
-    from phalanx.moe.estimate.dry_run import dry_run
-    from phalanx.moe.estimate.search.page import search_page
+    from phalanx.moe.plan.page.dry_run import dry_run
+    from phalanx.moe.plan.search.page import search_page
     from phalanx.parallel.runtime import launcher_world
 
     world = cfg.parallel.world_size or launcher_world()

@@ -21,14 +21,9 @@ COMMANDS = {
     "convert_hf": "phalanx-convert-hf",
     "checkpoint": "phalanx-checkpoint",
     "build_kernels": "phalanx-build-kernels",
-    "compare_throughput": "phalanx-compare",
-    "plot_losses": "phalanx-plot-losses",
     "plot_run": "phalanx-plot-run",
-    "make_routing": "phalanx-make-routing",
-    "routing_load": "phalanx-routing-load",
     "sample": "phalanx-sample",
     "evaluate": "phalanx-evaluate",
-    "timeline": "phalanx-timeline",
 }
 """Installed command of a script, as in pyproject.toml."""
 _ROOT = Path(__file__).resolve().parents[1]

@@ -1,9 +1,10 @@
 """Training throughput that others published and that we measured: the records below docs/.
 
 docs/published/training.yaml lists numbers as their source printed them; we did not run them. Each
-docs/measured/training/own_*.yaml is one measurement of ours, written by scripts/record_anchor.py.
-Both kinds carry TFLOP/s by the convention of configs.arithmetic.accounting, so that they compare.
-`python -m configs.records` prints them all as a table.
+docs/measured/training/own_*.yaml is one measurement of ours, written by
+scripts/lab/record_anchor.py. Both kinds carry TFLOP/s by the convention of
+configs.arithmetic.accounting, so that they compare. `python -m configs.records` prints them all as
+a table.
 """
 
 import functools
@@ -70,10 +71,10 @@ class Record:
 
 @dataclass
 class Stack:
-    """Facts about the framework of a published run that its estimate needs (moe.estimate.peers)."""
+    """Facts about the framework of a published run that its estimate needs (scripts.lab.peers)."""
 
     dispatcher: str = MISSING
-    """Package that exchanges tokens: a key of moe.estimate.peers.dispatchers."""
+    """Package that exchanges tokens: a key of scripts.lab.peers.dispatchers."""
     attention: str = "cudnn"
     """Library of core attention: one of configs.arithmetic.core_attention."""
     overlap: bool = False
@@ -192,7 +193,7 @@ def write(record: OwnRecord, path: Path) -> None:
     row["note"] = row.pop("note")  # last
     row = {name: value for name, value in row.items() if value not in ("", [])}
     text = yaml.safe_dump(row, sort_keys=False, width=96)
-    path.write_text(f"# Written by scripts/record_anchor.py\n{text}", encoding="utf-8")
+    path.write_text(f"# Written by scripts/lab/record_anchor.py\n{text}", encoding="utf-8")
 
 
 def launch(command: str) -> tuple[int, list[str]]:

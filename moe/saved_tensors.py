@@ -1,8 +1,8 @@
 """Types in which modules declare the bytes that they save for the backward pass.
 
-A module's file has a function `saved_tensors`, beside the code that saves them; `moe.estimate` adds
-them up. Tensors that two modules share are declared by one of them. The configuration has resolved
-kernels.
+A module's file has a function `saved_tensors`, beside the code that saves them; `moe.plan.page`
+adds them up. Tensors that two modules share are declared by one of them. The configuration has
+resolved kernels.
 """
 
 from dataclasses import dataclass

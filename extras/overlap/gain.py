@@ -9,8 +9,8 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.estimate.memory import needed
-from phalanx.moe.estimate.timing import step_time
+from phalanx.moe.plan.memory.stages import needed
+from phalanx.moe.plan.time.step import step_time
 from phalanx.moe.report.units import storage
 
 _WORTHWHILE = 0.03

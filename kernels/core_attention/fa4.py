@@ -13,7 +13,7 @@ is an empty sequence. All sizes and launches follow from shapes and from the bou
 length, so that a graph can be replayed with other documents. The backward pass needs 128 rows of
 fp32 scratch memory for each possible document.
 
-`scripts/bench_libraries.py attention` compares it with cuDNN's and torch's kernels.
+`scripts/lab/bench_libraries.py attention` compares it with cuDNN's and torch's kernels.
 
 Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value.

@@ -35,9 +35,12 @@ from phalanx.extras.replication.options import copy_costs
 from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
-from phalanx.moe.estimate.gains.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
-from phalanx.moe.estimate.gains.wgrad_pairs import pairs, possible
-from phalanx.moe.estimate.memory import (
+from phalanx.moe.experts import activation_of
+from phalanx.moe.model.kernel_facts import facts as kernel_facts
+from phalanx.moe.plan.facts import Device, JobFacts
+from phalanx.moe.plan.gains.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
+from phalanx.moe.plan.gains.wgrad_pairs import pairs, possible
+from phalanx.moe.plan.memory.stages import (
     USABLE,
     chooses_fp8_weights,
     fp8_place,
@@ -48,9 +51,6 @@ from phalanx.moe.estimate.memory import (
     with_fp8_weights,
     with_growth,
 )
-from phalanx.moe.experts import activation_of
-from phalanx.moe.model.kernel_facts import facts as kernel_facts
-from phalanx.moe.plan.facts import Device, JobFacts
 from phalanx.moe.plan.plan import Lines, Plan
 from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import unsupported

@@ -6,16 +6,16 @@ from phalanx.configs.knobs import overrides, shown
 from phalanx.configs.layout import stage_ranks
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.estimate.advice import needed
-from phalanx.moe.estimate.free_memory import (
+from phalanx.moe.plan.facts import JobFacts, RankFacts
+from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.memory.check import (
     logits_bytes,
     memory_refusal,
     nearly_full,
     pinned_bytes,
 )
-from phalanx.moe.estimate.memory import chooses_fp8_weights, host_needed, with_fp8_weights
-from phalanx.moe.plan.facts import JobFacts, RankFacts
-from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.memory.stages import chooses_fp8_weights, host_needed, with_fp8_weights
+from phalanx.moe.plan.page.advice import needed
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.training.out_of_memory import advice
 

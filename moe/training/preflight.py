@@ -22,7 +22,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
-from phalanx.moe.estimate.weights import checkpoint_bytes
+from phalanx.moe.plan.memory.weights import checkpoint_bytes
 from phalanx.moe.report.units import count, storage
 from phalanx.moe.router import recording
 from phalanx.parallel import disk_space, folder_lock, run_start

@@ -18,7 +18,6 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.extras.muon.qk_clip import QKClip
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.registry import Choice
-from phalanx.moe.estimate.gains.fp8_gain import fp8_gain
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, build, embedding_stages
@@ -26,6 +25,7 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.plan.agreed import agreed_plan
+from phalanx.moe.plan.gains.fp8_gain import fp8_gain
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.training.emulated_layers import emulated_layers
 from phalanx.parallel.dispatcher.capacity import Budget

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.scripts.bench.facts import smi
+from phalanx.scripts.cluster.facts import smi
 from phalanx.scripts.cluster.results import Gpu
 
 _QUERY = (

@@ -208,7 +208,7 @@ def test_an_experiment_that_fits_no_number_of_ranks_has_its_problems_named() -> 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> None:
-    from phalanx.moe.estimate.resolve import resolved
+    from phalanx.moe.plan.described import resolved
 
     own = load([f"experiment={name}"]).parallel
     for world in (1, 2, 8, 16, 64, 100, 1024):

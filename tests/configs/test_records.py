@@ -15,7 +15,7 @@ from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, Published, Record, launch, own, published, table
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
-from phalanx.scripts import record_anchor
+from phalanx.scripts.lab import record_anchor
 
 PUBLISHED, OWN = published(), own()
 COMMAND = "torchrun --nproc-per-node 2 train.py model=tiny run=bench run.device=cpu kernels=torch"
@@ -149,7 +149,8 @@ def test_a_record_with_a_field_missing(tmp_path: Path) -> None:
         own(tmp_path)
 
 
-# --- scripts/record_anchor.py ---------------------------------------------------------------------
+# --- scripts/lab/record_anchor.py
+# ---------------------------------------------------------------------
 
 
 def metrics(path: Path, *, model: str = "tiny", steps: int = 50, **change: Any) -> Path:

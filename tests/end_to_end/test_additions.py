@@ -26,14 +26,14 @@ from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.moe.estimate.activations import Activations
-from phalanx.moe.estimate.dry_run import dry_run
-from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
-from phalanx.moe.estimate.resolve import resolved
-from phalanx.moe.estimate.timing import step_time
-from phalanx.moe.estimate.traffic import traffic
-from phalanx.moe.estimate.weights import stage_weights
 from phalanx.moe.model.precision import recipe
+from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.memory.activations import Activations
+from phalanx.moe.plan.memory.stages import exchange_bytes, stage_memory
+from phalanx.moe.plan.memory.weights import stage_weights
+from phalanx.moe.plan.page.dry_run import dry_run
+from phalanx.moe.plan.time.step import step_time
+from phalanx.moe.plan.time.traffic import traffic
 from phalanx.parallel.dispatcher.costs import Links
 from tests.parallel.dispatcher.test_base import (
     ROUTINGS,

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from phalanx.scripts import timeline
+from phalanx.scripts.lab import timeline
 from tests.support.distributed import run_distributed
 from tests.support.runs import (
     DEEPSEEK,

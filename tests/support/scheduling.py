@@ -13,7 +13,7 @@ import pytest
 SLOW_HELPERS = (
     "subprocess",
     "phalanx.kernels.sm90.jit.launch",
-    "phalanx.scripts.proof.run_experiments",
+    "phalanx.scripts.lab.proof.run_experiments",
     "tests.kernels.compiling",
     "tests.kernels.interpreter",
     "tests.kernels.sm90.recording",

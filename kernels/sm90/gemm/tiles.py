@@ -1,8 +1,8 @@
 """Choice of a grouped GEMM's tile for a shape.
 
 `tiles.json` has the measured time of each tile, for each kind of GEMM, relative to the fastest and
-for a number of columns that all divide; `scripts/bench_kernels.py --tune` measures and rewrites it.
-The rest is arithmetic: columns are padded to whole tiles.
+for a number of columns that all divide; `scripts/lab/bench_kernels.py --tune` measures and rewrites
+it. The rest is arithmetic: columns are padded to whole tiles.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Compiled kernels as shared libraries inside this package: neither compiler nor linker is needed.
 
-`scripts/release/build_wheel.py` links them from the objects of `jit.objects`, each with the
+`scripts/lab/release/build_wheel.py` links them from the objects of `jit.objects`, each with the
 functions through which an object calls CUDA (`runtime_calls.c`), which CuTe DSL has elsewhere. The
 CUDA runtime is the one that torch has loaded.
 """

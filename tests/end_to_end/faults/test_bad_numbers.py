@@ -21,7 +21,7 @@ from phalanx.moe.report.loggers import lines
 from phalanx.moe.router.balance import Balance
 from phalanx.moe.training.bad_steps import WINDOW, Health
 from phalanx.parallel.engine import Diverged
-from phalanx.scripts import plot_losses
+from phalanx.scripts.lab import plot_losses
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
 from tests.support.training import digest
 

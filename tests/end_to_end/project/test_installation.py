@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.scripts.release import build_wheel
+from phalanx.scripts.lab.release import build_wheel
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["run.steps=1", "run.save_interval=-1", "data=synthetic", "data.sequence_length=32"]

@@ -23,23 +23,25 @@ from phalanx.configs.validate import validate
 from phalanx.moe.report.metrics import heading
 from phalanx.moe.report.units import count
 from phalanx.scripts import (
-    bench_dispatch,
-    bench_kernels,
     check_cluster,
     checkpoint,
-    compare_throughput,
     convert_hf,
     evaluate,
-    make_routing,
-    plot_losses,
     plot_run,
     prepare_data,
+    sample,
+)
+from phalanx.scripts.lab import (
+    bench_dispatch,
+    bench_kernels,
+    compare_throughput,
+    make_routing,
+    plot_losses,
     record_anchor,
     routing_load,
-    sample,
     timeline,
 )
-from phalanx.scripts.compare.points import expand
+from phalanx.scripts.lab.compare.points import expand
 from tests.support import pages
 from tests.support.pages import (
     README,
@@ -218,7 +220,7 @@ def test_modules_that_commands_run_exist() -> None:
 
 
 def test_the_timeline_is_of_the_trace_that_the_line_before_writes() -> None:
-    at = next(i for i, text in enumerate(COMMANDS) if "scripts/timeline.py" in text)
+    at = next(i for i, text in enumerate(COMMANDS) if "scripts/lab/timeline.py" in text)
     _, overrides = ranks_and_overrides(COMMANDS[at - 1])
     run = load(overrides).run
     first, last = run.profile

@@ -11,11 +11,11 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
 from phalanx.extras.overlap.gain import microbatch_overlap
-from phalanx.moe.estimate.exchange import WAITING_COST
-from phalanx.moe.estimate.memory import needed, stage_memory
-from phalanx.moe.estimate.resolve import resolved
-from phalanx.moe.estimate.timing import step_time
-from tests.moe.estimate.pages import RUN, STEP, section
+from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.memory.stages import needed, stage_memory
+from phalanx.moe.plan.time.exchange import WAITING_COST
+from phalanx.moe.plan.time.step import step_time
+from tests.moe.plan.pages import RUN, STEP, section
 
 KNOB = "parallel.overlap_microbatches"
 H200 = MACHINES["h200"]

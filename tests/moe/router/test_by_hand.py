@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from phalanx.configs.load import load
 from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import FORMAT, read_facts, read_layer
-from phalanx.scripts import make_routing, routing_load
+from phalanx.scripts.lab import make_routing, routing_load
 from tests.support.runs import SMALL, records, run
 
 MODEL = load(["model=tiny", "model.layers=3", "model.moe.dense_layers=1", "model.mtp_layers=1"])

@@ -6,9 +6,9 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.estimate.memory import needed, with_fp8_weights
 from phalanx.moe.plan.facts import JobFacts
 from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.memory.stages import needed, with_fp8_weights
 from phalanx.moe.plan.resolve import resolve
 from phalanx.moe.training.memory_check import check_memory
 from tests.moe.plan.jobs import CPU, job, known

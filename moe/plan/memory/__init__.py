@@ -1,0 +1,1 @@
+"""Memory of a rank of each pipeline stage."""

@@ -1,0 +1,228 @@
+"""Overrides for a run that does not fit: the bytes needed with each, and which are enough."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from phalanx.configs.formats import is_fp8
+from phalanx.configs.knobs import Changes, changed, get, overrides
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.machines import Machine
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.memory.options import cheapest
+from phalanx.moe.plan.memory.rows import largest_factor
+from phalanx.moe.plan.memory.stages import host_needed, needed
+from phalanx.moe.plan.time.step import step_time
+
+_MOST_TOGETHER = 5
+"""Overrides in one suggestion."""
+
+_FEW = 2
+"""With fewer single overrides that are enough, sets of several are searched too."""
+
+Need = Callable[[Config, int], int]
+"""Bytes that a valid configuration needs on a number of ranks."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Overrides that reduce memory."""
+
+    overrides: str
+    size: int
+    """Bytes that the worst rank needs with them."""
+    tokens: float
+    """Expected tokens a second and GPU."""
+
+
+def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> list[Suggestion]:
+    """Overrides that are enough, the fastest first.
+
+    Overrides that are enough alone; if there are few, a set of several that is enough; and a
+    larger number of ranks. If nothing is enough, overrides that reduce memory.
+
+    Args:
+        cfg: as set by the user, with `auto` in it.
+        world: ranks.
+        machine: decides the values of `auto`.
+        available: bytes that a rank may need.
+    """
+
+    def need(trial: Config, ranks: int) -> int:
+        return needed(resolved(trial, ranks, machine.node_gpus), ranks)
+
+    kinds = list(_layouts(cfg, world))
+    known = resolved(cfg, world, machine.node_gpus)
+    if not is_stock(known.kernels.backend):  # it has no row budget
+        factor = largest_factor(known, world, available)
+        if factor is not None and factor < cfg.parallel.capacity_factor:
+            kinds.append([{"parallel.capacity_factor": factor}])
+    pairs = _by_module(cfg, world, machine, need, available)
+    if not pairs:
+        kinds.append([{"run.recompute": ["full"], "run.offload": ["residual"]}])
+    pairs += enough(cfg, world, need, available, kinds)
+    more_ranks: list[Changes] = [{"parallel.world_size": n} for n in _doubles(world)]
+    pairs += enough(cfg, world, need, available, [more_ranks])
+    fit = [pair for pair in pairs if pair[1] <= available]
+    found = [
+        Suggestion(overrides(changes), size, _rate(changed(cfg, changes), world, machine))
+        for changes, size in fit or pairs
+    ]
+    return sorted(found, key=lambda each: (-each.tokens, each.size))
+
+
+def _rate(cfg: Config, world: int, machine: Machine) -> float:
+    """Expected tokens a second and GPU."""
+    ranks = cfg.parallel.world_size or world
+    seconds = step_time(resolved(cfg, ranks, machine.node_gpus), ranks, machine).total
+    return cfg.data.global_batch * cfg.data.sequence_length / ranks / seconds
+
+
+def enough(
+    cfg: Config, world: int, need: Need, available: int, kinds: list[list[Changes]]
+) -> list[tuple[Changes, int]]:
+    """(changes, bytes needed with them) for any function `need`, the least needed first.
+
+    Args:
+        kinds: groups of alternative changes, the smallest change first; at most one of a group is
+            applied.
+    """
+    trial = _Trial(cfg, world, need)
+    single_changes = [
+        (p, kind) for kind in kinds if (p := trial.best(kind, {}, available)) is not None
+    ]
+    helping = [pair for pair, _ in single_changes]
+    sufficient = [pair for pair in helping if pair[1] <= available]
+    others = [kind for pair, kind in single_changes if pair[1] > available]
+    if len(sufficient) < _FEW and (together := _together(trial, others, available)):
+        sufficient.append(together)
+    return sorted(sufficient or helping, key=lambda pair: pair[1])
+
+
+_STATES: tuple[Changes, ...] = (
+    {},
+    {"optim.moments": "bf16"},
+    {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"},
+)
+"""Smaller optimizer states to combine with recomputation, the least rounding first."""
+
+
+def _by_module(
+    cfg: Config, world: int, machine: Machine, need: Need, available: int
+) -> list[tuple[Changes, int]]:
+    """The cheapest parts of layers to recompute or offload that are enough.
+
+    With smaller states of the optimizer if nothing is enough otherwise; empty if nothing is then.
+    """
+    known, before = resolved(cfg, world, machine.node_gpus), None
+    for wanted in _STATES:
+        states = {path: value for path, value in wanted.items() if get(cfg, path) != value}
+        if states == before:
+            continue
+        before = states
+        trial = _Trial(cfg, world, need)
+
+        def fits(values: Changes, states: Changes = states, trial: _Trial = trial) -> bool:
+            size = trial.size(states | values)
+            return (
+                size is not None and size <= available and _fits_host(cfg, world, values, machine)
+            )
+
+        values = cheapest(known, world, machine, fits)
+        if values is not None:
+            changes = {k: v for k, v in (states | values).items() if get(cfg, k) != v}
+            if changes == states:  # suggested separately
+                return []
+            size = trial.size(changes)
+            assert size is not None
+            return [(changes, size)]
+    return []
+
+
+def _fits_host(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
+    """Does host memory suffice for what is offloaded?"""
+    if not values["run.offload"]:
+        return True
+    known = resolved(changed(cfg, values), world, machine.node_gpus)
+    return host_needed(known, world) <= machine.host_room
+
+
+class _Trial:
+    """Bytes that a configuration needs with changes."""
+
+    def __init__(self, cfg: Config, world: int, need: Need) -> None:
+        self._cfg, self._world, self._need = cfg, world, need
+        self.before = need(cfg, world)
+
+    def best(
+        self, kind: list[Changes], others: Changes, available: int
+    ) -> tuple[Changes, int] | None:
+        """The first of `kind` that is enough with `others`, else the one that saves most.
+
+        None if none saves 1 %.
+        """
+        sizes = [(others | changes, self.size(others | changes)) for changes in kind]
+        known = [(changes, size) for changes, size in sizes if size is not None]
+        before = self.size(others) or self.before
+        helping = [pair for pair in known if pair[1] < 0.99 * before]
+        if fit := [pair for pair in helping if pair[1] <= available]:
+            return fit[0]
+        return min(helping, key=lambda pair: pair[1], default=None)
+
+    def size(self, changes: Changes) -> int | None:
+        """Bytes; None for a configuration that is not valid."""
+        trial = changed(self._cfg, changes)
+        ranks = trial.parallel.world_size or self._world
+        try:
+            validate(trial, ranks)
+            return self._need(trial, ranks)
+        except ConfigError:
+            return None
+
+
+def _together(
+    trial: _Trial, kinds: list[list[Changes]], available: int
+) -> tuple[Changes, int] | None:
+    """Several changes that are enough together, chosen greedily by what saves most."""
+    chosen: Changes = {}
+    left = list(kinds)
+    for _ in range(_MOST_TOGETHER):
+        tried = [(trial.best(kind, chosen, available), kind) for kind in left]
+        helping = [(pair, kind) for pair, kind in tried if pair is not None]
+        if not helping:
+            return None
+        (chosen, size), kind = min(helping, key=lambda item: item[0][1])
+        left.remove(kind)
+        if size <= available:
+            return chosen, size
+    return None
+
+
+def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
+    """Groups of alternative changes with the same number of ranks."""
+    p, d = cfg.parallel, cfg.data
+    even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
+    yield [{"data.micro_batch": size} for size in halvings(d.micro_batch)]
+    yield [{"parallel.distributed_optimizer": True}]
+    if p.delay_wgrad != "off":
+        yield [{"parallel.delay_wgrad": "off"}]
+    yield [{"parallel.grad_dtype": "bf16"}]
+    yield [{"optim.moments": "bf16"}]
+    if is_fp8(cfg):
+        yield [{"precision.weights": "scratch"}]
+        yield [{"precision.hidden": "fp8"}]
+    yield [{"parallel.expert": size} for size in _doubles(expert_parallel_size(cfg, world))]
+    yield [{"parallel.tensor": size} for size in _doubles(p.tensor)]
+    yield [{"parallel.context": size} for size in _doubles(p.context)]
+    yield [{"parallel.pipeline": stages} | even for stages in _doubles(p.pipeline)]
+
+
+def _doubles(size: int) -> list[int]:
+    return [2 * size, 4 * size, 8 * size]
+
+
+def halvings(size: int) -> list[int]:
+    """Half of `size`, a quarter, ... down to 1."""
+    return [size // 2**n for n in range(1, size.bit_length())]

@@ -1,0 +1,131 @@
+"""The page of `run.dry_run=search`: the best layouts with their memory and commands."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from phalanx.configs import programs
+from phalanx.configs.arithmetic.accounting import flops_per_token
+from phalanx.configs.formats import described, is_fp8
+from phalanx.configs.knobs import Changes, changed, get, overrides, pluralize
+from phalanx.configs.layout import layout_problems
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.plan.search.best import Found, best, estimated
+from phalanx.moe.plan.search.layouts import layouts
+from phalanx.moe.plan.time.step import BUSY
+from phalanx.moe.report.units import model_size, storage
+
+WITH_PRECISION = "search_precision"
+"""Value of `run.dry_run` that compares bf16 with FP8."""
+_SHOWN = 5
+
+
+def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int]:
+    """The page, and the exit code: 0 if something fits, 2 if nothing does.
+
+    Args:
+        cfg: valid, but perhaps for its layout.
+        world: ranks.
+        words: overrides that gave `cfg`.
+
+    Raises:
+        ConfigError: a forced kernel cannot run on this machine model, or no layout of `world` ranks
+            is valid.
+    """
+    machine = MACHINES[cfg.run.machine]
+    problems = list(layout_problems(changed(cfg, {}), world))
+    if problems and not _has_layout(cfg, world, machine):
+        raise ConfigError("\n".join(problems))
+    found = best(cfg, world, machine, _SHOWN)
+    if cfg.run.dry_run == WITH_PRECISION:
+        other: Changes = {"precision.recipe": "bf16" if is_fp8(cfg) else "fp8_block"}
+        if is_fp8(cfg):
+            other["precision.dispatch"] = "auto"
+        more = best(changed(cfg, other), world, machine, _SHOWN)
+        found += [each.beside(other) for each in more]
+        found = sorted(found, key=lambda each: each.seconds)[:_SHOWN]
+    helps = [] if found else _remedies(cfg, world, machine)
+    text = "\n".join(_lines(cfg, world, machine, words, found, helps, problems))
+    return redacted(programs.here(text)) + "\n", 0 if found else 2
+
+
+def _has_layout(cfg: Config, world: int, machine: Machine) -> bool:
+    """Is any layout that would be searched valid?"""
+    every = (changed(cfg, each.changes()) for each in layouts(cfg, world, machine.node_gpus))
+    return any(not any(layout_problems(trial, world)) for trial in every)
+
+
+def _remedies(cfg: Config, world: int, machine: Machine) -> list[tuple[Changes, Found]]:
+    """Changes of other knobs with each of which some layout fits, and the fastest of them."""
+    kinds: list[list[Changes]] = [
+        [{"parallel.world_size": n * world} for n in (2, 4, 8, 16, 32, 64)],
+        [{"optim.moments": "bf16"}, {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"}],
+    ]
+    found = []
+    for kind in kinds:
+        for wanted in kind:
+            changes = {path: value for path, value in wanted.items() if get(cfg, path) != value}
+            if not changes:
+                continue
+            trial = changed(cfg, changes)
+            if fits := best(trial, trial.parallel.world_size or world, machine, 1):
+                found.append((changes, fits[0]))
+                break
+    return found
+
+
+def _lines(
+    cfg: Config,
+    world: int,
+    machine: Machine,
+    words: Sequence[str],
+    found: list[Found],
+    helps: list[tuple[Changes, Found]],
+    problems: list[str],
+) -> Iterator[str]:
+    yield "Phalanx, search over layouts"
+    yield f"  model     {model_size(cfg.model)}"
+    yield f"  ranks     {world} x {machine.name}, {described(cfg)}"
+    given = estimated(cfg, {}, world, machine)
+    fits = f"does not fit with {MEMORY_ERROR:.0%} to spare, the error of estimates"
+    without = f"not on {pluralize(world, 'rank')}: {problems[0]}" if problems else fits
+    yield f"  as given  {_speed(cfg, given, machine) if given else without}"
+    if not found:
+        yield f"nothing fits{'' if helps else ', and neither more ranks nor smaller states help'}"
+        for changes, one in helps:
+            yield f"  with {overrides(changes)}: {_speed(changed(cfg, changes), one, machine)}"
+        return
+    for i, one in enumerate(found, 1):
+        yield f"\n{i}. {_speed(changed(cfg, one.changes), one, machine)}"
+        yield _command(one.changes, world, machine, words)
+    yield ""
+    yield (
+        "balanced experts, no waits for hosts or other delays; run.dry_run=true with one of them "
+        "shows all of it"
+    )
+
+
+def _speed(cfg: Config, one: Found, machine: Machine) -> str:
+    flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+    memory = storage(one.size + int(machine.reserved_gib * 2**30))
+    host = f", {storage(one.host)} of host memory" if one.host else ""
+    host += f", network busy for {one.busy:.0%} of the step" if one.busy > BUSY else ""
+    return (
+        f"{one.tokens:,.0f} tokens/s/GPU, {one.tokens * flops / 1e12:.0f} TFLOP/s/GPU in "
+        f"{cfg.precision.recipe}: {memory} of {machine.memory_gib} GiB{host}"
+    )
+
+
+def _command(changes: Changes, world: int, machine: Machine, words: Sequence[str]) -> str:
+    """Launch of all ranks; later words win, so those of changed knobs are left out."""
+    kept = [w for w in words if w.partition("=")[0].lstrip("+") not in {"run.dry_run", *changes}]
+    if "precision.recipe" in changes:
+        kept = [w for w in kept if w.partition("=")[0] != "precision"]
+    nodes = -(-world // machine.node_gpus)
+    ranks = f"--nproc-per-node {min(world, machine.node_gpus)}"
+    launch = f"--standalone {ranks}" if nodes == 1 else f"--nnodes {nodes} {ranks}"
+    return " ".join(
+        [f"torchrun {launch} train.py", *map(shlex.quote, kept), overrides(changes)]
+    ).strip()

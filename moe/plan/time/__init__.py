@@ -1,0 +1,1 @@
+"""Time of a step and its parts."""

@@ -1,1 +1,0 @@
-"""Suites of `scripts/bench_dispatch.py`: records from a `Bench`, a layer and its tokens."""

@@ -1,1 +1,0 @@
-"""Suites of `scripts/bench_kernels.py`: functions from a `Bench` and a shape to records."""

@@ -1,1 +1,0 @@
-"""Parts of `scripts/bench_libraries.py`: generators of rows from a `Bench` and sizes."""

@@ -1,5 +1,0 @@
-"""Parts of `scripts/compare_throughput.py`.
-
-`points` expands a command line, `launch` starts a run and reads its results, `sweep` does all runs
-and stores finished ones on disk, `results` computes a row per point, `report` shows the rows.
-"""

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Tests of the adapters with packages that the development environment lacks or has in another version, from PyPI: each in
+# an environment of its own that has .venv beneath it. Megatron-Core's run in scripts/test.sh.
+#   bash scripts/lab/test_adapters.sh [PYTHON]      default: .venv/bin/python
+set -euo pipefail
+cd "$(dirname "$0")/.."
+base=${1:-$PWD/.venv/bin/python}
+site=$("$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+# NAME PACKAGE... -- FILE...: packages without their dependencies, which .venv has.
+check() {
+  local env=.venv_adapters/$1 packages=(); shift
+  while [ "$1" != -- ]; do packages+=("$1"); shift; done
+  shift
+  [ -d "$env" ] || "$base" -m venv --without-pip "$env"
+  "$base" -m pip --python "$env/bin/python" install -q --no-deps --upgrade "${packages[@]}"
+  echo "$site" > "$(echo "$env"/lib/python*/site-packages)/zz_base.pth"
+  PYTHONPATH=$PWD "$env/bin/python" -m pytest -q -n 0 "$@"
+}
+
+check newest transformers accelerate -- tests/adapters/test_transformers_*.py
+check accelerate accelerate -- tests/adapters/test_transformers_expert_parallel.py
+check torchtitan torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard -- tests/adapters/test_torchtitan.py
+check veomni veomni==0.1.12 transformers==5.9.0 tokenizers==0.22.2 huggingface_hub==1.33.0 -- tests/adapters/test_veomni.py
