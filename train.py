@@ -91,8 +91,8 @@ def _train(
     """Say what starts, then import what takes seconds, then train."""
     from phalanx.configs.redact import redacted
     from phalanx.moe.report.console import Console
-    from phalanx.moe.training.launch import Launch, announce, command_line
-    from phalanx.moe.training.preflight import newest_checkpoint, nothing_left
+    from phalanx.moe.run.launch import Launch, announce, command_line
+    from phalanx.moe.run.preflight import newest_checkpoint, nothing_left
     from phalanx.parallel.megatron.version import check_version
 
     rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -113,7 +113,7 @@ def _train(
             from phalanx.parallel.megatron.imports import importing_megatron
 
             with importing_megatron():
-                from phalanx.moe.training.entry import run
+                from phalanx.moe.run.entry import run
 
             launch = Launch(command_line(argv), console)
             return run(cfg, stop, guard, launch, ends_process=ends_process)
@@ -129,7 +129,7 @@ def check(cfg: "Config") -> int:
     """Say on stderr what would stop this run, as far as one process knows; the exit code."""
     from phalanx.configs.redact import redacted
     from phalanx.moe.data.vocabulary import shown
-    from phalanx.moe.training.preflight import exit_code, preflight
+    from phalanx.moe.run.preflight import exit_code, preflight
 
     problem = _vocabulary(cfg)
     if cfg.run.dry_run and not problem:
@@ -167,7 +167,7 @@ def _on_this_machine(cfg: "Config") -> list[Exception]:
     takes seconds.
     """
     from phalanx.configs.validate import ConfigError
-    from phalanx.moe.training.preflight import asks_machine
+    from phalanx.moe.run.preflight import asks_machine
     from phalanx.parallel.megatron.version import check_version
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -187,7 +187,7 @@ def _on_this_machine(cfg: "Config") -> list[Exception]:
 
         with importing_megatron():
             from phalanx.moe.plan.facts import expected
-            from phalanx.moe.plan.memory.check import launch_refusal
+            from phalanx.moe.plan.page.memory_check import launch_refusal
             from phalanx.moe.plan.resolve import resolve
 
         if asks:

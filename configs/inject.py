@@ -1,7 +1,7 @@
 """Faults that a run brings upon itself, for rehearsals: the texts of `run.inject`.
 
 `kind@step` on every rank, `kind@step:rankN` on one. Each happens once in the life of a run;
-`phalanx.moe.training.faults` has them happen.
+`phalanx.moe.run.faults` has them happen.
 """
 
 import re

@@ -28,7 +28,7 @@ from phalanx.moe.data.tokenizer.encoder import PLAIN, listed
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
-from phalanx.moe.report.text_table import aligned
+from phalanx.moe.text.table import aligned
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.reader import may_leave
 
@@ -89,7 +89,7 @@ def evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"--json {args.json} is a folder: name a file in it")
     reading = replace(read_keys(args.key), lines=args.lines)
     with predictor_of(args) as predictor:
-        from phalanx.moe.inference.codec import codec_of
+        from phalanx.moe.data.tokenizer.codec import codec_of
         from phalanx.moe.inference.scoring import Score, score, text_of
 
         scored: dict[str, Score] = {}

@@ -28,7 +28,7 @@ from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.scripts.output.reader import may_leave
 
 if TYPE_CHECKING:
-    from phalanx.moe.inference.codec import Codec
+    from phalanx.moe.data.tokenizer.codec import Codec
 
 
 @may_leave
@@ -77,8 +77,8 @@ def sample(args: argparse.Namespace) -> None:
     positive(tokens=args.tokens, context=args.context)
     import torch
 
-    from phalanx.moe.inference.codec import codec_of, shown
-    from phalanx.moe.inference.sampling import Sampler, generate
+    from phalanx.moe.data.tokenizer.codec import codec_of, shown
+    from phalanx.moe.run.callbacks.generation import Sampler, generate
 
     sampler = Sampler(args.temperature, args.top_p, args.seed)
     with predictor_of(args) as predictor:

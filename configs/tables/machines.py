@@ -112,7 +112,7 @@ MACHINES: dict[str, Machine] = {
         head_tflops=785,  # 785 of Moonlight's and 795 of GPT-OSS-20B's in their steps
         expert_tflops=560,
         # cuBLASLt's 1x128 by 128x128 at K 2048; of experts fitted to docs/measured/kernels/fp8.json
-        # together with the bytes of quantization (moe.plan.time.work).
+        # together with the bytes of quantization (moe.plan.cost.work).
         dense_fp8_tflops=1035,
         expert_fp8_tflops=795,
         attention_tflops=350,

@@ -9,9 +9,9 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.plan.memory.stages import needed
-from phalanx.moe.plan.time.step import step_time
-from phalanx.moe.report.units import storage
+from phalanx.moe.plan.cost.stages import needed
+from phalanx.moe.plan.cost.step_time import step_time
+from phalanx.moe.text.units import storage
 
 _WORTHWHILE = 0.03
 """Smallest part of a step that `auto` overlaps micro-batches for: estimates are no better."""

@@ -46,7 +46,7 @@ from phalanx.moe.data.remote_files import READERS
 from phalanx.moe.data.sources import Source
 from phalanx.moe.data.token_files import BYTES, Corpus, embedded
 from phalanx.moe.data.whole_documents import WholeDocuments
-from phalanx.moe.report.names import short_names
+from phalanx.moe.text.names import short_names
 
 
 class Indexed:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.configs.arithmetic.data_stages import Stage
-from phalanx.moe.report.text_table import aligned
-from phalanx.moe.report.units import count
+from phalanx.moe.text.table import aligned
+from phalanx.moe.text.units import count
 
 
 @dataclass(frozen=True)

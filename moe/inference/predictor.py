@@ -22,7 +22,7 @@ from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.model.packed import packed
 from phalanx.moe.plan.agreed import agreed_plan
 from phalanx.moe.router.recording import read_facts
-from phalanx.moe.training.setup import build_model
+from phalanx.moe.run.setup import build_model
 from phalanx.parallel.checkpoint.saved_knobs import understood
 from phalanx.parallel.checkpoint.verify import warn
 from phalanx.parallel.checkpoint.weights import load_weights, read_common, verify

@@ -26,7 +26,7 @@ from phalanx.moe.data.packed_files import NAMES, kind_of
 from phalanx.moe.data.packing import positions
 from phalanx.moe.data.text_rows import Reading, Refused, cut, read
 from phalanx.moe.data.token_files import open_corpus
-from phalanx.moe.inference.codec import Codec
+from phalanx.moe.data.tokenizer.codec import Codec
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor

@@ -2,7 +2,7 @@
 
 Core attention records it in the forward pass of steps that measure it
 (`kernels.core_attention.max_logit`), in one table on the device, which is reduced with the totals
-that a step reduces anyway (moe.training.step). QK-clip (`extras.muon.qk_clip`) reads the table
+that a step reduces anyway (moe.run.step). QK-clip (`extras.muon.qk_clip`) reads the table
 there, and a log record has the maximum of each layer. Validation does not count, and neither does
 recomputation, which has been recorded in the forward pass.
 

@@ -37,10 +37,8 @@ from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.kernel_facts import facts as kernel_facts
-from phalanx.moe.plan.facts import Device, JobFacts
-from phalanx.moe.plan.gains.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
-from phalanx.moe.plan.gains.wgrad_pairs import pairs, possible
-from phalanx.moe.plan.memory.stages import (
+from phalanx.moe.plan.cost.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
+from phalanx.moe.plan.cost.stages import (
     USABLE,
     chooses_fp8_weights,
     fp8_place,
@@ -51,9 +49,11 @@ from phalanx.moe.plan.memory.stages import (
     with_fp8_weights,
     with_growth,
 )
+from phalanx.moe.plan.cost.wgrad_pairs import pairs, possible
+from phalanx.moe.plan.facts import Device, JobFacts
 from phalanx.moe.plan.plan import Lines, Plan
-from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import unsupported
+from phalanx.moe.text.units import storage
 from phalanx.parallel.cuda_graph import WARM_STEPS
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport import (

@@ -15,7 +15,7 @@ from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.slow_ranks import SlowRanks
 from phalanx.moe.report.throughput import Pace
 from phalanx.moe.router import balance
-from phalanx.moe.training.setup import Job
+from phalanx.moe.run.setup import Job
 from phalanx.parallel.fault.agreement import gather
 
 

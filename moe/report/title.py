@@ -5,7 +5,7 @@ from typing import Any
 from phalanx.configs.formats import described
 from phalanx.configs.redact import redacted
 from phalanx.moe.report.start_page import device
-from phalanx.moe.training.setup import Job
+from phalanx.moe.run.setup import Job
 
 
 def title_facts(job: Job) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.moe.model.precision import recipe
+from phalanx.moe.plan.cost.activations import Activations
+from phalanx.moe.plan.cost.stages import exchange_bytes, stage_memory
+from phalanx.moe.plan.cost.step_time import step_time
+from phalanx.moe.plan.cost.traffic import traffic
+from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.memory.activations import Activations
-from phalanx.moe.plan.memory.stages import exchange_bytes, stage_memory
-from phalanx.moe.plan.memory.weights import stage_weights
 from phalanx.moe.plan.page.dry_run import dry_run
-from phalanx.moe.plan.time.step import step_time
-from phalanx.moe.plan.time.traffic import traffic
 from phalanx.parallel.dispatcher.costs import Links
 from tests.parallel.dispatcher.test_base import (
     ROUTINGS,

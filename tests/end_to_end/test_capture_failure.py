@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from phalanx.moe.training import step as steps
+from phalanx.moe.run import step as steps
 from phalanx.parallel.cuda_graph import WARM_STEPS, CaptureFailed, Inputs
 from tests.support.runs import SMALL, exact, records, run
 

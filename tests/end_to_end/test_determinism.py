@@ -76,7 +76,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 @contextmanager
 def last_state(rank: int) -> Iterator[dict[str, Any]]:
     """State after the last step; each step draws random numbers, as dropout would."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     step, seen = Trainer._train_step, dict[str, Any]()
 

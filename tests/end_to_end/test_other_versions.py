@@ -25,7 +25,7 @@ COMMAND = [*TINY, "run.steps=1"]
 @contextmanager
 def with_knobs(rank: int, *, added: dict[str, Any]) -> Iterator[None]:
     """Write checkpoints with additional knobs, by section."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     original = Trainer._state
 

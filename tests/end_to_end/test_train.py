@@ -255,7 +255,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another(
 @contextmanager
 def tokens_seen(rank: int) -> Iterator[list[tuple[int, str]]]:
     """(step, digest) of each sequence that this rank trains on."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     seen: list[tuple[int, str]] = []
     original = Trainer._train_step
@@ -305,8 +305,8 @@ def test_a_run_moves_between_layouts(corpus: list[str], tmp_path: Path) -> None:
 @contextmanager
 def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
     """The loss of a step, or only its gradient, is NaN: did the parameters stay as they were?"""
-    from phalanx.moe.training import step as computing
-    from phalanx.moe.training import trainer
+    from phalanx.moe.run import step as computing
+    from phalanx.moe.run import trainer
 
     mean_loss, step, unchanged = computing.mean_loss, trainer.Trainer._train_step, list[bool]()
 
@@ -366,7 +366,7 @@ def _sync_free(overrides: Sequence[str]) -> float:
     from torch.utils._python_dispatch import _disable_current_modes
 
     from phalanx.configs.load import load
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 

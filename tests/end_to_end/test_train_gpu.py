@@ -373,7 +373,7 @@ def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
 
 STRICT = """
 import runpy, torch
-from phalanx.moe.training.trainer import Trainer
+from phalanx.moe.run.trainer import Trainer
 
 step = Trainer._train_step
 

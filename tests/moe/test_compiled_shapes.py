@@ -257,7 +257,7 @@ def _launched(cfg: Config) -> Calls:
     from phalanx.parallel.runtime import start
 
     runtime, calls = start(seed=1, timeout=60, deterministic=False), Calls(set(), set())
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as cfg.run.dir, contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(cfg, runtime, StopSignal())

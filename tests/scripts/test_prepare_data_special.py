@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from phalanx.moe.data.host_cache import digest
 from phalanx.moe.data.token_files import Sidecar, open_corpus
-from phalanx.moe.inference.codec import Codec
+from phalanx.moe.data.tokenizer.codec import Codec
 from phalanx.moe.inference.scoring import text_of
 from tests.scripts.test_prepare_data import documents, left_over, lines, run, write_jsonl
 from tests.support.tokenizers import llama

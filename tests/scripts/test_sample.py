@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.moe.data.tokenizer.codec import Codec
 from phalanx.moe.hf.source import SourceFolder
-from phalanx.moe.inference.codec import Codec
 from phalanx.moe.inference.scoring import Score
 from phalanx.moe.report import progress
 from phalanx.parallel.object_store import place

@@ -4,7 +4,7 @@ from phalanx.parallel.megatron.imports import importing_megatron
 
 with importing_megatron():
     import phalanx.configs.load
-    import phalanx.moe.training.entry
+    import phalanx.moe.run.entry
     import phalanx.train
 
 # Modules that every run imports lazily.

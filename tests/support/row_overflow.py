@@ -16,7 +16,7 @@ EVERY = 10
 @contextlib.contextmanager
 def overflow_sometimes(rank: int = 0) -> Iterator[None]:
     """A `runs.Change` that shrinks the row budget of all ranks every `EVERY` steps."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     original = Trainer._train_step
 
@@ -32,7 +32,7 @@ def overflow_sometimes(rank: int = 0) -> Iterator[None]:
 @contextlib.contextmanager
 def overflow_always(rank: int = 0) -> Iterator[None]:
     """A `runs.Change` that shrinks it before every step and validation batch; without graphs."""
-    from phalanx.moe.training.step import Step
+    from phalanx.moe.run.step import Step
 
     original = Step.__call__
 

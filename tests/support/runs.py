@@ -85,7 +85,7 @@ def _run(overrides: list[str], change: Change | None) -> Rank:
 @contextlib.contextmanager
 def before_step(number: int, act: Callable[[], Any]) -> Iterator[None]:
     """Call `act` when step `number` starts."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     original = Trainer._train_step
 

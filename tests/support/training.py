@@ -135,7 +135,7 @@ def _train_here(cfg: Config, within: Change | None) -> _Rank:
     from phalanx.parallel.runtime import start
 
     runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as folder:
         cfg.run.dir = folder

@@ -10,11 +10,11 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.plan.cost.memory_options import cheapest
+from phalanx.moe.plan.cost.rows import largest_factor
+from phalanx.moe.plan.cost.stages import host_needed, needed
+from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.memory.options import cheapest
-from phalanx.moe.plan.memory.rows import largest_factor
-from phalanx.moe.plan.memory.stages import host_needed, needed
-from phalanx.moe.plan.time.step import step_time
 
 _MOST_TOGETHER = 5
 """Overrides in one suggestion."""

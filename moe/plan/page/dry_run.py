@@ -28,8 +28,8 @@ from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
 from phalanx.extras.overlap.gain import overlap_effect
 from phalanx.moe.data.vocabulary import shown
-from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.gains.delayed_wgrad import (
+from phalanx.moe.plan.cost.activations import Activations, sizes
+from phalanx.moe.plan.cost.delayed_wgrad import (
     AUTO,
     OFF,
     ON,
@@ -38,13 +38,10 @@ from phalanx.moe.plan.gains.delayed_wgrad import (
     refusal,
     waits,
 )
-from phalanx.moe.plan.gains.fp8_gain import fp8_gain
-from phalanx.moe.plan.gains.natural_routing import BUSIEST, busiest, with_natural_routing
-from phalanx.moe.plan.gains.wgrad_pairs import pairs_refusal, sums_to_products
-from phalanx.moe.plan.memory.activations import Activations, sizes
-from phalanx.moe.plan.memory.options import memory_options
-from phalanx.moe.plan.memory.rows import buffer_bytes, largest_factor, row_memory
-from phalanx.moe.plan.memory.stages import (
+from phalanx.moe.plan.cost.memory_options import memory_options
+from phalanx.moe.plan.cost.natural_routing import BUSIEST, busiest, with_natural_routing
+from phalanx.moe.plan.cost.rows import buffer_bytes, largest_factor, row_memory
+from phalanx.moe.plan.cost.stages import (
     StageMemory,
     exchange_bytes,
     fits,
@@ -53,13 +50,16 @@ from phalanx.moe.plan.memory.stages import (
     stage_memory,
     with_delayed,
 )
-from phalanx.moe.plan.memory.weights import fp8_copy_bytes
+from phalanx.moe.plan.cost.step_time import BUSY, bound, network_busy, step_time, with_own_kernels
+from phalanx.moe.plan.cost.traffic import costs, overlap_sms, received, row_bytes, traffic
+from phalanx.moe.plan.cost.weights import fp8_copy_bytes
+from phalanx.moe.plan.cost.wgrad_pairs import pairs_refusal, sums_to_products
+from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.page.advice import needed, suggestions
+from phalanx.moe.plan.page.fp8_gain import fp8_gain
 from phalanx.moe.plan.page.opt_ins import opt_ins
 from phalanx.moe.plan.search.nearby import next_override
-from phalanx.moe.plan.time.step import BUSY, bound, network_busy, step_time, with_own_kernels
-from phalanx.moe.plan.time.traffic import costs, overlap_sms, received, row_bytes, traffic
-from phalanx.moe.report.units import count, model_size, storage, work
+from phalanx.moe.text.units import count, model_size, storage, work
 from phalanx.parallel.dispatcher.costs import Links
 
 _GIB = 2**30

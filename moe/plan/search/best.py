@@ -12,13 +12,13 @@ from phalanx.configs.layout import expert_parallel_size, layout_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.plan.cost.stages import host_needed, needed
+from phalanx.moe.plan.cost.step_time import network_busy, step_time
+from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.memory.stages import host_needed, needed
-from phalanx.moe.plan.memory.weights import stage_weights
 from phalanx.moe.plan.search.layouts import ALONE, Layout, layouts, neighbours
 from phalanx.moe.plan.search.memory_sets import MemorySet, memory_sets
 from phalanx.moe.plan.search.ranking import ranking
-from phalanx.moe.plan.time.step import network_busy, step_time
 
 TOLD_APART = 0.005
 """Part of a step by which one must be longer to count as slower: layouts of one model differ by

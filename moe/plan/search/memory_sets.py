@@ -8,8 +8,8 @@ from phalanx.configs.knobs import Changes, changed
 from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
-from phalanx.moe.plan.memory.stages import stage_memory
-from phalanx.moe.plan.time.step import step_time
+from phalanx.moe.plan.cost.stages import stage_memory
+from phalanx.moe.plan.cost.step_time import step_time
 
 _RECOMPUTED: tuple[list[str], ...] = (
     [],

@@ -12,10 +12,10 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.plan.cost.step_time import BUSY
 from phalanx.moe.plan.search.best import Found, best, estimated
 from phalanx.moe.plan.search.layouts import layouts
-from phalanx.moe.plan.time.step import BUSY
-from phalanx.moe.report.units import model_size, storage
+from phalanx.moe.text.units import model_size, storage
 
 WITH_PRECISION = "search_precision"
 """Value of `run.dry_run` that compares bf16 with FP8."""

@@ -16,12 +16,12 @@ from phalanx.configs.layout import stage_shares
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.plan.cost.exchange import Exchange, own_exchange
+from phalanx.moe.plan.cost.shards import shard_seconds
+from phalanx.moe.plan.cost.step_time import GAPS, step_time
+from phalanx.moe.plan.cost.work import beside_passes, expert_bytes
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.search.layouts import ALONE, Layout
-from phalanx.moe.plan.time.exchange import Exchange, own_exchange
-from phalanx.moe.plan.time.shards import shard_seconds
-from phalanx.moe.plan.time.step import GAPS, step_time
-from phalanx.moe.plan.time.work import beside_passes, expert_bytes
 
 _WAITING = 2
 """Passes whose weight gradients shorten a bubble: of the transfer, and one that is held longer."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.report.quiet import quiet
-from phalanx.moe.training.preflight import preflight
+from phalanx.moe.run.preflight import preflight
 from phalanx.parallel.megatron.imports import importing_megatron
 
 

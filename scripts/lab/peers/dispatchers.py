@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
-from phalanx.moe.plan.time.exchange import Exchange
-from phalanx.moe.plan.time.traffic import nodes, reach, resends
+from phalanx.moe.plan.cost.exchange import Exchange
+from phalanx.moe.plan.cost.traffic import nodes, reach, resends
 from phalanx.parallel.dispatcher.costs import Links
 
 

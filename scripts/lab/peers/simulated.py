@@ -10,9 +10,9 @@ from phalanx.configs.records import Published, configured
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.extras.baseline.rates import ELEMENTWISE_PASSES, peer_machine
+from phalanx.moe.plan.cost.natural_routing import busiest, with_natural_routing
+from phalanx.moe.plan.cost.step_time import StepTime, step_with
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.gains.natural_routing import busiest, with_natural_routing
-from phalanx.moe.plan.time.step import StepTime, step_with
 from phalanx.scripts.lab.peers.dispatchers import DISPATCHERS, peer_exchange
 
 _HOST_SECONDS = 5.0e-3

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout that 
 
 from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
-from phalanx.moe.report.names import short_names
-from phalanx.moe.report.text_table import aligned
-from phalanx.moe.report.units import count
+from phalanx.moe.text.names import short_names
+from phalanx.moe.text.table import aligned
+from phalanx.moe.text.units import count
 from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import common_title, pyplot
 from phalanx.scripts.output.reader import may_leave

@@ -24,7 +24,7 @@ from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, own
 from phalanx.moe.hf.families import family_of
-from phalanx.moe.report.units import model_size, work
+from phalanx.moe.text.units import model_size, work
 
 ROOT = Path(__file__).resolve().parents[3]
 CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"

@@ -19,7 +19,7 @@ from phalanx.configs.schema import RunConfig
 from phalanx.moe.report.expert_watch import EVERY, PATIENCE, ExpertWatch
 from phalanx.moe.report.loggers import lines
 from phalanx.moe.router.balance import Balance
-from phalanx.moe.training.bad_steps import WINDOW, Health
+from phalanx.moe.run.bad_steps import WINDOW, Health
 from phalanx.parallel.engine import Diverged
 from phalanx.scripts.lab import plot_losses
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
@@ -69,8 +69,8 @@ class Seen(NamedTuple):
 @contextmanager
 def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
     """Corrupt the n-th executed step by `bad[n]`; yields what each step did."""
-    from phalanx.moe.training import failure, trainer
-    from phalanx.moe.training import step as computing
+    from phalanx.moe.run import failure, trainer
+    from phalanx.moe.run import step as computing
 
     failure._GRACE = 0.3  # no launcher will signal these ranks
     mean_loss, step, seen = computing.mean_loss, trainer.Trainer._train_step, list[Seen]()
@@ -220,7 +220,7 @@ def test_rollbacks_that_cannot_help_end_the_run(command: list[str], tmp_path: Pa
 @contextmanager
 def host_reads(rank: int) -> Iterator[list[list[str]]]:
     """Names of the calls in each step that copy a value to the host."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     step, names = Trainer._train_step, ("item", "tolist", "__float__", "__int__", "__bool__")
     real, reads = {n: getattr(torch.Tensor, n) for n in names}, list[list[str]]()
@@ -328,7 +328,7 @@ def test_a_spike_is_skipped_and_not_rolled_back() -> None:
 @contextmanager
 def spike(rank: int, *, at: int, only: int) -> Iterator[list[Seen]]:
     """The window is 8 steps; the loss of one rank and step is 30 times as large."""
-    from phalanx.moe.training import bad_steps
+    from phalanx.moe.run import bad_steps
 
     window, bad_steps.WINDOW = bad_steps.WINDOW, 8
     try:

@@ -24,7 +24,7 @@ import megatron.core.models.gpt.gpt_model  # noqa: F401
 import psutil
 import pytest
 
-from phalanx.moe.training.faults import FOLDER
+from phalanx.moe.run.faults import FOLDER
 from phalanx.parallel.fault.verdict import QUIET, SETTLE
 from phalanx.parallel.fault.watchdog import LOST
 from tests.support.launch import Launch
@@ -115,7 +115,7 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
     assert sum(launch.output(rank).count("error: ") for rank in (0, 1)) == (case != "raise")
     (folder,) = (tmp_path / "run/failures").iterdir()
     stacks = {path.stem: path.read_text() for path in folder.glob("*.txt")}
-    assert "moe/training/trainer.py" in stacks[f"rank_{other}"]
+    assert "moe/run/trainer.py" in stacks[f"rank_{other}"]
     assert "step 12" in stacks[f"rank_{other}"]
     if case == "stop":
         assert "its stack is unknown; it was stopped" in stacks[f"rank_{culprit}"]
@@ -131,10 +131,10 @@ START = 5.0
 """Seconds within which all ranks have ended, whatever they were doing."""
 PHASES = {
     "groups": "torch.distributed:init_process_group",
-    "model": "phalanx.moe.training.trainer:setup",
-    "data": "phalanx.moe.training.trainer:build_datasets",
-    "checkpoint": "phalanx.moe.training.trainer:Checkpointer.newest",
-    "first step": "phalanx.moe.training.trainer:Trainer._train_step",
+    "model": "phalanx.moe.run.trainer:setup",
+    "data": "phalanx.moe.run.trainer:build_datasets",
+    "checkpoint": "phalanx.moe.run.trainer:Checkpointer.newest",
+    "first step": "phalanx.moe.run.trainer:Trainer._train_step",
 }
 
 

@@ -41,7 +41,7 @@ with later if os.environ["RANK"] == "1" else nullcontext():
 
 READING = """
 import os, sys, torch, train
-from phalanx.moe.training import step
+from phalanx.moe.run import step
 mean_loss = step.mean_loss
 def read(*args, **how):
     if torch.cuda.is_current_stream_capturing() and os.environ["RANK"] == "1":
@@ -165,7 +165,7 @@ def test_a_rank_that_is_gone_is_named_and_the_other_ends(
         codes = ranks.codes()
         assert codes[1 - culprit] == LOST and codes[culprit] == -signal.SIGKILL, ranks.output()
         (stacks,) = ranks.folder.glob(f"failures/*/rank_{1 - culprit}.txt")
-        assert "moe/training/trainer.py" in stacks.read_text()
+        assert "moe/run/trainer.py" in stacks.read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from phalanx.moe.training.faults import FOLDER
+from phalanx.moe.run.faults import FOLDER
 from phalanx.scripts import convert_hf
 from tests.scripts.test_convert_hf import qwen3
 from tests.support.runs import SMALL, TINY, records, run
@@ -71,7 +71,7 @@ def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
 @contextmanager
 def short_window(rank: int) -> Iterator[None]:
     """Four accepted steps are enough to measure a spike by."""
-    with mock.patch("phalanx.moe.training.bad_steps.WINDOW", 8):
+    with mock.patch("phalanx.moe.run.bad_steps.WINDOW", 8):
         yield
 
 

@@ -20,7 +20,7 @@ import torch
 from phalanx.configs.bounds import oversized
 from phalanx.configs.load import load, options
 from phalanx.moe.report.quiet import quiet
-from phalanx.moe.training import out_of_memory
+from phalanx.moe.run import out_of_memory
 from tests.parallel.surroundings import standing_for
 from tests.support.advice import advised, tried
 from tests.support.runs import TINY, Change, before_step, records, run, write_corpus

@@ -23,7 +23,7 @@ LATER = {"consumed_samples": 26, "undone_samples": 26}
 @contextmanager
 def watched(rank: int, *, cursor: dict[str, int] | None = None) -> Iterator[list[Any]]:
     """Run from a data cursor; yields (step after it, digest of the state) of every step."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     step, resume, seen = Trainer._train_step, Trainer._resume, list[Any]()
 

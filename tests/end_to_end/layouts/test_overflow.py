@@ -34,7 +34,7 @@ TRAINING = [
 @contextlib.contextmanager
 def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
     """Digests of all parameters and of the routers' buffers after the last step."""
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     original, seen = Trainer.fit, list[str]()
 

@@ -13,7 +13,7 @@ import pytest
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, spelled
 from phalanx.configs.load import load
-from phalanx.moe.training.preflight import asks_machine
+from phalanx.moe.run.preflight import asks_machine
 from tests.support.distributed import run_distributed
 from tests.support.runs import TINY
 from tests.support.scheduling import mostly_slow
@@ -47,7 +47,7 @@ ASKED = [override for override in every_choice() if asks(override)]
 def answer(args: list[str]) -> Answer:
     """Exit code and errors of `train.py`, which trains no step."""
     from phalanx import train
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     def fit(trainer: Trainer) -> None:
         trainer.step = trainer.cfg.run.steps

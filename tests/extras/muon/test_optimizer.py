@@ -118,7 +118,7 @@ def _steps(overrides: list[str]) -> dict[str, tuple[Tensor, list[Tensor], Tensor
     from phalanx.parallel.runtime import start
 
     runtime = start(seed=1, timeout=60, deterministic=False)
-    from phalanx.moe.training.setup import setup
+    from phalanx.moe.run.setup import setup
 
     engine = setup(load(overrides), runtime).engine
     named = dict(engine.modules[0].named_parameters())

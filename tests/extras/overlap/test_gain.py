@@ -11,10 +11,10 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
 from phalanx.extras.overlap.gain import microbatch_overlap
+from phalanx.moe.plan.cost.exchange import WAITING_COST
+from phalanx.moe.plan.cost.stages import needed, stage_memory
+from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.memory.stages import needed, stage_memory
-from phalanx.moe.plan.time.exchange import WAITING_COST
-from phalanx.moe.plan.time.step import step_time
 from tests.moe.plan.pages import RUN, STEP, section
 
 KNOB = "parallel.overlap_microbatches"

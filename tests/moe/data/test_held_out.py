@@ -12,7 +12,7 @@ from phalanx.moe.data.datasets import plan
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.loader import build_datasets
 from phalanx.moe.data.token_files import Sidecar
-from phalanx.moe.training.preflight import preflight
+from phalanx.moe.run.preflight import preflight
 from tests.support.runs import write_corpus
 
 

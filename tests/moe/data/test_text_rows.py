@@ -16,7 +16,7 @@ from phalanx.moe.data import text_rows
 from phalanx.moe.data.bad_rows import Bad, listing
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.text_rows import Reading, cut, read, read_keys, rows
-from phalanx.moe.inference.codec import Codec
+from phalanx.moe.data.tokenizer.codec import Codec
 from phalanx.moe.inference.scoring import text_of
 
 TEXTS = ["experts", "数据", "two\nlines", '"quoted" \\ 🙂', ""]

@@ -298,7 +298,7 @@ def words(vocabulary: int = 96) -> Tensor:
 
 def loaded(cfg: Config, checkpoint: Path, *, optimizer: bool = False) -> Any:
     """Inside a rank: the job with the weights of the checkpoint."""
-    from phalanx.moe.training.setup import setup
+    from phalanx.moe.run.setup import setup
     from phalanx.parallel.checkpoint.checkpointer import Checkpointer
     from phalanx.parallel.runtime import start
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.sidecars import check_pair, sidecars
-from phalanx.moe.inference.codec import Codec, codec_of, shown
+from phalanx.moe.data.tokenizer.codec import Codec, codec_of, shown
 from phalanx.scripts import prepare_data
 
 

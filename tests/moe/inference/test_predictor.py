@@ -32,7 +32,7 @@ def of_training(overrides: list[str]) -> tuple[Tensor, Tensor]:
     import contextlib
     import io
 
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.text_rows import Reading
-from phalanx.moe.inference.codec import Codec
+from phalanx.moe.data.tokenizer.codec import Codec
 from phalanx.moe.inference.scoring import Score, Text, score, text_of
 from phalanx.scripts import prepare_data
 from tests.moe.data.test_loader import write

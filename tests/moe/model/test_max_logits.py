@@ -46,7 +46,7 @@ def trainer_of(cfg: Config) -> Iterator[Any]:
     from phalanx.parallel.runtime import start
 
     runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as cfg.run.dir, contextlib.redirect_stdout(io.StringIO()):
         yield Trainer(cfg, runtime, StopSignal())

@@ -11,7 +11,7 @@ from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.plan.memory.stages import needed, with_delayed, with_fp8_weights
+from phalanx.moe.plan.cost.stages import needed, with_delayed, with_fp8_weights
 from phalanx.moe.plan.resolve import resolve
 from tests.moe.plan.jobs import BARE, CPU, GPU, job, known, line, planned, without
 

@@ -19,7 +19,7 @@ from phalanx.moe.report import metrics as metrics_module
 from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
 from phalanx.moe.report.services.service import tag
-from phalanx.moe.training.validation import SourceSums, scores
+from phalanx.moe.run.callbacks.scores import SourceSums, scores
 from tests.parallel.surroundings import full_disk
 
 GPU: dict[str, Any] = {

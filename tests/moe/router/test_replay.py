@@ -20,7 +20,7 @@ from phalanx.moe.router.recording import (
     read_layer,
     write,
 )
-from phalanx.moe.training.routing_record import loads
+from phalanx.moe.run.callbacks.routing_record import loads
 from tests.moe.cases import HIDDEN, draw, fill, install, model, transformer
 from tests.support.distributed import run_distributed
 from tests.support.sync_free import sync_free

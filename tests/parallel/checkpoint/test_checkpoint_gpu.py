@@ -60,7 +60,7 @@ def _train(folder: Path) -> tuple[int, list[float], list[float], bool]:
 
 @contextmanager
 def _watched(folder: Path) -> Iterator[dict[str, Any]]:
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
     from phalanx.parallel.checkpoint.checkpointer import Checkpointer
     from phalanx.parallel.checkpoint.host_buffer import Staging
 

@@ -20,7 +20,7 @@ KERNELS = ["torch", "reference", "megatron", "torch"]
 
 @contextmanager
 def saved_before_step_3(rank: int) -> Iterator[None]:
-    from phalanx.moe.training.trainer import Trainer
+    from phalanx.moe.run.trainer import Trainer
 
     original = Trainer._train_step
 

@@ -179,7 +179,7 @@ def test_a_hugging_face_folder_is_told_how_to_become_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from phalanx.configs.load import load
-    from phalanx.moe.training.preflight import preflight
+    from phalanx.moe.run.preflight import preflight
     from phalanx.scripts import checkpoint, convert_hf
 
     folder = tmp_path / "Qwen 3"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.configs.schema import Config
-from phalanx.moe.plan.memory.weights import stage_weights
+from phalanx.moe.plan.cost.weights import stage_weights
 from tests.parallel.checkpoint.checkpoints import (
     build,
     checkpointer,

@@ -11,7 +11,7 @@ before = len(sys.modules)
 from phalanx.parallel.megatron.imports import importing_megatron
 
 with importing_megatron():
-    import phalanx.moe.training.entry
+    import phalanx.moe.run.entry
 print(len(sys.modules) - before, *sorted({name.split(".")[0] for name in sys.modules}))
 print("torch._dynamo" in sys.modules)
 with importing_megatron():

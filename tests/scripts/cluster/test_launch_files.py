@@ -9,7 +9,7 @@ import yaml
 
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
-from phalanx.moe.training.shared import HOST_LOCAL
+from phalanx.moe.run.shared import HOST_LOCAL
 from tests.support.pages import ROOT, TEXTS, commands, ranks_and_overrides
 
 FOLDER = ROOT / "scripts/launch"

@@ -18,16 +18,16 @@ from phalanx.configs.records import configured, published
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.plan.cost.activations import sizes
+from phalanx.moe.plan.cost.stages import USABLE, fp8_weights, stage_memory
+from phalanx.moe.plan.cost.step_time import bound, step_time
+from phalanx.moe.plan.cost.work import expert_bytes
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.facts import described
-from phalanx.moe.plan.memory.activations import sizes
-from phalanx.moe.plan.memory.stages import USABLE, fp8_weights, stage_memory
 from phalanx.moe.plan.page.advice import needed, suggestions
 from phalanx.moe.plan.page.dry_run import sections
 from phalanx.moe.plan.resolve import resolve
-from phalanx.moe.plan.time.step import bound, step_time
-from phalanx.moe.plan.time.work import expert_bytes
-from phalanx.moe.report.units import model_size, storage
+from phalanx.moe.text.units import model_size, storage
 from tests.moe.plan.pages import (
     EXPERTS,
     GROUPS,
@@ -305,7 +305,7 @@ def test_groups_are_those_of_megatron(name: str) -> None:
 def test_parts_of_the_work_add_up() -> None:
     from phalanx.configs.arithmetic.accounting import flops_per_token
     from phalanx.configs.arithmetic.layers import mlp_layers
-    from phalanx.moe.plan.time.work import flops
+    from phalanx.moe.plan.cost.work import flops
 
     for name in options("model"):
         cfg = load([f"model={name}", "data.sequence_length=4096"])

@@ -13,7 +13,7 @@ from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.page.advice import needed
 from phalanx.moe.plan.page.dry_run import dry_run
 from phalanx.moe.plan.page.opt_ins import opt_ins
-from phalanx.moe.report.units import storage
+from phalanx.moe.text.units import storage
 from tests.moe.plan.pages import OPT_INS, section
 
 RECORDS = {name: launch(r.command) for name, r in own().items() if "fused" in r.system}

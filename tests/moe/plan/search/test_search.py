@@ -15,13 +15,13 @@ from phalanx.configs.load import load, options
 from phalanx.configs.records import launch
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
+from phalanx.moe.plan.cost.stages import host_needed, needed
+from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.memory.stages import host_needed, needed
 from phalanx.moe.plan.search.best import Found, best, estimated, sets_of, told_apart
 from phalanx.moe.plan.search.layouts import layouts
 from phalanx.moe.plan.search.nearby import next_override
 from phalanx.moe.plan.search.page import search_page
-from phalanx.moe.plan.time.step import step_time
 from tests.moe.plan.pages import EXPERTS, PUBLISHED_V3, STEP, fitting, section
 
 H100 = MACHINES["h100"]

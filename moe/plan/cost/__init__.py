@@ -1,0 +1,1 @@
+"""Memory, traffic and time of a run, from its configuration alone."""

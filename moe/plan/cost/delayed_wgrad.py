@@ -1,0 +1,132 @@
+"""Weight gradients that wait for transfers: where they can, and bytes of their operands.
+
+Legend: T tokens of a rank before sequence parallelism splits them, N received tokens, S expert
+rows, D hidden, F expert width, H = 2F if gated.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from phalanx.configs.arithmetic.accounting import linear_projections, projections
+from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.formats import width
+from phalanx.configs.layout import replica_slots
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.configs.tables.backends import expert_backend, is_stock
+from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.moe.plan.cost.traffic import costs
+from phalanx.moe.plan.cost.weights import LayerKind
+from phalanx.moe.saved_tensors import TokenCounts, saves_fp8_inputs
+
+AUTO, OFF, ON, PAIRS = "auto", "off", "on", "pairs"
+"""Values of `parallel.delay_wgrad`."""
+
+
+def refusal(cfg: Config) -> str:
+    """Reason why no weight gradient can wait for transfers; empty if some can.
+
+    Args:
+        cfg: valid, with resolved kernels and `parallel.overlap_microbatches`.
+    """
+    if cfg.parallel.pipeline == 1:
+        return "there is one pipeline stage"
+    if cfg.parallel.overlap_microbatches == "on":
+        return "micro-batches overlap"
+    return not_accumulated(cfg)
+
+
+def not_accumulated(cfg: Config) -> str:
+    """Reason why backward passes return weight gradients; empty if they add them to buffers."""
+    if is_stock(cfg.kernels.backend):
+        return f"kernels={cfg.kernels.backend} computes them in the backward pass"
+    if not cfg.kernels.gradient_accumulation_fusion:
+        return "kernels.gradient_accumulation_fusion=false returns them from the backward pass"
+    return ""
+
+
+def beside_exchanges(cfg: Config) -> bool:
+    """True if weight gradients wait for the next exchange of the backward pass, and hide it.
+
+    Their operands are those of one layer at most, which is about what the exchange needs later.
+
+    Args:
+        cfg: valid, with resolved kernels, transport and `parallel.overlap_microbatches`.
+    """
+    p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
+    if p.pipeline > 1 and p.overlap_microbatches != "on":
+        return False
+    if p.delay_wgrad == OFF or transport is None:
+        return False
+    return transport.collective and has_experts(cfg.model) and not not_accumulated(cfg)
+
+
+def waits(cfg: Config) -> bool:
+    """True if weight gradients wait for a pipeline's transfers.
+
+    Args:
+        cfg: valid, with resolved kernels and `parallel.delay_wgrad`.
+    """
+    return cfg.parallel.delay_wgrad in (ON, PAIRS) and not refusal(cfg)
+
+
+def experts_wait(cfg: Config, world: int) -> bool:
+    """True if those of the routed experts are among them.
+
+    Not where a one-sided transport reuses its buffers of received rows, nor with replicas, whose
+    gradients are sent.
+    """
+    return waits(cfg) and not costs(cfg, world).buffers and not replica_slots(cfg, world)
+
+
+def layer_operands(cfg: Config, world: int, counts: TokenCounts, kind: LayerKind) -> int:
+    """Bytes of the operands of a layer's weight gradients that wait."""
+    m, e, t = cfg.model, cfg.model.moe, cfg.parallel.tensor
+    quantized = kind.fp8 and saves_fp8_inputs(cfg)
+    routed_element = 1 if quantized else width(cfg)
+    element = routed_element if cfg.precision.dense == "fp8" else width(cfg)
+    halves, dense = ACTIVATIONS[e.activation].halves, m.dense_ffn if kind.dense else e.shared_ffn
+    matrices = linear_projections(m) if kind.linear else projections(m.hidden, m.attention)
+    mlp = [m.hidden, halves * dense, dense, m.hidden] if dense else []
+
+    def channels(sides: Iterable[int]) -> int:
+        """Tensor parallel ranks share the channels of heads and of F, not those of D."""
+        return sum(side if side == m.hidden else side // t for side in sides)
+
+    attention_element = width(cfg) if kind.linear else element
+    total = attention_element * channels(chain.from_iterable(matrices)) + element * channels(mlp)
+    total *= counts.tokens
+    return total + (expert_operands(cfg, counts, kind) if experts_wait(cfg, world) else 0)
+
+
+def expert_operands(cfg: Config, counts: TokenCounts, kind: LayerKind) -> int:
+    """Bytes of the operands of the weight gradients of a layer's routed experts."""
+    if kind.dense:
+        return 0
+    m, e = cfg.model, cfg.model.moe
+    quantized, halves = kind.fp8 and saves_fp8_inputs(cfg), ACTIVATIONS[e.activation].halves
+    element = 1 if quantized else width(cfg)
+    gathered = quantized or not expert_backend(cfg.kernels.backend).fuses_gather
+    tokens = 2 * m.hidden * (counts.rows if gathered else counts.received)
+    return element * (tokens + counts.rows * (halves + 1) * e.ffn)
+
+
+def head_operands(cfg: Config, counts: TokenCounts) -> int:
+    """Bytes of the operands of the output layer: gradients of all logits, and hidden states."""
+    m = cfg.model
+    rows = (1 + m.mtp_layers) * counts.tokens * width(cfg)
+    return rows * (m.vocab_size // cfg.parallel.tensor + m.hidden)
+
+
+def held_passes(stage: int, spare: int, operands: int) -> int:
+    """Number of backward passes whose weight gradients wait beyond a transfer (ZB-H1).
+
+    One for each stage before this one, which saves that many more micro-batches, but no more than
+    that stage needs: a few percent of the bubble are not worth most of the memory.
+
+    Args:
+        stage: from 0.
+        spare: bytes that this stage needs less than the one that needs most.
+        operands: bytes of one pass, of which one more is held in any case.
+    """
+    return stage if not operands else max(0, min(stage, spare // operands - 1))

@@ -1,0 +1,122 @@
+"""Seconds of the exchange of expert tokens, and the part of them that computation hides."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.machines import Machine
+from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.moe.plan.cost.delayed_wgrad import beside_exchanges
+from phalanx.moe.plan.cost.traffic import Traffic, costs, overlap_sms, traffic
+from phalanx.moe.plan.cost.weights import all_kinds
+from phalanx.moe.plan.cost.wgrad_pairs import pairs
+from phalanx.moe.plan.cost.work import layer_wgrads
+from phalanx.parallel.dispatcher.costs import Links
+
+WAITING_COST = 0.7
+"""`Exchange.waiting_cost` of our steps, presumably since a GPU that waits is below its power limit
+and computes faster for that. Fitted to five steps with and without a paced wire
+(docs/measured/training/pipelines_two_h100s.md)."""
+SKEW = 0.03
+"""`Exchange.skew` of our steps: 0.01 to 0.05 of eight steps on four H200s and two
+(docs/measured/training/four_h200s.md)."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Dispatch and combine of one token in one MoE layer, in seconds."""
+
+    forward: float
+    backward: float
+    """Without the part that weight gradients hide."""
+    hidden: bool
+    """The forward pass of a micro-batch runs beside the backward pass of the one before it."""
+    taken: float = 0.0
+    """Part of a GPU that hidden exchanges take from the computation beside them."""
+    waiting_cost: float = 1.0
+    """Seconds by which a step is longer for a second that the GPU waits."""
+    skew: float = 0.0
+    """Seconds that a GPU waits for the others for a second in which it computes: each has its own
+    clock at the power limit, and every exchange waits for the slowest."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of both passes, hidden by another micro-batch or not."""
+        return self.forward + self.backward
+
+    def exposed(
+        self, seconds: float, computing: float, micro_batches: int, stages: int, chunks: int
+    ) -> float:
+        """Seconds by which a step is longer because of this exchange, outside a pipeline's bubble.
+
+        Without overlap that is all of it. With overlap those of the first forward and the last
+        backward pass are exposed; with pipeline stages those of the passes in as many slots as
+        there are chunks of the model (`extras.overlap.slots`). Between them the exchanges of a
+        backward pass are hidden by a forward pass, a third of the work, and the other way round;
+        the computation beside them is slower by what they take of the GPU.
+
+        Args:
+            seconds: all exchanges of a micro-batch on a stage.
+            computing: all other work of a micro-batch.
+            micro_batches: number per step.
+            stages: pipeline stages.
+            chunks: model chunks of a stage.
+        """
+        if not self.hidden:
+            return self.waiting_cost * micro_batches * seconds
+        forward, backward = (
+            seconds * t / (self.total or 1.0) for t in (self.forward, self.backward)
+        )
+        exposed = max(0.0, backward - computing / 3, forward - computing * 2 / 3)
+        exposed += self.taken * (seconds - exposed)
+        # A slot is 1 / chunks of a micro-batch; the bubble is (stages - 1) / chunks of one.
+        alone = min(micro_batches, stages - (stages - 1) / chunks)
+        return self.waiting_cost * (alone * seconds + (micro_batches - alone) * exposed)
+
+
+def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:
+    """The exchange of `parallel.dispatch`; `cfg` has resolved kernels."""
+    sent = traffic(cfg, world)
+    forward, backward = (_crossing(cfg, world, machine, x) for x in (sent.forward, sent.backward))
+    if beside_exchanges(cfg):
+        backward -= _beside_wgrads(cfg, world, machine, sent)
+    hidden = cfg.parallel.overlap_microbatches == "on"
+    skew = SKEW if expert_parallel_size(cfg, world) > 1 else 0.0
+    return Exchange(forward, backward, hidden, waiting_cost=WAITING_COST, skew=skew)
+
+
+def _beside_wgrads(cfg: Config, world: int, machine: Machine, sent: Traffic) -> float:
+    """Seconds of a token's exchange in a backward pass that weight gradients hide; a layer's mean.
+
+    Each exchange is hidden by the weight gradients since the one before it. Those of attention in
+    the layer above hide the first one of a layer: gradients of sums, or tokens that are sent again.
+    Those of the experts hide the last one: gradients of tokens. In pairs they are there in every
+    second pass, of two passes. Those of shared experts and the output layer are not counted.
+    """
+    first, last = (_collective_seconds(cfg, machine, part) for part in (sent.there, sent.back))
+    wgrads, passes = layer_wgrads(cfg, world, machine), 2 if pairs(cfg, world) else 1
+    return fmean(
+        min(first, wgrads[kind].attention / 1e12)
+        + min(last, passes * wgrads[kind].experts / 1e12) / passes
+        for kind in all_kinds(cfg)
+        if not kind.dense
+    )
+
+
+def _collective_seconds(cfg: Config, machine: Machine, sent: Links) -> float:
+    """Seconds of a token's bytes by collectives: over the network alone with `hier`."""
+    near = 0.0 if TRANSPORTS[cfg.parallel.dispatch].over_nodes else sent.near
+    return near / (machine.node_gbs * 1e9) + sent.far / (machine.network_gbs * 1e9)
+
+
+def _crossing(cfg: Config, world: int, machine: Machine, sent: Links) -> float:
+    """Seconds of a token's bytes, without those that overlap the experts of the same layer."""
+    near, far = sent.near / (machine.node_gbs * 1e9), sent.far / (machine.network_gbs * 1e9)
+    transport = costs(cfg, world)
+    if overlap_sms(cfg, world):
+        near *= transport.exposed
+    if transport.pipelined and not is_stock(cfg.kernels.backend):
+        return max(near, far)
+    return near + far

@@ -1,0 +1,244 @@
+"""Memory of one rank of each pipeline stage, as torch's allocator counts it at its peak."""
+
+from dataclasses import dataclass, replace
+
+from phalanx.configs.capture import CAPTURED
+from phalanx.configs.formats import multiplies_fp8, resident_layers
+from phalanx.configs.layout import document_places, may_be_uneven
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import attention_backend, is_stock
+from phalanx.configs.tables.machines import Machine
+from phalanx.moe.plan.cost.activations import Activations, LayerMemory
+from phalanx.moe.plan.cost.delayed_wgrad import (
+    expert_operands,
+    head_operands,
+    held_passes,
+    layer_operands,
+    waits,
+)
+from phalanx.moe.plan.cost.pipeline import in_flight_bytes
+from phalanx.moe.plan.cost.traffic import costs
+from phalanx.moe.plan.cost.weights import (
+    Weights,
+    cached_gradient_bytes,
+    chunks,
+    fp8_copy_bytes,
+    stage_weights,
+)
+from phalanx.moe.plan.cost.wgrad_pairs import pairs
+
+_WORKSPACES = 128 * 2**20
+"""Approximate bytes that cuBLAS and Transformer Engine allocate."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank of one stage."""
+
+    stage: int
+    weights: Weights
+    cached: int
+    """Placeholders of weight gradients, FP8 copies of weights, and workspaces."""
+    saved: int
+    """Activations saved for backward passes, of all micro-batches in flight."""
+    backward: int
+    """Peak of the largest backward pass on top of that."""
+    validation: int
+    """Bytes of a validation, which cannot use the memory of a captured step."""
+    host: int
+    """Bytes in host memory, of all micro-batches in flight (`run.offload`)."""
+    waiting: int = 0
+    """Operands of weight gradients that wait (`parallel.delay_wgrad`)."""
+    held: int = 0
+    """Number of backward passes whose weight gradients wait beyond a transfer."""
+
+    @property
+    def states(self) -> int:
+        """Bytes of parameters, gradients, padding of their buffers, and optimizer."""
+        w = self.weights
+        return w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
+
+    @property
+    def peak(self) -> int:
+        """Peak of allocated bytes."""
+        step = self.saved + self.backward + self.waiting
+        return self.states + self.cached + step + self.validation
+
+
+def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[StageMemory]:
+    """Memory of a rank of each stage, in order.
+
+    Args:
+        cfg: valid, with resolved kernels and graph (`moe.plan.described`).
+        world: ranks.
+        rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
+    """
+    act = Activations(cfg, world, rows)
+    head, per_layer_kind = act.head(), act.per_layer_kind()
+    operands = {kind: layer_operands(cfg, world, act.sizes, kind) for kind in per_layer_kind}
+    routed = {kind: expert_operands(cfg, act.sizes, kind) for kind in per_layer_kind}
+    stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
+    waiting: list[list[int]] = [[] for _ in range(cfg.parallel.pipeline)]
+    alone = [0] * cfg.parallel.pipeline
+    for chunk in chunks(cfg):
+        layers = [per_layer_kind[kind] for kind in chunk.kinds]
+        decoder = len(layers) - chunk.mtp
+        layers[decoder:] = [
+            replace(layer, saved=layer.saved + act.prediction_extra()) for layer in layers[decoder:]
+        ]
+        stages[chunk.stage].append(layers + [head] * chunk.heads)
+        of_head = chunk.heads * head_operands(cfg, act.sizes)
+        waiting[chunk.stage].append(sum(operands[kind] for kind in chunk.kinds) + of_head)
+        alone[chunk.stage] += sum(routed[kind] for kind in chunk.kinds)
+    weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
+    copies = fp8_copy_bytes(cfg, world)
+    memory = [
+        StageMemory(
+            stage=i,
+            weights=weights[i],
+            cached=cached[i] + copies[i] + _WORKSPACES + _document_scratch(cfg),
+            saved=in_flight_bytes(cfg, world, i, [sum(x.saved for x in c) for c in held]),
+            backward=_backward([layer for c in held for layer in c], head),
+            validation=_validation(cfg, [layer for c in held for layer in c]),
+            host=in_flight_bytes(cfg, world, i, [sum(x.offloaded for x in c) for c in held]),
+        )
+        for i, held in enumerate(stages)
+    ]
+    if pairs(cfg, world):
+        memory = [replace(m, waiting=size) for m, size in zip(memory, alone, strict=True)]
+    return _delayed(memory, [max(each) for each in waiting]) if waits(cfg) else memory
+
+
+def _delayed(memory: list[StageMemory], operands: list[int]) -> list[StageMemory]:
+    """Memory with weight gradients that wait for transfers.
+
+    Args:
+        memory: without them.
+        operands: bytes of their operands in one pass, of each stage.
+    """
+    most, delayed = max(m.peak for m in memory), []
+    for m, size in zip(memory, operands, strict=True):
+        held = held_passes(m.stage, most - m.peak, size)
+        delayed.append(replace(m, held=held, waiting=m.waiting + (held + 1) * size))
+    return delayed
+
+
+def _document_scratch(cfg: Config) -> int:
+    """Scratch bytes of flash-attn-4's backward pass for document slots.
+
+    128 fp32 rows for each slot, of the gradients of queries, and of keys and values that query
+    heads share.
+    """
+    d, a = cfg.data, cfg.model.attention
+    if not d.document_mask or not attention_backend(cfg.kernels.attention).document_bounds:
+        return 0
+    if a.kind == "mla":
+        channels = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
+    else:
+        shared = 2 * a.kv_heads if a.kv_heads < a.heads else 0
+        channels = (a.heads + shared) * a.head_dim
+    return document_places(d) * d.micro_batch * 128 * 4 * channels // cfg.parallel.tensor
+
+
+def _backward(layers: list[LayerMemory], head: LayerMemory) -> int:
+    """Peak of the backward passes, in which logits are freed before those of the layers.
+
+    Of offloaded bytes those of two layers are on the GPU: the layer in use, and the next one.
+    """
+    freed = head.saved if head in layers else 0
+    copies = 2 * max(layer.offloaded for layer in layers)
+    return copies + max(x.backward if x is head else x.backward - freed for x in layers)
+
+
+def _validation(cfg: Config, layers: list[LayerMemory]) -> int:
+    """Bytes of a forward pass without gradients, which holds one layer at a time.
+
+    Eager steps have freed their memory by then; a CUDA graph keeps its own pool.
+    """
+    run = cfg.run
+    forward = run.eval_interval > 0 or run.sample_every > 0 or bool(run.record_routing)
+    separate = run.graph == CAPTURED and forward
+    return max(layer.saved + layer.offloaded for layer in layers) if separate else 0
+
+
+def exchange_bytes(cfg: Config, world: int) -> int:
+    """Receive buffers and replica slots of one-sided exchanges, with any load.
+
+    They are outside of torch's allocator. Where passes of two micro-batches run beside each other,
+    each kind of pass has buffers.
+    """
+    row, buffers = 2 * cfg.model.hidden + 8 * cfg.model.moe.top_k, costs(cfg, world).buffers
+    buffers *= 2 if cfg.parallel.overlap_microbatches == "on" else 1
+    return buffers * row + (Activations(cfg, world).replica_slot_bytes() if buffers else 0)
+
+
+def needed(cfg: Config, world: int) -> int:
+    """Bytes of the worst rank: torch's allocations and exchange buffers."""
+    return max(m.peak for m in stage_memory(cfg, world)) + exchange_bytes(cfg, world)
+
+
+def host_needed(cfg: Config, world: int) -> int:
+    """Bytes of host memory of the worst rank, without those of checkpoints."""
+    return max(m.host for m in stage_memory(cfg, world))
+
+
+def fits(cfg: Config, world: int, machine: Machine) -> bool:
+    """True if GPU and host memory of the worst rank suffice; `cfg` has resolved kernels."""
+    return needed(cfg, world) <= machine.room and host_needed(cfg, world) <= machine.host_room
+
+
+USABLE = 0.97
+"""Part of free memory that FP8 copies may fill up. Between blocks of the allocator 1.6 to 4.7 GiB
+of an H200 were left in seven runs in FP8 (docs/measured/training/four_h200s.md)."""
+_GROWTH = 2
+"""Growth of the row budget for which FP8 copies leave room, as layers do not give them back.
+Natural routing of Qwen3-30B-A3B from scratch needed 2.96 x the balanced rows in its first step,
+with a budget of 2 x (docs/measured/training/four_h200s.md)."""
+
+
+def chooses_fp8_weights(cfg: Config) -> bool:
+    """`precision.weights` is `auto`, and there are copies; Megatron-Core's layer has its own."""
+    copied = multiplies_fp8(cfg) and not is_stock(cfg.kernels.backend)
+    return cfg.precision.weights == "auto" and copied
+
+
+def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
+    """Value of `precision.weights` on ranks with so many bytes free.
+
+    A choice is the largest number of layers that fits into `USABLE` of them, `with_growth`.
+    """
+    if not chooses_fp8_weights(cfg):
+        return cfg.precision.weights
+    cfg, available = with_growth(cfg, world), int(USABLE * free)
+    kept, layers = resident_layers(cfg)
+    most, least = (needed(with_fp8_weights(cfg, n), world) for n in (kept, 0))
+    if most > max(least, available):
+        kept = int(layers * max(0, available - least) / (most - least))
+        while kept and needed(with_fp8_weights(cfg, kept), world) > available:
+            kept -= 1  # layers differ, and so do stages
+    return kept
+
+
+def with_growth(cfg: Config, world: int) -> Config:
+    """The configuration with the row budget that natural routing over ranks may come to need."""
+    if not may_be_uneven(cfg, world):
+        return cfg
+    factor = _GROWTH * cfg.parallel.capacity_factor
+    return replace(cfg, parallel=replace(cfg.parallel, capacity_factor=factor))
+
+
+def fp8_place(cfg: Config) -> str:
+    """`precision.weights` in words; `auto` counts as `resident`."""
+    kept, layers = resident_layers(cfg)
+    named = {0: "scratch", layers: "resident"}
+    return named.get(kept, f"resident in {kept} of {layers} layers")
+
+
+def with_fp8_weights(cfg: Config, weights: int | str) -> Config:
+    """The configuration with another `precision.weights`."""
+    return replace(cfg, precision=replace(cfg.precision, weights=weights))
+
+
+def with_delayed(cfg: Config, value: str) -> Config:
+    """A copy with this `parallel.delay_wgrad`."""
+    return replace(cfg, parallel=replace(cfg.parallel, delay_wgrad=value))

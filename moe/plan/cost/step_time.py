@@ -1,0 +1,339 @@
+"""Step time: work of the slowest stage over the rates of a machine, expected and at best.
+
+Expected: GEMMs, core attention, elementwise work and the exchanges of experts, tensor ranks and
+context ranks run one after another, as they do in this code; exchanges that overlap the experts,
+weight gradients (`parallel.delay_wgrad`) or another micro-batch (`parallel.overlap_microbatches`)
+are exposed in part, and GPUs that exchange wait for the slowest one. Gradients are reduced beside
+the last backward pass and parameters gathered beside the first forward pass if `parallel.overlap`
+is on, but for those of the embedding. Uneven routing and host time are not counted.
+
+At best: matrix products and core attention alone, with everything else overlapped, for any
+transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
+Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.configs.arithmetic.core_attention import core_tflops
+from phalanx.configs.arithmetic.expert_rates import with_wide_experts
+from phalanx.configs.formats import grad_width, in_bf16, multiplies_fp8, width
+from phalanx.configs.layout import (
+    expert_parallel_size,
+    micro_batches,
+    optimizer_shards,
+    replicas,
+)
+from phalanx.configs.linear_attention import linear_layers
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.machines import Machine
+from phalanx.extras.baseline.rates import beside_products, with_grouped_products
+from phalanx.moe.plan.cost.activations import sizes
+from phalanx.moe.plan.cost.delayed_wgrad import waits
+from phalanx.moe.plan.cost.exchange import Exchange, own_exchange
+from phalanx.moe.plan.cost.pipeline import step_seconds
+from phalanx.moe.plan.cost.shards import heads_seconds, heads_traffic, keys_traffic, shard_seconds
+from phalanx.moe.plan.cost.stages import stage_memory
+from phalanx.moe.plan.cost.traffic import least_traffic, traffic
+from phalanx.moe.plan.cost.weights import Weights, chunks, split_masters, stage_weights
+from phalanx.moe.plan.cost.work import stage_work
+
+GAPS = 1.5e-4
+"""Seconds of a layer and micro-batch, forward and backward, in which a captured step computes
+nothing: about 70 kernels begin and end. 0.11 to 0.18 ms of four models
+(docs/measured/training/slices_one_h200.md)."""
+_RECOMPUTE_PASSES = 6.0
+"""Reads and writes of a recomputed tensor: its inputs, itself, and a copy to its old storage."""
+_PASSES = 2.5
+"""Reads and writes of a saved tensor by elementwise work, forward and backward. Norms, residuals
+and the router take one pass each: 2.3 to 2.6 of three models, all that is neither products nor the
+update (docs/measured/training/slices_one_h200.md)."""
+_IN_STEPS = 0.83
+"""Speed of core attention in a step, where other products have brought the GPU to its power limit,
+over its speed alone: 0.80 to 0.88 of four models (the same file; docs/measured/kernels/libraries.md
+has it alone)."""
+_UPDATE_RATE = 1.3
+"""Bytes a second of our AdamW's long passes over those of elementwise work: 3,800 to 4,100 GB/s on
+an H200 (the same file)."""
+_OVERLAPPED = 0.9
+"""Part of a pass beside which parameters are gathered or gradients reduced."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest stage."""
+
+    gemm: float
+    """Attention projections, dense MLPs, shared experts, output layer."""
+    experts: float
+    attention: float
+    elementwise: float
+    exchange: float
+    """Exposed part of dispatch and combine of expert tokens."""
+    heads: float
+    """All-to-all of linear attention's heads between context ranks."""
+    tensor: float
+    """Gathering and summing tokens around what tensor ranks share."""
+    context: float
+    """Gathering keys and values of the other context ranks."""
+    gaps: float
+    """Time between kernels."""
+    offload: float
+    """Exposed part of copies to and from host memory."""
+    skew: float
+    """Waiting for the slowest GPU at every exchange of expert tokens."""
+    waiting: float
+    """Pipeline bubble."""
+    gradients: float
+    """Exposed part of gradient reduction and parameter gathering."""
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bound of a step of a layout with any transport and overlap, at a machine's rates."""
+
+    seconds: float
+    limit: str
+    """The bottleneck: `matrix products`, `network` or `links inside a node`."""
+
+
+_EXPERTS, _EXCHANGE = 1, 4
+"""Places of experts and of the exchange among the parts of a stage's time, which are in the order
+of `StepTime`."""
+
+
+def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
+    """Expected time of a step; `cfg` has resolved kernels."""
+    own = with_own_kernels(cfg, machine)
+    sent, beside = own_exchange(cfg, world, own), _beside_experts(cfg, world, own)
+    return step_with(sent, cfg, world, own, _PASSES, beside)
+
+
+def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
+    """Seconds of a MoE layer and micro-batch that the stock layer takes beside products and passes.
+
+    Those of the fused experts are in their rates.
+    """
+    if not is_stock(cfg.kernels.backend):
+        return 0.0
+    local, rows = cfg.model.moe.experts // expert_parallel_size(cfg, world), sizes(cfg, world).rows
+    return beside_products(cfg.model, machine, local=local, rows=rows, fp8=multiplies_fp8(cfg))
+
+
+def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
+    """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
+    with_experts = with_grouped_products if is_stock(cfg.kernels.backend) else with_wide_experts
+    machine = with_experts(cfg.model, machine)
+    if linear_layers(cfg.model):
+        return machine
+    library = {"te": "cudnn", "flex": "flex"}.get(cfg.kernels.attention, "fa4")
+    alone = core_tflops(cfg.model, cfg.data.sequence_length, library, machine)
+    return replace(machine, attention_tflops=_IN_STEPS * alone)
+
+
+def step_with(
+    sent: Exchange,
+    cfg: Config,
+    world: int,
+    machine: Machine,
+    passes: float,
+    beside_experts: float = 0.0,
+) -> StepTime:
+    """Expected time of a step whose tokens travel by any exchange.
+
+    Args:
+        sent: the exchange.
+        cfg: with resolved kernels.
+        world: ranks.
+        machine: rates.
+        passes: reads and writes of a saved tensor by elementwise work, forward and backward.
+        beside_experts: seconds of a MoE layer and micro-batch in more elementwise work.
+    """
+    heads, shards = heads_seconds(cfg, machine), shard_seconds(cfg, machine)
+    weights, added = stage_weights(cfg, world), _added_bytes(cfg)
+    stages, works = [], stage_work(cfg, world, machine)
+    for work, owned in zip(works, weights, strict=True):
+        written = passes * work.written + _RECOMPUTE_PASSES * work.refilled
+        written += added * (owned.dense + owned.expert)
+        elementwise = written / (machine.memory_gbs * 1e9) + work.sparse * beside_experts
+        others = (work.linear * heads, shards.tensor(work), shards.context(work))
+        moved = (work.sparse * sent.total, *others)
+        gaps = work.layers * GAPS
+        busy = (*work.seconds, elementwise, *(work.tokens * each for each in moved), gaps)
+        stages.append((*busy, _copies(sum(busy), work.offloaded, machine)))
+    seconds = [sum(stage) for stage in stages]
+    slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
+    parts = [count * t for t in slow]
+    pipeline, virtual = cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
+    exchange = slow[_EXCHANGE]
+    computing = max(seconds) - exchange
+    parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, virtual)
+    collectives = _exposed_collectives(cfg, world, machine, weights, slow)
+    delayed, held = [work.delayed for work in works], _held(cfg, world)
+    total = step_seconds(seconds, count, virtual, delayed, held)
+    waits = sent.skew * count * computing, total - count * max(seconds)
+    return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine, weights)))
+
+
+def _added_bytes(cfg: Config) -> int:
+    """Bytes of a parameter and micro-batch for gradients that products do not add to their sums.
+
+    These write them, and a pass adds them.
+    """
+    if cfg.kernels.gradient_accumulation_fusion:
+        return 0
+    return 2 * width(cfg) + 2 * grad_width(cfg)
+
+
+def _held(cfg: Config, world: int) -> list[int]:
+    """Backward passes of each stage whose weight gradients wait beyond a transfer."""
+    if not waits(cfg):
+        return [0] * cfg.parallel.pipeline
+    return [m.held for m in stage_memory(cfg, world)]
+
+
+def _copies(seconds: float, offloaded: float, machine: Machine) -> float:
+    """Exposed seconds of a micro-batch's copies to and from host memory.
+
+    Copies to the host overlap the forward pass, a third of the work, and copies back overlap the
+    backward pass.
+    """
+    copy = offloaded / (machine.host_gbs * 1e9)
+    return max(0.0, copy - seconds / 3) + max(0.0, copy - seconds * 2 / 3)
+
+
+def bound(cfg: Config, world: int, machine: Machine) -> Bound:
+    """Bound of a step with balanced experts, `run.recompute` and the pipeline schedule of `cfg`.
+
+    Links run at their line rate, both kinds at once.
+    """
+    sent, machine = least_traffic(cfg, world), with_own_kernels(cfg, machine)
+    bytes_ = sent.forward + sent.backward
+    near, far = bytes_.near / machine.node_line_gbs, bytes_.far / machine.network_line_gbs
+    stages, works = [], stage_work(cfg, world, machine)
+    for work in works:
+        rows = work.tokens * work.sparse / 1e9
+        stages.append(
+            {
+                "matrix products": sum(work.seconds),
+                "network": rows * far,
+                "links inside a node": rows * near,
+            }
+        )
+    seconds = [max(stage.values()) for stage in stages]
+    slow = stages[seconds.index(max(seconds))]
+    virtual, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
+    count, held = micro_batches(cfg, world), _held(cfg, world)
+    total = step_seconds(seconds, count, virtual, delayed, held)
+    total += _update(cfg, world, machine, stage_weights(cfg, world))
+    return Bound(total, max(slow, key=lambda name: slow[name]))
+
+
+def _exposed_collectives(
+    cfg: Config,
+    world: int,
+    machine: Machine,
+    weights: Sequence[Weights],
+    micro_batch: Sequence[float],
+) -> float:
+    """Exposed seconds of gradient reduction and parameter gathering.
+
+    Nothing runs beside those of the embedding, which is read first and whose gradient comes last
+    (docs/measured/training/four_h200s.md).
+
+    Args:
+        cfg: with resolved kernels.
+        world: ranks.
+        machine: rates.
+        weights: of every stage.
+        micro_batch: seconds of a micro-batch by part, in the order of `StepTime`.
+    """
+    p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
+    rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)
+    sent = _reduced(cfg, world, weights)
+    embedding = m.vocab_size * m.hidden / p.tensor * (1 - 1 / replicas(cfg, world)[0])
+    # Inside a node a bucket takes milliseconds, as experts do, and its kernel waits for theirs,
+    # which hold all SMs. Over a network it goes on beside several of them.
+    beside = sum(micro_batch) - (micro_batch[_EXPERTS] if near else 0.0)
+    hidden = _OVERLAPPED * beside if p.overlap else 0.0
+    return sum(
+        max(embedding * each / rate, sent * each / rate - hidden * part)
+        for part, each in _widths(cfg)
+    )
+
+
+def _reduced(cfg: Config, world: int, weights: Sequence[Weights]) -> float:
+    """Elements that a rank of the stage with most sends to others that have the same."""
+    dense, experts = (1 - 1 / ranks for ranks in replicas(cfg, world))  # parts that others have
+    return max(w.dense * dense + w.expert * experts for w in weights)
+
+
+def _widths(cfg: Config) -> list[tuple[float, int]]:
+    """Bytes of an element beside a backward pass, two thirds of the work, and a forward pass."""
+    if cfg.parallel.distributed_optimizer:
+        return [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]
+    return [(2 / 3, 2 * grad_width(cfg))]
+
+
+BUSY = 0.6
+"""Part of a step from which on a busy network is named: what hides its transfers is short then."""
+
+
+def network_busy(cfg: Config, world: int, machine: Machine) -> float:
+    """Part of the expected step in which a GPU of the busiest stage sends over the network.
+
+    Expert tokens, keys and values or heads of context ranks, activations between stages, gradients
+    and parameters, at `Machine.network_gbs`.
+
+    Args:
+        cfg: with resolved kernels.
+        world: ranks.
+        machine: rates.
+    """
+    if world <= machine.node_gpus:
+        return 0.0
+    sent, stages = traffic(cfg, world), [0.0] * cfg.parallel.pipeline
+    heads, keys = heads_traffic(cfg, machine).far, keys_traffic(cfg, machine).far
+    between = 2 * cfg.model.hidden * width(cfg) if len(stages) > 1 else 0  # there and back
+    for chunk in chunks(cfg):
+        stages[chunk.stage] += chunk.sparse * (sent.forward.far + sent.backward.far) + between
+        stages[chunk.stage] += chunk.linear * heads + (len(chunk.kinds) - chunk.linear) * keys
+    bytes_ = micro_batches(cfg, world) * sizes(cfg, world).local_tokens * max(stages)
+    reduced = _reduced(cfg, world, stage_weights(cfg, world))
+    bytes_ += reduced * sum(each for _, each in _widths(cfg))
+    return bytes_ / (machine.network_gbs * 1e9) / step_time(cfg, world, machine).total
+
+
+_FP32_RATE = 0.1
+"""Rate of matrix products in fp32 relative to bf16."""
+
+
+_MUON_BYTES = 36
+"""Bytes read and written per element around Muon's products: momentum, norm, rounding."""
+
+
+def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
+    """Seconds of the optimizer on the slowest stage."""
+    of_dense, of_experts = optimizer_shards(cfg, world)
+    update = 0.0
+    for w in weights:
+        gradients = grad_width(cfg) * (w.dense / of_dense + w.expert / of_experts)
+        # Moments and master weights are read and written, gradients read and normed. A third pass
+        # over gradients is fitted to steps with fp32 moments; those in bf16 have a kernel of ours,
+        # which reads the upper halves of weights too.
+        touched, speedup = 2.0 * w.optimizer_bytes + 3 * gradients, 1.0
+        if split_masters(cfg):
+            touched, speedup = 8 / 3 * w.optimizer_bytes + 2 * gradients, _UPDATE_RATE
+        touched += _MUON_BYTES * w.by_muon.elements
+        seconds = touched / (speedup * machine.memory_gbs * 1e9)
+        rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
+        seconds += cfg.optim.ns_steps * w.by_muon.flops / (rate * 1e12)
+        update = max(update, seconds)
+    return update

@@ -1,1 +1,0 @@
-"""Gains and costs of single options of a run."""

@@ -1,1 +1,0 @@
-"""Memory of a rank of each pipeline stage."""

@@ -1,1 +1,0 @@
-"""Time of a step and its parts."""

@@ -1,0 +1,1 @@
+"""Work between the steps of a run."""

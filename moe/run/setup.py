@@ -1,0 +1,186 @@
+"""From a validated config to a job ready to train: groups, kernels, model, engine.
+
+The order matters: weights are initialized before the data parallel wrapper copies them into its
+buffers, and the wrapper exists before the optimizer makes its master copies.
+"""
+
+from dataclasses import dataclass
+
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from phalanx.configs.arithmetic.batch_sizes import in_steps
+from phalanx.configs.formats import is_fp8, rows_in_fp8
+from phalanx.configs.layout import expert_parallel_size, logit_interval
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
+from phalanx.extras.muon.qk_clip import QKClip
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.registry import Choice
+from phalanx.moe.experts import activation_of
+from phalanx.moe.layer import MoEOptions
+from phalanx.moe.model.gpt import Backends, build, embedding_stages
+from phalanx.moe.model.init import initialize
+from phalanx.moe.model.max_logits import MaxLogits
+from phalanx.moe.model.megatron_config import Layout, transformer_config
+from phalanx.moe.plan.agreed import agreed_plan
+from phalanx.moe.plan.page.fp8_gain import fp8_gain
+from phalanx.moe.plan.plan import Plan
+from phalanx.moe.run.emulated_layers import emulated_layers
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.transport import connect
+from phalanx.parallel.engine import Engine
+from phalanx.parallel.groups import Groups, create
+from phalanx.parallel.megatron import patches
+from phalanx.parallel.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Job:
+    """Objects that the training loop uses."""
+
+    cfg: Config
+    """Configuration as the user set it."""
+    plan: Plan
+    runtime: Runtime
+    groups: Groups
+    lines: list[Choice]
+    """Lines of the start page on the plan and its estimated speed."""
+    budget: Budget
+    engine: Engine
+    max_logits: MaxLogits | None = None
+    """Largest logits of attention, if the run measures them."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of replicas that read different samples."""
+        return self.groups.data
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """Model of this rank before its weights are initialized or loaded."""
+
+    config: TransformerConfig
+    groups: Groups
+    budget: Budget
+    chunks: list[GPTModel]
+
+
+def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
+    """Build the job on this rank. Collective.
+
+    Args:
+        cfg: valid configuration, as the user set it.
+        runtime: this rank.
+        plan: plan of the run; by default the ranks make one.
+    """
+    plan = plan or agreed_plan(cfg, runtime)[0]
+    built = build_model(plan, runtime)
+    groups = built.groups
+    initialize(
+        built.chunks,
+        seed=cfg.run.seed,
+        std=cfg.model.init_std,
+        layers=cfg.model.layers,
+        dp_cp_group=groups.pg.dp_cp,
+    )
+    engine = Engine(
+        built.config,
+        built.chunks,
+        parallel=cfg.parallel,
+        optim=in_steps(cfg.optim, cfg.data),
+        steps=cfg.run.steps,
+        device=runtime.device,
+        overlap_microbatches=plan.overlaps,
+        wgrads=plan.waiting(groups.pg.pp.rank()),
+    )
+    tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
+    lines = [*plan.lines(), *_estimates(cfg, plan, built)]
+    return Job(cfg, plan, runtime, groups, lines, built.budget, engine, tops)
+
+
+def _estimates(cfg: Config, plan: Plan, built: BuiltModel) -> list[Choice]:
+    """Lines of the start page on the estimated speed of FP8, and on layers that emulate it."""
+    if not is_fp8(cfg):
+        return []
+    gain = fp8_gain(plan.cfg, plan.world, MACHINES[plan.cfg.run.machine])
+    emulated = emulated_layers(built.chunks, plan.cfg.kernels.backend)
+    return [*([gain] if gain is not None else []), *emulated]
+
+
+def _measure_logits(cfg: Config, built: BuiltModel, engine: Engine, runtime: Runtime) -> MaxLogits:
+    """Let attention record its largest logits, and with `optim.qk_clip` rescale updates by them."""
+    model = engine.modules, built.config, built.groups.pg
+    tops = MaxLogits(*model, runtime.device)
+    if cfg.optim.qk_clip:
+        clip = QKClip(*model, tops, cfg.optim.qk_clip)
+        engine.rescale_after_updates(clip.parameters, clip.factors, lambda: tops.measured)
+    return tops
+
+
+def build_model(plan: Plan, runtime: Runtime) -> BuiltModel:
+    """Build groups and model chunks without wrappers, on the device. Collective."""
+    cfg, p = plan.cfg, plan.cfg.parallel
+    expert = expert_parallel_size(cfg, runtime.world)
+    layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
+    config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")
+    groups = create(
+        tensor=p.tensor,
+        context=p.context,
+        pipeline=p.pipeline,
+        virtual_pipeline=p.virtual_pipeline,
+        expert=expert,
+        embedding_stages=embedding_stages(cfg, config),
+    )
+    budget = Budget(p.capacity_factor, device=runtime.device)
+    chunks = _chunks(plan, config, groups, _moe_options(plan, groups, budget, runtime))
+    for chunk in chunks:
+        chunk.to(runtime.device)  # before initialization: random numbers depend on the device
+    if cfg.data.document_mask:
+        patches.shift_within_documents()
+    return BuiltModel(config, groups, budget, chunks)
+
+
+def _moe_options(plan: Plan, groups: Groups, budget: Budget, runtime: Runtime) -> MoEOptions:
+    cfg = plan.cfg
+    spec = MLPSpec(
+        activation_of(cfg.model.moe),
+        cfg.kernels.backend,
+        plan.margins,
+        accumulate=cfg.kernels.gradient_accumulation_fusion,
+        interleaved=plan.interleaved,
+    )
+    transport = connect(plan.transports, plan.nodes, groups.pg.ep, two_passes=plan.overlaps)
+    return MoEOptions(
+        moe=cfg.model.moe,
+        spec=spec,
+        fp8_rows=rows_in_fp8(cfg),
+        transport=transport,
+        budget=budget,
+        symm=plan.exchange(runtime.rank),
+        connections=runtime.connections,
+    )
+
+
+def _chunks(
+    plan: Plan, config: TransformerConfig, groups: Groups, options: MoEOptions
+) -> list[GPTModel]:
+    k, chunks = plan.cfg.kernels, []
+    backends = Backends(k.backend, k.attention, k.norm, *plan.linear_attention)
+    stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]
+    for stage in stages:
+        chunks.append(
+            build(
+                plan.cfg,
+                config,
+                pg=groups.pg,
+                backends=backends,
+                moe=options,
+                pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+            )
+        )
+    return chunks

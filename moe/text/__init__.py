@@ -1,0 +1,1 @@
+"""Formatting of names, numbers and tables."""

@@ -1,0 +1,199 @@
+"""Rows and bytes that experts send, by link, against routing that is drawn at random."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.moe.plan.cost.traffic import least_traffic, traffic
+from phalanx.parallel.dispatcher.costs import Links
+
+NODE = 8
+
+
+def spread(*overrides: str, ranks: int, dispatch: str) -> Config:
+    cfg = load([*overrides, "run.machine=h100"])
+    cfg.parallel.expert, cfg.parallel.dispatch = ranks, dispatch
+    return cfg
+
+
+def tokens(cfg: Config, ranks: int, draws: int) -> list[tuple[int, set[int]]]:
+    """Own rank and ranks of the experts of tokens."""
+    e, r = cfg.model.moe, cfg.model.moe.router
+    size, rng, drawn = e.experts // r.groups, random.Random(1), []
+    for n in range(draws):
+        groups = rng.sample(range(r.groups), r.group_topk)
+        pool = list(itertools.chain(*(range(g * size, (g + 1) * size) for g in groups)))
+        drawn.append((n % ranks, {x * ranks // e.experts for x in rng.sample(pool, e.top_k)}))
+    return drawn
+
+
+def by_node(own: int, ranks: set[int]) -> Links:
+    """A token's rows if it goes once to each node, and from the same place there to the ranks."""
+    hosts = {rank // NODE for rank in ranks}
+    far = len(hosts - {own // NODE})
+    near = sum(rank % NODE != own % NODE for rank in ranks)
+    return Links(near, far)
+
+
+MODELS = ["gpt_oss_20b", "qwen3_30b_a3b", "deepseek_v3"]
+UNEVEN = ("model=deepseek_v3", "model.moe.experts=240", "model.moe.router.groups=6")
+"""Ranks whose experts are parts of several groups."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (("model=gpt_oss_20b",), 8),
+        (("model=qwen3_30b_a3b",), 4),
+        *[(("model=deepseek_v3",), ranks) for ranks in (2, 8, 16, 64)],
+        (UNEVEN, 16),
+    ],
+)
+def test_ranks_and_nodes_of_a_token_are_those_of_random_routing(
+    overrides: tuple[str, ...], ranks: int
+) -> None:
+    cfg = spread(*overrides, ranks=ranks, dispatch="deepep")
+    t, drawn = traffic(cfg, ranks), tokens(cfg, ranks, 4000)
+    rows = [by_node(own, hit) for own, hit in drawn]
+    mean = sum(rows, Links(0, 0))
+    assert t.ranks == pytest.approx(sum(len(hit) for _, hit in drawn) / 4000, rel=0.02)
+    hosts = sum(len({rank // NODE for rank in hit}) for _, hit in drawn)
+    assert t.nodes == pytest.approx(hosts / 4000, rel=0.02)
+    assert t.dispatch == t.combine
+    assert t.dispatch.far == pytest.approx(mean.far / 4000, rel=0.03)
+    assert t.dispatch.near == pytest.approx(mean.near / 4000, rel=0.03)
+
+
+def test_published_layout_of_deepseek_v3_crosses_the_network_for_at_most_four_nodes() -> None:
+    """Eight groups on eight nodes: four of them, less those that none of eight experts is in."""
+    cfg = spread("model=deepseek_v3", ranks=64, dispatch="deepep")
+    t = traffic(cfg, 64)
+    assert 3.5 < t.nodes < 4 and t.dispatch.far == pytest.approx(t.nodes * 7 / 8)
+    cfg.model.moe.router.groups = cfg.model.moe.router.group_topk = 1
+    assert 5 < traffic(cfg, 64).nodes < 5.5
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "most"), [(8, 64, 4), (8, 32, 4), (8, 128, 8), (1, 64, 8), (1, 32, 4)]
+)
+def test_groups_that_are_whole_nodes_limit_the_nodes_of_a_token(
+    groups: int, ranks: int, most: int
+) -> None:
+    cfg = spread("model=deepseek_v3", ranks=ranks, dispatch="hier")
+    cfg.model.moe.router.groups, cfg.model.moe.router.group_topk = groups, min(4, groups)
+    hosts = (len({rank // NODE for rank in hit}) for _, hit in tokens(cfg, ranks, 4000))
+    assert traffic(cfg, ranks).most_nodes == most == max(hosts)
+
+
+@pytest.mark.parametrize(("factor", "groups", "rows"), [(1.0, 8, 3.18), (1.0, 1, 4.63), (9, 1, 7)])
+def test_blocks_cross_the_network_full_or_not(factor: float, groups: int, rows: float) -> None:
+    """At the balanced load they are as many rows as tokens have other nodes; at most all tokens."""
+    cfg = spread("model=deepseek_v3", ranks=64, dispatch="hier")
+    cfg.model.moe.router.groups, cfg.model.moe.router.group_topk = groups, min(4, groups)
+    cfg.parallel.capacity_factor = factor
+    far = traffic(cfg, 64).dispatch.far
+    assert far == pytest.approx(rows, abs=0.01)
+    if factor == 1:
+        assert far == pytest.approx(least_traffic(cfg, 64).dispatch.far, rel=2e-3)
+
+
+def test_exact_where_it_can_be_counted() -> None:
+    """All choices of 2 of 6 experts from 2 of 3 groups, over ranks of two experts in two groups."""
+    cfg = spread("model=tiny", ranks=3, dispatch="symm")
+    e = cfg.model.moe
+    e.experts, e.top_k, e.router.groups, e.router.group_topk = 6, 2, 3, 2
+    cases: Counter[int] = Counter()
+    for groups in itertools.combinations(range(3), 2):
+        for chosen in itertools.combinations([2 * g + i for g in groups for i in (0, 1)], 2):
+            cases[len({x // 2 for x in chosen})] += 1
+    mean = sum(hit * n for hit, n in cases.items()) / cases.total()
+    assert traffic(cfg, 3).ranks == pytest.approx(mean, rel=1e-12)
+    e.router.groups, e.router.group_topk, cfg.parallel.expert = 2, 1, 3  # ranks 0 | 0, 1 | 1
+    # Of experts 0, 1, 2 the pair 0, 1 is on one rank, and pairs with 2 are on two.
+    assert traffic(cfg, 3).ranks == pytest.approx((1 + 2 + 2) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pushes_inside_a_node(model: str) -> None:
+    cfg = spread(f"model={model}", ranks=8, dispatch="symm")
+    t = traffic(cfg, 8)
+    assert t.dispatch == Links(pytest.approx(t.ranks * 7 / 8), 0)
+    row = 2 * cfg.model.hidden * t.dispatch.near
+    assert (t.forward.total, t.backward.total) == pytest.approx((2 * row, 3 * row))
+    cfg.parallel.save_x = "keep"
+    assert traffic(cfg, 8).backward.total == pytest.approx(2 * row)
+
+
+def test_published_bytes_of_a_token_without_groups() -> None:
+    """66.4 kB a direction for DeepSeek-V3's shape over 8 ranks."""
+    cfg = spread("model=deepseek_v3", ranks=8, dispatch="symm")
+    cfg.model.moe.router.groups = cfg.model.moe.router.group_topk = 1
+    assert traffic(cfg, 8).forward.total / 2 == pytest.approx(66.4e3, rel=2e-3)
+
+
+def test_collectives_send_every_token_to_every_rank() -> None:
+    """An all-gather, in which a row enters a node once, and an all-to-all on the way back."""
+    cfg = spread("model=deepseek_v3", ranks=64, dispatch="alltoall")
+    t = traffic(cfg, 64)
+    assert (t.dispatch, t.combine) == (Links(64 - 8, 7), Links(7, 56))
+    assert t.forward == t.backward == 2 * 7168 * Links(63, 63)
+    cfg.parallel.expert = 8
+    assert traffic(cfg, 8).dispatch == traffic(cfg, 8).combine == Links(7, 0)
+
+
+@pytest.mark.parametrize(("precision", "wide"), [("bf16", 2), ("fp32", 4)])
+def test_a_token_goes_once_to_each_node_and_from_there_to_its_ranks(
+    precision: str, wide: int
+) -> None:
+    """DeepSeek-V3 over eight nodes of eight, counted copy by copy where pushes carry them on. A
+    block for each node has room for 1.24 x the tokens that go there."""
+    cfg = spread("model=deepseek_v3", f"precision={precision}", ranks=64, dispatch="hier")
+    t = traffic(cfg, 64)
+    drawn = tokens(cfg, 64, 2000)
+    block = 1.24 * sum(len({rank // NODE for rank in hit}) for _, hit in drawn) / 8 / 2000
+    inside = sum(by_node(*token).near for token in drawn) / 2000
+    inside = inside if precision == "bf16" else 8 * 7 * block
+    near, far = pytest.approx(inside, rel=0.02), pytest.approx(7 * block, rel=0.02)
+    assert t.dispatch == t.combine == Links(near, far)
+    row = wide * 7168
+    assert t.forward.far == t.backward.far == 2 * t.dispatch.far * row
+    again = t.dispatch.near if precision == "bf16" else 0
+    assert t.backward.near == pytest.approx((2 * t.dispatch.near + again) * row)
+
+
+@pytest.mark.parametrize(("hidden", "to"), [(7168, 7168 + 4 * 56), (2880, 2880 + 4 * 23 + 4)])
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("moe", 1)])
+def test_fp8_goes_to_the_experts_and_bf16_comes_back(
+    recompute: str, again: int, hidden: int, to: int
+) -> None:
+    """Tokens and gradients there, tokens once more for the backward pass, sums back in bf16. Scales
+    are filled up to 16 bytes."""
+    cfg = spread("model=deepseek_v3", f"run.recompute={recompute}", ranks=8, dispatch="symm")
+    cfg.precision.recipe, cfg.precision.dispatch = "fp8_block", "fp8"
+    cfg.model.hidden = hidden
+    t, fro = traffic(cfg, 8), 2 * hidden
+    assert t.forward.near == pytest.approx((to + fro) * t.dispatch.near)
+    assert t.backward.near == pytest.approx(
+        t.forward.near + to * t.dispatch.near + again * t.forward.near
+    )
+    least = least_traffic(cfg, 8)
+    assert least.forward == t.forward and least.backward.near <= t.backward.near
+
+
+def test_the_baseline_sends_a_copy_for_each_expert() -> None:
+    cfg = spread("model=deepseek_v3", "kernels=megatron", ranks=64, dispatch="alltoall")
+    assert traffic(cfg, 64).dispatch == Links(pytest.approx(8 * 7 / 64), 7)
+
+
+@pytest.mark.parametrize("dispatch", ["symm", "hier", "alltoall", "deepep"])
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("recompute", ["none", "moe"])
+def test_no_transport_sends_less_than_the_least(dispatch: str, ranks: int, recompute: str) -> None:
+    cfg = spread("model=deepseek_v3", f"run.recompute={recompute}", ranks=ranks, dispatch=dispatch)
+    t, least = traffic(cfg, ranks), least_traffic(cfg, ranks)
+    for sent, needed in ((t.forward, least.forward), (t.backward, least.backward)):
+        assert sent.far >= needed.far * (1 - 1e-9) and sent.near >= needed.near * (1 - 1e-9)
