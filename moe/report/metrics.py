@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -24,6 +24,7 @@ from phalanx.moe.report.goodput import Clock, earlier, goodput, goodput_line, tr
 from phalanx.moe.report.loggers import Journal, lines, logged
 from phalanx.moe.report.services.enabled import make_sinks
 from phalanx.moe.report.services.service import Sink
+from phalanx.parallel.dispatcher.capacity import Growth
 
 _STEADY = 10  # logged steps of the closing summary
 _PAGE = 25  # rows between headings
@@ -93,6 +94,11 @@ class Metrics:
         """
         self.text("\n".join(filter(None, (f"-- {text}", shown))))
         self._write({"event": redacted(text), **redacted(facts), "at": self._step})
+
+    def reruns(self, grown: Iterable[Growth], subject: str) -> None:
+        """Print and write a line for each enlarged capacity, after which `subject` was rerun."""
+        for growth in grown:
+            self.event(growth.event(subject))
 
     def start(self, facts: dict[str, Any]) -> None:
         """Write the facts of a run (`moe.report.title`), for the titles of tables and plots."""

@@ -15,9 +15,9 @@ from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import stage_line
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.data.vocabulary import shown
-from phalanx.moe.run.launch import code
-from phalanx.moe.run.setup import Job
+from phalanx.moe.job import Job
 from phalanx.moe.text.units import count, model_size, storage, work
+from phalanx.moe.versions import code
 
 
 def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None = None) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.moe.job import Job
 from phalanx.moe.report.expert_watch import ExpertWatch
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.slow_ranks import SlowRanks
 from phalanx.moe.report.throughput import Pace
 from phalanx.moe.router import balance
-from phalanx.moe.run.setup import Job
 from phalanx.parallel.fault.agreement import gather
 
 

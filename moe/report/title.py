@@ -4,8 +4,8 @@ from typing import Any
 
 from phalanx.configs.formats import described
 from phalanx.configs.redact import redacted
+from phalanx.moe.job import Job
 from phalanx.moe.report.start_page import device
-from phalanx.moe.run.setup import Job
 
 
 def title_facts(job: Job) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from phalanx.moe.run.memory_check import check_memory
 from phalanx.moe.run.out_of_memory import explain_out_of_memory
 from phalanx.moe.run.preflight import nothing_left
 from phalanx.moe.run.shared import compare_settings
+from phalanx.moe.run.start import make_trainer
 from phalanx.moe.run.trainer import Trainer
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.fault.activity import set_activity
@@ -82,7 +83,9 @@ def run(
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
                 check_shared(folder)
-            trainer = Trainer(cfg, runtime, stop, launch, held if runtime.is_main else None, plan)
+            trainer = make_trainer(
+                cfg, runtime, stop, launch, held if runtime.is_main else None, plan
+            )
             trainer.fit()
         watchdog.close()
     except Exception as error:

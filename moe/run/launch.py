@@ -11,12 +11,10 @@ import platform
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,8 @@ from phalanx.configs.knobs import pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.console import Console
+from phalanx.moe.versions import code, packages
 from phalanx.parallel import devices
-
-_PACKAGES = (
-    *("torch", "megatron-core", "nvidia-cutlass-dsl", "transformer-engine", "triton", "numpy"),
-    *("flash-attn-4", "quack-kernels", "fla-core", "emerging-optimizers", "nvidia-cudnn-frontend"),
-)
-"""Packages whose versions affect the results of a run."""
 
 
 @dataclass(frozen=True)
@@ -131,32 +124,6 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 @functools.cache
-def code() -> tuple[str, bool]:
-    """Commit of this tree, `unknown` outside a repository, and whether it has been changed."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*args: str) -> str:
-        command = ["git", "-C", str(folder), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown", False
-
-
-@functools.cache
-def packages() -> Mapping[str, str]:
-    """Versions of the packages that affect the results of a run, `none` if not installed."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "none"
-    return versions
-
-
 def _versions() -> dict[str, str]:
     installed = {name: version for name, version in packages().items() if version != "none"}
     return {"python": platform.python_version()} | installed

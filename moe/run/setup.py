@@ -19,6 +19,7 @@ from phalanx.extras.muon.qk_clip import QKClip
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
+from phalanx.moe.job import Job
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, build, embedding_stages
 from phalanx.moe.model.init import initialize
@@ -34,28 +35,6 @@ from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
 from phalanx.parallel.megatron import patches
 from phalanx.parallel.runtime import Runtime
-
-
-@dataclass(frozen=True)
-class Job:
-    """Objects that the training loop uses."""
-
-    cfg: Config
-    """Configuration as the user set it."""
-    plan: Plan
-    runtime: Runtime
-    groups: Groups
-    lines: list[Choice]
-    """Lines of the start page on the plan and its estimated speed."""
-    budget: Budget
-    engine: Engine
-    max_logits: MaxLogits | None = None
-    """Largest logits of attention, if the run measures them."""
-
-    @property
-    def data_parallel(self) -> int:
-        """Number of replicas that read different samples."""
-        return self.groups.data
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import phalanx
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.run.launch import code, packages
+from phalanx.moe.versions import code, packages
 from phalanx.parallel.checkpoint.saved_knobs import leaves
 from phalanx.parallel.fault import same_settings
 

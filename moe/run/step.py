@@ -7,11 +7,10 @@ after it: the host reports a step and prepares the next one while the device com
 step that overflowed is repeated with more rows.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -19,43 +18,17 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from phalanx.configs.arithmetic.batch_sizes import model_input
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.schema import Config
+from phalanx.moe.job import Job
 from phalanx.moe.labels import Batch, Labels, count_labels, make_labels
 from phalanx.moe.model.loss import LossContext
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
-from phalanx.moe.run.setup import Job
+from phalanx.moe.totals import PEAKS, Sums, Totals, unpack
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph, UpdateGraphs
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
-
-_SUMS = 6
-"""Number of sums over ranks before the time of each rank and the load of the experts."""
-
-
-class Totals(NamedTuple):
-    """Totals of a step over all ranks, identical on every rank."""
-
-    loss: float
-    """Mean over all labels of the global batch that count; NaN without one."""
-    mtp_loss: float
-    """Mean loss of the tokens further ahead, mean over distances; NaN without any label."""
-    labels: int
-    """Number of labels of the global batch that count, for the next token."""
-    norm: float
-    """Gradient norm before clipping; 0 without gradients."""
-    stopping: bool
-    """A rank was asked to stop."""
-    reruns: tuple[Growth, ...]
-    """Enlarged capacities, for each of which the step was rerun."""
-    late: torch.Tensor
-    """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
-    load: torch.Tensor
-    """Table of the routers since the last reset (`balance.Collector.read`); empty without
-    gradients."""
-    max_logits: torch.Tensor
-    """Largest attention logit of each layer, fp64, on the host; -inf if not measured."""
 
 
 class Step:
@@ -148,16 +121,9 @@ class Step:
             if totals.is_cuda:
                 self._launch_time = time.perf_counter() - started
             read = _read(totals)  # the one host read of the step
-            *peaks, loss, ranks, mtp_loss, labels, stopping, squares = read[: 2 + _SUMS].tolist()
-            if not budget.exceeded(peaks):
-                count, norm = round(labels / ranks), math.sqrt(squares)
-                losses = (loss / ranks if count else math.nan, mtp_loss / ranks)
+            if not budget.exceeded(read[:PEAKS].tolist()):
                 layers = tops.layers if tops is not None and not forward_only else 0
-                rest = read[2 + _SUMS :]
-                late_R, load, logits = rest.split([world, len(rest) - world - layers, layers])
-                return Totals(
-                    *losses, count, norm, stopping > 0, tuple(reruns), late_R, load, logits
-                )
+                return unpack(read, tuple(reruns), ranks=world, layers=layers)
             self.repeated += time.perf_counter() - started
             reruns += self.enlarge()
             balance.restore(engine.modules, before)
@@ -363,35 +329,33 @@ class Step:
         labels: Labels,
         grad_squares: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Totals of all ranks, fp64 on the device.
+        """Totals of all ranks in one tensor, fp64 on the device (`moe.totals.unpack`).
 
-        They are the largest used shares of the two parts of the budget; then sums: loss, number of
-        ranks that have one, loss of multi-token prediction, labels of the global batch once for
-        each of these ranks, ranks asked to stop, squared gradient norm; the time of each rank; and
-        after a backward pass the load of the experts, and the largest attention logit of each layer
-        if the run records them.
+        They are the largest used shares of the parts of the budget, `Sums`, the time of each rank,
+        and after a backward pass the load of the experts and the largest attention logit of each
+        layer, if the run records them.
         """
-        totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
+        flat, sums = Sums.zeros(self.job.runtime.device)
         if reports:  # last pipeline stage
-            totals[0] = torch.stack([r["loss"] for r in reports]).mean()
-            totals[1].fill_(1)  # an assignment copies from the host and cannot be captured
+            sums.loss.copy_(torch.stack([r["loss"] for r in reports]).mean())
+            sums.ranks.fill_(1)  # an assignment copies from the host and cannot be captured
             if "ahead" in reports[0]:
                 ahead_K = cast(torch.Tensor, sum(r["ahead"] for r in reports))
                 nonempty = (labels.number_K[1:] > 0).sum()
-                totals[2] = ahead_K.sum() / nonempty / len(reports)
-            totals[3] = labels.number_K[0]
-        totals[4] = self._stop
-        summed, largest, logits = [totals, self._late_R], [self.job.budget.record()], []
+                sums.mtp_loss.copy_(ahead_K.sum() / nonempty / len(reports))
+            sums.labels.copy_(labels.number_K[0])
+        sums.stopping.copy_(self._stop)
+        summed, largest, logits = [flat, self._late_R], [self.job.budget.record()], []
         tops = None if grad_squares is None else self.job.max_logits
         if grad_squares is not None:
-            totals[5] = grad_squares
+            sums.grad_squares.copy_(grad_squares)
             summed.append(self.collector.table().flatten())
         if tops is not None:
             largest.append(tops.flat())
         most = max_over_world(torch.cat(largest))
         if tops is not None:
-            logits = [tops.put(most[2:])]
-        return torch.cat((most[:2], sum_over_world(torch.cat(summed)), *logits))
+            logits = [tops.put(most[PEAKS:])]
+        return torch.cat((most[:PEAKS], sum_over_world(torch.cat(summed)), *logits))
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:

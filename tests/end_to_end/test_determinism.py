@@ -68,8 +68,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
                 [repr(np.asarray(part).tolist()) for part in states["numpy"][1:2]],
                 digest([states["torch"], *states["tracker"].values()]),
             ],
-            "cursor": trainer.loader.state_dict(),
-            "health": trainer.health.state_dict(),
+            "cursor": trainer.data.loader.state_dict(),
+            "health": trainer.progress.health.state_dict(),
         }
 
 

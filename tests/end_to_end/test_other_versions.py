@@ -25,17 +25,17 @@ COMMAND = [*TINY, "run.steps=1"]
 @contextmanager
 def with_knobs(rank: int, *, added: dict[str, Any]) -> Iterator[None]:
     """Write checkpoints with additional knobs, by section."""
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.progress import Progress
 
-    original = Trainer._state
+    original = Progress.state
 
-    def state(self: Trainer) -> dict[str, Any]:
+    def state(self: Progress) -> dict[str, Any]:
         saved = original(self)
         for section, knobs in added.items():
             saved["config"][section] |= knobs
         return saved
 
-    with mock.patch.object(Trainer, "_state", state):
+    with mock.patch.object(Progress, "state", state):
         yield
 
 

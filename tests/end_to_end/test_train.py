@@ -366,12 +366,12 @@ def _sync_free(overrides: Sequence[str]) -> float:
     from torch.utils._python_dispatch import _disable_current_modes
 
     from phalanx.configs.load import load
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 
     cfg = load(overrides)
-    trainer = Trainer(cfg, start(seed=1, timeout=60, deterministic=False), StopSignal())
+    trainer = make_trainer(cfg, start(seed=1, timeout=60, deterministic=False), StopSignal())
     trainer.job.engine.train()
     # The one exempt place. Its two assignments of 0.0 under a boolean mask have no shape that
     # depends on a value: torch makes them a masked_fill.
@@ -384,10 +384,10 @@ def _sync_free(overrides: Sequence[str]) -> float:
 
     setattr(VocabParallelCrossEntropy, name, staticmethod(unwatched))
     try:
-        batches = trainer.loader.next_step()
+        batches = trainer.data.loader.next_step()
         with sync_free():
             totals = trainer.compute.forward_backward(batches)
-        trainer.loader.close()
+        trainer.data.loader.close()
         _, _, total, ranks, *_ = totals.tolist()  # after the shares of both parts of the budget
         return total / ranks
     finally:

@@ -257,10 +257,10 @@ def _launched(cfg: Config) -> Calls:
     from phalanx.parallel.runtime import start
 
     runtime, calls = start(seed=1, timeout=60, deterministic=False), Calls(set(), set())
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
 
     with tempfile.TemporaryDirectory() as cfg.run.dir, contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(cfg, runtime, StopSignal())
+        trainer = make_trainer(cfg, runtime, StopSignal())
         with recorded(calls):
             trainer.fit()
     return calls

@@ -135,12 +135,12 @@ def _train_here(cfg: Config, within: Change | None) -> _Rank:
     from phalanx.parallel.runtime import start
 
     runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         cfg.run.dir = folder
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer = Trainer(cfg, runtime, StopSignal())
+            trainer = make_trainer(cfg, runtime, StopSignal())
             before = _shards(trainer.job)
             with _inputs_watched(trainer.compute), (within or contextlib.nullcontext)(runtime.rank):
                 trainer.fit()
@@ -191,8 +191,8 @@ def _left(trainer: Any) -> dict[str, str]:
         "loss scales": [scaler.main_loss_backward_scale for scaler in scalers],
         "random states": rng.get(),
         "schedule": [engine.scheduler.num_steps, engine.lr],
-        "data": trainer.loader.state_dict(),
-        "health": trainer.health.state_dict(),
+        "data": trainer.data.loader.state_dict(),
+        "health": trainer.progress.health.state_dict(),
     }
     return {name: digest(value) for name, value in left.items()}
 

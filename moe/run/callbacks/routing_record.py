@@ -18,9 +18,9 @@ from phalanx.configs.knobs import pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.job import Job
 from phalanx.moe.router import balance
 from phalanx.moe.router.recording import MOST_TOKENS, Ids, layer_name, write
-from phalanx.moe.run.setup import Job
 from phalanx.moe.run.step import Batch, Step
 from phalanx.parallel.fault.agreement import Failed, gather, on_main
 

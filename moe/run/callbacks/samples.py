@@ -10,7 +10,7 @@ Legend: B sequences, S tokens of a sequence, V vocabulary of this rank.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,49 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from phalanx.configs.schema import Config
 from phalanx.moe.data.packing import pieces
 from phalanx.moe.data.tokenizer.codec import codec_of_run
 from phalanx.moe.labels import Batch
+from phalanx.moe.report.metrics import Metrics
+from phalanx.moe.run.callbacks.callback import Callback
 from phalanx.moe.run.callbacks.generation import generate
 from phalanx.moe.run.step import Step
 from phalanx.parallel.dispatcher.capacity import Growth
-from phalanx.parallel.fault.activity import heartbeat
+from phalanx.parallel.fault.activity import heartbeat, set_activity
 
 LENGTH = 64
 """Largest number of new tokens of a sample."""
 PROMPT = 32
 """Largest number of tokens of the prompt, which is at most half of a sequence."""
+
+
+class SampleText(Callback):
+    """Samples of text as events, after every `run.sample_every` steps.
+
+    Args:
+        every: number of steps.
+        samples: generator of samples.
+        metrics: sink of events.
+    """
+
+    def __init__(self, every: int, samples: "Samples", metrics: Metrics) -> None:
+        super().__init__(every)
+        self._samples, self._metrics = samples, metrics
+
+    def __call__(self, step: int) -> None:
+        set_activity(f"step {step}: sample")
+        with record_function("sample"):
+            sample, reruns = self._samples()
+        self._metrics.reruns(reruns, f"the sample after step {step}")
+        title = f"sample after step {step}"
+        if sample is None:
+            self._metrics.event(f"{title}: none, as the model's logits are NaN or infinite")
+        else:
+            self._metrics.event(title, shown=str(sample), **asdict(sample))
+        self._metrics.clock.lap("samples")
 
 
 class _NotFinite(Exception):

@@ -87,7 +87,7 @@ def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
             return step(self)
         finally:
             computing.mean_loss = mean_loss
-            seen.append(Seen(self.step, self.loader.consumed_samples, before, _state(self)))
+            seen.append(Seen(self.step, self.data.loader.consumed_samples, before, _state(self)))
 
     trainer.Trainer._train_step = watched  # type: ignore[method-assign]
     try:

@@ -131,9 +131,9 @@ START = 5.0
 """Seconds within which all ranks have ended, whatever they were doing."""
 PHASES = {
     "groups": "torch.distributed:init_process_group",
-    "model": "phalanx.moe.run.trainer:setup",
-    "data": "phalanx.moe.run.trainer:build_datasets",
-    "checkpoint": "phalanx.moe.run.trainer:Checkpointer.newest",
+    "model": "phalanx.moe.run.start:setup",
+    "data": "phalanx.moe.run.data:build_datasets",
+    "checkpoint": "phalanx.moe.run.start:Checkpointer.newest",
     "first step": "phalanx.moe.run.trainer:Trainer._train_step",
 }
 

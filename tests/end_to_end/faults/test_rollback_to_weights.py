@@ -23,24 +23,25 @@ LATER = {"consumed_samples": 26, "undone_samples": 26}
 @contextmanager
 def watched(rank: int, *, cursor: dict[str, int] | None = None) -> Iterator[list[Any]]:
     """Run from a data cursor; yields (step after it, digest of the state) of every step."""
+    from phalanx.moe.run.progress import Progress
     from phalanx.moe.run.trainer import Trainer
 
-    step, resume, seen = Trainer._train_step, Trainer._resume, list[Any]()
+    step, resume, seen = Trainer._train_step, Progress.resume, list[Any]()
 
     def observed(self: Any) -> bool:
         try:
             return step(self)
         finally:
-            seen.append((self.step, _state(self), self.health.state_dict()["seen"]))
+            seen.append((self.step, _state(self), self.progress.health.state_dict()["seen"]))
 
     def moved(self: Any, *given: Any) -> str:
         text = resume(self, *given)
         if cursor is not None:
-            self.loader.load_state_dict(cursor)
+            self._data.loader.load_state_dict(cursor)
         return text
 
     steps = mock.patch.object(Trainer, "_train_step", observed)
-    with steps, mock.patch.object(Trainer, "_resume", moved):
+    with steps, mock.patch.object(Progress, "resume", moved):
         yield seen
 
 

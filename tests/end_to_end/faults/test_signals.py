@@ -59,12 +59,12 @@ def signalled(
 
 
 STEP = "phalanx.moe.run.trainer:Trainer._train_step"
-SAVE = "phalanx.moe.run.trainer:Checkpointer.save"
+SAVE = "phalanx.moe.run.start:Checkpointer.save"
 WRITE = "phalanx.parallel.checkpoint.checkpointer:Writing.finish"
 MOMENTS = {
     "the start, before the ranks meet": ("phalanx.moe.run.entry:start", 1, [TERM], 0),
-    "the start, in the model": ("phalanx.moe.run.trainer:setup", 1, [USR1], 0),
-    "the start, in the checkpoint": ("phalanx.moe.run.trainer:Trainer._resume", 1, [INT], 0),
+    "the start, in the model": ("phalanx.moe.run.start:setup", 1, [USR1], 0),
+    "the start, in the checkpoint": ("phalanx.moe.run.progress:Progress.resume", 1, [INT], 0),
     "the first step": (STEP, 1, [TERM], 1),
     "a step, SIGTERM": (STEP, 3, [TERM], 3),
     "a step, SIGUSR1": (STEP, 3, [USR1], 3),
@@ -72,7 +72,7 @@ MOMENTS = {
     "a step, SIGTERM twice": (STEP, 3, [TERM, TERM], 3),
     "a step, SIGINT twice": (STEP, 3, [INT, INT], 3),
     "a step, one of each": (STEP, 3, [USR1, INT, TERM], 3),
-    "a validation": ("phalanx.moe.run.trainer:Trainer.validate", 1, [TERM], 3),
+    "a validation": ("phalanx.moe.run.callbacks.validation:Validation.scores", 1, [TERM], 3),
     "a save": (SAVE, 1, [USR1], 3),
     "the end of a save": (WRITE, 1, [TERM], 3),
     "a save in the background": (SAVE, 1, [TERM], 3),

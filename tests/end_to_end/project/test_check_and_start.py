@@ -50,7 +50,7 @@ def answer(args: list[str]) -> Answer:
     from phalanx.moe.run.trainer import Trainer
 
     def fit(trainer: Trainer) -> None:
-        trainer.step = trainer.cfg.run.steps
+        trainer.progress.step = trainer.cfg.run.steps
 
     before, err = dict(os.environ), io.StringIO()
     with (

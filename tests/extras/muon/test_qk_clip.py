@@ -59,7 +59,7 @@ def _clipped(cfg: Config) -> tuple[float, list[Tensor]]:
                 if name.endswith("linear_qkv.bias"):  # they begin as zeros
                     torch.nn.init.normal_(p, std=0.5)
         engine.optimizer.reload_model_params()
-        batches = trainer.loader.next_step()
+        batches = trainer.data.loader.next_step()
         engine.train()
 
         def measured() -> tuple[float, Tensor]:

@@ -32,14 +32,14 @@ def of_training(overrides: list[str]) -> tuple[Tensor, Tensor]:
     import contextlib
     import io
 
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 
     cfg = load(overrides)
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(cfg, start(seed=1, timeout=60, deterministic=False), StopSignal())
-    assert trainer.resumed.startswith("resumed")
+        trainer = make_trainer(cfg, start(seed=1, timeout=60, deterministic=False), StopSignal())
+    assert trainer.step > 0 and trainer.progress.origin is not None
     (chunk,) = trainer.job.engine.chunks
     trainer.job.engine.eval()
     tokens, labels = words()
@@ -49,7 +49,7 @@ def of_training(overrides: list[str]) -> tuple[Tensor, Tensor]:
         how = dict(microbatches=1, mean_K=one_K)
         losses, _ = trainer.compute.forward_step(iter([batch]), chunk, **how)
         logits = chunk(tokens, batch["position_ids"], None)
-    trainer.loader.close()
+    trainer.data.loader.close()
     return logits.float(), losses
 
 

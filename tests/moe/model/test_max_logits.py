@@ -46,10 +46,10 @@ def trainer_of(cfg: Config) -> Iterator[Any]:
     from phalanx.parallel.runtime import start
 
     runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
 
     with tempfile.TemporaryDirectory() as cfg.run.dir, contextlib.redirect_stdout(io.StringIO()):
-        yield Trainer(cfg, runtime, StopSignal())
+        yield make_trainer(cfg, runtime, StopSignal())
 
 
 def configured(overrides: list[str], changes: dict[str, Any], world: int = 1) -> Config:
@@ -109,7 +109,7 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
 
         CoreAttention.forward, kernels.raise_max_logits = active_max_logit, counting
         try:
-            batches, before = trainer.loader.next_step(), balance.snapshot([])
+            batches, before = trainer.data.loader.next_step(), balance.snapshot([])
             trainer.job.engine.train()
             totals = trainer.compute(batches, before, measure_logits=True)
         finally:

@@ -132,20 +132,20 @@ Seen = tuple[float, float, list[float]]
 def masked(trainer: Any, share: float, seed: int) -> list[dict[str, Tensor]]:
     """Micro-batches of a step, of whose labels a share counts, without documents."""
     random = torch.Generator().manual_seed(seed)
-    batches = trainer.loader.next_step()
+    batches = trainer.data.loader.next_step()
     for batch in batches:
         batch["loss_mask"] = torch.rand(batch["labels"].shape, generator=random) < share
     return batches
 
 
 def trainer_of(overrides: Sequence[str]) -> Any:
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 
     with contextlib.redirect_stdout(io.StringIO()):
         runtime = start(seed=1, timeout=60, deterministic=False)
-        return Trainer(
+        return make_trainer(
             load([*TINY, "data=synthetic", "run.device=cpu", *overrides]), runtime, StopSignal()
         )
 
@@ -174,7 +174,7 @@ def _losses(overrides: list[str], shares: list[float]) -> list[Seen]:
         sums = sum(float((loss.detach().double() * mask).sum()) for loss, mask in pairs)
         labels = sum(int(mask.sum()) for mask in masks)
         steps.append((sums, labels, [totals.loss, totals.labels, totals.norm]))
-    trainer.loader.close()
+    trainer.data.loader.close()
     return steps
 
 
@@ -200,10 +200,10 @@ def _gradients(overrides: list[str], shares: list[float]) -> list[Tensor]:
     trainer, found = trainer_of(overrides), []
     modules = trainer.job.engine.modules
     for share in shares:
-        trainer.loader.load_state_dict({"consumed_samples": 0})
+        trainer.data.loader.load_state_dict({"consumed_samples": 0})
         trainer.compute(masked(trainer, share, 5), balance.snapshot(modules))
         found.append(torch.cat([p.main_grad.flatten() for m in modules for p in m.parameters()]))
-    trainer.loader.close()
+    trainer.data.loader.close()
     return [gradient.double().clone() for gradient in found]
 
 

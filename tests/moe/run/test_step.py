@@ -21,7 +21,7 @@ def gradients(overrides: list[str]) -> Seen:
     """Expected gradient of the losses of a step, and the distinct actual ones, in order."""
     from phalanx.kernels.library_objects import replaced
     from phalanx.moe.model.gpt import LanguageModel
-    from phalanx.moe.run.trainer import Trainer
+    from phalanx.moe.run.start import make_trainer
     from phalanx.parallel.fault.signals import StopSignal
     from phalanx.parallel.runtime import start
 
@@ -39,9 +39,9 @@ def gradients(overrides: list[str]) -> Seen:
         replaced(LanguageModel, "compute_language_model_loss", watched),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        trainer = Trainer(load(overrides), runtime, StopSignal())
+        trainer = make_trainer(load(overrides), runtime, StopSignal())
         trainer._train_step()
-    trainer.loader.close()
+    trainer.data.loader.close()
     return seen
 
 

@@ -1,0 +1,89 @@
+"""Totals of a step over all ranks, and their form on the device: one tensor, read once.
+
+Legend: R ranks.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.dispatcher.capacity import Growth
+
+PEAKS = 2
+"""Number of parts of the row budget, whose largest used shares come first."""
+
+
+class Sums(NamedTuple):
+    """Sums over ranks, each fp64 [] and a view of one tensor."""
+
+    loss: Tensor
+    """Mean loss of the last pipeline stages."""
+    ranks: Tensor
+    """1 on a rank that has a loss."""
+    mtp_loss: Tensor
+    """Mean loss of multi-token prediction."""
+    labels: Tensor
+    """Labels of the global batch, once for each rank with a loss."""
+    stopping: Tensor
+    """1 on a rank that was asked to stop."""
+    grad_squares: Tensor
+    """Squared gradient norm."""
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> tuple[Tensor, "Sums"]:
+        """A tensor of zeros and the sums in it."""
+        flat = torch.zeros(len(cls._fields), dtype=torch.float64, device=device)
+        return flat, cls(*flat)
+
+
+class Totals(NamedTuple):
+    """Totals of a step over all ranks, identical on every rank."""
+
+    loss: float
+    """Mean over all labels of the global batch that count; NaN without one."""
+    mtp_loss: float
+    """Mean loss of the tokens further ahead, mean over distances; NaN without any label."""
+    labels: int
+    """Number of labels of the global batch that count, for the next token."""
+    norm: float
+    """Gradient norm before clipping; 0 without gradients."""
+    stopping: bool
+    """A rank was asked to stop."""
+    reruns: tuple[Growth, ...]
+    """Enlarged capacities, for each of which the step was rerun."""
+    late_R: Tensor
+    """Seconds that each rank took until its device had the step: fp64, on the host."""
+    load: Tensor
+    """Table of the routers since the last reset (`balance.Collector.read`); empty without
+    gradients."""
+    max_logits: Tensor
+    """Largest attention logit of each layer, fp64, on the host; -inf if not measured."""
+
+
+def unpack(read: Tensor, reruns: tuple[Growth, ...], *, ranks: int, layers: int) -> Totals:
+    """Totals from their tensor on the host, fp64 [peaks + sums + R + load + layers].
+
+    Args:
+        read: the tensor.
+        reruns: enlarged capacities of the step.
+        ranks: R.
+        layers: number of layers with a largest logit; 0 if there are none in the tensor.
+    """
+    end = PEAKS + len(Sums._fields)
+    loss, with_loss, mtp_loss, labels, stopping, squares = read[PEAKS:end].tolist()
+    count = round(labels / with_loss)
+    rest = read[end:]
+    late_R, load, max_logits = rest.split([ranks, len(rest) - ranks - layers, layers])
+    return Totals(
+        loss=loss / with_loss if count else math.nan,
+        mtp_loss=mtp_loss / with_loss,
+        labels=count,
+        norm=math.sqrt(squares),
+        stopping=stopping > 0,
+        reruns=reruns,
+        late_R=late_R,
+        load=load,
+        max_logits=max_logits,
+    )
