@@ -52,9 +52,8 @@ class ParallelConfig:
     """Number of SMs that `symm` uses to exchange tokens while the fused experts run on the others.
 
     `auto` is 16 where `symm` meets fused experts, and 0 elsewhere; 0 exchanges on all SMs, without
-    overlap. With `deepep` it is the number of SMs of its kernels, 0 for its default. `local` and
-    `alltoall` refuse a number. If `parallel.dispatch=auto` chooses one of them, or the experts are
-    not fused, the start page says that it has no effect.
+    overlap. `local` and `alltoall` refuse a number. If `parallel.dispatch=auto` chooses one of
+    them, or the experts are not fused, the start page says that it has no effect.
     """
     overlap_microbatches: str = knob("auto", choices=("auto", "on", "off"))
     """Run the forward pass of a micro-batch beside the backward pass of another one.

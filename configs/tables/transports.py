@@ -82,12 +82,5 @@ TRANSPORTS: dict[str, TransportFacts] = {
         collective=True,
         fp8=True,
     ),
-    "deepep": TransportFacts(
-        "phalanx.parallel.dispatcher.deepep:DeepEP",
-        "the package of that name, if installed; never taken by `auto`",
-        auto=False,
-        takes_sms=True,
-        graph=False,
-    ),
 }
 """Facts keyed by the value of `parallel.dispatch`, best first; `auto` is not among them."""

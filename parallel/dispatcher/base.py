@@ -5,7 +5,7 @@ token t of rank r of the expert-parallel group is received row r * T + t on ever
 other rows), so no host ever needs a count and all shapes are static. T must be the same on all
 ranks of the group. Expert rows are the same on all transports, bit for bit. Both directions are
 differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
-on shapes alone. `deepep`, an external package, promises less.
+on shapes alone.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """

@@ -197,7 +197,7 @@ class Dispatcher(ABC):
 
         Returns:
             [T, D] in the dtype of the experts' output. On GPUs the sum over ranks and addends is
-            rounded once (not by `deepep`); on one rank, and on a CPU, each addition is rounded.
+            rounded once; on one rank, and on a CPU, each addition is rounded.
         """
 
     def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:

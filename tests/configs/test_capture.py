@@ -1,23 +1,28 @@
 """Why steps cannot be captured: one reason each, of an error where forced, of a choice by auto."""
 
+from unittest import mock
+
 import pytest
 
 from phalanx.configs.capture import not_capturable, resolved_graph
 from phalanx.configs.load import load
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
+from tests.support.additions import COUNTING_TRANSPORTS
 
 AGAINST = {
     "run.device=cpu": "needs CUDA",
     "kernels=megatron": "megatron experts count their rows on the host",
     "kernels.backend=reference": "reference experts count their rows on the host",
     "kernels.attention=reference": "kernels.attention=reference is for checks of eager steps",
-    "parallel.dispatch=deepep": "parallel.dispatch=deepep counts rows on the host",
+    "parallel.dispatch=broadcasts": "parallel.dispatch=broadcasts counts rows on the host",
     "kernels.attention=te parallel.context=2": (
         "kernels.attention=te passes keys and values from rank to rank"
     ),
 }
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize("given", AGAINST)
 def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: str) -> None:
     overrides = given.split()

@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
+from tests.support.additions import COUNTING_TRANSPORTS
 
 MASK = "data.document_mask=true"
 FP8 = "precision=fp8_block"
@@ -43,6 +45,7 @@ def table(name: str) -> list[tuple[str, int, str, str]]:
     return cases
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(("overrides", "world", "problem", "fix"), table("problems.md"))
 def test_problem_names_the_override_that_fixes_it(
     overrides: str, world: int, problem: str, fix: str
@@ -105,11 +108,13 @@ def test_sound_configurations_pass(overrides: str, world: int) -> None:
     assert problems(load(overrides.split(" ")), world) == []
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 def test_a_transport_carries_fp8_where_its_entry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load([FP8, "precision.dispatch=fp8", "parallel.dispatch=deepep"])
+    cfg = load([FP8, "precision.dispatch=fp8", "parallel.dispatch=broadcasts"])
     assert len(problems(cfg, 2)) == 1
-    monkeypatch.setitem(TRANSPORTS, "deepep", replace(TRANSPORTS["deepep"], fp8=True))
+    monkeypatch.setitem(TRANSPORTS, "broadcasts", replace(TRANSPORTS["broadcasts"], fp8=True))
     assert problems(cfg, 2) == []
+    monkeypatch.undo()
     # The transport is unknown when a configuration is checked.
     assert all(facts.fp8 for facts in TRANSPORTS.values() if facts.auto)
 

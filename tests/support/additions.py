@@ -133,6 +133,29 @@ ADDED_TRANSPORTS = {
 }
 
 
+class OnceANode(Broadcasts):
+    """Costs of a row to each node with one of its experts, and from there to the ranks."""
+
+    @classmethod
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        rows = reach.once_a_node
+        return TransportCosts(
+            rows, rows, saved=int(reach.tokens * reach.wanted_ranks), pipelined=True
+        )
+
+
+COUNTING_TRANSPORTS = {
+    "broadcasts": TransportFacts(
+        "tests.support.additions:OnceANode",
+        "a broadcast for each rank, of rows that the host counts",
+        auto=False,
+        takes_sms=True,
+        graph=False,
+    )
+}
+"""Entry of a transport that no graph captures, and that has SMs, no FP8 and no replicas."""
+
+
 # --- a backend of the experts -------------------------------------------------------------------
 
 

@@ -237,11 +237,6 @@ CASES = {
     "policy that is none": Case(
         "run.bad_steps=ignore", "is not one of stop, skip", "set run.bad_st"
     ),
-    "graph of a dispatch that counts": Case(
-        "run.device=auto run.graph=full_iteration parallel.dispatch=deepep",
-        "run.graph=full_iteration cannot run: parallel.dispatch=deepep counts rows on the host",
-        "set run.graph=auto",
-    ),
     "graph of a layer that counts": Case(
         "run.device=auto run.graph=full_iteration kernels.backend=megatron",
         "run.graph=full_iteration cannot run: megatron experts count their rows on the host",

@@ -8,13 +8,16 @@ On a CPU passes follow one another. That two streams give the same bits is shown
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from phalanx.configs.load import load
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
+from tests.support.additions import COUNTING_TRANSPORTS
 from tests.support.runs import SMALL, run
 from tests.support.scheduling import mostly_slow
 from tests.support.training import Trained, trained
@@ -195,10 +198,14 @@ def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
     assert [f"{kind[0]}{event}" for kind, event in main.seen] == f"{alone} {beside} {last}".split()
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["parallel.dispatch=deepep"], "parallel.dispatch=deepep has one exchange for both passes"),
+        (
+            ["parallel.dispatch=broadcasts"],
+            "parallel.dispatch=broadcasts has one exchange for both passes",
+        ),
         (["kernels=megatron"], "kernels.backend=megatron has its own exchanges"),
         (["parallel.tensor=2"], "parallel.tensor=2 has one communicator for both passes"),
         (["parallel.context=2"], "parallel.context=2 has one communicator for both passes"),

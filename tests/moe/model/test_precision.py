@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, fields
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from phalanx.configs.bounds import choices
 from phalanx.configs.formats import described, fp8_row, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import PrecisionConfig
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize.blocks import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.moe.model.precision import compute_dtype, recipe
 from phalanx.parallel.dispatcher.transport import of_megatron
+from tests.support.additions import COUNTING_TRANSPORTS
 from tests.support.distributed import run_distributed
 
 FP8 = "precision=fp8_block"
@@ -69,6 +72,7 @@ def test_what_differs_from_the_defaults_is_described() -> None:
     assert described(load([FP8, *given])) == "fp8_block (hidden fp8, bf16_first_layers 1)"
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("overrides", "in_fp8"),
     [
@@ -77,7 +81,7 @@ def test_what_differs_from_the_defaults_is_described() -> None:
         ([FP8], True),
         ([FP8, "precision.dispatch=bf16"], False),
         ([FP8, "parallel.dispatch=alltoall"], True),
-        ([FP8, "parallel.dispatch=deepep"], False),  # which carries bf16 alone
+        ([FP8, "parallel.dispatch=broadcasts"], False),  # which carries bf16 alone
         ([FP8, "precision.wgrad=bf16"], False),  # which reads the tokens themselves
         ([FP8, "precision.wgrad=bf16", "precision.dispatch=fp8"], True),
         ([FP8, "kernels=megatron"], False),

@@ -4,16 +4,19 @@ import math
 import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.cost.stages import needed, with_delayed, with_fp8_weights
 from phalanx.moe.plan.resolve import resolve
 from tests.moe.plan.jobs import BARE, CPU, GPU, job, known, line, planned, without
+from tests.support.additions import COUNTING_TRANSPORTS
 
 CAPTURED = "captured after 2 eager steps, which takes seconds"
 
@@ -44,6 +47,7 @@ def test_all_ranks_run_the_kernels_that_each_of_them_can() -> None:
         planned("kernels.backend=fused", facts=job(GPU, BARE))
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -52,7 +56,10 @@ def test_all_ranks_run_the_kernels_that_each_of_them_can() -> None:
             dict(overrides=["kernels.backend=reference"]),
             "reference experts count their rows on the ",
         ),
-        (dict(overrides=["parallel.dispatch=deepep"]), "parallel.dispatch=deepep counts rows on "),
+        (
+            dict(overrides=["parallel.dispatch=broadcasts"]),
+            "parallel.dispatch=broadcasts counts rows on ",
+        ),
     ],
 )
 def test_steps_are_captured_where_they_can_be(given: dict[str, Any], reason: str) -> None:
@@ -125,6 +132,7 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     assert line(planned(), "fp8 weights") == ""
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("value", "dispatch", "start"),
     [
@@ -145,9 +153,9 @@ def test_micro_batches_overlap_on_all_ranks_or_none(value: str, dispatch: str, s
     assert (plan.margins.forward, plan.exchange(0).two_passes) == (
         (8, True) if plan.overlaps else (0, False)
     )
-    refused = rf"{knob}=on cannot run: parallel\.dispatch=deepep has one "
+    refused = rf"{knob}=on cannot run: parallel\.dispatch=broadcasts has one "
     with pytest.raises(ConfigError, match=refused):
-        planned("model=tiny", "parallel.expert=2", f"{knob}=on", "parallel.dispatch=deepep")
+        planned("model=tiny", "parallel.expert=2", f"{knob}=on", "parallel.dispatch=broadcasts")
 
 
 MANY = ["data.micro_batch=8", "model.moe.experts=4", "model.moe.top_k=2"]  # rows of an expert

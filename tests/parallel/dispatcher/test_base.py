@@ -187,7 +187,6 @@ ROUTINGS = (
 ELSEWHERE = {
     "symm": "tests/parallel/dispatcher/test_symm.py and test_symm_gpu.py: it needs GPUs",
     "hier": "tests/extras/between_nodes/test_hierarchical.py: it needs several nodes",
-    "deepep": "tests/parallel/dispatcher/test_deepep.py: it needs its package",
 }
 """Transports that gloo ranks of one node cannot run, and where their tests are."""
 LAYERS = [
@@ -322,7 +321,7 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
     local, divide, unknown, top_k = run_distributed(refusals, 2)[0]
     assert "parallel.dispatch=alltoall or parallel.expert=1" in local
     assert "set parallel.expert to a divisor" in divide
-    assert f"set it to {', '.join(['auto', *TRANSPORTS][:-1])} or deepep" in unknown
+    assert f"set it to {', '.join(['auto', *TRANSPORTS][:-1])} or alltoall" in unknown
     assert "model.moe.top_k=9" in top_k
 
 

@@ -1,9 +1,8 @@
 """Which transport is taken and why: the rules, the agreement of ranks, and what the page says."""
 
-import sys
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from phalanx.parallel.dispatcher.transport import (
 )
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
 from phalanx.parallel.megatron import cpu
+from tests.support.additions import COUNTING_TRANSPORTS
 from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 from tests.support.training import pretended_nodes
@@ -34,9 +34,9 @@ NO_PEER = "the GPUs of a host cannot write to each other's memory"
 NO_GAIN = "replicas cost a step more than they save where ranks are nearly even"
 
 
-def ranks(nodes: str, symm: Sequence[str] = (), deepep: Sequence[str] = ()) -> list[Rank]:
+def ranks(nodes: str, symm: Sequence[str] = (), broadcasts: Sequence[str] = ()) -> list[Rank]:
     """A rank for each letter, which names its host; with reasons, if any, by rank."""
-    reasons = {"symm": symm, "deepep": deepep}
+    reasons = {"symm": symm, "broadcasts": broadcasts}
     return [
         Rank(i, host, host, {name: given[i] or None for name, given in reasons.items() if given})
         for i, host in enumerate(nodes)
@@ -76,13 +76,18 @@ def test_inside_of_nodes_a_reason_of_one_rank_is_that_of_all_nodes() -> None:
     assert inside == Transport("alltoall", f"auto; not symm: {NO_PEER} (rank 3 on b)")
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("wanted", "given", "said"),
     [
         ("symm", ranks("aa", ["", NO_PEER]), f"{NO_PEER} (rank 1 on a)"),
         ("symm", ranks("ab"), "on several hosts"),
-        ("deepep", ranks("aa", deepep=["", "needs the package"]), "needs the package (rank 1 on a"),
-        ("deepep", ranks("a"), "needs several ranks"),
+        (
+            "broadcasts",
+            ranks("aa", broadcasts=["", "needs a network"]),
+            "needs a network (rank 1 on",
+        ),
+        ("broadcasts", ranks("a"), "needs several ranks"),
         ("hier", ranks("abab"), "the ranks of a node do not follow one another"),
     ],
 )
@@ -136,39 +141,6 @@ def test_ranks_take_the_same_transport_though_one_cannot_reach_its_peers() -> No
     assert forced[0] == "refused" and f"{NO_PEER} (rank 2 on " in forced[2]
     assert nodes == ("hier", "symm", "auto")
     assert broken_nodes[:2] == ("hier", "alltoall") and "(rank 3 on " in broken_nodes[2]
-
-
-def _package_on_one_rank(broken: bool) -> str:
-    package = ModuleType("deep_ep")
-    package.__spec__ = SimpleNamespace()  # type: ignore[assignment]
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0 or not broken:
-            patch.setitem(sys.modules, "deep_ep", package)
-        else:
-            patch.syspath_prepend(broken_package())
-        try:
-            choose_transport("deepep", dist.group.WORLD, BF16)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def broken_package() -> str:
-    """A folder with a deep_ep that cannot be imported."""
-    import tempfile
-    from pathlib import Path
-
-    folder = tempfile.mkdtemp()
-    Path(folder, "deep_ep.py").write_text("raise OSError('libnvshmem.so: no such file')\n")
-    return folder
-
-
-@pytest.mark.dist
-def test_a_package_that_one_rank_cannot_import_is_refused_by_all() -> None:
-    (said,) = set(run_distributed(_package_on_one_rank, 2, True, timeout=60))
-    assert "deep_ep cannot be imported: libnvshmem.so: no such file (rank 1 on " in said
-    assert set(run_distributed(_package_on_one_rank, 2, False, timeout=60)) == {""}
 
 
 HIER = "hier with alltoall in its nodes"
@@ -255,6 +227,7 @@ SYMM, HIER = Transport("symm", "auto"), Transport("hier", "auto", Transport("sym
 UNUSED = "parallel.comm_sms=16 is not in effect"
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("given", "state", "reason"),
     [
@@ -287,9 +260,9 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
             "alltoall cannot overlap: it is over when it returns",
         ),
         (
-            dict(transport=Transport("deepep", ""), sms="auto"),
+            dict(transport=Transport("broadcasts", ""), sms="auto"),
             "off",
-            "deepep cannot overlap: its counts are waited for",
+            "broadcasts are over when they return",
         ),
         (dict(transport=LOCAL, sms="auto"), "off", "nothing is exchanged"),
         (
@@ -326,9 +299,9 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         ),
         (dict(transport=LOCAL, sms=0), "off", "nothing is exchanged"),
         (
-            dict(transport=Transport("deepep", "")),
+            dict(transport=Transport("broadcasts", "")),
             "off",
-            "deepep cannot overlap: its counts are waited for; "
+            "broadcasts are over when they return; "
             "parallel.comm_sms=16 sets the SMs of its kernels",
         ),
         (
@@ -345,6 +318,7 @@ def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) 
     assert given.get("sms") != "auto" or state == (f"{sms} SMs" if sms else "off")
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 def test_replication_where_the_transport_has_them() -> None:
     how = dict(local=8, costs=CopyCosts(300, 40), keep=False)
     dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
@@ -359,9 +333,9 @@ def test_replication_where_the_transport_has_them() -> None:
         1, 300, least=40
     )
     with pytest.raises(
-        ValueError, match="deepep cannot replicate experts; set parallel.dispatch=auto"
+        ValueError, match="broadcasts cannot replicate experts; set parallel.dispatch=auto"
     ):
-        with_replication(2, Transport("deepep", "wanted"), ranks=4, **how)
+        with_replication(2, Transport("broadcasts", "wanted"), ranks=4, **how)
     with pytest.raises(ValueError, match="serves 512 experts on 8 ranks, not 128 on 16: set "):
         with_replication(2, dense, ranks=16, **how)
     with pytest.raises(ValueError, match="not 520 on 8: set parallel.expert_replication=0"):
@@ -373,8 +347,8 @@ def test_replication_where_the_transport_has_them() -> None:
     assert (line.backend, line.reason) == ("off", f"auto; {NO_GAIN}")
     (line,) = replication_choices("auto", dense)
     assert line.reason == "auto; alltoall does not hide the exchange of replicas"
-    (line,) = replication_choices("auto", Transport("deepep", "wanted"))
-    assert line.reason == "auto; deepep cannot replicate experts"
+    (line,) = replication_choices("auto", Transport("broadcasts", "wanted"))
+    assert line.reason == "auto; broadcasts cannot replicate experts"
     (line,) = replication_choices(2, LOCAL)
     assert line.backend == "off" and "all experts are on one rank" in line.reason
 

@@ -3,13 +3,16 @@
 import itertools
 import random
 from collections import Counter
+from unittest import mock
 
 import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.plan.cost.traffic import least_traffic, traffic
 from phalanx.parallel.dispatcher.costs import Links
+from tests.support.additions import COUNTING_TRANSPORTS
 
 NODE = 8
 
@@ -44,6 +47,7 @@ UNEVEN = ("model=deepseek_v3", "model.moe.experts=240", "model.moe.router.groups
 """Ranks whose experts are parts of several groups."""
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
@@ -56,7 +60,7 @@ UNEVEN = ("model=deepseek_v3", "model.moe.experts=240", "model.moe.router.groups
 def test_ranks_and_nodes_of_a_token_are_those_of_random_routing(
     overrides: tuple[str, ...], ranks: int
 ) -> None:
-    cfg = spread(*overrides, ranks=ranks, dispatch="deepep")
+    cfg = spread(*overrides, ranks=ranks, dispatch="broadcasts")
     t, drawn = traffic(cfg, ranks), tokens(cfg, ranks, 4000)
     rows = [by_node(own, hit) for own, hit in drawn]
     mean = sum(rows, Links(0, 0))
@@ -68,9 +72,10 @@ def test_ranks_and_nodes_of_a_token_are_those_of_random_routing(
     assert t.dispatch.near == pytest.approx(mean.near / 4000, rel=0.03)
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 def test_published_layout_of_deepseek_v3_crosses_the_network_for_at_most_four_nodes() -> None:
     """Eight groups on eight nodes: four of them, less those that none of eight experts is in."""
-    cfg = spread("model=deepseek_v3", ranks=64, dispatch="deepep")
+    cfg = spread("model=deepseek_v3", ranks=64, dispatch="broadcasts")
     t = traffic(cfg, 64)
     assert 3.5 < t.nodes < 4 and t.dispatch.far == pytest.approx(t.nodes * 7 / 8)
     cfg.model.moe.router.groups = cfg.model.moe.router.group_topk = 1
@@ -189,7 +194,8 @@ def test_the_baseline_sends_a_copy_for_each_expert() -> None:
     assert traffic(cfg, 64).dispatch == Links(pytest.approx(8 * 7 / 64), 7)
 
 
-@pytest.mark.parametrize("dispatch", ["symm", "hier", "alltoall", "deepep"])
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
+@pytest.mark.parametrize("dispatch", ["symm", "hier", "alltoall", "broadcasts"])
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("recompute", ["none", "moe"])
 def test_no_transport_sends_less_than_the_least(dispatch: str, ranks: int, recompute: str) -> None:

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from math import ceil, floor, hypot
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from phalanx.configs.load import load, options
 from phalanx.configs.records import configured, published
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.stages import USABLE, fp8_weights, stage_memory
@@ -41,6 +43,7 @@ from tests.moe.plan.pages import (
     section,
     timed,
 )
+from tests.support.additions import COUNTING_TRANSPORTS
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
 WORLDS |= {"qwen3_235b_64gpu": 64, "mixtral_8x22b_64gpu": 64, "kimi_k2_256gpu": 256}
@@ -323,10 +326,11 @@ def test_machines_are_slower_than_their_data_sheets() -> None:
         assert machine.network_gbs < machine.node_gbs < machine.memory_gbs
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 @pytest.mark.parametrize("name", [n for n in options("experiment") if n != "proof_dense"])
 def test_no_expected_step_is_shorter_than_the_bound(name: str) -> None:
     world, cfg = WORLDS.get(name, 8), load([f"experiment={name}"])
-    for cfg.parallel.dispatch in ("auto", "alltoall", "deepep"):
+    for cfg.parallel.dispatch in ("auto", "alltoall", "broadcasts"):
         for cfg.parallel.comm_sms in (0, 16):
             known = resolved(copy.deepcopy(cfg), world, 8)
             for machine in MACHINES.values():
@@ -334,10 +338,11 @@ def test_no_expected_step_is_shorter_than_the_bound(name: str) -> None:
                 assert best < step_time(known, world, machine).total
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 def test_published_layout_of_deepseek_v3() -> None:
     """1,061 tokens/s/GPU is beside the estimate, and below what the page calls the best."""
     overrides = PUBLISHED_V3
-    for dispatch in ("auto", "alltoall", "deepep"):
+    for dispatch in ("auto", "alltoall", "broadcasts"):
         text = section(STEP, *overrides, f"parallel.dispatch={dispatch}", world=1024)
         best = re.search(r"^  at best [\d.]+ s: ([\d,]+) tokens/s/GPU.* in bf16: ", text, re.M)
         assert best and 1061 < int(best[1].replace(",", "")) < 1750
@@ -349,11 +354,12 @@ def test_published_layout_of_deepseek_v3() -> None:
         ][1]
 
 
+@mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
 def test_the_transport_of_the_published_run_explains_its_rate() -> None:
     """DeepSeek-V3 on 1,024 H100s by HybridEP, once a node as DeepEP, without recomputed experts."""
     record = next(r for r in published() if r.tokens_per_second_per_gpu == 1061)
     cfg, world = configured(record)
-    cfg.parallel.dispatch = "deepep"
+    cfg.parallel.dispatch = "broadcasts"
     expected = timed(cfg, world, "h100").total
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world / expected
     assert tokens == pytest.approx(1061, rel=0.15)
