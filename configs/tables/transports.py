@@ -26,8 +26,10 @@ class TransportFacts:
     """It can be captured in a CUDA graph: the host waits for nothing."""
     replicated: str = ""
     """`module:class` of the transport with expert replication (`parallel.expert_replication`)."""
-    over_nodes: bool = False
-    """It takes another transport inside each node, where experts are replicated by that one."""
+    inside: tuple[str, ...] = ()
+    """Transports that it takes inside each node, the first that can run, where experts are
+    replicated by that one. Its ranks then refuse nothing themselves, and its groups only what
+    `parallel.dispatcher.nodes.refuse` does."""
     overlaps_microbatches: bool = False
     """`parallel.overlap_microbatches` is allowed: exchanges of two passes may be in flight."""
     collective: bool = False
@@ -37,6 +39,11 @@ class TransportFacts:
 
     A transport with `auto` must.
     """
+
+    @property
+    def over_nodes(self) -> bool:
+        """True if it takes another transport inside each node."""
+        return bool(self.inside)
 
     @property
     def replicates_experts(self) -> bool:
@@ -69,7 +76,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.extras.between_nodes.hierarchical:Hier",
         "sends it once to each node with one of its experts, and inside by `symm` or `alltoall`",
         takes_sms=True,
-        over_nodes=True,
+        inside=("symm", "alltoall"),
         overlaps_microbatches=True,
         collective=True,
         fp8=True,

@@ -31,28 +31,21 @@ from torch import Tensor
 from phalanx.extras.between_nodes import rows as rail_rows
 from phalanx.extras.between_nodes.collective import CollectiveRail, Rail
 from phalanx.extras.between_nodes.rail_blocks import RailBlocks, plan_blocks
-from phalanx.extras.between_nodes.reached import Draw, reached
 from phalanx.extras.between_nodes.rows import RailCall, send_routing
 from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.alltoall import AllToAll
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
-from phalanx.parallel.dispatcher.nodes import Nodes, refuse
+from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.received import Planner, Received
+from phalanx.parallel.dispatcher.sampling import TopKSampling, owner_probabilities
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport import build
-from phalanx.parallel.dispatcher.transport_class import (
-    DispatchContext,
-    Dispatcher,
-    Rank,
-    Transport,
-    one_for_all,
-)
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 Inside = Symm | AllToAll
 """Transports inside a node, which forward rows that arrived in FP8."""
@@ -85,7 +78,7 @@ class Hier(Dispatcher):
         nodes: nodes of the expert-parallel group.
         plan: planner of the received routing.
         budget: budget of the rows of blocks.
-        draw: choice of a token's experts.
+        sampling: choice of a token's experts.
         rail: the rail of this rank.
         local: number of experts of a rank.
         local_slots: number of expert slots of a rank.
@@ -101,7 +94,7 @@ class Hier(Dispatcher):
         nodes: Nodes,
         plan: Planner,
         budget: Budget,
-        draw: Draw,
+        sampling: TopKSampling,
         rail: Rail,
         *,
         local: int,
@@ -111,7 +104,9 @@ class Hier(Dispatcher):
     ) -> None:
         self._nodes, self._plan, self._recipe = nodes, plan, recipe
         self._rail, self._budget = rail, budget
-        self._share = max(reached(draw, [draw.experts // nodes.count] * nodes.count))
+        self._share = max(
+            owner_probabilities(sampling, [sampling.experts // nodes.count] * nodes.count)
+        )
         self._node_experts = nodes.size * local
         """Number of experts of a node."""
         first_slot = nodes.index * nodes.size * local_slots
@@ -123,7 +118,7 @@ class Hier(Dispatcher):
         transport, nodes = context.transport.inside, context.transport.nodes
         assert transport is not None and nodes is not None
         c, experts = context, nodes.size * context.local
-        assert c.budget is not None and c.draw is not None
+        assert c.budget is not None and c.sampling is not None
 
         def inside(plan: Planner) -> Inside:
             in_node = c._replace(
@@ -137,31 +132,13 @@ class Hier(Dispatcher):
             nodes,
             c.plan,
             c.budget,
-            c.draw,
+            c.sampling,
             CollectiveRail(c.transport.pass_groups or nodes.rail),
             local=c.local,
             local_slots=c.local_slots,
             inside=inside,
             recipe=c.recipe,
         )
-
-    @classmethod
-    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
-        return refuse([rank.node for rank in ranks])
-
-    @classmethod
-    def asks(cls) -> tuple[str, ...]:
-        return ("symm",)
-
-    @classmethod
-    def inside(cls, ranks: Sequence[Rank]) -> Transport:
-        """`symm` where all nodes can run it, `alltoall` otherwise."""
-        by_node = ([rank for rank in ranks if rank.node == node] for node in _nodes(ranks))
-        refusals = (Symm.refuse(members) for members in by_node)
-        refusal = one_for_all(ranks, "symm") or next(filter(None, refusals), None)
-        if refusal:
-            return Transport("alltoall", f"auto; not symm: {refusal}")
-        return Transport("symm", "auto")
 
     @classmethod
     def costs(cls, reach: GroupTopology) -> TransportCosts:
@@ -225,10 +202,6 @@ class Hier(Dispatcher):
         if rows < tokens and not in_backward():
             self._budget.blocks.observe(blocks.needed, rows)
         return blocks
-
-
-def _nodes(ranks: Sequence[Rank]) -> list[str]:
-    return list(dict.fromkeys(rank.node for rank in ranks))
 
 
 class _NodePlanner:

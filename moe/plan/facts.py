@@ -21,7 +21,7 @@ from phalanx.moe.model.kernel_facts import HOPPER_PACKAGES
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.plan.free_memory import FreeMemory, free_gpu_memory, free_host_memory
 from phalanx.parallel.dispatcher import nodes
-from phalanx.parallel.dispatcher.transport import class_of, refusals_here
+from phalanx.parallel.dispatcher.transport import refusals_here, refuse_dtype
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.runtime import Runtime, device_here
 
@@ -200,7 +200,7 @@ def _described(dtype: torch.dtype, world: int, machine: Machine) -> JobFacts:
         machine=machine,
         packages=HOPPER_PACKAGES | {"transformer_engine"},
         compiles=True,
-        refusals=tuple((name, class_of(name).refuse_dtype(dtype)) for name in TRANSPORTS),
+        refusals=tuple((name, refuse_dtype(name, dtype)) for name in TRANSPORTS),
     )
     gpu = FreeMemory("a GPU", machine.room)
     host = FreeMemory("a host", machine.host_room)

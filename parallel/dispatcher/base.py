@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
-from phalanx.extras.between_nodes.reached import Draw
 from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -27,6 +26,7 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.local import Local
+from phalanx.parallel.dispatcher.sampling import TopKSampling
 from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
 
@@ -161,7 +161,7 @@ def make_dispatcher(
         symm,
         connections=connections,
         budget=budget,
-        draw=Draw(experts, slots.top_k, slots.groups, slots.group_topk),
+        sampling=TopKSampling(experts, slots.top_k, slots.groups, slots.group_topk),
     )
     if recipe is not None:
         recipe_on_wire = recipe if fp8_rows else None

@@ -96,8 +96,17 @@ def refusals_here(wanted: str, dtype: torch.dtype) -> dict[str, Refusal]:
     """Reasons that this rank cannot serve, or None, by the names of the transports in question."""
     names = [name for name, facts in TRANSPORTS.items() if wanted in ("auto", name)]
     asked = [name for name in names if wanted != "auto" or TRANSPORTS[name].auto]
-    asked += [inside for name in asked for inside in class_of(name).asks()]
-    return {name: class_of(name).refuse_here(dtype) for name in dict.fromkeys(asked)}
+    asked += [inside for name in asked for inside in TRANSPORTS[name].inside]
+    return {name: _refuses_here(name, dtype) for name in dict.fromkeys(asked)}
+
+
+def _refuses_here(name: str, dtype: torch.dtype) -> Refusal:
+    return None if TRANSPORTS[name].over_nodes else class_of(name).refuse_here(dtype)
+
+
+def refuse_dtype(name: str, dtype: torch.dtype) -> Refusal:
+    """Reason that a transport cannot move tokens of a dtype on any machine, or None."""
+    return None if TRANSPORTS[name].over_nodes else class_of(name).refuse_dtype(dtype)
 
 
 def resolve(wanted: str, ranks: Sequence[Rank]) -> Transport:
@@ -310,12 +319,30 @@ def _gathered(
 
 def _transport(name: str, reason: str, ranks: Sequence[Rank]) -> Transport:
     """The transport of that name, with its choice inside nodes."""
-    return Transport(name, reason, class_of(name).inside(ranks))
+    return Transport(name, reason, _inside(TRANSPORTS[name].inside, ranks))
+
+
+def _inside(names: Sequence[str], ranks: Sequence[Rank]) -> Transport | None:
+    """The first of the transports inside a node that all nodes can run; None if there is none."""
+    reason, on_nodes = "auto", dict[str, list[Rank]]()
+    for rank in ranks:
+        on_nodes.setdefault(rank.node, []).append(rank)
+    for name in names:
+        refusals = (class_of(name).refuse(members) for members in on_nodes.values())
+        refusal = one_for_all(ranks, name) or next(filter(None, refusals), None)
+        if not refusal:
+            return Transport(name, reason)
+        reason += f"; not {name}: {refusal}"
+    return None
 
 
 def _refuse(name: str, ranks: Sequence[Rank]) -> Refusal:
     """Reason that a transport cannot serve a group, or None."""
-    return one_for_all(ranks, name) or class_of(name).refuse(ranks)
+    if refusal := one_for_all(ranks, name):
+        return refusal
+    if TRANSPORTS[name].over_nodes:
+        return nodes.refuse([rank.node for rank in ranks])
+    return class_of(name).refuse(ranks)
 
 
 def other_groups(by_group: dict[tuple[int, ...], Transport], mine: tuple[int, ...]) -> str:

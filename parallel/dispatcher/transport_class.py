@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
-from phalanx.extras.between_nodes.reached import Draw
 from phalanx.extras.overlap.pass_groups import PassGroups
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
@@ -26,6 +25,7 @@ from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.received import Planner, Received
+from phalanx.parallel.dispatcher.sampling import TopKSampling
 
 if TYPE_CHECKING:
     from phalanx.extras.replication.options import ReplicationOptions
@@ -92,7 +92,7 @@ class DispatchContext(NamedTuple):
     """True if the experts quantise received rows, for which all of them must have arrived."""
     budget: Budget | None = None
     """Budget of rows, for transports that size blocks between nodes."""
-    draw: Draw | None = None
+    sampling: TopKSampling | None = None
     """Choice of a token's experts, from which the balanced load of these blocks follows."""
 
     @property
@@ -145,16 +145,6 @@ class Dispatcher(ABC):
             ranks: ranks of the group, in their order.
         """
         return "needs several ranks" if len(ranks) == 1 else None
-
-    @classmethod
-    def asks(cls) -> tuple[str, ...]:
-        """Transports inside a node whose `refuse_here` the choice of `inside` needs."""
-        return ()
-
-    @classmethod
-    def inside(cls, ranks: Sequence[Rank]) -> Transport | None:
-        """Intra-node transport, for which process groups of nodes are created, or None."""
-        return None
 
     @classmethod
     @abstractmethod

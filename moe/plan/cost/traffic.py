@@ -1,7 +1,7 @@
 """Expert traffic between ranks: rows and bytes per token, by kind of link.
 
-Exact expectation over uniformly random routing (`extras.between_nodes.reached`). Rows
-have the precision of the run; dispatched rows may be FP8 (`precision.dispatch`).
+Exact expectation over uniformly random routing (`parallel.dispatcher.sampling`). Rows have
+the precision of the run; dispatched rows may be FP8 (`precision.dispatch`).
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.extras.between_nodes.reached import Draw, most_owners, reached
 from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
+from phalanx.parallel.dispatcher.sampling import TopKSampling, most_owners, owner_probabilities
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
@@ -102,7 +102,7 @@ def reach(cfg: Config, world: int) -> GroupTopology:
     """The expert-parallel group, and the ranks and nodes that an average token is sent to."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
     by_node = _node_sizes(cfg, world)
-    on_nodes = _reached(e, by_node)
+    on_nodes = _probabilities(e, by_node)
     hosts = zip(on_nodes, by_node, strict=True)
     tokens = d.micro_batch * d.sequence_length // p.context // p.tensor
     budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
@@ -110,7 +110,7 @@ def reach(cfg: Config, world: int) -> GroupTopology:
         ranks=expert_parallel_size(cfg, world),
         nodes=nodes(cfg, world),
         tokens=tokens,
-        wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
+        wanted_ranks=sum(_probabilities(e, _rank_sizes(cfg, world))),
         other_nodes=sum(hit * (1 - held / e.experts) for hit, held in hosts if held),
         block=budget.block_rows(tokens, max(on_nodes)) if any(by_node) else 0,
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
@@ -137,9 +137,12 @@ def _traffic(
 ) -> Traffic:
     """Traffic of rows (dispatch, combine) sent in both passes, and `resent` in the backward one."""
     to, fro = row_bytes(cfg), cfg.model.hidden * width(cfg)
-    ranks = sum(_reached(cfg.model.moe, _rank_sizes(cfg, world)))
+    ranks = sum(_probabilities(cfg.model.moe, _rank_sizes(cfg, world)))
     by_node = _node_sizes(cfg, world)
-    hosts, most = sum(_reached(cfg.model.moe, by_node)), most_owners(_draw(cfg.model.moe), by_node)
+    hosts, most = (
+        sum(_probabilities(cfg.model.moe, by_node)),
+        most_owners(_sampling(cfg.model.moe), by_node),
+    )
     (there, back), (again, back_again) = once, resent
     more = to * again + fro * back_again
     return Traffic(ranks, hosts, most, there, back, to * there, fro * back, more)
@@ -165,12 +168,12 @@ def _node_sizes(cfg: Config, world: int) -> list[int]:
     return [sum(by_rank[i : i + most]) for i in range(0, len(by_rank), most)]
 
 
-def _reached(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
+def _probabilities(e: MoEConfig, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
     if not any(sizes):  # a dense model
         return [0.0] * len(sizes)
-    return reached(_draw(e), sizes)
+    return owner_probabilities(_sampling(e), sizes)
 
 
-def _draw(e: MoEConfig) -> Draw:
-    return Draw(e.experts, e.top_k, e.router.groups, e.router.group_topk)
+def _sampling(e: MoEConfig) -> TopKSampling:
+    return TopKSampling(e.experts, e.top_k, e.router.groups, e.router.group_topk)

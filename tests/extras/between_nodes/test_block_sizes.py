@@ -15,8 +15,8 @@ from torch import Tensor
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.extras.between_nodes.rail_blocks import plan_blocks
-from phalanx.extras.between_nodes.reached import Draw, most_owners, reached
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.sampling import TopKSampling, most_owners, owner_probabilities
 
 TABLE = Path(__file__).resolve().parents[3] / "docs/measured/kernels/rail_blocks.md"
 TOKENS, HIDDEN, EXPERTS, TOP_K, NODES, LIMIT = 8192, 7168, 256, 8, 8, 4
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(exponent: float, limit: int) -> Sizes:
-    probability = max(reached(draw(limit), [NODE_EXPERTS] * NODES))
+    probability = max(owner_probabilities(sampling(limit), [NODE_EXPERTS] * NODES))
     budget = Budget(ParallelConfig().capacity_factor, CPU)
     prob_TK = torch.ones(TOKENS, TOP_K)
     routings = [chosen(exponent, limit, source) for source in range(NODES)]
@@ -76,8 +76,12 @@ def sizes(exponent: float, limit: int) -> Sizes:
     return Sizes(exact, others * fullest, [others * rows for rows in run])
 
 
-def draw(limit: int) -> Draw:
-    return Draw(EXPERTS, TOP_K, NODES, limit) if limit < NODES else Draw(EXPERTS, TOP_K)
+def sampling(limit: int) -> TopKSampling:
+    return (
+        TopKSampling(EXPERTS, TOP_K, NODES, limit)
+        if limit < NODES
+        else TopKSampling(EXPERTS, TOP_K)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +91,10 @@ def computed() -> dict[tuple[int, float], Sizes]:
 
 def test_rows_over_the_network(computed: dict[tuple[int, float], Sizes]) -> None:
     """4.63 with uniform routing; 3.5 if all of four nodes are reached, of which few are not."""
-    uniform = sum(reached(draw(NODES), [NODE_EXPERTS] * NODES)) * (1 - 1 / NODES)
+    uniform = sum(owner_probabilities(sampling(NODES), [NODE_EXPERTS] * NODES)) * (1 - 1 / NODES)
     assert round(uniform, 2) == 4.63
     assert computed[NODES, 0.0].exact == pytest.approx(uniform, rel=0.003)
-    assert most_owners(draw(LIMIT), [NODE_EXPERTS] * NODES) == LIMIT
+    assert most_owners(sampling(LIMIT), [NODE_EXPERTS] * NODES) == LIMIT
     bound = LIMIT * (1 - 1 / NODES)
     assert all(0.98 * bound < computed[LIMIT, e].exact <= 1.01 * bound for e in EXPONENTS)
 

@@ -21,11 +21,11 @@ from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.machines import MACHINES, machine_of
 from phalanx.extras.between_nodes.collective import CollectiveRail, swap
 from phalanx.extras.between_nodes.rail_blocks import RailBlocks, pack_rows, plan_blocks, sum_rows
-from phalanx.extras.between_nodes.reached import Draw, reached
 from phalanx.extras.between_nodes.rows import send_routing
 from phalanx.extras.overlap.paced import Wire, wire
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.nodes import Nodes
+from phalanx.parallel.dispatcher.sampling import TopKSampling, owner_probabilities
 from phalanx.scripts.lab.bench.dispatch.ends import all_ranks, hier_of_nodes
 from phalanx.scripts.lab.bench.models import (
     DEEPSEEK,
@@ -95,10 +95,10 @@ class _Problem:
         self._prob_TK = probabilities(tokens, model.top_k, **rank_device)
         torch.manual_seed(1 + bench.rank)
         self._x_TD = random(tokens, model.hidden, device=bench.clock.device)
-        self._blocks, self._rows = self._fitting(self._draw(model))
+        self._blocks, self._rows = self._fitting(self._sampling(model))
         row_TM = self._blocks.row_TM
         others = (row_TM >= 0).sum() - (row_TM[:, group.index] >= 0).sum()
-        share = reached(self._draw(model), [self._experts] * group.count)
+        share = owner_probabilities(self._sampling(model), [self._experts] * group.count)
         self._load = _Load(
             exact=sum(bench.gather(int(others))) / (bench.ranks * tokens),
             sent=(group.count - 1) * self._rows / tokens,
@@ -171,21 +171,21 @@ class _Problem:
         must, goal = PACK_TARGETS
         return [Record(*head, ms, ratio=must / of_wire, bar=1.0, goal=must / goal, note=note)]
 
-    def _draw(self, model: Model) -> Draw:
+    def _sampling(self, model: Model) -> TopKSampling:
         limited = self._kind == "half of the nodes"
         groups = (self._nodes, half_of(self._nodes)) if limited else (1, 1)
-        return Draw(model.experts, model.top_k, *groups)
+        return TopKSampling(model.experts, model.top_k, *groups)
 
     def _plan(self, rows: int) -> RailBlocks:
         return plan_blocks(
             self._idx_TK, self._prob_TK, nodes=self._nodes, experts=self._experts, rows=rows
         )
 
-    def _fitting(self, draw: Draw) -> tuple[RailBlocks, int]:
+    def _fitting(self, sampling: TopKSampling) -> tuple[RailBlocks, int]:
         """Blocks that hold all rows of all ranks, and their C."""
         tokens, device = len(self._idx_TK), self._bench.clock.device
         budget = Budget(ParallelConfig().capacity_factor, device)
-        share = max(reached(draw, [self._experts] * self._nodes))
+        share = max(owner_probabilities(sampling, [self._experts] * self._nodes))
         while True:
             rows = budget.block_rows(tokens, share)
             blocks = self._plan(rows)

@@ -12,7 +12,7 @@ from math import comb
 from typing import NamedTuple
 
 
-class Draw(NamedTuple):
+class TopKSampling(NamedTuple):
     """Parameters of the random choice of a token's experts."""
 
     experts: int
@@ -21,45 +21,45 @@ class Draw(NamedTuple):
     group_topk: int = 1
 
 
-def reached(draw: Draw, sizes: Sequence[int]) -> list[float]:
+def owner_probabilities(sampling: TopKSampling, sizes: Sequence[int]) -> list[float]:
     """Probability that a token has an expert of each owner; owner i holds the next `sizes[i]`."""
-    return _probabilities(draw, tuple(sizes))
+    return _probabilities(sampling, tuple(sizes))
 
 
-def most_owners(draw: Draw, sizes: Sequence[int]) -> int:
+def most_owners(sampling: TopKSampling, sizes: Sequence[int]) -> int:
     """Bound on the number of owners of one token's experts, from the router's limit on groups."""
     firsts = list(itertools.accumulate(sizes, initial=0))
-    size = draw.experts // draw.groups
+    size = sampling.experts // sampling.groups
     owners_of_groups = sorted(
         sum(first < (g + 1) * size and end > g * size for first, end in itertools.pairwise(firsts))
-        for g in range(draw.groups)
+        for g in range(sampling.groups)
     )
-    return min(len(sizes), draw.top_k, sum(owners_of_groups[-draw.group_topk :]))
+    return min(len(sizes), sampling.top_k, sum(owners_of_groups[-sampling.group_topk :]))
 
 
 @functools.cache
-def _probabilities(draw: Draw, sizes: tuple[int, ...]) -> list[float]:
+def _probabilities(sampling: TopKSampling, sizes: tuple[int, ...]) -> list[float]:
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     known: dict[tuple[int, ...], float] = {}
     probabilities = []
     for first, size in zip(firsts, sizes, strict=True):
-        parts = _parts(draw, first, size)
+        parts = _parts(sampling, first, size)
         if parts not in known:
-            known[parts] = 1 - _missed(draw, parts)
+            known[parts] = 1 - _missed(sampling, parts)
         probabilities.append(known[parts])
     return probabilities
 
 
-def _parts(draw: Draw, first: int, size: int) -> tuple[int, ...]:
+def _parts(sampling: TopKSampling, first: int, size: int) -> tuple[int, ...]:
     """Experts of `first` to `first + size` in each group that has any of them, sorted."""
-    width = draw.experts // draw.groups
+    width = sampling.experts // sampling.groups
     end, groups = first + size, range(first // width, -(-(first + size) // width))
     return tuple(sorted(min(end, (g + 1) * width) - max(first, g * width) for g in groups))
 
 
-def _missed(draw: Draw, parts: Sequence[int]) -> float:
+def _missed(sampling: TopKSampling, parts: Sequence[int]) -> float:
     """Probability that a token has none of an owner's experts, `parts[i]` in its i-th group."""
-    width = draw.experts // draw.groups
+    width = sampling.experts // sampling.groups
     ways = {(0, 0): 1}
     """Ways to choose among the owner's groups, by (groups chosen, experts of the owner in them)."""
     for part in parts:
@@ -68,10 +68,10 @@ def _missed(draw: Draw, parts: Sequence[int]) -> float:
             for key in ((chosen, held), (chosen + 1, held + part)):
                 more[key] = more.get(key, 0) + n
         ways = more
-    pool, others = draw.group_topk * width, draw.groups - len(parts)
+    pool, others = sampling.group_topk * width, sampling.groups - len(parts)
     missed = sum(
-        n * comb(others, draw.group_topk - chosen) * comb(pool - held, draw.top_k)
+        n * comb(others, sampling.group_topk - chosen) * comb(pool - held, sampling.top_k)
         for (chosen, held), n in ways.items()
-        if chosen <= draw.group_topk
+        if chosen <= sampling.group_topk
     )
-    return missed / (comb(draw.groups, draw.group_topk) * comb(pool, draw.top_k))
+    return missed / (comb(sampling.groups, sampling.group_topk) * comb(pool, sampling.top_k))
