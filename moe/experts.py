@@ -146,7 +146,7 @@ class Experts(MegatronModule):
                 on_saved_h=partial(memory.offload, "expert_h")
                 if memory.offloads("expert_h")
                 else None,
-                replicas=received.replicas,
+                experts=received.experts,
                 stays=received.stays,
             )
 

@@ -33,6 +33,7 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.received import LoadCounts
 from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
@@ -58,6 +59,8 @@ class MoEOptions:
     """Modules that Megatron-Core's own layer recomputes, by its names."""
     fp8_rows: bool = False
     """Tokens are sent in FP8 where the experts accept it."""
+    load_counts: LoadCounts | None = None
+    """Counts of the transports of any rank in the load statistics."""
     fp8_dense: bool = True
     """Shared experts, dense MLPs and projections use the recipe of the routed experts."""
 
@@ -107,6 +110,8 @@ class MoE(MoELayer):
             is_mtp_layer=is_mtp_layer,
             backend=options.spec.backend,
         )
+        if options.load_counts is not None:
+            self.router.statistics.extend(options.load_counts)
         self.dispatcher = make_dispatcher(
             options.transport,
             group=pg_collection.ep,
@@ -179,8 +184,8 @@ class MoE(MoELayer):
                 shared_fc1()  # while tokens are in flight
             received = self.dispatcher.receive_tokens(sent)
             del sent  # it may hold rows that nobody else needs
-        if received.replication_plan is not None and self.training and torch.is_grad_enabled():
-            self.router.statistics.add_replication_plan(received.replication_plan)
+        if received.statistics is not None and self.training and torch.is_grad_enabled():
+            self.router.statistics.note(received.statistics)
 
         # 3. The weighted sum of this rank's experts for every received token. The fused experts add
         # shared experts and residual as well, if there is nothing to combine.

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.extras.replication.counts import ReplicaCounts
+from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
-from phalanx.extras.replication.options import plan_replicas
+from phalanx.extras.replication.options import ReplicationOptions, plan_replicas
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 from phalanx.kernels.routing.sort_pairs import gather_rows
@@ -37,9 +39,11 @@ class ReplicatedAllToAll(AllToAll):
             replication.
     """
 
+    load_counts = ReplicaCounts()
+
     def __init__(self, context: DispatchContext) -> None:
         options = context.transport.replication
-        assert options is not None
+        assert isinstance(options, ReplicationOptions)
         super().__init__(context.group, context.plan, context.recipe)
         self._group = context.group
         self._local, self._experts, self._options = context.local, context.experts, options
@@ -74,8 +78,10 @@ class ReplicatedAllToAll(AllToAll):
             plan._replace(row_index_S=None, inverse_NK=None),
             fp8_inputs=None if route.fp8 is None else route.fp8.fp8_inputs,
             route=route,
-            replicas=_Replicas(self._group, replication, self._local, self._options.keep),
-            replication_plan=replication,
+            experts=ReplicatedExperts(
+                _Replicas(self._group, replication, self._local, self._options.keep)
+            ),
+            statistics=replication,
         )
 
     def receive_sums(

@@ -1,16 +1,48 @@
 """Choice of expert replication for a transport, and its line of the start page."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from phalanx.configs.arithmetic.accounting import mlp_weights
+from phalanx.configs.formats import width
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import Rates
 from phalanx.configs.tables.transports import (
     MAX_REPLICATED_EXPERTS,
     MAX_REPLICATION_RANKS,
     TRANSPORTS,
 )
-from phalanx.extras.replication.options import CopyCosts, ReplicationOptions
+from phalanx.extras.replication.options import CopyCosts, ReplicationOptions, copy_costs
 from phalanx.kernels.registry import Choice
-from phalanx.parallel.dispatcher.transport import LOCAL, class_of
 from phalanx.parallel.dispatcher.transport_class import Transport
+
+
+def replicated(
+    cfg: Config, transport: Transport, *, world: int, ranks: int, rates: Iterable[Rates]
+) -> Transport:
+    """The transport with the slots of a configuration.
+
+    Args:
+        cfg: valid on `world` ranks, with resolved `parallel.dispatch`.
+        transport: the chosen transport.
+        world: number of ranks of the job.
+        ranks: number of ranks that share experts.
+        rates: rates of all devices, of which the slowest count.
+
+    Raises:
+        ValueError: the transport cannot replicate, or the group is too large.
+    """
+    keep, weights = cfg.parallel.save_x == "keep", mlp_weights(cfg.model, cfg.model.moe.ffn)
+    costs = max(copy_costs(r, weights=weights, width=width(cfg), keep=keep) for r in rates)
+    return with_replication(
+        cfg.parallel.expert_replication,
+        transport,
+        ranks=ranks,
+        local=cfg.model.moe.experts // expert_parallel_size(cfg, world),
+        costs=costs,
+        keep=keep,
+    )
 
 
 def with_replication(
@@ -50,32 +82,12 @@ def with_replication(
     return replace(transport, replication=replication)
 
 
-def replication_choices(wanted: int | str, transport: Transport) -> list[Choice]:
-    """Line of `kernels.registry.table` on expert replication, unless it is 0."""
-    if wanted == 0:
-        return []
-    within = transport.inside or transport
-    if (options := within.replication) is not None:
-        kept = "saved for" if options.keep else "resent in"
-        where = "; in each node by itself" if transport.inside else ""
-        reason = (
-            f"parallel.expert_replication={wanted}{where}; {options.cost_text}; weights are {kept}"
-        )
-        slots = f"{options.slots} slot{'s' * (options.slots > 1)}"
-        return [Choice("replication", slots, f"{reason} the backward pass")]
-    if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
-        return [
-            Choice(
-                "replication",
-                "off",
-                f"all experts are on one rank; parallel.expert_replication={wanted}",
-            )
-        ]
-    facts = TRANSPORTS.get(transport.name)
-    if facts is None or not facts.replicates_experts:
-        reason = f"{transport.name} cannot replicate experts"
-    elif class_of(within.name).no_overlap is not None:
-        reason = f"{within.name} does not hide the exchange of replicas"
-    else:
-        reason = "replicas cost a step more than they save where ranks are nearly even"
-    return [Choice("replication", "off", f"auto; {reason}")]
+def replication_line(wanted: int | str, transport: Transport) -> Choice:
+    """Line of `kernels.registry.table` on a transport that replicates experts."""
+    options = (transport.inside or transport).replication
+    assert isinstance(options, ReplicationOptions)
+    kept = "saved for" if options.keep else "resent in"
+    where = "; in each node by itself" if transport.inside else ""
+    reason = f"parallel.expert_replication={wanted}{where}; {options.cost_text}; weights are {kept}"
+    slots = f"{options.slots} slot{'s' * (options.slots > 1)}"
+    return Choice("replication", slots, f"{reason} the backward pass")

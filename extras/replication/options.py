@@ -6,7 +6,7 @@ mapped by `extras.replication.kernels.replica_routing`, weights and gradients ha
 
 1. It exchanges the routing of all ranks, and computes the plan and the expert slot of every pair.
 2. It sends tokens to the ranks of their slots, and weights of replicated experts to replica slots.
-3. It returns `Received.replicas`, which has the weights and reduces gradients.
+3. It returns `Received.experts`, which have the weights and reduce gradients.
 
 In `combine` a token's rows of one owner are added as that rank would without replication: in the
 order of expert ids in fp32, rounded once, and then the sums of owners in their order. So results

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from phalanx.extras.replication import memory
 from phalanx.extras.replication.control import control_of
+from phalanx.extras.replication.counts import ReplicaCounts
+from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.extras.replication.kernels.rows import ExpertOwner
-from phalanx.extras.replication.options import plan_replicas
+from phalanx.extras.replication.options import ReplicationOptions, plan_replicas
 from phalanx.extras.replication.pushed_replicas import Memory, PushedReplicas
 from phalanx.extras.replication.transfers import (
     InOrder,
@@ -42,9 +44,11 @@ class ReplicatedSymm(Symm):
             options of replication.
     """
 
+    load_counts = ReplicaCounts()
+
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
-        assert context.transport.replication is not None
+        assert isinstance(context.transport.replication, ReplicationOptions)
         self._replication = context.transport.replication
 
     def receive_tokens(self, sent: Any) -> Received:
@@ -60,8 +64,8 @@ class ReplicatedSymm(Symm):
             plan,
             fp8_inputs=fp8_inputs,
             route=call,
-            replicas=replicas,
-            replication_plan=call.replication,
+            experts=ReplicatedExperts(replicas),
+            statistics=call.replication,
         )
         if call.overlaps:
             return received._replace(overlap=ExpertOverlap(call))

@@ -14,7 +14,7 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -102,6 +102,11 @@ class Overlap(Protocol):
 class Experts(Protocol):
     """Experts of a plan in one call: those of the weights, alone or with others behind them."""
 
+    @property
+    def has_more(self) -> bool:
+        """The plan has experts behind those of the weights."""
+        ...
+
     def start(
         self, own: MLPWeights, first: Layer, wait_rows: Callable[[], None] | None
     ) -> Callable[[Backend], Backend]:
@@ -133,6 +138,8 @@ class Experts(Protocol):
 class OwnExperts:
     """`Experts` of a plan for the experts of the weights alone."""
 
+    has_more: ClassVar[bool] = False
+
     def start(
         self, own: MLPWeights, first: Layer, wait_rows: Callable[[], None] | None
     ) -> Callable[[Backend], Backend]:
@@ -142,6 +149,9 @@ class OwnExperts:
         self, work: WeightGrads, own: MLPWeights, buffers: Sequence[Buffer | None]
     ) -> list[Tensor | None]:
         return work.all(buffers)
+
+
+OWN = OwnExperts()
 
 
 def unchanged(backend: Backend) -> Backend:

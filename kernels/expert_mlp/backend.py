@@ -17,7 +17,7 @@ width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp3
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from phalanx.kernels.expert_mlp.calls import (
     Columns,
     Fc1Call,
     Fc2DgradCall,
+    HiddenRows,
     Operand,
     Rows,
     RowsCall,
@@ -76,7 +77,7 @@ class Backend(Protocol):
     def writes_into_out(self) -> bool:
         """Rows of a plan's parts can be written into the same tensors: fc1_act and rows take `out`.
 
-        Such a backend is a `extras.replication.kernels.backend.BackendOfParts`.
+        Such a backend is a `BackendOfParts`.
         """
         ...
 
@@ -154,6 +155,36 @@ class Backend(Protocol):
         The addends [N, D] are added last; a backend may add them before it rounds.
         """
         ...
+
+
+class BackendOfParts(Backend, Protocol):
+    """A backend that computes the rows of a plan's parts into the same tensors.
+
+    fc1_act, rows and fc2_dgrad_rows take the result of one part as `out` of the next.
+    """
+
+    @property
+    def waits_for_weights(self) -> bool:
+        """Kernels that gather their rows wait for `ready` before they read weights."""
+        ...
+
+    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
+        """Rows of `fc2_dgrad_dact` of a part."""
+        ...
+
+    def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
+        """Result of `fc2_dgrad_dact` from the rows of all parts.
+
+        Args:
+            rows: result for the last part.
+            call: call for the whole plan, with the biases of all experts; weights are not read.
+        """
+        ...
+
+
+def takes_parts(backend: Backend) -> TypeGuard[BackendOfParts]:
+    """True if the backend computes parts of a plan into the same tensors."""
+    return backend.writes_into_out
 
 
 class SequentialMixin:

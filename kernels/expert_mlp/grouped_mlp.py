@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.exchange import ReplicaExchange
-from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.kernels import debug
 from phalanx.kernels.derivatives import transformed
 from phalanx.kernels.expert_mlp.autograd import (
+    OWN,
     ExpertMLP,
     ExpertMLPArgs,
+    Experts,
     Fp8Inputs,
     Overlap,
-    OwnExperts,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -40,7 +39,7 @@ def grouped_mlp(
     fp8_inputs: Fp8Inputs | None = None,
     addends: Sequence[Tensor] = (),
     on_saved_h: Callable[..., None] | None = None,
-    replicas: ReplicaExchange | None = None,
+    experts: Experts = OWN,
     stays: bool = False,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
@@ -63,10 +62,10 @@ def grouped_mlp(
         addends: up to two tensors shaped as out, which receive its gradient. `fused` adds them to
             the sums before these are rounded, other backends one after the other in x's dtype.
         on_saved_h: called with the tensors that are saved of h, unless h is recomputed.
-        replicas: transfers of replicas, whose slots in the plan follow the local experts.
+        experts: the local experts alone, or others behind them, whose slots in the plan follow.
         stays: x and the gradient of out stay as they are until the end of the step, so that weight
             gradients may wait (`kernels.wgrad_queue`). Not with `overlap`, whose transfer of the
-            gradient of x they hide, nor with `replicas`, whose gradients are sent.
+            gradient of x they hide, nor with more `experts`, whose gradients are sent.
 
     Returns:
         out_ND in x's dtype, summed in fp32 in the order of k and rounded once; 0 without experts
@@ -78,10 +77,10 @@ def grouped_mlp(
         ValueError: unknown backend, or shapes and dtypes that do not fit together; with
             PHALANX_DEBUG=1 also indices of rows that do not exist (`kernels.debug`).
     """
-    check(x_ND, weights, plan, spec.activation.facts.halves, replicas=replicas is not None)
+    check(x_ND, weights, plan, spec.activation.facts.halves, more=experts.has_more)
     if overlap is not None and not spec.facts.waits_for_rows:
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
-    if replicas is not None and not spec.facts.replicates:
+    if experts.has_more and not spec.facts.replicates:
         raise ValueError(
             f"kernels={spec.backend} has no expert replication: set "
             "parallel.expert_replication=0 or kernels=torch"
@@ -95,8 +94,8 @@ def grouped_mlp(
         raise ValueError("overlap: with a recipe, rows must arrive quantized (fp8_inputs)")
     if fp8_inputs is not None and spec.recipe is None:
         raise ValueError("fp8_inputs: only a recipe takes rows in FP8")
-    experts = OwnExperts() if replicas is None else ReplicatedExperts(replicas)
-    keep_h, stays = differentiates(x_ND, weights, plan), stays and not (overlap or replicas)
+    keep_h = differentiates(x_ND, weights, plan)
+    stays = stays and overlap is None and not experts.has_more
     args = ExpertMLPArgs(spec, keep_h, overlap, fp8_inputs, on_saved_h, experts, stays)
     x_ND = x_ND.contiguous() if fp8_inputs is None else x_ND
     addends = [addend.contiguous() for addend in addends]
@@ -111,13 +110,13 @@ def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
 
 
 def check(
-    x: Tensor, weights: MLPWeights, plan: ExpertPlan, halves: int, *, replicas: bool = False
+    x: Tensor, weights: MLPWeights, plan: ExpertPlan, halves: int, *, more: bool = False
 ) -> None:
     """Raise ValueError for shapes and dtypes that do not fit together.
 
     Args:
         halves: H / F.
-        replicas: a plan has slots for more experts than there are weights.
+        more: the plan has slots for more experts than there are weights.
     """
     w1, w2, b1, b2 = weights
     if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
@@ -135,7 +134,7 @@ def check(
         ("b2", b2, (L, D), x.dtype),
         ("row_index", plan.row_index_S, (S,), torch.int32),
         ("row_prob", plan.row_prob_S, (S,), torch.float32),
-        ("offsets", plan.offsets, plan.offsets.shape if replicas else (L + 1,), torch.int32),
+        ("offsets", plan.offsets, plan.offsets.shape if more else (L + 1,), torch.int32),
         ("inverse", plan.inverse_NK, (N, K), torch.int32),
         ("order", plan.order_L, (plan.offsets.numel() - 1,), torch.int32),
     ]

@@ -1,6 +1,6 @@
 """The fused backend of `configs.tables.backends`."""
 
-from phalanx.extras.replication.kernels.backend import BackendOfParts
+from phalanx.kernels.expert_mlp.backend import BackendOfParts
 from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels

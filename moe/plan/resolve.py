@@ -10,9 +10,9 @@ that of the rank which has least.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
 
 from phalanx.configs import capture
-from phalanx.configs.arithmetic.accounting import mlp_weights
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import (
     is_emulated,
@@ -20,18 +20,16 @@ from phalanx.configs.formats import (
     multiplies_fp8,
     quantizes_on_arrival,
     recipe_facts,
-    width,
 )
 from phalanx.configs.knobs import copied
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
+from phalanx.configs.tables.capabilities import REPLICATION
 from phalanx.configs.tables.machines import with_margin
 from phalanx.configs.validate import ConfigError
 from phalanx.extras.overlap.gain import microbatch_overlap
-from phalanx.extras.replication.choice import replication_choices, with_replication
-from phalanx.extras.replication.options import copy_costs
 from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
@@ -61,6 +59,7 @@ from phalanx.parallel.dispatcher.transport import (
     exchange_options,
     of_megatron,
     other_groups,
+    replication_off,
     sms_of,
     two_pass_options,
 )
@@ -224,18 +223,11 @@ def _groups(draft: Draft, expert: int, wanted: str, *, replicates: bool) -> list
 
 def _replicating(draft: Draft, chosen: Transport, ranks: int) -> Transport:
     """The transport with `parallel.expert_replication` among so many ranks."""
-    cfg, keep = draft.cfg, draft.cfg.parallel.save_x == "keep"
-    weights = mlp_weights(cfg.model, cfg.model.moe.ffn)
+    if draft.cfg.parallel.expert_replication in (0, "auto"):
+        return chosen
     rates = {device.copy_rates for device in draft.facts.devices}
-    costs = max(copy_costs(r, weights=weights, width=width(cfg), keep=keep) for r in rates)
-    return with_replication(
-        cfg.parallel.expert_replication,
-        chosen,
-        ranks=ranks,
-        local=cfg.model.moe.experts // expert_parallel_size(cfg, draft.world),
-        costs=costs,
-        keep=keep,
-    )
+    rule: Callable[..., Transport] = resolve_name(REPLICATION.rule)
+    return rule(draft.cfg, chosen, world=draft.world, ranks=ranks, rates=rates)
 
 
 def communication_sms(draft: Draft) -> None:
@@ -342,9 +334,11 @@ def overlap(draft: Draft) -> None:
 def exchanges(draft: Draft) -> None:
     """Lines on transport and replication of the first group; it decides nothing."""
     cfg, first = draft.cfg, draft.transports[0]
-    draft.lines["replication"] = lambda: replication_choices(
-        draft.asked.parallel.expert_replication, first
-    )
+    if wanted := draft.asked.parallel.expert_replication:
+        line: Callable[[int | str, Transport], Choice] = replication_off
+        if first.replica_slots:
+            line = resolve_name(REPLICATION.line)
+        draft.lines["replication"] = lambda: [line(wanted, first)]
     if has_experts(cfg.model):
         draft.lines["transport"] = lambda: choices(
             first,

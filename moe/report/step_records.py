@@ -110,8 +110,5 @@ def _load_record(load: balance.Balance) -> dict[str, Any]:
         record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
         record |= {"layers": load.by_layer}
         record |= {"rank_load": load.rank_load} if load.rank_load else {}
-    if load.replicas is not None:
-        record |= {"replicas": load.replicas}
-        record |= {"rank_load_without_replicas": load.rank_load_without_replicas}
-        record |= {"rank_load_with_replicas": load.rank_load_with_replicas}
+    record |= load.counted
     return record | {f"balance/{name}": value for name, value in load.losses.items() if value}

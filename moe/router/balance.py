@@ -4,31 +4,25 @@ A router counts its choices and adds its balancing losses to its `Statistics`, o
 without a host read. Every step collects them in one table (`Collector`), which is summed over all
 ranks with the step's other totals; after it is logged the trainer calls `reset`. Invariants: counts
 are int64; a loss is stored as this rank's share, so that the sum over tensor and context parallel
-ranks is the loss of one replica, on any layout. Plans of replicas are read at the step's end, since
-plans of single nodes are compared over nodes, once for all layers and micro-batches.
+ranks is the loss of one replica, on any layout. What a transport counts beside the routers
+(`parallel.dispatcher.received.LoadCounts`) is read at the step's end.
 
-Legend: T tokens of this rank, B sequences, E experts, K experts per token, P plans of a step, R
-ranks of a plan.
+Legend: T tokens of this rank, B sequences, E experts, K experts per token.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
+from phalanx.parallel.dispatcher.received import LoadCounts
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
-
-_REPLICATION_COLUMNS = 4
-"""Number of counts of replicas: copies, rows of all ranks, rows of the busiest rank without copies,
-and with them."""
 
 
 def count_choices(idx_TK: Tensor, experts: int) -> Tensor:
@@ -93,7 +87,6 @@ class Statistics(KeepsPrecision):
     tokens_per_expert: Tensor
     losses: Tensor
     micro_batches: Tensor
-    replicas: Tensor
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -102,13 +95,18 @@ class Statistics(KeepsPrecision):
             ("tokens_per_expert", (experts,), torch.int64),
             ("losses", (len(LOSSES),), torch.float32),
             ("micro_batches", (), torch.int64),
-            ("replicas", (_REPLICATION_COLUMNS,), torch.int64),
         ):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
-        self.plans: list[ReplicationPlan] = []
-        """Plans of the micro-batches since the last table, which adds their counts to
-        `replicas`."""
+        self.notes: list[Any] = []
+        """Notes of the micro-batches since the last table, which counts them."""
+        self._takes_notes = False
+
+    def extend(self, counts: LoadCounts) -> None:
+        """Add a buffer for the counts of a transport."""
+        zeros = self.tokens_per_expert.new_zeros(counts.columns)
+        self.register_buffer(counts.name, zeros, persistent=False)
+        self._takes_notes = True
 
     @torch.no_grad()
     def add_counts(self, count_E: Tensor) -> None:
@@ -121,9 +119,10 @@ class Statistics(KeepsPrecision):
         """Add this rank's share of one of `LOSSES`, before its coefficient."""
         self.losses[LOSSES.index(name)] += share.detach()
 
-    def add_replication_plan(self, plan: ReplicationPlan) -> None:
-        """Add the replicas of one micro-batch, the same on all ranks that share experts."""
-        self.plans.append(plan)
+    def note(self, statistics: Any) -> None:
+        """Keep what a transport notes of one micro-batch, if its counts have a buffer."""
+        if self._takes_notes:
+            self.notes.append(statistics)
 
 
 @dataclass(frozen=True)
@@ -139,14 +138,8 @@ class Balance:
     """Choices of the experts of the busiest rank over the mean of ranks, averaged over layers, of
     all micro-batches together and whichever rank computes them; 0 if the experts of a layer are on
     one rank."""
-    replicas: float | None = None
-    """Copies of experts, averaged over layers and micro-batches; None without copies."""
-    rank_load_without_replicas: float = 0.0
-    """Rows of the busiest rank of a micro-batch over the mean of ranks, if it had no copies,
-    averaged over layers and micro-batches; 0 without copies. Another rank may be the busiest of the
-    next micro-batch, so that this is at least `rank_load`."""
-    rank_load_with_replicas: float = 0.0
-    """Counterpart of `rank_load_without_replicas` with the copies and their cost."""
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """Values of the transport's counts, by the names under which they are logged."""
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
@@ -189,10 +182,15 @@ class Collector:
         chunks: model chunks of this rank, wrapped or not.
         config: their TransformerConfig.
         pg: process groups with `tp_cp` and `ep`.
+        counts: counts of the transports of any rank, which layers have a buffer for.
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: Any,
+        pg: ProcessGroupCollection,
+        counts: LoadCounts | None = None,
     ) -> None:
         self._experts = config.num_moe_experts or 0  # a dense model has no router
         self._replica_ranks = pg.tp_cp.size()
@@ -201,17 +199,21 @@ class Collector:
         self._by_layer: list[list[Statistics]] = [[] for _ in range(layers)]
         for router in routers(chunks):
             self._by_layer[layer_index(router, config)].append(router.statistics)
-        self._zeros = Statistics(self._experts)
+        self._zeros, self._counts = Statistics(self._experts), counts
+        if counts is not None:
+            self._zeros.extend(counts)
 
     def table(self) -> Tensor:
-        """This rank's part, fp64 [layers, counts | losses | micro-batches | replicas].
+        """This rank's part, fp64 [layers, counts | losses | micro-batches | counts of transports].
 
         No host read. The sum over all ranks is the table of the model: exact for counts below
         2**53, and 0 in the rows of layers that no rank has or that route nothing. Collective.
         """
-        self._count_replicas()
-        columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "replicas"))
-        return torch.cat([column.flatten(1) for column in columns], 1)
+        names = ["tokens_per_expert", "losses", "micro_batches"]
+        if self._counts is not None:
+            self._count(self._counts)
+            names.append(self._counts.name)
+        return torch.cat([self._column(name).flatten(1) for name in names], 1)
 
     def _column(self, name: str) -> Tensor:
         values = [[getattr(s, name) for s in layer or [self._zeros]] for layer in self._by_layer]
@@ -219,32 +221,20 @@ class Collector:
         return column if column.ndim > 1 else column[:, None]
 
     @torch.no_grad()
-    def _count_replicas(self) -> None:
-        """Add the plans of the step to the counts of their layers.
-
-        If a plan covers one node (`hier`), the ranks of the group agree on which rank of a
-        micro-batch was the busiest, and each rank counts for the same local rank of all nodes.
-        """
-        planned = [s for layer in self._by_layer for s in layer if s.plans]
-        if not planned:
+    def _count(self, counts: LoadCounts) -> None:
+        """Add what micro-batches of the step noted to the counts of their layers."""
+        noted = [s for layer in self._by_layer for s in layer if s.notes]
+        if not noted:
             return
-        plans = [plan for s in planned for plan in s.plans]
-        before_PR, after_PR = torch.stack([plan.load_2R for plan in plans], 1).long().unbind(0)
-        copies_P = torch.stack([plan.expert_RN for plan in plans]).ge(0).sum((1, 2))
-        busiest_2P = torch.stack((before_PR.amax(1), after_PR.amax(1)))
-        nodes = self._ranks // before_PR.shape[1]
-        if nodes > 1:
-            dist.all_reduce(busiest_2P, op=dist.ReduceOp.MAX, group=self._ep)
-        count_P4 = torch.stack((nodes * copies_P, nodes * before_PR.sum(1), *busiest_2P), 1)
-        by_layer = count_P4.split([len(s.plans) for s in planned])
-        for s, counts in zip(planned, by_layer, strict=True):
-            s.replicas += counts.sum(0)
-            s.plans.clear()
+        found = counts.count([s.notes for s in noted], self._ep)
+        for s, more in zip(noted, found, strict=True):
+            getattr(s, counts.name).add_(more)
+            s.notes.clear()
 
     def read(self, table: Tensor) -> Balance:
         """Summary of the table of all ranks, in any shape, on the host."""
         table = table.view(len(self._by_layer), -1)
-        return _summary(table, self._experts, self._ranks, self._replica_ranks)
+        return _summary(table, self._experts, self._ranks, self._replica_ranks, self._counts)
 
 
 def layer_index(router: Any, config: Any) -> int:
@@ -252,30 +242,24 @@ def layer_index(router: Any, config: Any) -> int:
     return router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)
 
 
-def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Balance:
-    count, losses, micro_batches, replicas = table.split(
-        [experts, len(LOSSES), 1, _REPLICATION_COLUMNS], 1
-    )
+def _summary(
+    table: Tensor, experts: int, ranks: int, replica_ranks: int, counts: LoadCounts | None
+) -> Balance:
+    columns = 0 if counts is None else counts.columns
+    count, losses, micro_batches, more = table.split([experts, len(LOSSES), 1, columns], 1)
     used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
     if not used:
         return Balance()
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
-    copies, total, before, after = replicas[used].unbind(1)
     per_rank = count.unflatten(1, (ranks, -1)).sum(2)
-    load_of_ranks, without_copies, with_copies = per_rank.amax(1) / per_rank.mean(1), 0.0, 0.0
-    if bool(total.any()):  # each micro-batch by itself, not their sum
-        without_copies, with_copies = (
-            float((rows * ranks / total).mean()) for rows in (before, after)
-        )
+    load_of_ranks = per_rank.amax(1) / per_rank.mean(1)
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
         load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
         idle=frozenset((used[row] + 1, e) for row, e in (count == 0).nonzero().tolist()),
         rank_load=float(load_of_ranks.mean()) if ranks > 1 else 0.0,
-        replicas=float((copies / micro_batches[:, 0]).mean()) if bool(total.any()) else None,
-        rank_load_without_replicas=without_copies,
-        rank_load_with_replicas=with_copies,
+        counted={} if counts is None else counts.values(more[used], micro_batches[:, 0], ranks),
         losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
     )
 

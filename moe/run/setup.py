@@ -30,7 +30,7 @@ from phalanx.moe.plan.page.fp8_gain import fp8_gain
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.run.emulated_layers import emulated_layers
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.transport import connect
+from phalanx.parallel.dispatcher.transport import connect, load_counts
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
 from phalanx.parallel.megatron import patches
@@ -137,6 +137,7 @@ def _moe_options(plan: Plan, groups: Groups, budget: Budget, runtime: Runtime) -
         spec=spec,
         fp8_rows=rows_in_fp8(cfg),
         transport=transport,
+        load_counts=load_counts(plan.transports),
         budget=budget,
         symm=plan.exchange(runtime.rank),
         connections=runtime.connections,

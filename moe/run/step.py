@@ -26,6 +26,7 @@ from phalanx.moe.router import balance
 from phalanx.moe.totals import PEAKS, Sums, Totals, unpack
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph, UpdateGraphs
 from phalanx.parallel.dispatcher.capacity import Growth
+from phalanx.parallel.dispatcher.transport import load_counts
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
@@ -58,7 +59,8 @@ class Step:
         self._launch_time = 0.0
         """Seconds that the last step took to launch; 0 on a CPU, where that includes the
         computation, and with pipeline stages, where it includes waits for each other."""
-        self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
+        model = job.engine.modules, job.engine.config, job.groups.pg
+        self.collector = balance.Collector(*model, load_counts(job.plan.transports))
         self._labels_of: dict[int, Labels] = {}
         """Labels of a step without masks, by its number of micro-batches."""
         self.sample_losses: torch.Tensor | None = None

@@ -3,18 +3,15 @@
 Legend: D hidden, N received rows, T tokens of a rank, K expert ids of a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.autograd import Fp8Inputs, Overlap
+from phalanx.kernels.expert_mlp.autograd import OWN, Experts, Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-
-if TYPE_CHECKING:
-    from phalanx.extras.replication.kernels.exchange import ReplicaExchange
-    from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
 
 
 class Received(NamedTuple):
@@ -36,10 +33,46 @@ class Received(NamedTuple):
     stays: bool = False
     """The rows, and in the backward pass the gradient of the sums, are in memory of their own, not
     in a buffer that the next exchange takes: weight gradients may read them later."""
-    replicas: "ReplicaExchange | None" = None
-    """Exchange of replicas, whose slots in `plan` follow the ones of this rank's own experts."""
-    replication_plan: "ReplicationPlan | None" = None
-    """Plan of the ranks that share experts (with `hier` a node); None: no replication."""
+    experts: Experts = OWN
+    """Experts of `plan`: this rank's own alone, or others whose slots follow theirs."""
+    statistics: Any = None
+    """Note on this micro-batch for the transport's `LoadCounts`; None: nothing is counted."""
+
+
+class LoadCounts(Protocol):
+    """Counts that a transport adds to the load statistics of its layers.
+
+    Layers collect `Received.statistics` of the micro-batches of a step, and its end counts them.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the buffer of these counts in a layer's statistics."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Number of counts of a layer."""
+        ...
+
+    def count(self, notes: Sequence[Sequence[Any]], group: dist.ProcessGroup) -> Sequence[Tensor]:
+        """Counts of a step, int64 [columns] for each layer.
+
+        Args:
+            notes: those of the micro-batches of each layer.
+            group: the expert-parallel group, over which this may be collective.
+        """
+        ...
+
+    def values(self, counts: Tensor, micro_batches_L: Tensor, ranks: int) -> Mapping[str, float]:
+        """Logged values by name.
+
+        Args:
+            counts: sum of the counts of all ranks, fp64 [layers, columns].
+            micro_batches_L: number of micro-batches of each layer, on all ranks.
+            ranks: number of ranks of the expert-parallel group.
+        """
+        ...
 
 
 class Planner(Protocol):

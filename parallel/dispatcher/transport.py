@@ -18,6 +18,7 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.received import LoadCounts
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
     Dispatcher,
@@ -42,8 +43,22 @@ def build(context: DispatchContext) -> Dispatcher:
     chosen = context.transport
     if chosen.replication is None:
         return class_of(chosen.name).build(context)
+    return _replicated(chosen).build(context)
+
+
+def load_counts(transports: Sequence[Transport]) -> LoadCounts | None:
+    """Counts of the transports of a job in the load statistics of layers; None: there are none."""
+    for chosen in transports:
+        within = chosen.inside or chosen
+        if within.replication is not None:
+            return _replicated(within).load_counts
+    return None
+
+
+def _replicated(chosen: Transport) -> type[Dispatcher]:
+    """The class of a transport with expert replication."""
     replicated: type[Dispatcher] = resolve_name(TRANSPORTS[chosen.name].replicated)
-    return replicated.build(context)
+    return replicated
 
 
 def of_megatron(wanted: str) -> Transport:
@@ -268,6 +283,26 @@ def choices(
         sms, refusal = 0, "exchanges overlap another micro-batch"
     asked = "auto" if wanted == "auto" else f"parallel.comm_sms={wanted}"
     return [*lines, _overlap(transport, sms, asked, refusal, shared)]
+
+
+def replication_off(wanted: int | str, transport: Transport) -> Choice:
+    """Line of `kernels.registry.table` on a transport without `parallel.expert_replication`.
+
+    Args:
+        wanted: the knob, not 0.
+        transport: transport of this rank's group.
+    """
+    facts = TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name])
+    within = (transport.inside or transport).name
+    if facts.one_rank:
+        reason = f"all experts are on one rank; parallel.expert_replication={wanted}"
+    elif not facts.replicates_experts:
+        reason = f"auto; {transport.name} cannot replicate experts"
+    elif class_of(within).no_overlap is not None:
+        reason = f"auto; {within} does not hide the exchange of replicas"
+    else:
+        reason = "auto; replicas cost a step more than they save where ranks are nearly even"
+    return Choice("replication", "off", reason)
 
 
 _MEGATRON_WAITS = "Megatron-Core's layer waits for its exchanges"

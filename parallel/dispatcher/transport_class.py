@@ -9,7 +9,7 @@ Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N receive
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,17 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.received import Planner, Received
+from phalanx.parallel.dispatcher.received import LoadCounts, Planner, Received
 from phalanx.parallel.dispatcher.sampling import TopKSampling
 
-if TYPE_CHECKING:
-    from phalanx.extras.replication.options import ReplicationOptions
+
+class Replication(Protocol):
+    """Options of expert replication, which the class of `TransportFacts.replicated` knows."""
+
+    @property
+    def slots(self) -> int:
+        """Number of replica slots of a rank."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Transport:
     """Transport inside nodes, of a transport between nodes."""
     nodes: Nodes | None = None
     """Process groups of a transport with one inside; a plan does not create them."""
-    replication: "ReplicationOptions | None" = None
+    replication: Replication | None = None
     """Options of expert replication; None: no replication."""
     pass_groups: PassGroups | None = None
     """Process groups of exchanges in forward and in backward passes, where passes of two
@@ -113,6 +119,8 @@ class Dispatcher(ABC):
     both while sums are, so that all of their backward pass runs beside the gradients of sums."""
     bf16_only: ClassVar[bool] = False
     """True if it moves tokens in bf16 only."""
+    load_counts: ClassVar[LoadCounts | None] = None
+    """Counts of `Received.statistics`; None: there are none."""
 
     @classmethod
     @abstractmethod

@@ -1,7 +1,7 @@
 """Backend of the expert MLP for plans that have replicas behind a rank's own experts.
 
 A call for rows goes to the backend of own experts first and then, once their weights have arrived,
-for replicas into the same tensors, if that backend can (`BackendOfParts`): neither weights nor
+for replicas into the same tensors, if that backend can (`takes_parts`): neither weights nor
 gradients are copied to be contiguous with others, and the work of own experts overlaps the transfer
 of replicas. Other backends take all experts in one call, with concatenated weights.
 
@@ -9,16 +9,20 @@ Legend: L own experts, G replica slots, P = L + G experts of a plan.
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Backend, DelegatingMixin, HiddenGrads
+from phalanx.kernels.expert_mlp.backend import (
+    Backend,
+    DelegatingMixin,
+    HiddenGrads,
+    takes_parts,
+)
 from phalanx.kernels.expert_mlp.calls import (
     Fc1Call,
     Fc2DgradCall,
-    HiddenRows,
     Linear,
     Operand,
     Rows,
@@ -26,36 +30,6 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
-
-
-class BackendOfParts(Backend, Protocol):
-    """A backend that computes the rows of a plan's parts into the same tensors.
-
-    fc1_act, rows and fc2_dgrad_rows take the result of one part as `out` of the next.
-    """
-
-    @property
-    def waits_for_weights(self) -> bool:
-        """Kernels that gather their rows wait for `ready` before they read weights."""
-        ...
-
-    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
-        """Rows of `fc2_dgrad_dact` of a part."""
-        ...
-
-    def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
-        """Result of `fc2_dgrad_dact` from the rows of all parts.
-
-        Args:
-            rows: result for the last part.
-            call: call for the whole plan, with the biases of all experts; weights are not read.
-        """
-        ...
-
-
-def takes_parts(backend: Backend) -> TypeGuard[BackendOfParts]:
-    """True if the backend computes parts of a plan into the same tensors."""
-    return backend.writes_into_out
 
 
 class BorrowedWeights(NamedTuple):

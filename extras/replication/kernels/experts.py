@@ -11,6 +11,7 @@ Legend: L own experts, G replica slots.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class ReplicatedExperts:
     Args:
         exchange: transfers of the micro-batch.
     """
+
+    has_more: ClassVar[bool] = True
 
     def __init__(self, exchange: ReplicaExchange) -> None:
         self._exchange = exchange

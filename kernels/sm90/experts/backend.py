@@ -32,7 +32,7 @@ from phalanx.kernels.quantize.blocks import Quantized
 
 
 class Fused(UnquantizedMixin):
-    """`extras.replication.kernels.backend.BackendOfParts` on Hopper, in bf16.
+    """`kernels.expert_mlp.backend.BackendOfParts` on Hopper, in bf16.
 
     Args:
         launch: options of every GEMM's launch.

@@ -39,7 +39,7 @@ from phalanx.kernels.sm90.experts.backend import Fused
 
 
 class FusedFP8(FP8Operands, Fused):
-    """`extras.replication.kernels.backend.BackendOfParts` on Hopper, in FP8.
+    """`kernels.expert_mlp.backend.BackendOfParts` on Hopper, in FP8.
 
     Args:
         launch: as for `Fused`.

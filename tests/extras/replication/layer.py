@@ -124,8 +124,7 @@ def check(
                     layer.x.copy_(x)
             wanted = theirs(shared, residual)
             same(ours(shared, residual), wanted, f"{what}, turn {turn}")
-            assert ours.replicas is not None
-            found = of_all_ranks((ours.replicas >= 0).sum())
+            found = of_all_ranks((ours.statistics.expert_RN >= 0).sum())
             if KINDS[kind] and not found:
                 raise SystemExit(f"{what}: no expert was replicated")
             if turn == 1:

@@ -135,8 +135,8 @@ def replicating() -> Dispatcher:
 def told(kind: str) -> list[Tensor]:
     own = flat.parts(flat.problem(kind, torch.bfloat16), dist.get_rank(), dist.get_world_size())
     received = replicating().dispatch(own.x, own.idx, own.prob)
-    assert received.replication_plan is not None
-    return list(received.replication_plan)
+    assert isinstance(received.statistics, ReplicationPlan)
+    return list(received.statistics)
 
 
 def of_node(kind: str, node: int) -> ReplicationPlan:

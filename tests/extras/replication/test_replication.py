@@ -161,11 +161,8 @@ def layer(
         sums = dispatcher.send_sums(out, received, alone=not shared)
         addends = [x * 0.5] * shared + [own.x[turn]]
         out = dispatcher.receive_sums(sums, received, addends)
-        replicas = (
-            0
-            if received.replication_plan is None
-            else int((received.replication_plan.expert_RN >= 0).sum())
-        )
+        planned: ReplicationPlan | None = received.statistics
+        replicas = 0 if planned is None else int((planned.expert_RN >= 0).sum())
         waiting.append((out, x, prob, own.dout[turn], replicas))
         if not crossed:
             back(*waiting.pop())

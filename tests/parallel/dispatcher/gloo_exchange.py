@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.experts import ReplicatedExperts
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, OwnExperts
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
 from phalanx.kernels.expert_mlp.calls import RowsCall
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -158,12 +157,11 @@ class GlooExchange:
 
 def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """`grouped_mlp` of what was received, also with overlap, which it refuses on a CPU."""
-    plan, exchange, given = received.plan, received.replicas, received.fp8_inputs
+    plan, given, here = received.plan, received.fp8_inputs, received.experts
     with received.saving():
         if received.overlap is None:
             rows_ND = received.rows_ND
-            return grouped_mlp(rows_ND, weights, plan, spec, fp8_inputs=given, replicas=exchange)
-        here = OwnExperts() if exchange is None else ReplicatedExperts(exchange)
+            return grouped_mlp(rows_ND, weights, plan, spec, fp8_inputs=given, experts=here)
         grads = torch.is_grad_enabled()
         how = ExpertMLPArgs(spec, grads, received.overlap, given, experts=here)
         return ExpertMLP.apply(received.rows_ND, *weights, None, plan, how)

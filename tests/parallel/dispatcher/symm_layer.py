@@ -111,8 +111,8 @@ class Layer:
             t.requires_grad_()
         for w in self.own if spec.accumulate else ():
             w.main_grad = torch.zeros_like(w, dtype=torch.float32)
-        self.replicas: Tensor | None = None
-        """Experts in replica slots of all ranks, of the last call."""
+        self.statistics: Any = None
+        """Those of the last call."""
         self.dispatcher = make_dispatcher(
             way.transport,
             group=dist.group.WORLD,
@@ -136,12 +136,10 @@ class Layer:
         for w in self.own if self.spec.accumulate else ():
             w.main_grad.zero_()
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
-        self.replicas = (
-            None if received.replication_plan is None else received.replication_plan.expert_RN
-        )
+        self.statistics = received.statistics
         with received.saving():
             how = dict(
-                overlap=received.overlap, fp8_inputs=received.fp8_inputs, replicas=received.replicas
+                overlap=received.overlap, fp8_inputs=received.fp8_inputs, experts=received.experts
             )
             out = grouped_mlp(received.rows_ND, self.weights, received.plan, self.spec, **how)
         sums = self.dispatcher.send_sums(out, received, alone=not shared)

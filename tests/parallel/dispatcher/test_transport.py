@@ -10,15 +10,12 @@ import torch.distributed as dist
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.extras.replication.choice import replication_choices, with_replication
-from phalanx.extras.replication.kernels.replication_plan import ReplicationSize
-from phalanx.extras.replication.options import CopyCosts, ReplicationOptions
-from phalanx.kernels.registry import table
 from phalanx.parallel.dispatcher.transport import (
     LOCAL,
     choices,
     choose_transport,
     of_megatron,
+    replication_off,
     resolve,
     sms_of,
 )
@@ -224,6 +221,8 @@ def overlap(
 
 
 SYMM, HIER = Transport("symm", "auto"), Transport("hier", "auto", Transport("symm", "auto"))
+DENSE = Transport("alltoall", "auto")
+DENSE_NODES = Transport("hier", "auto", DENSE)
 UNUSED = "parallel.comm_sms=16 is not in effect"
 
 
@@ -319,68 +318,19 @@ def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) 
 
 
 @mock.patch.dict(TRANSPORTS, COUNTING_TRANSPORTS)
-def test_replication_where_the_transport_has_them() -> None:
-    how = dict(local=8, costs=CopyCosts(300, 40), keep=False)
-    dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
-    with_two = with_replication(2, dense, ranks=4, **how)
-    assert with_two.replication == ReplicationOptions(2, 300, least=40)
-    assert with_two.replication.size(4) == ReplicationSize(4, 2, 300, least=40)
-    for wanted in (0, "auto"):
-        for transport in (dense, pushed):
-            assert with_replication(wanted, transport, ranks=4, **how) == transport
-    assert with_replication(2, LOCAL, ranks=1, **how) == LOCAL
-    assert with_replication(1, pushed, ranks=2, **how).replication == ReplicationOptions(
-        1, 300, least=40
-    )
-    with pytest.raises(
-        ValueError, match="broadcasts cannot replicate experts; set parallel.dispatch=auto"
-    ):
-        with_replication(2, Transport("broadcasts", "wanted"), ranks=4, **how)
-    with pytest.raises(ValueError, match="serves 512 experts on 8 ranks, not 128 on 16: set "):
-        with_replication(2, dense, ranks=16, **how)
-    with pytest.raises(ValueError, match="not 520 on 8: set parallel.expert_replication=0"):
-        with_replication(2, dense, ranks=8, **how | {"local": 65})
-    assert replication_choices(0, pushed) == []
-    (line,) = replication_choices(2, with_two)
-    assert line.backend == "2 slots" and "a copy costs 300 rows" in line.reason
-    (line,) = replication_choices("auto", pushed)
-    assert (line.backend, line.reason) == ("off", f"auto; {NO_GAIN}")
-    (line,) = replication_choices("auto", dense)
-    assert line.reason == "auto; alltoall does not hide the exchange of replicas"
-    (line,) = replication_choices("auto", Transport("broadcasts", "wanted"))
-    assert line.reason == "auto; broadcasts cannot replicate experts"
-    (line,) = replication_choices(2, LOCAL)
-    assert line.backend == "off" and "all experts are on one rank" in line.reason
-
-
-def test_over_nodes_the_transport_inside_replicates() -> None:
-    pushed, dense = (
-        Transport("hier", "auto", Transport(name, "")) for name in ("symm", "alltoall")
-    )
-    two = with_replication(2, pushed, ranks=2, local=8, costs=CopyCosts(300, 40), keep=True)
-    assert two.replication is None and two.inside == Transport(
-        "symm", "", replication=ReplicationOptions(2, 300, True, 40)
-    )
-    (line,) = replication_choices(2, two)
-    assert line.backend == "2 slots"
-    assert line.reason.startswith(
-        "parallel.expert_replication=2; in each node by itself; a copy costs 300 rows"
-    )
-    assert "rows and a layer with copies 40; weights are saved" in line.reason
-    reasons = [replication_choices("auto", of)[0].reason for of in (pushed, dense)]
-    assert reasons == [
-        f"auto; {NO_GAIN}",
-        "auto; alltoall does not hide the exchange of replicas",
-    ]
-
-
-def test_the_table_has_the_transport_in_a_node() -> None:
-    hier, off = resolve("hier", ranks("aabb")), ParallelConfig(comm_sms=0)
-    lines = choices(hier, off, backend="fused", shared=False)
-    assert [(line.op, line.backend) for line in lines] == [
-        ("transport", "hier"),
-        ("- in a node", "symm"),
-        ("overlap", "off"),
-    ]
-    assert "parallel.dispatch=hier" in table(lines)
-    assert of_megatron("symm").reason.endswith("parallel.dispatch=symm is not in effect")
+@pytest.mark.parametrize(
+    ("wanted", "transport", "reason"),
+    [
+        ("auto", SYMM, f"auto; {NO_GAIN}"),
+        ("auto", HIER, f"auto; {NO_GAIN}"),
+        ("auto", DENSE, "auto; alltoall does not hide the exchange of replicas"),
+        ("auto", DENSE_NODES, "auto; alltoall does not hide the exchange of replicas"),
+        ("auto", Transport("broadcasts", ""), "auto; broadcasts cannot replicate experts"),
+        (2, LOCAL, "all experts are on one rank; parallel.expert_replication=2"),
+    ],
+)
+def test_why_no_experts_are_replicated(
+    wanted: int | str, transport: Transport, reason: str
+) -> None:
+    line = replication_off(wanted, transport)
+    assert (line.op, line.backend, line.reason) == ("replication", "off", reason)

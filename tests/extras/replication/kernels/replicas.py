@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, Layer, MLPSpec, MLPWeights, layer_pair
@@ -104,7 +105,8 @@ def with_replicas(
     mine = replace(p, **experts_of(p, slice(own))._asdict())
     leaves, weights = _leaves(mine, spec, main_grad, frozen)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order)
-    out = grouped_mlp(leaves["x"], weights, plan, spec, replicas=replicas, overlap=overlap)
+    experts = ReplicatedExperts(replicas)
+    out = grouped_mlp(leaves["x"], weights, plan, spec, experts=experts, overlap=overlap)
     out.backward(p.dout)
     made = _found(out, leaves, spec)
     empty = p.offsets.diff()[own:] == 0  # nobody reads what is there

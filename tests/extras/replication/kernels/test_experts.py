@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.extras.replication.kernels.experts import split_in_order
+from phalanx.extras.replication.kernels.experts import ReplicatedExperts, split_in_order
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
@@ -127,7 +127,8 @@ def test_evaluation_borrows_and_gives_nothing_back(backend: str) -> None:
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
     replicas, how = Copied(experts_of(p, slice(OWN, None))), spec(backend)
     with torch.no_grad():
-        out = grouped_mlp(p.x, experts_of(p, slice(OWN)), plan, how, replicas=replicas)
+        experts = ReplicatedExperts(replicas)
+        out = grouped_mlp(p.x, experts_of(p, slice(OWN)), plan, how, experts=experts)
         want = grouped_mlp(p.x, MLPWeights(p.w1, p.w2, p.b1, p.b2), plan, how)
     assert torch.equal(out, want) and replicas.log == PASSES[0]
 
@@ -146,4 +147,4 @@ def test_cudnn_takes_no_replicas() -> None:
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
     own, replicas = experts_of(p, slice(OWN)), Copied(experts_of(p, slice(OWN, None)))
     with pytest.raises(ValueError, match="kernels=cudnn has no expert replication"):
-        grouped_mlp(p.x, own, plan, spec("cudnn"), replicas=replicas)
+        grouped_mlp(p.x, own, plan, spec("cudnn"), experts=ReplicatedExperts(replicas))
