@@ -36,8 +36,8 @@ from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.tables.machines import rates_of
 from phalanx.extras.replication.options import ReplicationOptions, copy_cost
-from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import RecordingFacts, read_facts, read_layer
+from phalanx.scripts.lab.recorded_load import RecordedLoad, recorded_load
 from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.reader import may_leave
 

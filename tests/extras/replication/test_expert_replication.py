@@ -7,8 +7,8 @@ import torch
 
 from phalanx.configs.tables.machines import CPU_RANKS
 from phalanx.extras.replication.options import ReplicationOptions, copy_costs
-from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
+from phalanx.scripts.lab.recorded_load import recorded_load
 from tests.extras.between_nodes.test_hierarchical import SIZE
 from tests.support.distributed import run_distributed
 from tests.support.runs import TINY, records, run

@@ -14,13 +14,13 @@ from phalanx.extras.replication.options import (
     copy_cost,
     copy_costs,
 )
-from phalanx.moe.router.recorded_load import (
+from phalanx.moe.router.recording import Ids
+from phalanx.scripts.lab.recorded_load import (
     RecordedLoad,
     least_factor,
     recorded_load,
     rows_of_ranks,
 )
-from phalanx.moe.router.recording import Ids
 
 UNEVEN, EVEN = (768, 64, 128, 64), (256, 256, 256, 256)
 """Tokens of each of four experts in a micro-batch of two ranks with 512 tokens each."""
