@@ -72,6 +72,11 @@ def refuse_forward_mode(name: str) -> NoReturn:
     )
 
 
+def in_backward() -> bool:
+    """True inside a backward pass of autograd, also in what it recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def transformed() -> bool:
     """True inside of torch.func.grad, vjp, vmap and their like, but not in torch.compile."""
     return not torch.compiler.is_compiling() and bool(_transforms())

@@ -8,7 +8,7 @@ bit: nothing in it is decided by the host, epochs and counters live on the devic
 
 Capture asks for one stream: model, optimizer, first steps and the graph itself have to be on it,
 since autograd and Megatron-Core's wrapper remember where they were made (`own_stream`). Passes on
-other streams (`extras.overlap.schedule`) are branches that begin and end there.
+other streams are branches that begin and end there.
 """
 
 import gc

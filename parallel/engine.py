@@ -30,8 +30,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
+from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.optimizers import OPTIMIZERS
-from phalanx.extras.overlap.schedule import OverlappedSchedule
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import fp8_copies
@@ -61,8 +61,7 @@ class Engine:
         optim: kind of optimizer, the dtype of moments, and schedule.
         steps: optimizer steps of the run.
         device: where parameters live.
-        overlap_microbatches: forward passes run beside backward passes of other micro-batches
-            (`extras.overlap.schedule`).
+        overlap_microbatches: forward passes run beside backward passes of other micro-batches.
         wgrads: events for which weight gradients wait.
     """
 
@@ -155,9 +154,9 @@ class Engine:
             config.no_sync_func = no_sync[0] if one else no_sync
             if not one:
                 config.grad_sync_func = [partial(_reduce, c) for c in self.chunks]
-        self._overlapped: OverlappedSchedule | None = None
+        self._overlapped: Callable[..., list[Any]] | None = None
         if overlap_microbatches:
-            self._overlapped = OverlappedSchedule(self.chunks, device)
+            self._overlapped = resolve_name(OVERLAP.schedule)(self.chunks, device)
 
     @property
     def lr(self) -> float:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.overlap.paced import paced, swapped
-from phalanx.extras.overlap.pass_groups import Ranks, start_collective
+from phalanx.parallel.dispatcher.collectives import Collectives
 
 
 class Started(NamedTuple):
@@ -45,10 +44,10 @@ class CollectiveRail:
     """A rail of one even all-to-all of gloo or NCCL.
 
     Args:
-        ranks: those of the rail, in the order of nodes; or groups of them for both passes.
+        ranks: collectives of the rail's ranks, in the order of nodes.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Collectives) -> None:
         self._ranks = ranks
 
     def start(self, blocks: Tensor) -> Started:
@@ -57,7 +56,6 @@ class CollectiveRail:
         received = torch.empty_like(blocks)
 
         def exchange(group: dist.ProcessGroup) -> None:
-            with paced(group, blocks, swapped):
-                dist.all_to_all_single(received, blocks, group=group)
+            dist.all_to_all_single(received, blocks, group=group)
 
-        return Started(received, blocks, start_collective(self._ranks, blocks, exchange))
+        return Started(received, blocks, self._ranks.start(blocks, exchange))

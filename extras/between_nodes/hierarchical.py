@@ -32,7 +32,7 @@ from phalanx.extras.between_nodes import rows as rail_rows
 from phalanx.extras.between_nodes.collective import CollectiveRail, Rail
 from phalanx.extras.between_nodes.rail_blocks import RailBlocks, plan_blocks
 from phalanx.extras.between_nodes.rows import RailCall, send_routing
-from phalanx.extras.overlap.pass_groups import in_backward
+from phalanx.kernels.derivatives import in_backward
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
@@ -133,7 +133,7 @@ class Hier(Dispatcher):
             c.plan,
             c.budget,
             c.sampling,
-            CollectiveRail(c.transport.pass_groups or nodes.rail),
+            CollectiveRail(c.collectives(nodes.rail)),
             local=c.local,
             local_slots=c.local_slots,
             inside=inside,

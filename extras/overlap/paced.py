@@ -9,7 +9,7 @@ SM; on a CPU the process sleeps.
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -66,21 +66,16 @@ def swapped(x: Tensor, ranks: int, node_ranks: int) -> float:
     return x.nbytes * (1 - node_ranks / ranks)
 
 
-Crossing = Callable[[Tensor, int, int], float]
-"""`gathered` or `swapped`: bytes of a rank that cross, from what it sends, the number of ranks and
-that of a node's ranks."""
-
-
 @contextmanager
-def paced(group: dist.ProcessGroup, x: Tensor, crossing: Crossing) -> Iterator[None]:
+def paced(group: dist.ProcessGroup, x: Tensor, *, spreads: bool) -> Iterator[None]:
     """Inside, a collective of `x` on the current stream takes at least the time of the wire.
 
     Args:
         group: its ranks.
         x: what a rank sends.
-        crossing: bytes that cross.
+        spreads: all of it goes to every rank, not a block of it to each.
     """
-    network = wire()
+    network, crossing = wire(), gathered if spreads else swapped
     crossed = 0.0 if network is None else crossing(x, group.size(), _node_ranks(group))
     if network is None or not crossed:
         yield

@@ -26,6 +26,7 @@ from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_routing, all_rows, sum_to_owner
+from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport_class import DispatchContext
@@ -44,7 +45,7 @@ class ReplicatedAllToAll(AllToAll):
     def __init__(self, context: DispatchContext) -> None:
         options = context.transport.replication
         assert isinstance(options, ReplicationOptions)
-        super().__init__(context.group, context.plan, context.recipe)
+        super().__init__(context.collectives(context.group), context.plan, context.recipe)
         self._group = context.group
         self._local, self._experts, self._options = context.local, context.experts, options
         self._size = options.size(dist.get_world_size(context.group))
@@ -54,7 +55,7 @@ class ReplicatedAllToAll(AllToAll):
         return cls(context)
 
     def _start(self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None) -> Any:
-        idx_NK, prob_NK = _Routing.apply(idx_TK, prob_TK, self._group)
+        idx_NK, prob_NK = _Routing.apply(idx_TK, prob_TK, self._ranks)
         replication, slot_NK = plan_replicas(self._plan, idx_NK, self._experts, self._size)
         plan = self._plan(slot_NK, prob_NK)
         assert plan.row_index_S is not None and plan.inverse_NK is not None
@@ -62,6 +63,7 @@ class ReplicatedAllToAll(AllToAll):
         slot_TK = slot_NK.chunk(self._size.ranks)[dist.get_rank(self._group)]
         route = _Route(
             self._group,
+            self._ranks,
             plan.row_index_S,
             plan.inverse_NK,
             plan.offsets,
@@ -94,6 +96,8 @@ class _Route(NamedTuple):
     """Ranks and rows of the pairs of a micro-batch."""
 
     group: dist.ProcessGroup
+    ranks: Collectives
+    """Collectives of the group."""
     row_index_S: Tensor
     """Received row of each expert row."""
     inverse_NK: Tensor
@@ -109,7 +113,7 @@ class _Route(NamedTuple):
 
 def _send(x_TD: Tensor, route: _Route) -> Tensor:
     """Gather the tokens of this rank's expert rows, packed or not: [S, ...]."""
-    return gather_rows(all_rows(x_TD, route.group), route.row_index_S, route.offsets)
+    return gather_rows(all_rows(x_TD, route.ranks), route.row_index_S, route.offsets)
 
 
 def _combine_rows(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> Tensor:
@@ -135,10 +139,10 @@ class _Routing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
+        ctx: Any, idx_TK: Tensor, prob_TK: Tensor, ranks: Collectives
     ) -> tuple[Tensor, Tensor]:
-        ctx.group = group
-        idx_NK, prob_NK = all_routing(idx_TK, prob_TK, group)
+        ctx.ranks = ranks
+        idx_NK, prob_NK = all_routing(idx_TK, prob_TK, ranks)
         ctx.mark_non_differentiable(idx_NK)
         return idx_NK, prob_NK
 
@@ -146,7 +150,7 @@ class _Routing(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad_NK: Tensor) -> tuple[None, Tensor | None, None]:
         need = ctx.needs_input_grad[1]
-        return None, sum_to_owner(grad_NK, ctx.group) if need else None, None
+        return None, sum_to_owner(grad_NK, ctx.ranks) if need else None, None
 
 
 class _Dispatch(torch.autograd.Function):

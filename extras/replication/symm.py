@@ -90,7 +90,7 @@ class ReplicatedSymm(Symm):
         size = self._replication.size(ranks)
         plan, slot_NK = plan_replicas(self._plan, expert_NK, ranks * local, size)
         return ReplicatedCall(
-            exchange,
+            lambda: exchange,
             Peers(control, memory.unreduced_memory_of(self._connections, self._group, T, D, K)),
             ReplicatedRouting(plan, expert_NK, slot_NK, prob_NK),
             idx_TK,

@@ -41,7 +41,7 @@ Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T
 expert rows, L own experts, G replica slots, P = L + G expert slots of a rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -99,7 +99,7 @@ class ReplicatedCall(LayerCall):
     """State of one call with expert replication.
 
     Args:
-        exchange: exchange of tokens and sums.
+        exchange: returns the exchange of tokens and sums.
         peers: resources beyond the exchange.
         routing: routing of all ranks, and the slots of their pairs.
         idx_TK: expert ids of this rank's tokens.
@@ -110,7 +110,7 @@ class ReplicatedCall(LayerCall):
 
     def __init__(
         self,
-        exchange: "Exchange",
+        exchange: "Callable[[], Exchange]",
         peers: Peers,
         routing: ReplicatedRouting,
         idx_TK: Tensor,

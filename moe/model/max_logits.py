@@ -17,8 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels.core_attention.max_logit import MaxLogit
+from phalanx.kernels.derivatives import in_backward
 from phalanx.moe.router.balance import layer_index
 
 

@@ -26,16 +26,16 @@ from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
-from phalanx.configs.tables.capabilities import REPLICATION
-from phalanx.configs.tables.machines import with_margin
+from phalanx.configs.tables.capabilities import OVERLAP, REPLICATION
+from phalanx.configs.tables.machines import Machine, with_margin
 from phalanx.configs.validate import ConfigError
-from phalanx.extras.overlap.gain import microbatch_overlap
 from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.kernel_facts import facts as kernel_facts
 from phalanx.moe.plan.cost.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
+from phalanx.moe.plan.cost.microbatches import reason_in_turn
 from phalanx.moe.plan.cost.stages import (
     USABLE,
     chooses_fp8_weights,
@@ -61,7 +61,6 @@ from phalanx.parallel.dispatcher.transport import (
     other_groups,
     replication_off,
     sms_of,
-    two_pass_options,
 )
 from phalanx.parallel.dispatcher.transport import resolve as resolve_transport
 from phalanx.parallel.dispatcher.transport_class import Rank, Transport
@@ -328,7 +327,27 @@ def overlap(draft: Draft) -> None:
         )
     if value == "on":
         sms = draft.asked.parallel.comm_sms
+        two_pass_options: Callable[[SymmOptions, int | str], SymmOptions]
+        two_pass_options = resolve_name(OVERLAP.exchanges)
         draft.exchanges = [two_pass_options(each, sms) for each in draft.exchanges]
+
+
+def microbatch_overlap(
+    cfg: Config, world: int, machine: Machine, available: int
+) -> tuple[str, str]:
+    """Value of `parallel.overlap_microbatches` without `auto`, and its reason in clauses."""
+    wanted = cfg.parallel.overlap_microbatches
+    setting = "auto" if wanted == "auto" else f"parallel.overlap_microbatches={wanted}"
+    reason = reason_in_turn(cfg, world)
+    if reason is not None:
+        return "off", "; ".join(filter(None, (setting, reason)))
+    effect = resolve_name(OVERLAP.gain)(cfg, world, machine)
+    if wanted == "auto" and not effect.worthwhile:
+        return "off", f"{setting}; not worth it: {effect}"
+    if wanted == "auto" and effect.needed > available:
+        short = f"{storage(effect.needed)} of {storage(available)} would be needed"
+        return "off", f"{setting}; {short}: {effect}"
+    return "on", f"{setting}; {effect}"
 
 
 def exchanges(draft: Draft) -> None:

@@ -5,6 +5,7 @@ buffers, and the wrapper exists before the optimizer makes its master copies.
 """
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -14,6 +15,7 @@ from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.extras.muon.qk_clip import QKClip
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -30,6 +32,7 @@ from phalanx.moe.plan.page.fp8_gain import fp8_gain
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.run.emulated_layers import emulated_layers
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.collectives import IN_TURN, Passes
 from phalanx.parallel.dispatcher.transport import connect, load_counts
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
@@ -131,7 +134,8 @@ def _moe_options(plan: Plan, groups: Groups, budget: Budget, runtime: Runtime) -
         accumulate=cfg.kernels.gradient_accumulation_fusion,
         interleaved=plan.interleaved,
     )
-    transport = connect(plan.transports, plan.nodes, groups.pg.ep, two_passes=plan.overlaps)
+    passes: Passes = resolve_name(OVERLAP.passes) if plan.overlaps else IN_TURN
+    transport = connect(plan.transports, plan.nodes, groups.pg.ep, passes)
     return MoEOptions(
         moe=cfg.model.moe,
         spec=spec,

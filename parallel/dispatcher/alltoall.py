@@ -2,8 +2,7 @@
 
 Every rank receives every token, so dispatch is an all-gather, which moves the bytes of the dense
 all-to-all without a send buffer. Combine is the all-to-all and a sum over ranks. Each is the
-backward of the other. The current stream waits for each collective. Where forward passes run beside
-backward passes, each has its own process group (`extras.overlap.pass_groups`).
+backward of the other. The current stream waits for each collective.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.extras.overlap.paced import gathered, paced, swapped
-from phalanx.extras.overlap.pass_groups import PassGroups, Ranks, group_of_pass
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
+from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.received import Planner, Received
@@ -32,20 +30,19 @@ class AllToAll(Dispatcher):
     """The transport `alltoall`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        ranks: the expert-parallel group, or those of both passes.
+        ranks: collectives of the expert-parallel group.
         plan: planner of the received routing.
         recipe: recipe of rows that travel in FP8; None: they travel as they are.
     """
 
     no_overlap = "alltoall cannot overlap: it is over when it returns"
 
-    def __init__(self, ranks: Ranks, plan: Planner, recipe: Fp8Block | None = None) -> None:
+    def __init__(self, ranks: Collectives, plan: Planner, recipe: Fp8Block | None = None) -> None:
         self._ranks, self._plan, self._recipe = ranks, plan, recipe
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
-        ranks = context.transport.pass_groups or context.group
-        return cls(ranks, context.plan, context.recipe)
+        return cls(context.collectives(context.group), context.plan, context.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -96,7 +93,7 @@ def spread(
     x_TD: Tensor,
     idx_TK: Tensor,
     prob_TK: Tensor,
-    ranks: Ranks,
+    ranks: Collectives,
     fp8: FP8Rows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-gather tokens and routing of a group, rank-major: rows_ND, idx_NK and prob_NK.
@@ -110,7 +107,7 @@ def spread(
 
 def collect(
     out_ND: Tensor,
-    ranks: Ranks,
+    ranks: Collectives,
     more: Sequence[Tensor] = (),
     fp8: FP8Rows | None = None,
 ) -> Tensor:
@@ -122,41 +119,36 @@ def collect(
     return _Collect.apply(out_ND, ranks, fp8, *more)
 
 
-def all_routing(idx_TK: Tensor, prob_TK: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def all_routing(idx_TK: Tensor, prob_TK: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor]:
     """Routing of all ranks, rank-major: idx_NK and prob_NK."""
     # One small collective instead of two: latency, not bytes, is what the routing costs.
     routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), ranks)
     return routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
 
 
-def all_rows(x: Tensor, ranks: Ranks) -> Tensor:
+def all_rows(x: Tensor, ranks: Collectives) -> Tensor:
     """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
     x = x.contiguous()
-    if _number(ranks) == 1:  # inside a node of `hier` with one rank: nothing to copy
+    if ranks.size == 1:  # inside a node of `hier` with one rank: nothing to copy
         return x
-    out = x.new_empty(_number(ranks) * x.shape[0], *x.shape[1:])
-    with group_of_pass(ranks, x) as group, paced(group, x, gathered):
+    out = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
+    with ranks.during(x, spreads=True) as group:
         dist.all_gather_into_tensor(out, x, group=group)
     return out
 
 
-def sum_to_owner(x: Tensor, ranks: Ranks, addends: Sequence[Tensor] = ()) -> Tensor:
+def sum_to_owner(x: Tensor, ranks: Collectives, addends: Sequence[Tensor] = ()) -> Tensor:
     """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
 
     Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
     """
     x = x.contiguous()
     received = x
-    if _number(ranks) > 1:
+    if ranks.size > 1:
         received = torch.empty_like(x)
-        with group_of_pass(ranks, x) as group, paced(group, x, swapped):
+        with ranks.during(x) as group:
             dist.all_to_all_single(received, x, group=group)
-    return block_sum(received.unflatten(0, (_number(ranks), -1)), addends)
-
-
-def _number(ranks: Ranks) -> int:
-    """Number of ranks."""
-    return (ranks.forward if isinstance(ranks, PassGroups) else ranks).size()
+    return block_sum(received.unflatten(0, (ranks.size, -1)), addends)
 
 
 class _Spread(torch.autograd.Function):
@@ -168,7 +160,7 @@ class _Spread(torch.autograd.Function):
         x_TD: Tensor,
         idx_TK: Tensor,
         prob_TK: Tensor,
-        ranks: Ranks,
+        ranks: Collectives,
         fp8: FP8Rows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.ranks = ranks
@@ -196,7 +188,7 @@ class _Collect(torch.autograd.Function):
     def forward(
         ctx: Any,
         out_ND: Tensor,
-        ranks: Ranks,
+        ranks: Collectives,
         fp8: FP8Rows | None,
         *addends: Tensor,
     ) -> Tensor:

@@ -10,13 +10,12 @@ Legend: T tokens per rank, D hidden, K expert ids of a token.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.overlap.pass_groups import in_backward
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
@@ -145,24 +144,6 @@ def _has_failed() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-class PassExchanges(NamedTuple):
-    """Exchanges of forward and of backward passes, where two passes exchange at a time.
-
-    Each has its own buffers, flags and epochs, since exchanges of one are waited for in the order
-    of their starts.
-    """
-
-    forward: "Exchange"
-    backward: "Exchange"
-
-
-def of_pass(exchange: "Exchange | PassExchanges") -> "Exchange":
-    """The exchange of the present pass."""
-    if isinstance(exchange, PassExchanges):
-        return exchange.backward if in_backward() else exchange.forward
-    return exchange
 
 
 def exchange_of(

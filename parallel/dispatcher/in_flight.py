@@ -1,10 +1,9 @@
 """A transfer of a layer between its start and its end, which may be in different functions."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-from phalanx.parallel.dispatcher.exchange import PassExchanges, of_pass
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
@@ -14,11 +13,11 @@ class InFlight:
     """One of the transfers of a layer, from its start until it has been waited for.
 
     Args:
-        exchange: exchange of the group, or those of both passes. A transfer starts and ends in the
-            same pass.
+        exchange: returns the exchange of the present pass. A transfer starts and ends in the same
+            pass.
     """
 
-    def __init__(self, exchange: "Exchange | PassExchanges") -> None:
+    def __init__(self, exchange: "Callable[[], Exchange]") -> None:
         self._exchange = exchange
         self._transfer: Transfer | None = None
         self.rows: Tensor | None = None
@@ -47,16 +46,16 @@ class InFlight:
     def wait_side(self) -> "Transfer":
         """Wait for its side data; kernels wait for its rows from then on."""
         transfer = self.get()
-        of_pass(self._exchange).wait(transfer, side_only=True)
+        self._exchange().wait(transfer, side_only=True)
         return transfer
 
     def wait_rows(self) -> None:
         """Wait for all of it, without ending it: `wait` follows."""
-        of_pass(self._exchange).wait(self.get())
+        self._exchange().wait(self.get())
 
     def wait(self) -> "Transfer":
         """Wait for all of it, and end it."""
         transfer = self.get()
         self._transfer = self.rows = None
-        of_pass(self._exchange).wait(transfer)
+        self._exchange().wait(transfer)
         return transfer

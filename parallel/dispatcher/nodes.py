@@ -1,7 +1,7 @@
 """Nodes of an expert-parallel group, and process groups inside and across nodes.
 
 A node is a host. For tests on one host, PHALANX_NODE_GPUS=2 simulates nodes of two consecutive
-ranks of the job each (and `extras.overlap.paced` a network between them).
+ranks of the job each (and PHALANX_WIRE a network between them).
 """
 
 import os

@@ -28,11 +28,7 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.kernels.sm90.jit import libraries
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
-from phalanx.parallel.dispatcher.exchange import (
-    PassExchanges,
-    exchange_of,
-    of_pass,
-)
+from phalanx.parallel.dispatcher.exchange import exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
 from phalanx.parallel.dispatcher.received import Received
@@ -68,7 +64,7 @@ class Symm(Dispatcher):
         c = context
         assert c.connections is not None
         self._connections, self._group, self._plan = c.connections, c.group, c.plan
-        self._local, self._options = c.local, c.options
+        self._local, self._options, self._passes = c.local, c.options, c.transport.passes
         self._waits, self._recipe = c.waits, c.recipe
 
     @classmethod
@@ -155,19 +151,10 @@ class Symm(Dispatcher):
         self, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, fp8: FP8Rows | None
     ) -> LayerCall:
         """State of a call."""
-        exchange = self._exchanges(x_TD, idx_TK)
-        ranks = of_pass(exchange).ranks
-        sent = sent_routing(idx_TK, prob_TK, ranks=ranks, local=self._local)
+        exchange = self._passes.each(functools.partial(self._exchange, x_TD, idx_TK))
+        sent = sent_routing(idx_TK, prob_TK, ranks=exchange().ranks, local=self._local)
         kwargs = self._call_options(x_TD, fp8)
         return LayerCall(exchange, idx_TK, sent, local=self._local, **kwargs)
-
-    def _exchanges(self, x_TD: Tensor, idx_TK: Tensor) -> "Exchange | PassExchanges":
-        """The exchange, or those of both passes."""
-        if not self._options.two_passes:
-            return self._exchange(x_TD, idx_TK)
-        # A forward pass creates both: all ranks are at the same place in it.
-        kinds = ("forward", "backward")
-        return PassExchanges(*(self._exchange(x_TD, idx_TK, kind) for kind in kinds))
 
     def _exchange(self, x_TD: Tensor, idx_TK: Tensor, kind: str = "") -> "Exchange":
         """The exchange of the group for tokens of this shape, and for a kind of pass."""

@@ -29,7 +29,6 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.peer_buffers import padded, unpadded
-from phalanx.parallel.dispatcher.exchange import PassExchanges, of_pass
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatcher.in_flight import InFlight
 
@@ -67,7 +66,7 @@ class LayerCall:
     """State of one call of a layer.
 
     Args:
-        exchange: exchange of the group, or those of both passes.
+        exchange: returns the exchange of the present pass.
         idx_TK: expert ids of this rank's tokens.
         sent: their routing.
         hidden: D.
@@ -79,7 +78,7 @@ class LayerCall:
 
     def __init__(
         self,
-        exchange: "Exchange | PassExchanges",
+        exchange: "Callable[[], Exchange]",
         idx_TK: Tensor,
         sent: SentRouting,
         *,
@@ -111,7 +110,7 @@ class LayerCall:
     @property
     def exchange(self) -> "Exchange":
         """Exchange of the present pass."""
-        return of_pass(self._exchange)
+        return self._exchange()
 
     @property
     def count(self) -> int:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import AUTO_SMS, TRANSPORTS
-from phalanx.extras.overlap.pass_groups import EXCHANGE_SMS, pass_groups
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
+from phalanx.parallel.dispatcher.collectives import IN_TURN, Passes
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import LoadCounts
 from phalanx.parallel.dispatcher.transport_class import (
@@ -171,8 +171,7 @@ def connect(
     transports: Sequence[Transport],
     node_names: Sequence[str],
     group: dist.ProcessGroup,
-    *,
-    two_passes: bool,
+    passes: Passes = IN_TURN,
 ) -> Transport:
     """This rank's transport with the process groups that it needs. Collective over the job.
 
@@ -180,8 +179,7 @@ def connect(
         transports: transport of each group, of consecutive ranks, without process groups.
         node_names: name of the node of each rank of the job.
         group: this rank's group.
-        two_passes: passes of two micro-batches run beside each other, for which collectives have
-            process groups of their own.
+        passes: what forward and backward passes exchange by.
     """
     size = len(node_names) // len(transports)
     members = [tuple(range(i * size, (i + 1) * size)) for i in range(len(transports))]
@@ -191,35 +189,22 @@ def connect(
     mine = transports[dist.get_rank() // size]
     if mine.inside is not None:
         mine = replace(mine, nodes=joined)
-    return _for_two_passes(mine, group) if two_passes else mine
+    return _beside(mine, group, passes) if passes.beside else mine
 
 
-def _for_two_passes(transport: Transport, group: dist.ProcessGroup) -> Transport:
-    """The transport with process groups for each kind of pass, where it exchanges by collectives.
+def _beside(transport: Transport, group: dist.ProcessGroup, passes: Passes) -> Transport:
+    """The transport for passes beside each other, with process groups for its collectives.
 
     Collective over the job.
     """
-    facts = TRANSPORTS.get(transport.name)
-    if facts is None or not facts.collective:
+    if transport.name not in TRANSPORTS:
         return transport
-    if (inside := transport.inside) is None:
-        return replace(transport, pass_groups=pass_groups(group))
-    assert transport.nodes is not None
-    rail, node = transport.nodes.rail, transport.nodes.inside
-    if TRANSPORTS[inside.name].collective:
-        inside = replace(inside, pass_groups=pass_groups(node))
-    return replace(transport, pass_groups=pass_groups(rail), inside=inside)
-
-
-def two_pass_options(options: SymmOptions, wanted: int | str) -> SymmOptions:
-    """Options of exchanges beside the pass of another micro-batch; pushes take reserved SMs alone.
-
-    Args:
-        options: result of `exchange_options`.
-        wanted: `parallel.comm_sms`.
-    """
-    sms = wanted if isinstance(wanted, int) and wanted else EXCHANGE_SMS
-    return replace(options, comm_sms=sms, two_passes=True)
+    inside, joined = transport.inside, transport.nodes
+    if inside is not None and joined is not None:
+        inside, group = _beside(inside, joined.inside, passes), joined.rail
+    collective = TRANSPORTS[transport.name].collective
+    groups = passes.groups(group) if collective else None
+    return replace(transport, passes=passes, inside=inside, group=groups)
 
 
 def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: bool = False) -> int:

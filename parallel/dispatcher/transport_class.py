@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
-from phalanx.extras.overlap.pass_groups import PassGroups
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.collectives import IN_TURN, Collectives, Group, Passes
 from phalanx.parallel.dispatcher.costs import GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.nodes import Nodes
@@ -51,9 +51,11 @@ class Transport:
     """Process groups of a transport with one inside; a plan does not create them."""
     replication: Replication | None = None
     """Options of expert replication; None: no replication."""
-    pass_groups: PassGroups | None = None
-    """Process groups of exchanges in forward and in backward passes, where passes of two
-    micro-batches run beside each other; None: the expert-parallel group."""
+    passes: Passes = IN_TURN
+    """What forward and backward passes exchange by."""
+    group: Group | None = None
+    """Process groups of its collectives by `passes`, where passes of two micro-batches run beside
+    each other; None: that of its ranks."""
 
     @property
     def replica_slots(self) -> int:
@@ -105,6 +107,11 @@ class DispatchContext(NamedTuple):
     def waits(self) -> bool:
         """True if the experts' kernels can start with the tokens that have arrived."""
         return waits_for_tokens(self.backend, self.quantizes)
+
+    def collectives(self, group: dist.ProcessGroup) -> Collectives:
+        """Collectives of the transport, over `group` unless passes have groups of their own."""
+        chosen = self.transport
+        return Collectives(chosen.group or (lambda: group), beside=chosen.group is not None)
 
 
 class Dispatcher(ABC):

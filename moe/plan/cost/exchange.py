@@ -53,7 +53,7 @@ class Exchange:
 
         Without overlap that is all of it. With overlap those of the first forward and the last
         backward pass are exposed; with pipeline stages those of the passes in as many slots as
-        there are chunks of the model (`extras.overlap.slots`). Between them the exchanges of a
+        there are chunks of the model. Between them the exchanges of a
         backward pass are hidden by a forward pass, a third of the work, and the other way round;
         the computation beside them is slower by what they take of the GPU.
 

@@ -1,17 +1,17 @@
 """Micro-batches in flight on a pipeline stage, and the pipeline bubble.
 
 The schedules are Megatron-Core's: one forward, one backward (arXiv 2104.04473), interleaved over
-model chunks if there are several; or that of micro-batches that overlap
-(`extras.overlap.slots`), which has the same bubble.
+model chunks if there are several; or that of micro-batches that overlap, which has the same bubble.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 from operator import sub
+from pkgutil import resolve_name
 
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
-from phalanx.extras.overlap.slots import passes_ahead
+from phalanx.configs.tables.capabilities import OVERLAP
 
 
 def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[int]) -> int:
@@ -30,7 +30,7 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     total = min(micro_batches(cfg, world), 3 * p.pipeline) * chunks  # the schedule repeats then
     ahead = p.pipeline - stage - 1
     if p.overlap_microbatches == "on":
-        ahead = passes_ahead(stage, p.pipeline, chunks)
+        ahead = resolve_name(OVERLAP.ahead)(stage, p.pipeline, chunks)
     elif chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * p.pipeline
     ahead = min(ahead, total)

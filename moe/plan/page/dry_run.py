@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pkgutil import resolve_name
 
 from phalanx.configs import capture
 from phalanx.configs.arithmetic.accounting import (
@@ -25,8 +26,8 @@ from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
-from phalanx.extras.overlap.gain import overlap_effect
 from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
@@ -136,7 +137,7 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
     if routed:
         yield f"overlap   {f'exchanges on {sms} SMs, experts on the rest' if sms else 'off'}"
     if cfg.parallel.overlap_microbatches == "on":
-        yield f"          the next micro-batch {overlap_effect(cfg, world, machine)}"
+        yield f"          the next micro-batch {resolve_name(OVERLAP.gain)(cfg, world, machine)}"
     if beside_exchanges(cfg):
         yield "wgrads    beside exchanges of the backward pass"
     if cfg.parallel.pipeline > 1:

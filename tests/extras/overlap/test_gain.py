@@ -10,11 +10,11 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
-from phalanx.extras.overlap.gain import microbatch_overlap
 from phalanx.moe.plan.cost.exchange import WAITING_COST
 from phalanx.moe.plan.cost.stages import needed, stage_memory
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.resolve import microbatch_overlap
 from tests.moe.plan.pages import RUN, STEP, section
 
 KNOB = "parallel.overlap_microbatches"
@@ -82,20 +82,20 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
 def test_auto_takes_it_where_it_helps(overrides: list[str], value: str, reason: str) -> None:
     wanted = load([*NODES, *overrides])
     cfg = changed(known(*overrides), {KNOB: wanted.parallel.overlap_microbatches})
-    choice = microbatch_overlap(cfg, WORLD, H200, H200.room)
-    assert choice.value == value and choice.reason.startswith(reason)
+    chosen, why = microbatch_overlap(cfg, WORLD, H200, H200.room)
+    assert chosen == value and why.startswith(reason)
     assert known(*overrides).parallel.overlap_microbatches == value
 
 
 def test_auto_leaves_it_where_it_does_not_fit_or_gain() -> None:
     cfg = changed(known(), {KNOB: "auto"})
-    tight = microbatch_overlap(cfg, WORLD, H200, needed(cfg, WORLD))
-    assert tight.value == "off" and "would be needed" in tight.reason
+    value, reason = microbatch_overlap(cfg, WORLD, H200, needed(cfg, WORLD))
+    assert value == "off" and "would be needed" in reason
     fast = H200.__class__(**{**vars(H200), "network_gbs": 1e6, "node_gbs": 1e6})
-    idle = microbatch_overlap(cfg, WORLD, fast, H200.room)
-    assert idle.value == "off" and "not worth it" in idle.reason
+    value, reason = microbatch_overlap(cfg, WORLD, fast, H200.room)
+    assert value == "off" and "not worth it" in reason
     on_cpu = changed(cfg, {"run.device": "cpu"})
-    assert microbatch_overlap(on_cpu, WORLD, H200, H200.room).value == "off"
+    assert microbatch_overlap(on_cpu, WORLD, H200, H200.room)[0] == "off"
 
 
 def test_forced_overlap_that_cannot_run_is_an_error() -> None:

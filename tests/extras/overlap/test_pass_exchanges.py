@@ -5,10 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.extras.overlap.passes import TWO_PASSES
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.exchange.options import ExchangeOptions
+from phalanx.parallel.dispatcher.collectives import IN_TURN
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.parallel.dispatcher.gloo_exchange import experts, gloo_exchanges
@@ -23,9 +25,10 @@ def crossed(given: Given, options: SymmOptions, fp8_rows: bool) -> tuple[list[Te
     number of transfers of each exchange."""
     recipe, results = Fp8Block() if fp8_rows else None, list[Tensor]()
     spec = MLPSpec(Activation("swiglu"), "torch", recipe=recipe)
+    passes = TWO_PASSES if options.two_passes else IN_TURN
     with gloo_exchanges() as exchanges:
         dispatcher = dispatcher_of(
-            Transport("symm", ""), recipe, fp8_rows, backend="torch", symm=options
+            Transport("symm", "", passes=passes), recipe, fp8_rows, backend="torch", symm=options
         )
 
         def forward(number: int) -> tuple[list[Tensor], Tensor]:

@@ -117,7 +117,7 @@ def passes(_: int) -> Iterator[list[tuple[str, bool, int]]]:
     """Passes and collectives of a run: (name, inside a backward pass, number of the group)."""
     from megatron.core.pipeline_parallel import schedules
 
-    from phalanx.extras.overlap.pass_groups import in_backward
+    from phalanx.kernels.derivatives import in_backward
 
     calls: list[tuple[str, bool, int]] = []
     groups: list[Any] = []

@@ -29,6 +29,7 @@ from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.extras.between_nodes.test_hierarchical import RANKS, SIZE
 from tests.extras.replication import test_replication as flat
+from tests.extras.replication.gloo_replicas import replicating
 from tests.extras.replication.test_replication import EXPERTS, Made, layer
 from tests.extras.replication.test_symm import CHANGES, possible, same, variant
 from tests.parallel.dispatcher.gloo_exchange import gloo_exchanges
@@ -86,7 +87,7 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int
             ReplicationOptions(slots, COST, keep),
             SymmOptions(keep=keep, comm_sms=sms),
         )
-        with gloo_exchanges():
+        with gloo_exchanges(replicating):
             pushed = dispatcher_of(transport, "symm", replication, spec, symm, fp8_rows)
             made.append(layer(p, pushed, spec, **how))
     return [on_any_node(of) for of in made]
@@ -127,14 +128,14 @@ def test_variants(name: str) -> None:
     same(run_distributed(ways, RANKS, kind, "reference", 2, options, SIZE), near=near)
 
 
-def replicating() -> Dispatcher:
+def dispatcher_of_nodes() -> Dispatcher:
     spec = MLPSpec(Activation("swiglu"), "reference")
     return dispatcher_of(over_nodes(), "alltoall", ReplicationOptions(2, COST), spec)
 
 
 def told(kind: str) -> list[Tensor]:
     own = flat.parts(flat.problem(kind, torch.bfloat16), dist.get_rank(), dist.get_world_size())
-    received = replicating().dispatch(own.x, own.idx, own.prob)
+    received = dispatcher_of_nodes().dispatch(own.x, own.idx, own.prob)
     assert isinstance(received.statistics, ReplicationPlan)
     return list(received.statistics)
 
@@ -187,7 +188,7 @@ def over_the_rail(inside: str, replication: ReplicationOptions | None) -> list[t
     with ExitStack() as stack:
         for name in COLLECTIVES:
             stack.enter_context(noted(name))
-        stack.enter_context(gloo_exchanges())
+        stack.enter_context(gloo_exchanges(replicating))
         layer(p, dispatcher_of(transport, inside, replication, spec), spec)
     return asked
 
@@ -206,7 +207,7 @@ def test_replicas_say_nothing_between_nodes(inside: str) -> None:
 
 
 def gradients(kind: str) -> list[Tensor]:
-    return flat.gradients(flat.problem(kind, torch.bfloat16), replicating())
+    return flat.gradients(flat.problem(kind, torch.bfloat16), dispatcher_of_nodes())
 
 
 @mostly_slow("kind", ["one expert with all", "several hot experts"], "several hot experts")

@@ -18,6 +18,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from tests.extras.replication.gloo_replicas import (
     GlooReplicaMemory,
     GlooUnreducedMemory,
+    replicating,
 )
 from tests.extras.replication.protocol import (
     Program,
@@ -123,7 +124,7 @@ def _calls(sms: int, keep: bool, fp8: bool) -> list[str]:
     """Calls in two micro-batches of a layer."""
     recipe = Fp8Block() if fp8 else None
     spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True, recipe=recipe)
-    with gloo_exchanges(), noted() as calls:
+    with gloo_exchanges(replicating), noted() as calls:
         dispatcher = dispatcher_of(
             "symm", ReplicationOptions(2, 10, keep), sms, keep, spec, fp8_rows=fp8
         )

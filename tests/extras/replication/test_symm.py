@@ -18,6 +18,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport
 from tests.extras.replication import test_replication as flat
+from tests.extras.replication.gloo_replicas import replicating
 from tests.extras.replication.test_replication import (
     HIDDEN,
     KINDS,
@@ -78,7 +79,7 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any]) -> list[M
         for of in (None, replication)
     ]
     for sms, keep in possible(spec, fp8_rows):
-        with gloo_exchanges() as exchanges:
+        with gloo_exchanges(replicating) as exchanges:
             of = ReplicationOptions(slots, cost=10, keep=keep)
             pushed = dispatcher_of("symm", of, sms, keep, spec, fp8_rows)
             made.append(layer(p, pushed, spec, **how))
@@ -167,7 +168,7 @@ def forward_only() -> None:
     weights = MLPWeights(*(w.requires_grad_() for w in own.weights[:2]))
     x = own.x.requires_grad_()
     for sms, keep in WAYS:
-        with gloo_exchanges():
+        with gloo_exchanges(replicating):
             dispatcher = dispatcher_of("symm", ReplicationOptions(2, 10, keep), sms, keep, spec)
             received = dispatcher.dispatch(x, own.idx, own.prob)
             out = dispatcher.combine(experts(received, weights, spec), received)

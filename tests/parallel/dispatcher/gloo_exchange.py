@@ -31,7 +31,6 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import Received
-from tests.extras.replication.gloo_replicas import replicating
 from tests.parallel.surroundings import standing_for
 
 NAN = 0xFF
@@ -168,8 +167,14 @@ def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
 
 
 @contextmanager
-def gloo_exchanges() -> Iterator[list[GlooExchange]]:
-    """Context in which `symm` uses gloo exchanges, with any backend; yields the used exchanges."""
+def gloo_exchanges(
+    more: Callable[[Callable[..., Any]], list[Any]] = lambda _: [],
+) -> Iterator[list[GlooExchange]]:
+    """Context in which `symm` uses gloo exchanges, with any backend; yields the used exchanges.
+
+    Args:
+        more: patches over the cache of exchanges.
+    """
     made = list[GlooExchange]()
 
     @functools.cache
@@ -198,7 +203,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         for patch in (
             standing_for("phalanx.kernels.sm90.experts.combine", combine),
             mock.patch.object(symm, "exchange_of", exchange_of),
-            *replicating(exchange_of),
+            *more(exchange_of),
             mock.patch.object(torch.cuda, "current_stream", return_value=on),
             mock.patch.object(transport_class, "waits_for_tokens", return_value=True),
             *(mock.patch.object(b, "rows", signalled(b.rows)) for b in backends),

@@ -24,6 +24,7 @@ from phalanx.extras.between_nodes.rail_blocks import RailBlocks, pack_rows, plan
 from phalanx.extras.between_nodes.rows import send_routing
 from phalanx.extras.overlap.paced import Wire, wire
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.nodes import Nodes
 from phalanx.parallel.dispatcher.sampling import TopKSampling, owner_probabilities
 from phalanx.scripts.lab.bench.dispatch.ends import all_ranks, hier_of_nodes
@@ -86,7 +87,7 @@ class _Problem:
 
     def __init__(self, bench: Bench, model: Model, tokens: int, group: Nodes, kind: str) -> None:
         self._bench, self._kind = bench, kind
-        self._rail = CollectiveRail(group.rail)
+        self._rail = CollectiveRail(Collectives(lambda: group.rail))
         self._nodes = group.count
         self._experts = model.experts // group.count
         rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)

@@ -6,11 +6,9 @@ from math import hypot
 
 import pytest
 
-from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
-from phalanx.extras.overlap.gain import microbatch_overlap, overlap_effect
 from phalanx.moe.plan.cost.exchange import WAITING_COST, own_exchange
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
@@ -59,7 +57,6 @@ def seconds(machine: Machine, *overrides: str) -> float:
     ("machine", "overrides", "measured"),
     [  # docs/measured/training/pipelines_two_h100s.md
         (WIRE, [IN_TURN, OFF], 0.349),
-        (WIRE, [f"{OVERLAP}=on"], 0.307),
         (NVLINK, [IN_TURN], 0.308),
         (NVLINK, [IN_TURN, OFF], 0.311),
     ],
@@ -70,17 +67,6 @@ def test_steps_are_as_much_longer_as_measured(
     """Beside a step over the wire in turn, with weight gradients beside exchanges."""
     ratio = seconds(machine, *overrides) / seconds(WIRE, IN_TURN)
     assert ratio == pytest.approx(measured / 0.330, rel=0.015)
-
-
-def test_auto_overlaps_micro_batches_over_the_wire_and_not_over_nvlink() -> None:
-    saved = {}
-    for name, machine, value in (("wire", WIRE, "on"), ("NVLink", NVLINK, "off")):
-        assert known(machine).parallel.overlap_microbatches == value
-        cfg = changed(known(machine, IN_TURN), {OVERLAP: "auto"})
-        assert microbatch_overlap(cfg, WORLD, machine, machine.room).value == value
-        saved[name] = overlap_effect(cfg, WORLD, machine).saved
-    assert saved["wire"] == pytest.approx(1 - 0.307 / 0.330, abs=0.01)
-    assert 0 < saved["NVLink"] < 0.02
 
 
 @pytest.mark.parametrize("gbs", [1.0, 50.0, 100.0, 1000.0])
@@ -103,16 +89,6 @@ def test_only_what_is_longer_than_the_weight_gradients_is_exposed(
     assert beside.backward == pytest.approx(exposed, abs=1e-15)
     step = step_time(known(machine, setting, IN_TURN), WORLD, machine)
     assert step.exchange == pytest.approx(WAITING_COST * PASSES * TOKENS * (2 * each + exposed))
-
-
-def test_with_overlap_the_first_forward_and_the_rest_of_the_last_backward_pass_are_exposed() -> (
-    None
-):
-    sent = own_exchange(known(WIRE, f"{OVERLAP}=on"), WORLD, WIRE)
-    step = step_time(known(WIRE, f"{OVERLAP}=on"), WORLD, WIRE)
-    exposed = PASSES / 8 * TOKENS * (sent.forward + sent.backward)
-    assert step.exchange == pytest.approx(WAITING_COST * exposed)
-    assert sent.backward == pytest.approx(sent.forward / 2 - ATTENTION)
 
 
 def test_pairs_hide_the_gradients_of_tokens_in_every_second_pass() -> None:

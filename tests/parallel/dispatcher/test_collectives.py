@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.overlap.pass_groups import group_of_pass
 from phalanx.kernels import wgrad_queue
+from phalanx.parallel.dispatcher.collectives import Collectives
 from tests.support.distributed import run_distributed
 
 
@@ -33,7 +33,7 @@ def _orders() -> list[str]:
 
     def exchange(name: str, group: Any) -> Any:
         def call(grad: Tensor) -> None:
-            with group_of_pass(group, grad) as taken:
+            with Collectives(lambda: group).during(grad) as taken:
                 dist.all_reduce(grad, group=taken)
                 done.append(name)
 
