@@ -8,6 +8,8 @@ from typing import Any
 
 from phalanx.configs.knobs import get, spelled
 from phalanx.configs.schema import Config, ModelConfig
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.tokenizer.special_tokens import TOKENS, token_ids
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.families import ALIASES, FAMILIES, HARMLESS, family_of
 from phalanx.moe.hf.fields import Fields, number, shown, value_of
@@ -15,7 +17,6 @@ from phalanx.moe.hf.reading import READERS, check_one_expert, check_quantised
 from phalanx.moe.hf.rope import Heads, from_rope, rotated_share, to_rope
 from phalanx.moe.hf.writing import WRITERS, refused
 
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEADS_FILL_HIDDEN = ("glm4_moe", "llama", "mixtral", "olmoe", "qwen3_moe")
 """Families whose heads have hidden_size / num_attention_heads channels by default."""
 
@@ -78,14 +79,11 @@ def besides(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConversionError: a token is no id.
     """
-    config, extra = Fields(values), {}
-    for name in TOKENS:
-        ids = config.get(name)
-        each = ids if isinstance(ids, list) else [ids]
-        if ids is not None and not all(type(i) is int and i >= 0 for i in each):
-            raise ConversionError(f"config.json has {name}={shown(ids)}; expected an id")
-        if ids is not None and ids != []:
-            extra[name] = ids
+    config = Fields(values)
+    try:
+        extra: dict[str, Any] = dict(token_ids(config))
+    except DataError as error:
+        raise ConversionError(str(error)) from None
     if config.get("max_position_embeddings") is not None:
         extra["max_position_embeddings"] = number(config, "max_position_embeddings", least=1)
     return extra

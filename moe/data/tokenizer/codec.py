@@ -27,6 +27,7 @@ from phalanx.moe.data.tokenizer.encoder import (
     text_of_bytes,
 )
 from phalanx.moe.data.tokenizer.files import load_tokenizer
+from phalanx.moe.data.tokenizer.special_tokens import special_tokens
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ def codec_of(
     check_of_data(path, data)
     check_of_model(path, loaded.get_vocab(with_added_tokens=True), vocab_size)
     if eod is None:
-        ends = _ends(path, data, common.get("huggingface"), vocab_size, end)
+        base = common.get("huggingface")
+        base = base if isinstance(base, dict) else {}
+        ends = special_tokens(data, path.parent, base, vocab_size, remedy=end).ends
         return Codec(loaded, ends, special_text)
     number = loaded.token_to_id(eod)
     if number is None:
@@ -152,14 +155,3 @@ def codec_of_run(cfg: Config) -> Codec:
     )
     end = "correct that file, or set run.sample_every=0"
     return codec_of(data, cfg.model.vocab_size, None, remedy=remedy, end=end)
-
-
-def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, remedy: str) -> tuple[int, ...]:
-    from phalanx.moe.hf import ConversionError  # needs torch, which checks before a run do without
-    from phalanx.moe.hf.tokens import special_tokens
-
-    imported = base if isinstance(base, dict) else {}
-    try:
-        return special_tokens(data, path.parent, imported, vocab, remedy=remedy).ends
-    except ConversionError as error:
-        raise DataError(str(error)) from None
