@@ -72,7 +72,7 @@ def targets(sizes: Sizes | None = None) -> list[Target]:
     from phalanx.kernels.core_attention import fa4_shipped
     from phalanx.kernels.rms_norm import quack_library
     from phalanx.kernels.sm90.jit import launch
-    from phalanx.kernels.sm90.jit.shipped import SHIPPED
+    from phalanx.kernels.sm90.jit.shipped import SHIPPED, with_capabilities
 
     layers, norms = sizes or Sizes(fa4_shipped.SHIPPED, quack_library.SHIPPED)
     found = [
@@ -81,7 +81,7 @@ def targets(sizes: Sizes | None = None) -> list[Target]:
             partial(_entries, launch.entry_name, kernel, config),
             partial(_build, launch.build, kernel, config),
         )
-        for kernel, config in SHIPPED
+        for kernel, config in with_capabilities(SHIPPED)
     ]
     for layer in layers:
         entries = partial(fa4_shipped.entries, layer)

@@ -61,3 +61,7 @@ OVERLAP = OverlapParts(
 
 WIRE = "phalanx.extras.overlap.paced:paced"
 """`(group, x, *, spreads) -> context` of a collective on the slow network of PHALANX_WIRE."""
+
+KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)
+"""Paths of `() -> (kernel class, configuration), ...`: kernels for Hopper that are built ahead of
+time with those of `kernels.sm90.jit.shipped`."""

@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.cache import Cache, statistics
 from phalanx.kernels.core_attention import fa4_shipped
 from phalanx.kernels.rms_norm import quack_library
-from phalanx.kernels.sm90.jit import launch
+from phalanx.kernels.sm90.jit import launch, shipped
 from phalanx.kernels.sm90.jit.objects import symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels
@@ -22,6 +22,11 @@ LABELS = [
     *(f"flash-attn-4 {layer}" for layer in fa4_shipped.SHIPPED),
     *(f"QuACK {rows}" for rows in quack_library.SHIPPED),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "KERNELS", ())
 
 
 class Here(ThreadPoolExecutor):

@@ -16,7 +16,6 @@ with importing_megatron():
     import megatron.core.models.mimo.optimizer  # noqa: F401
     import torch._dynamo  # noqa: F401 - of the first optimizer, half a second
 
-    import phalanx.extras.between_nodes.hierarchical
     import phalanx.kernels.expert_mlp.reference
     import phalanx.kernels.expert_mlp.torch_grouped
     import phalanx.kernels.quantize.emulated_fp8

@@ -1,19 +1,22 @@
 """Kernels that this package's heuristics can choose: built ahead of time, checked by tests.
 
 One function a group of families, one line a family. Others are compiled at their first launch.
-CuTe DSL is not imported before `SHIPPED` or `COMPILED` is read.
+CuTe DSL is not imported before `SHIPPED` or `COMPILED` is read. Those of optional capabilities are
+in lists of their own, which `with_capabilities` adds.
 """
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
+from pkgutil import resolve_name
 from typing import Any
 
+from phalanx.configs.tables.capabilities import KERNELS
 from phalanx.kernels.expert_mlp.activation import Activation
 
 SHIPPED: tuple[tuple[type, Any], ...]
 """Kernel class and configuration of each that trains a model; created at the first read."""
 COMPILED: tuple[tuple[type, Any], ...]
-"""Kernels that wheels contain: those of `SHIPPED`, and more for the public functions."""
+"""Kernels of wheels: those of `SHIPPED`, and more for the public functions."""
 
 SWIGLU = Activation("swiglu")
 GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
@@ -97,26 +100,20 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             if gather and act not in OTHERS:
                 yield DgradKernel, GemmConfig(grad, loop, waits=True)
     for rows_format, scaled in product(("e4m3", "e5m2"), EITHER):
-        for add, behind in ((True, False), (False, False), (False, True)):  # the last: replicas'
-            yield (
-                BiasGradKernel,
-                BiasGradConfig(True, add, scaled, scaled, behind, rows_format),
-            )
+        for add in (True, False):
+            config = BiasGradConfig(True, add, scaled, scaled, rows_format=rows_format)
+            yield BiasGradKernel, config
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
         math = Fp8Contraction(columns, rows_format)
         for fp32_out, add in ((True, True), (True, False), (False, False)):
             for ordered in EITHER:
                 yield WgradKernel, WgradConfig(math, fp32_out, add, ordered)
-        yield WgradKernel, WgradConfig(math, True, False, True, zeros=False)  # for replicas
         for add in EITHER:
             yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
-    for rows_format, (add, zeros) in product(
-        ("e4m3", "e5m2"), ((True, True), (False, True), (False, False))
-    ):
+    for rows_format, add in product(("e4m3", "e5m2"), (True, False)):
         math = Fp8Contraction(128, rows_format, vector=True)
-        yield WgradKernel, WgradConfig(math, True, add, True, zeros)
-        if zeros:
-            yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
+        yield WgradKernel, WgradConfig(math, True, add, ordered=True)
+        yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
@@ -134,9 +131,8 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for columns, add, gathered in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(Contraction(columns, gathered), add, add, ordered=True)
     for math in (Contraction(*chosen) for chosen in product((192, 256), (D, V))):
-        # A step's first gradient, which overwrites; replicas'; and one added in bf16.
+        # A step's first gradient, which overwrites; and one added in bf16.
         yield WgradKernel, WgradConfig(math, True, False, ordered=True)
-        yield WgradKernel, WgradConfig(math, True, False, ordered=True, zeros=False)
         yield WgradKernel, WgradConfig(math, False, True, ordered=True)
         for fp32_out, add in product(EITHER, EITHER):  # of two micro-batches
             yield WgradPairKernel, WgradConfig(math, fp32_out, add, ordered=True)
@@ -145,9 +141,6 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(fp32_out=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
-    for scaled in EITHER:  # for replicas
-        config = BiasGradConfig(True, False, scaled=scaled, indexed=scaled, behind=True)
-        yield BiasGradKernel, config
     for table, gather in ((False, False), (True, False), (True, True)):
         yield DprobKernel, DprobConfig(table, gather)
 
@@ -205,9 +198,8 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
     for slots, widths in sizes.items():
         for hidden, back in product(widths, EITHER):
             yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
-    yield PushKernel, PushConfig(16, 8, 1, False)  # side data alone, with expert replication
-    for slots, side, unreduced_rows in product(sizes, EITHER, EITHER):
-        yield CombinePushKernel, CombinePushConfig(slots, 8, side, unreduced_rows)
+    for slots, side in product(sizes, EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side, False)
     yield WaitPeersKernel, WaitPeersConfig(8)
 
 
@@ -280,6 +272,12 @@ def _for_functions() -> Iterator[tuple[type, Any]]:
 
 def _compiled() -> Iterator[tuple[type, Any]]:
     yield from dict.fromkeys((*_shipped(), *_for_functions()))
+
+
+def with_capabilities(kernels: Sequence[tuple[type, Any]]) -> tuple[tuple[type, Any], ...]:
+    """Kernels, and behind them those of optional capabilities (`configs.tables.capabilities`)."""
+    more = chain.from_iterable(resolve_name(path)() for path in KERNELS)
+    return tuple(dict.fromkeys((*kernels, *more)))
 
 
 def __getattr__(name: str) -> Any:

@@ -33,11 +33,11 @@ GLIBC = "2_28"
 
 
 def library(number: int, cache: Path, target: Path) -> int:
-    """Compile and link kernel `number` of `COMPILED`; returns its size in bytes."""
+    """Compile and link kernel `number` of a wheel; returns its size in bytes."""
     from phalanx.kernels.sm90.jit import launch, libraries
-    from phalanx.kernels.sm90.jit.shipped import COMPILED
+    from phalanx.kernels.sm90.jit.shipped import COMPILED, with_capabilities
 
-    kernel, config = COMPILED[number]
+    kernel, config = with_capabilities(COMPILED)[number]
     path = target / launch.library_name(kernel, config)
     libraries.link(launch.build(kernel, config, Cache(cache)), launch.PREFIX, path)
     return path.stat().st_size
@@ -45,10 +45,10 @@ def library(number: int, cache: Path, target: Path) -> int:
 
 def libraries_of(cache: Path, target: Path, jobs: int) -> int:
     """Compile and link all kernels; returns their size in bytes together."""
-    from phalanx.kernels.sm90.jit.shipped import COMPILED
+    from phalanx.kernels.sm90.jit.shipped import COMPILED, with_capabilities
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    count, total, started = len(COMPILED), 0, time.monotonic()
+    count, total, started = len(with_capabilities(COMPILED)), 0, time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as workers:
         sizes = workers.map(library, range(count), [cache] * count, [target] * count)
         for done, size in enumerate(sizes, start=1):
