@@ -38,8 +38,24 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "train_iters": ("run.steps",),
 }
 
-REMOVED: dict[str, str] = {"kernels.dynamic": "fused kernels always claim tiles at run time"}
-"""Knobs that no longer exist, and what is always done instead."""
+
+@dataclass(frozen=True)
+class Removed:
+    """A knob that no longer exists."""
+
+    always: str
+    """Clause on what is always done instead."""
+    value: Any = None
+    """The value that asked for just that, which a saved configuration may have. None: no value."""
+
+
+REMOVED: dict[str, Removed] = {
+    "kernels.dynamic": Removed("fused kernels always claim tiles at run time"),
+    "precision.wgrad_blocks": Removed(
+        "operands of weight gradients always have blocks of 128 tokens x 128 channels", "square"
+    ),
+}
+"""Knobs that no longer exist, by dotted path."""
 
 
 @dataclass(frozen=True)

@@ -442,7 +442,7 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
         name = present.facts.group or present.path
         return [f"{override.input_line}: is now {overrides({name: value})}"]
     if key in REMOVED:
-        return [f"{override.input_line}: no longer exists, as {REMOVED[key]}; remove it"]
+        return [f"{override.input_line}: no longer exists, as {REMOVED[key].always}; remove it"]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     wrong = f"{override.input_line}: {_expected(key, value)}" if key in knobs() else ""

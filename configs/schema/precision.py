@@ -31,12 +31,6 @@ class PrecisionConfig:
 
     These sums run over tokens and enter the weights directly; `bf16` rules FP8 out as a cause.
     """
-    wgrad_blocks: str = knob("square", choices=("square", "vector"))
-    """Blocks of the operands of weight gradients: `square`, 128 tokens x 128 channels, or `vector`.
-
-    `vector` is a channel of 128 tokens, as in Transformer Engine, which `kernels=megatron` always
-    has. As scales are powers of two both err alike, and one scale for a tile is cheaper.
-    """
     hidden: str = knob("bf16", choices=("bf16", "fp8"))
     """Format in which the input of the experts' activation is saved for backward: `bf16` or `fp8`.
 

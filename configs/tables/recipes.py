@@ -36,10 +36,7 @@ RECIPES: dict[str, RecipeFacts] = {
         "e4m3, whose scales are powers of two, for 128 channels of a token and for 128 x 128 of "
         "weights (DeepSeek-V3, arXiv 2412.19437)",
         build="phalanx.kernels.quantize.recipe:fp8_block",
-        switches=(
-            *_SWITCHES,
-            *("grad_format", "wgrad_blocks", "hidden", "dispatch", "weights"),
-        ),
+        switches=(*_SWITCHES, "grad_format", "hidden", "dispatch", "weights"),
         fp8_blocks=True,
     ),
     "mxfp8": RecipeFacts(

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.quantize.recipe import TokenBlocks
-
 BLOCK = 128
 """Elements of a side of a block."""
 
@@ -47,8 +45,7 @@ class QuantizedColumns(NamedTuple):
     data_CT: Tensor
     """e4m3 or e5m2. Expert e's tokens are columns offsets_T[e] and on; 0 between experts."""
     scale: Tensor
-    """fp32: [B_T, parts * B_C/parts] of `square` blocks, [B_T, C] of `vector` blocks."""
-    blocks: TokenBlocks
+    """fp32 [B_T, parts * B_C/parts]."""
 
 
 class QuantizedWeights(NamedTuple):
@@ -108,29 +105,25 @@ def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
 def quantize_columns(
     x_SC: Tensor,
     offsets: Tensor,
-    blocks: TokenBlocks,
     parts: int = 1,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> QuantizedColumns:
-    """A scale for 128 tokens of an expert, by a channel or by 128 channels.
+    """A scale for 128 tokens of an expert by 128 channels.
 
     Args:
         x_SC: fp32 or bf16 expert rows; for FP8 rows, the result of `dequantize_rows`.
         offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
-        blocks: `vector` or `square`.
         parts: of C.
         dtype: of the result.
     """
     x_TC = padded(x_SC, offsets)
-    tile = (BLOCK, BLOCK if blocks == "square" else 1)
-    data, scale = _quantize(split_parts(x_TC, parts), tile, dtype)
-    return QuantizedColumns(join_parts(data).T.contiguous(), join_parts(scale), blocks)
+    data, scale = _quantize(split_parts(x_TC, parts), (BLOCK, BLOCK), dtype)
+    return QuantizedColumns(join_parts(data).T.contiguous(), join_parts(scale))
 
 
 def transpose_rows(
     q: Quantized,
     offsets: Tensor,
-    blocks: TokenBlocks,
     *,
     index_S: Tensor | None = None,
     parts: int = 1,
@@ -139,7 +132,7 @@ def transpose_rows(
 
     Args:
         q: expert rows, or a table of rows.
-        offsets, blocks, parts: as for `quantize_columns`.
+        offsets, parts: as for `quantize_columns`.
         index_S: row of the table for each expert row; not read from offsets[L] on.
     """
     x_SC = dequantize_rows(q, parts)
@@ -147,7 +140,7 @@ def transpose_rows(
         used = torch.arange(len(index_S), device=index_S.device) < offsets[-1]
         x_SC = F.pad(x_SC, (0, 0, 0, 1))  # a row of zeros for the padding
         x_SC = x_SC.index_select(0, index_S.where(used, len(x_SC) - 1))
-    return quantize_columns(x_SC, offsets, blocks, parts, q.data.dtype)
+    return quantize_columns(x_SC, offsets, parts, q.data.dtype)
 
 
 def dequantize_rows(q: Quantized, parts: int = 1) -> Tensor:
@@ -166,9 +159,8 @@ def dequantize_weights(q: Quantized, parts: int = 1) -> Tensor:
 
 def dequantize_columns(q: QuantizedColumns, offsets: Tensor, rows: int, parts: int = 1) -> Tensor:
     """fp32 [S, C] with S = `rows`; 0 from offsets[L] on."""
-    tile = (BLOCK, BLOCK if q.blocks == "square" else 1)
     x_TC = join_parts(
-        _dequantize(split_parts(q.data_CT.T, parts), split_parts(q.scale, parts), tile)
+        _dequantize(split_parts(q.data_CT.T, parts), split_parts(q.scale, parts), (BLOCK, BLOCK))
     )
     return relocate(x_TC, rows, column_offsets(offsets), offsets)
 

@@ -28,10 +28,8 @@ from phalanx.kernels.quantize.tiles_triton import (
 )
 
 _WARPS = 8
-_SQUARE_REGISTERS = 48
+_TRANSPOSE_REGISTERS = 48
 """Registers of a thread that transposes FP8: 5 programs on an SM, with 80 KB in flight."""
-_VECTOR_REGISTERS = 80
-"""Registers of a thread otherwise: 3 programs on an SM; 2 do not hide the latency of loads."""
 
 
 @triton.jit
@@ -67,20 +65,6 @@ def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  #
 
 
 @triton.jit
-def column_amax(x, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[R, C] -> [C]. A thread has CHUNK channels.
-
-    Maxima of a warp go through shared memory. Ordered by thread, then by the channel of a thread,
-    threads write to four banks; ordered by channel they would all write to one.
-    """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    by_thread = tl.permute(tl.reshape(x, [R, C // CHUNK, CHUNK]), [0, 2, 1])
-    amax = tl.max(tl.reshape(by_thread, [R, C]), 0)
-    return tl.reshape(tl.permute(tl.reshape(amax, [CHUNK, C // CHUNK]), [1, 0]), [C])
-
-
-@triton.jit
 def fp8_columns(  # type: ignore[no-untyped-def]
     x,
     x_scale,
@@ -97,7 +81,6 @@ def fp8_columns(  # type: ignore[no-untyped-def]
     scale_row,
     SCALED: tl.constexpr,
     INDEXED: tl.constexpr,
-    SQUARE: tl.constexpr,
     PARTS: tl.constexpr,
     OF_PART: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -135,39 +118,24 @@ def fp8_columns(  # type: ignore[no-untyped-def]
 
     made = ()
     to_scale = scale + block.to(tl.int64) * scale_row
-    if SQUARE:
-        largest = tl.zeros([BLOCK // TURNS, BLOCK // CHUNK], tl.float32)
-        for k in tl.static_range(TURNS):
-            if SCALED:  # fp16 has all numbers of FP8, and is compared in pairs
-                amax = chunk_amax(values[k].to(tl.float16), CHUNK).to(tl.float32) * scales[k]
-            else:
-                amax = chunk_amax(values[k].to(tl.float32), CHUNK)
-            largest = tl.maximum(largest, amax)
-        up, down = powers(tl.max(largest), BIASED)
-        tl.store(to_scale + of_row, down)
-        for k in tl.static_range(TURNS):
-            factor = up
-            if SCALED:
-                # Of a row of zeros, whose scale may be anything, it can be too large.
-                factor = tl.where(scales[k] * up > 32768.0, 32768.0, scales[k] * up)
-            if HALF:
-                made = made + (values[k].to(tl.float16) * factor.to(tl.float16),)
-            else:
-                made = made + (values[k].to(tl.float32) * factor,)
-    else:
-        largest = tl.zeros([BLOCK // TURNS, BLOCK], tl.float32)
-        for k in tl.static_range(TURNS):
-            given = values[k].to(tl.float32)
-            if SCALED:
-                given = given * scales[k]
-            made = made + (given,)
-            largest = tl.maximum(largest, tl.abs(given))
-        up, down = powers(column_amax(largest, CHUNK), BIASED)
-        tl.store(to_scale + channel + i, down, mask=known)
-        given = made
-        made = ()
-        for k in tl.static_range(TURNS):
-            made = made + (given[k] * up[None, :],)
+    largest = tl.zeros([BLOCK // TURNS, BLOCK // CHUNK], tl.float32)
+    for k in tl.static_range(TURNS):
+        if SCALED:  # fp16 has all numbers of FP8, and is compared in pairs
+            amax = chunk_amax(values[k].to(tl.float16), CHUNK).to(tl.float32) * scales[k]
+        else:
+            amax = chunk_amax(values[k].to(tl.float32), CHUNK)
+        largest = tl.maximum(largest, amax)
+    up, down = powers(tl.max(largest), BIASED)
+    tl.store(to_scale + of_row, down)
+    for k in tl.static_range(TURNS):
+        factor = up
+        if SCALED:
+            # Of a row of zeros, whose scale may be anything, it can be too large.
+            factor = tl.where(scales[k] * up > 32768.0, 32768.0, scales[k] * up)
+        if HALF:
+            made = made + (values[k].to(tl.float16) * factor.to(tl.float16),)
+        else:
+            made = made + (values[k].to(tl.float32) * factor,)
     data += channel.to(tl.int64) * T + block * BLOCK
     to = data + (i[:, None] * T + i[None, :])
     tl.store(to, transposed(made, data.dtype.element_ty), mask=known[:, None])
@@ -195,11 +163,8 @@ def quantize(
     if not to.data_CT.numel():
         return
     across = block_count(C, parts)
-    turns, registers = 8, None
-    if to.blocks == "vector":  # a thread keeps the amax of each of its channels: it loads 8 bytes
-        registers = _VECTOR_REGISTERS
-    elif x_scale is not None:  # otherwise 16 bytes of a row
-        turns, registers = 4, _SQUARE_REGISTERS
+    # A thread loads 16 bytes of a row.
+    turns, registers = (8, None) if x_scale is None else (4, _TRANSPOSE_REGISTERS)
     fp8_columns[(T // BLOCK * across,)](
         x,
         x_scale,
@@ -215,7 +180,6 @@ def quantize(
         to.scale.stride(0),
         SCALED=x_scale is not None,
         INDEXED=index_S is not None,
-        SQUARE=to.blocks == "square",
         PARTS=parts,
         OF_PART=across // parts,
         WHOLE=C // parts % BLOCK == 0,

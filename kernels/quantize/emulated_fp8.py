@@ -51,7 +51,7 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
     def _columns(
         self, x_SC: Tensor, plan: ExpertPlan, parts: int, dtype: torch.dtype
     ) -> QuantizedColumns:
-        return quantize_columns(x_SC, plan.offsets, self._recipe.wgrad_blocks, parts, dtype)
+        return quantize_columns(x_SC, plan.offsets, parts, dtype)
 
     def fc1_act(self, call: Fc1Call) -> tuple[Rows | None, Rows]:
         fc1 = call.fc1

@@ -33,8 +33,7 @@ class FP8Operands(SequentialMixin):
     def _transpose(self, x: Operand, plan: ExpertPlan) -> dict[str, Any]:
         """Arguments of `transpose_rows`."""
         index_S = plan.row_index_S if x.gather else None
-        blocks = self._recipe.wgrad_blocks
-        return dict(q=x.matrix, offsets=plan.offsets, blocks=blocks, index_S=index_S, parts=x.parts)
+        return dict(q=x.matrix, offsets=plan.offsets, index_S=index_S, parts=x.parts)
 
 
 def in_dtype(x: Operand, dtype: torch.dtype) -> Rows:

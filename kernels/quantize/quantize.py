@@ -19,7 +19,6 @@ from phalanx.kernels.quantize.blocks import (
     block_count,
     column_rows,
 )
-from phalanx.kernels.quantize.recipe import TokenBlocks
 
 E4M3 = torch.float8_e4m3fn
 _UNQUANTIZED = (torch.bfloat16, torch.float32)
@@ -118,16 +117,14 @@ def _check_weights(w_LOI: Tensor, parts: int) -> None:
 def quantize_columns(
     x_SC: Tensor,
     offsets: Tensor,
-    blocks: TokenBlocks,
     parts: int = 1,
     dtype: torch.dtype = E4M3,
 ) -> QuantizedColumns:
-    """A scale for 128 tokens of an expert, by a channel or by 128 channels, transposed.
+    """A scale for 128 tokens of an expert by 128 channels, transposed.
 
     Args:
         x_SC: bf16 or fp32 expert rows with contiguous channels.
         offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
-        blocks: `vector` or `square`.
         parts: of C.
         dtype: float8_e4m3fn or float8_e5m2.
 
@@ -136,11 +133,11 @@ def quantize_columns(
     """
     _check("x", x_SC, _UNQUANTIZED, parts)
     if not x_SC.is_cuda:
-        return definition.quantize_columns(x_SC, offsets, blocks, parts, dtype)
+        return definition.quantize_columns(x_SC, offsets, parts, dtype)
     from phalanx.kernels.quantize import columns_triton
 
     (S, C), L = x_SC.shape, len(offsets) - 1
-    out = empty_columns(S, C, L, parts, blocks=blocks, dtype=dtype, device=x_SC.device)
+    out = empty_columns(S, C, L, parts, dtype=dtype, device=x_SC.device)
     columns_triton.quantize(x_SC, None, None, offsets, out, parts)
     return out
 
@@ -149,7 +146,6 @@ def quantize_columns(
 def transpose_rows(
     q: Quantized,
     offsets: Tensor,
-    blocks: TokenBlocks,
     *,
     index_S: Tensor | None = None,
     parts: int = 1,
@@ -161,7 +157,6 @@ def transpose_rows(
         q: expert rows, or a table of N rows, with contiguous channels, scaled as by
             `quantize_rows`; scales of any strides.
         offsets: int32 [L + 1], first row of each expert.
-        blocks: `vector` or `square`.
         index_S: int32, row of the table for each expert row; not read from offsets[L] on.
         parts: of C.
         out: destination, from `empty_transpose`; None: new memory.
@@ -171,9 +166,9 @@ def transpose_rows(
     """
     check_rows(q, parts)
     if out is None:
-        out = empty_transpose(q, offsets, blocks, index_S=index_S, parts=parts)
+        out = empty_transpose(q, offsets, index_S=index_S, parts=parts)
     if not q.data.is_cuda:
-        columns = definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
+        columns = definition.transpose_rows(q, offsets, index_S=index_S, parts=parts)
         out.data_CT.copy_(columns.data_CT)
         out.scale.copy_(columns.scale)
         return out
@@ -186,7 +181,6 @@ def transpose_rows(
 def empty_transpose(
     q: Quantized,
     offsets: Tensor,
-    blocks: TokenBlocks,
     *,
     index_S: Tensor | None = None,
     parts: int = 1,
@@ -194,8 +188,7 @@ def empty_transpose(
     """Memory for `transpose_rows` with the same arguments."""
     N, C = q.data.shape
     S, L = N if index_S is None else len(index_S), len(offsets) - 1
-    dtype, device = q.data.dtype, q.data.device
-    return empty_columns(S, C, L, parts, blocks=blocks, dtype=dtype, device=device)
+    return empty_columns(S, C, L, parts, dtype=q.data.dtype, device=q.data.device)
 
 
 def column_offsets(offsets: Tensor) -> Tensor:
@@ -281,16 +274,14 @@ def empty_columns(
     L: int,
     parts: int = 1,
     *,
-    blocks: TokenBlocks,
     dtype: torch.dtype = E4M3,
     device: torch.device,
 ) -> QuantizedColumns:
     """Memory for `quantize_columns` and `transpose_rows`, sufficient for any routing."""
-    T, across = column_rows(S, L), block_count(C, parts) if blocks == "square" else C
+    T = column_rows(S, L)
     return QuantizedColumns(
         torch.empty(C, T, dtype=dtype, device=device),
-        torch.empty(T // BLOCK, across, dtype=torch.float32, device=device),
-        blocks,
+        torch.empty(T // BLOCK, block_count(C, parts), dtype=torch.float32, device=device),
     )
 
 

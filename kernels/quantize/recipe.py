@@ -2,9 +2,10 @@
 
 `Fp8Block` is the recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3) with scales that are powers
 of two, as Transformer Engine's Float8BlockScaling has them by default: activations and gradients
-have a scale for 128 channels of a row, weights one for 128 x 128. `kernels.quantize.blocks` defines
-how a block becomes FP8. `Microscaling` has Blackwell's recipes, as Transformer Engine defines them:
-`extras.microscaling.mxfp8` and `extras.microscaling.nvfp4`.
+have a scale for 128 channels of a row, weights one for 128 x 128, and operands of weight gradients,
+whose contraction runs over tokens, one for 128 tokens x 128 channels. `kernels.quantize.blocks`
+defines how a block becomes FP8. `Microscaling` has Blackwell's recipes, as Transformer Engine
+defines them: `extras.microscaling.mxfp8` and `extras.microscaling.nvfp4`.
 """
 
 from dataclasses import dataclass, fields
@@ -15,7 +16,6 @@ import torch
 from phalanx.configs.schema import PrecisionConfig
 
 GradFormat = Literal["e4m3", "e5m2"]
-TokenBlocks = Literal["vector", "square"]
 
 FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -32,9 +32,6 @@ class Fp8Block:
     """Format of gradients: e5m2 reaches 14 powers of two further down, with one bit less."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Precision of the operands of weight gradients."""
-    wgrad_blocks: TokenBlocks = "square"
-    """Blocks of the operands of weight gradients, whose contraction runs over tokens: `vector` is a
-    channel of 128 tokens, as in Transformer Engine; `square` is 128 tokens by 128 channels."""
     hidden: Literal["bf16", "fp8"] = "bf16"
     """Precision of the activation's input, saved for the backward pass."""
     emulation: ClassVar[str] = "phalanx.kernels.quantize.emulated_fp8:EmulatedFP8"
@@ -83,7 +80,6 @@ def fp8_block(p: PrecisionConfig) -> Fp8Block:
     return Fp8Block(
         grad_format=p.grad_format,  # type: ignore[arg-type]
         wgrad=p.wgrad,  # type: ignore[arg-type]
-        wgrad_blocks=p.wgrad_blocks,  # type: ignore[arg-type]
         hidden=p.hidden,  # type: ignore[arg-type]
     )
 

@@ -2,7 +2,8 @@
 
 One rule for all who read a checkpoint. What its weights, their numbers and their text depend on has
 to be understood: a knob of these sections that this version does not know, or whose value is of
-another type, is refused by name. Others are left out, and told. Imports neither torch nor YAML.
+another type, is refused by name. Others are left out, and told, as are knobs that were removed (not
+told if their value asked for what is always done now). Imports neither torch nor YAML.
 """
 
 import json
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any
 
-from phalanx.configs.knobs import knobs, renamed, visible
+from phalanx.configs.knobs import REMOVED, knobs, renamed, visible
 
 _NEEDED = ("model.", "precision.", "data.")
 """Sections that have to be understood."""
@@ -32,12 +33,19 @@ class SavedKnobs:
     """Values keyed by dotted path, under present names."""
     ignored: tuple[str, ...]
     """Paths that this version does not know, in sections without which it can do."""
+    removed: tuple[tuple[str, Any], ...] = ()
+    """Paths and values of knobs that no longer exist and asked for what is done no more."""
 
     def ignored_note(self) -> str:
         """One line on what is ignored; empty if nothing is."""
-        if not self.ignored:
-            return ""
-        return f"knobs that this version does not know are ignored: {_listed(self.ignored)}"
+        notes = [
+            visible(f"{path}={shown(value)} no longer exists, as {REMOVED[path].always}")
+            for path, value in self.removed
+        ]
+        if self.ignored:
+            unknown_knobs = _listed(self.ignored)
+            notes.append(f"knobs that this version does not know are ignored: {unknown_knobs}")
+        return "; ".join(notes)
 
 
 def understood(config: Any) -> SavedKnobs:
@@ -52,11 +60,14 @@ def understood(config: Any) -> SavedKnobs:
     if not isinstance(config, dict):
         raise CheckpointMismatch("the checkpoint has no configuration")
     values: dict[str, Any] = {}
-    ignored, refused = list[str](), list[str]()
+    ignored, refused, removed = list[str](), list[str](), list[tuple[str, Any]]()
     for name, value in leaves(config):
         path = _present(name)
         if _known(path, value):
             values[path] = value
+        elif path in REMOVED:
+            if value != REMOVED[path].value:
+                removed.append((path, value))
         elif f"{path}.".startswith(_NEEDED):
             refused.append(visible(f"{path}={shown(value)}"))
         else:
@@ -66,12 +77,17 @@ def understood(config: Any) -> SavedKnobs:
             f"the checkpoint has {_listed(refused)}, which this version does not know: use the "
             "version that wrote it, or a newer one"
         )
-    return SavedKnobs(values, tuple(ignored))
+    return SavedKnobs(values, tuple(ignored), tuple(removed))
 
 
 def unknown(config: dict[str, Any]) -> set[str]:
     """Paths, as they were saved, that this version does not know or has another type for."""
-    return {name for name, value in leaves(config) if not _known(_present(name), value)}
+    return {
+        name
+        for name, value in leaves(config)
+        if not _known(_present(name), value)
+        and not (name in REMOVED and value == REMOVED[name].value)
+    }
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

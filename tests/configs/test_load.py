@@ -87,6 +87,10 @@ def test_a_knob_that_was_renamed_is_answered_with_its_new_name() -> None:
         "kernels.dynamic=false: no longer exists, as fused kernels always claim tiles at run time; "
         "remove it"
     ]
+    assert mistakes("precision.wgrad_blocks=square") == [
+        "precision.wgrad_blocks=square: no longer exists, as operands of weight gradients always "
+        "have blocks of 128 tokens x 128 channels; remove it"
+    ]
     assert load(["precision=fp32"]).precision.recipe == "fp32"
 
 

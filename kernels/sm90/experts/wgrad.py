@@ -17,10 +17,10 @@ from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns
 from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
 from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel, WgradMath
 from phalanx.kernels.sm90.experts.wgrad_operands import (
-    blocks_of,
     channels_of,
     data_of,
     factor,
+    format_of,
     tokens_of,
 )
 from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
@@ -53,10 +53,8 @@ def wgrad(
     Args:
         d: bf16 [S, O], contiguous, O a multiple of 64; with `gather` [N, O], and d[s] is row
             index_S[s]. Or e4m3 or e5m2 [O, T], contiguous, with scales fp32
-            [T / 128, blocks of O] of any strides, or [T / 128, O] of `vector` blocks; each of its
-            parts is a multiple of 64.
-        v: bf16 [S, I] likewise; or e4m3 [I, T] likewise, in one part; scales of `vector` blocks are
-            contiguous.
+            [T / 128, blocks of O] of any strides; each of its parts is a multiple of 64.
+        v: bf16 [S, I] likewise; or e4m3 [I, T] likewise, in one part.
         offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
             offsets[e + 1]. In FP8 those of `quantize.blocks.column_offsets`, multiples of 128, and
             padding among the tokens is zero. Nothing is read from offsets[L] on.
@@ -68,7 +66,7 @@ def wgrad(
         order_L: int32 [L], the experts in the order in which they should be started, best by
             falling number of rows.
         counter, options: as in `grouped_gemm`.
-        tile: columns of a tile (128, 192, 256); default `choose`, and 128 in `vector` blocks.
+        tile: columns of a tile (128, 192, 256); default `choose`.
 
     Returns:
         dw_LOI.
@@ -140,12 +138,12 @@ def check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None)
     if any(data_of(x).ndim != 2 for x in both.values()) or offsets.ndim != 1:
         shapes = [list(t.shape) for t in (data_of(d), data_of(v), offsets)]
         raise ValueError(f"d and v must be matrices and offsets [L + 1], not {shapes}")
-    blocks = {name: blocks_of(x) for name, x in both.items()}
-    if blocks["d"] != blocks["v"]:
-        said = " and ".join(f"{name} is in {kind}" for name, kind in blocks.items())
+    formats = {name: format_of(x) for name, x in both.items()}
+    if formats["d"] != formats["v"]:
+        said = " and ".join(f"{name} is in {kind}" for name, kind in formats.items())
         raise ValueError(f"{said}: must be the same")
     for name, x in both.items():
-        parts = 1 if blocks[name] == "bf16" else x.parts
+        parts = 1 if formats[name] == "bf16" else x.parts
         if not channels_of(x) or channels_of(x) % (64 * parts):
             raise ValueError(
                 f"{name} has {channels_of(x)} channels in {parts} part(s), each of which must be a "
@@ -157,7 +155,7 @@ def check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None)
         raise ValueError("d and v: gather at most one of them")
     if (d.gather or v.gather) != (index_S is not None):
         raise ValueError("index_S: give it if an operand is gathered, and not otherwise")
-    if blocks["d"] != "bf16":
+    if formats["d"] == "fp8":
         _check_columns(d, v)
 
 
@@ -173,18 +171,14 @@ def _check_columns(d: Operand, v: Operand) -> None:
         raise ValueError(f"v must be in one part, not {v.parts}")
     if tokens_of(d) % BLOCK:
         raise ValueError(f"d has {tokens_of(d)} tokens: must be a multiple of {BLOCK}")
-    scale = v.matrix.scale
-    if v.matrix.blocks == "vector" and (not scale.is_contiguous() or scale.data_ptr() % 8):
-        raise ValueError("v's scale must be contiguous and start at a multiple of 8 bytes")
 
 
 def math_of(d: Operand, v: Operand, tile: int | None) -> WgradMath:
     """The product for the operands' format, with tiles of so many columns or of the best."""
     columns = tile or choose(channels_of(v))
     if isinstance(d.matrix, QuantizedColumns):
-        vector = d.matrix.blocks == "vector"
         dtype = d.matrix.data_CT.dtype
         if dtype not in FORMATS or dtype == torch.bfloat16:
             raise ValueError(f"d must be torch.float8_e4m3fn or e5m2, not {dtype}")
-        return Fp8Contraction(tile or (BLOCK if vector else columns), FORMATS[dtype], vector)
+        return Fp8Contraction(columns, FORMATS[dtype])
     return Contraction(columns, D if d.gather else V if v.gather else None)

@@ -25,7 +25,7 @@ class Factor(NamedTuple):
     data: BytesPtr
     """bf16 [tokens, channels], or FP8 [channels, tokens]; contiguous."""
     scale: Fp32Ptr
-    """fp32 [token blocks, channel blocks], or channels with `vector` blocks; null in bf16."""
+    """fp32 [token blocks, channel blocks]; null in bf16."""
     tokens: Int32
     channels: Int32
     parts: Int32
@@ -33,7 +33,7 @@ class Factor(NamedTuple):
     scale_token: Int32
     """Stride of the scales from a block of tokens to the next one."""
     scale_channel: Int32
-    """Stride of the scales from a channel or a block of channels to the next one."""
+    """Stride of the scales from a block of channels to the next one."""
 
 
 def factor(
@@ -54,8 +54,8 @@ def factor(
         check(device, name, data, torch.bfloat16, (tokens, channels))
         return Factor(data, None, tokens, channels, 1, 0, 0)
     check(device, name, data, dtype or data.dtype, (channels, tokens))
-    blocks = channels if q.blocks == "vector" else block_count(channels, x.parts)
-    require_scales(device, f"{name}'s scale", q.scale, (tokens // BLOCK, blocks))
+    blocks = tokens // BLOCK, block_count(channels, x.parts)
+    require_scales(device, f"{name}'s scale", q.scale, blocks)
     return Factor(data, q.scale, tokens, channels, x.parts, *q.scale.stride())
 
 
@@ -75,6 +75,6 @@ def tokens_of(x: Operand) -> int:
     return data_of(x).shape[1 if isinstance(x.matrix, QuantizedColumns) else 0]
 
 
-def blocks_of(x: Operand) -> str:
-    """Blocks of an operand in FP8, `square` or `vector`; or `bf16`."""
-    return x.matrix.blocks if isinstance(x.matrix, QuantizedColumns) else "bf16"
+def format_of(x: Operand) -> str:
+    """`fp8` or `bf16`."""
+    return "fp8" if isinstance(x.matrix, QuantizedColumns) else "bf16"

@@ -12,7 +12,7 @@ from phalanx.kernels.expert_mlp.calls import ExpertRows, Operand
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.experts.wgrad import arguments, check_sizes, math_of, wgrad
 from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradPairKernel
-from phalanx.kernels.sm90.experts.wgrad_operands import blocks_of, channels_of, data_of, tokens_of
+from phalanx.kernels.sm90.experts.wgrad_operands import channels_of, data_of, tokens_of
 from phalanx.kernels.sm90.jit.arguments import launch_persistent, require
 
 
@@ -96,4 +96,4 @@ def wgrad_pair(
 
 def _kind(x: Operand) -> tuple[object, ...]:
     """All facts of an operand but its rows."""
-    return channels_of(x), data_of(x).dtype, blocks_of(x), x.parts, x.gather
+    return channels_of(x), data_of(x).dtype, x.parts, x.gather

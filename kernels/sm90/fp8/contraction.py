@@ -13,7 +13,7 @@ from cutlass import Int32
 
 from phalanx.kernels.sm90.experts.wgrad_operands import Factor
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
-from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, VectorWgradMma, layout_mma
+from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, layout_mma
 from phalanx.kernels.sm90.gemm.expert_tiles import unpack
 from phalanx.kernels.sm90.gemm.mainloop import TILE_ROWS
 from phalanx.kernels.sm90.gemm.ring import State
@@ -27,8 +27,6 @@ class Fp8Contraction:
     """Columns of a tile, of I: 128, 192 or 256."""
     rows_format: str = "e4m3"
     """Format of d."""
-    vector: bool = False
-    """Scales for each channel of 128 tokens, instead of for 128 channels."""
     stages: int = 1
 
     loading_warps: ClassVar[int] = 1
@@ -37,8 +35,6 @@ class Fp8Contraction:
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
             raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
-        if self.vector and self.columns > 128:  # scales of more columns do not fit in registers
-            raise ValueError(f"columns={self.columns}: 128 in `vector` blocks")
 
     @property
     def mainloop(self) -> Fp8Mainloop:
@@ -60,10 +56,9 @@ class Fp8Contraction:
         of_d, of_v = loop.types
         mD = activations(cute.recast_ptr(d.data, dtype=of_d), d.channels, T, one)
         mV = weights(cute.recast_ptr(v.data, dtype=of_v), v.channels, T, one, one)
-        blocks = v.channels if self.vector else (v.channels + (BLOCK - 1)) // BLOCK
         scales = (
             _scales(d, 1),
-            _scales(v, blocks),
+            _scales(v, (v.channels + (BLOCK - 1)) // BLOCK),
             d.channels // d.parts,
             Int32(0),  # unknown to the compiler, see `promotion.Fp8MmaConsumer`
         )
@@ -92,8 +87,7 @@ class Fp8Contraction:
         """Nothing to clear: stages are whole."""
 
     def multiplier(self, storage: Any, tiled_mma: cute.TiledMma, operands: Any) -> Fp8WgradMma:
-        strategy = VectorWgradMma if self.vector else Fp8WgradMma
-        return strategy(self.mainloop, storage, tiled_mma, operands[1][0], operands[2])
+        return Fp8WgradMma(self.mainloop, storage, tiled_mma, operands[1][0], operands[2])
 
 
 class ColumnLoads:

@@ -139,7 +139,7 @@ class Promotion:
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(p == last):
                     ring.consumer_release(stage)
-                self._add(p, k, a, b, scales)
+                self._add(p, a, b, scales)
             stage, phase = next_stage, next_phase
             a, b, next_a, next_b = next_a, next_b, then_a, then_b
 
@@ -170,7 +170,6 @@ class Promotion:
     def _add(
         self,
         p: int,
-        k: Int32,
         rows: tuple[Float32, ...],
         columns: tuple[Float32, ...],
         scales: Scales,

@@ -1,20 +1,16 @@
 """The product of a weight gradient in FP8: a thread's scales, and its sums.
 
-A block of 128 tokens has a scale for 128 channels of an operand (`square`), and the product of two
-of them is that of many accumulators, as in `promotion`; or it has one for each channel (`vector`),
-and every accumulator has its own product of scales. Then a thread reads the scales of its columns,
-two of every eight, when it needs them: all warps of the CTA read the same ones, which a prefetch
-has brought to the L1 cache.
+A block of 128 tokens has a scale for 128 channels of an operand, and the product of two of them is
+that of many accumulators, as in `promotion`.
 """
 
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
@@ -24,12 +20,10 @@ from phalanx.kernels.sm90.jit import ptx
 
 _ROWS = TILE_ROWS // MMA_GROUPS
 """Rows of a warp group; O and I are multiples of them."""
-_COLUMNS = 8
-"""Columns of which a thread has two neighbours."""
 
 
 class Fp8WgradMma(Promotion):
-    """Side of a multiplying warp group, with scales of 128 x 128 (`square`)."""
+    """Side of a multiplying warp group, with scales of 128 x 128."""
 
     def __init__(
         self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, rows: Int32, scales: Any
@@ -106,57 +100,6 @@ class Fp8WgradMma(Promotion):
             4 * Int64(self.of_v.stride[0]),
             n % BLOCK == 0,
         )
-
-
-@dataclass(frozen=True)
-class VectorScales(Scales):
-    """`columns`: scale of the thread's first column of the tensor, and the address to prefetch."""
-
-    first: Int32
-    """Column of the tile."""
-
-
-class VectorWgradMma(Fp8WgradMma):
-    """With a scale for each channel of 128 tokens, for both operands.
-
-    Scales of v [.., I] are contiguous and start at a multiple of 8 bytes.
-    """
-
-    def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
-        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % GROUP_THREADS // 32)
-        lane, n = ptx.lane(), across * self.loop.columns
-        row = channel + warp * 16 + lane // 4
-        last = Int32(self.of_v.shape[1]) - _COLUMNS
-        # 32 lanes x 8 columns x 4 bytes: the scales of the tile's columns, in one prefetch.
-        ahead = cutlass.min(n + lane * _COLUMNS, last)
-        return VectorScales(
-            (address(self.of_d, block, row), address(self.of_d, block, row + 8)),
-            4 * Int64(self.of_d.stride[0]),
-            (address(self.of_v, block, lane % 4 * 2), address(self.of_v, block, ahead)),
-            4 * Int64(self.of_v.stride[0]),
-            n % BLOCK == 0,
-            n,
-        )
-
-    def _load_columns(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
-        first, ahead = addresses
-        ptx.prefetch(cutlass.select_(wanted, ahead, first))
-        # Two of every eight columns: held over the product they would be 32 registers.
-        return (Float32(0.0),)  # read in `_add`
-
-    def _add(self, p: int, k: Int32, rows: Any, columns: Any, scales: Any) -> None:
-        part, last = self.loop.part, Int32(self.of_v.shape[1]) - _ROWS
-        base = scales.columns[0] + scales.column_step * Int64(k)
-        for group in range(part // _ROWS):
-            # Past the last column of v other scales are read instead: those sums are not stored.
-            n = cutlass.min(scales.first + (part * p + _ROWS * group), last)
-            for i in range(_ROWS // _COLUMNS):
-                pair = ptx.load_constant_pair(base + 4 * Int64(n) + 4 * _COLUMNS * i)
-                from_ = _ROWS // 2 * group + 4 * i
-                for j in range(4):
-                    to = part // 2 * p + from_ + j
-                    scale = rows[j // 2] * pair[j % 2]
-                    self.acc[to] = self.acc[to] + scale * self.temporary[from_ + j]
 
 
 def layout_mma(columns: int) -> cute.TiledMma:

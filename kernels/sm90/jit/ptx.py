@@ -214,25 +214,6 @@ def load_constant_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
-def load_constant_pair(where: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
-    """Two fp32 at a multiple of 8 bytes, constant as for `load_constant_if`."""
-    at: Site = dict(loc=loc, ip=ip)
-    two = llvm.StructType.get_literal([T.f32()] * 2)
-    code = "ld.global.nc.v2.f32 {$0, $1}, [$2];"
-    values = _asm(two, [Int64(where).ir_value(**at)], code, "=f,=f,l", at)
-    low, high = (llvm.extractvalue(T.f32(), values, [i], **at) for i in range(2))
-    return Float32(low), Float32(high)
-
-
-@dsl_user_op
-def prefetch(where: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a line of global memory to the L1 cache."""
-    at: Site = dict(loc=loc, ip=ip)
-    values = [Int64(where).ir_value(**at)]
-    _asm(None, values, "prefetch.global.L1 [$0];", "l", at)
-
-
-@dsl_user_op
 def load_fresh_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
     """fp32 from global memory past the L1 cache, as other SMs and GPUs write it, if `wanted`;
     otherwise 0."""

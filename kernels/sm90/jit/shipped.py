@@ -110,10 +110,6 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
                 yield WgradKernel, WgradConfig(math, fp32_out, add, ordered)
         for add in EITHER:
             yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
-    for rows_format, add in product(("e4m3", "e5m2"), (True, False)):
-        math = Fp8Contraction(128, rows_format, vector=True)
-        yield WgradKernel, WgradConfig(math, True, add, ordered=True)
-        yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:

@@ -30,7 +30,6 @@ from tests.kernels.problems import (
 
 RECIPES = {
     "default": Fp8Block(),
-    "vector": Fp8Block(wgrad_blocks="vector"),
     "wgrad in bf16": Fp8Block(wgrad="bf16"),
     "e5m2": Fp8Block(grad_format="e5m2"),
     "hidden in fp8": Fp8Block(hidden="fp8"),
@@ -46,9 +45,9 @@ def weights(w_OI: Tensor, parts: int = 1) -> Tensor:
     return blocks.dequantize_weights(q.forward, parts)[0].double()
 
 
-def columns(x: Tensor, kind: str, dtype: torch.dtype, parts: int = 1) -> Tensor:
+def columns(x: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
     offsets = torch.tensor([0, len(x)], dtype=torch.int32)
-    q = blocks.quantize_columns(x.float(), offsets, kind, parts, dtype)
+    q = blocks.quantize_columns(x.float(), offsets, parts, dtype)
     return blocks.dequantize_columns(q, offsets, len(x), parts).double()
 
 
@@ -59,7 +58,7 @@ def statement(p: Problem, recipe: Fp8Block) -> Result:
     into_bf16 = lambda t: t.bfloat16().double()  # noqa: E731
     of_wgrad = {
         "bf16": lambda t, dtype, parts=1: t,
-        "fp8": lambda t, dtype, parts=1: columns(t, recipe.wgrad_blocks, dtype, parts),
+        "fp8": lambda t, dtype, parts=1: columns(t, dtype, parts),
     }[recipe.wgrad]
     x, dout = p.x.double(), p.dout.double()
     made = {k: torch.zeros(v.shape, dtype=torch.float64) for k, v in leaves_of(p).items()}

@@ -288,8 +288,8 @@ def test_arguments_are_checked() -> None:
     call("backend=te is unknown", x, idx, prob, *w, backend="te")
     call("recipe='int8' is unknown: use one of fp8_block", x, idx, prob, *w, recipe="int8")
     call("layout='rows' is unknown: use one of halves", x, idx, prob, *w, layout="rows")
-    for recipe, values in ((Fp8Block, dict(wgrad_blocks="row")), (Microscaling, dict(format="mx"))):
-        with pytest.raises(ValueError, match="^(wgrad_blocks|format)='(row|mx)' is unknown: use"):
+    for recipe, values in ((Fp8Block, dict(hidden="int8")), (Microscaling, dict(format="mx"))):
+        with pytest.raises(ValueError, match="^(hidden|format)='(int8|mx)' is unknown: use"):
             recipe(**values)
     call("hidden=fp8 is for", x, idx, prob, *w, recipe=Fp8Block(hidden="fp8"))
     call("limit is no option", x, idx, prob, *w, limit=7.0, error=TypeError)

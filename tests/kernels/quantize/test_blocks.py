@@ -137,14 +137,13 @@ def check_columns(x: Tensor, counts: list[int], got: QuantizedColumns, parts: in
     """Expert by expert, and zeros elsewhere."""
     dtype, channels = got.data_CT.dtype, x.shape[1]
     T = column_rows(len(x), len(counts))
-    across = blocks.block_count(channels, parts) if got.blocks == "square" else channels
+    across = blocks.block_count(channels, parts)
     assert got.data_CT.shape == (channels, T) and got.data_CT.is_contiguous()
     assert got.scale.shape == (T // BLOCK, across)
     code, scale = torch.zeros(channels, T, dtype=torch.uint8), torch.ones(T // BLOCK, across)
-    tile = (BLOCK, BLOCK if got.blocks == "square" else 1)
     row = column = 0
     for count in counts:
-        own = expected(x[row : row + count], tile, dtype, parts)
+        own = expected(x[row : row + count], (BLOCK, BLOCK), dtype, parts)
         code[:, column : column + count] = torch.from_numpy(own.codes).T
         scale[column // BLOCK :][: len(own.scale)] = torch.from_numpy(own.scale)
         row, column = row + count, column + -(-count // BLOCK) * BLOCK
@@ -152,13 +151,12 @@ def check_columns(x: Tensor, counts: list[int], got: QuantizedColumns, parts: in
     assert_same(got.scale, scale)
 
 
-@pytest.mark.parametrize("kind", ["square", "vector"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_columns(counts: str, kind: str) -> None:
+def test_columns(counts: str) -> None:
     rows, offsets = COUNTS[counts], offsets_of(COUNTS[counts])
     for channels, parts, dtype in ((130, 1, E4M3), (400, 2, E4M3), (1, 1, E4M3), (130, 2, E5M2)):
         x = expert_rows(rows, channels)
-        got = quantize_columns(x, offsets, kind, parts, dtype)
+        got = quantize_columns(x, offsets, parts, dtype)
         check_columns(x, rows, got, parts)
         back = dequantize_columns(got, offsets, len(x), parts)
         used = sum(rows)
@@ -168,24 +166,22 @@ def test_columns(counts: str, kind: str) -> None:
         assert bool(((back - x)[:used].abs() <= largest * relative).all())
 
 
-@pytest.mark.parametrize("kind", ["square", "vector"])
-def test_columns_of_special_numbers(kind: str) -> None:
+def test_columns_of_special_numbers() -> None:
     """An infinity takes its block along, not those of its neighbours or of the next expert."""
     rows, counts = problems.special().repeat(1, 2), [3, 4]
     x = torch.cat([rows, torch.full((2, 256), problems.INF, dtype=BF16)])
-    got = quantize_columns(x, offsets_of(counts), kind)
+    got = quantize_columns(x, offsets_of(counts))
     check_columns(x, counts, got, 1)
     assert not got.scale[0].isnan().any() and not got.scale[2:].isnan().any()
     # Channels 4 and 77 of the rows of the second expert have one; its block has both.
-    assert got.scale[1].isnan().sum() == (2 if kind == "square" else 4)
+    assert got.scale[1].isnan().sum() == 2
 
 
-@pytest.mark.parametrize("kind", ["square", "vector"])
-def test_nothing_to_quantize(kind: str) -> None:
+def test_nothing_to_quantize() -> None:
     """No rows at all, and rows that no expert has."""
     for rows in (0, 3):
         x = torch.full((rows, 130), problems.NAN, dtype=BF16)
-        check_columns(x, [0, 0], quantize_columns(x, offsets_of([0, 0]), kind), 1)
+        check_columns(x, [0, 0], quantize_columns(x, offsets_of([0, 0])), 1)
 
 
 def test_columns_are_enough_for_any_routing() -> None:
@@ -215,10 +211,9 @@ def test_rows_and_columns_of_rows_have_the_same_values() -> None:
     g = torch.Generator().manual_seed(3)
     x = torch.randn(sum(counts), 256, generator=g).to(BF16)
     rows = dequantize_rows(quantize_rows(x))
-    for kind in ("square", "vector"):
-        columns = quantize_columns(rows, offsets_of(counts), kind)
-        back = dequantize_columns(columns, offsets_of(counts), len(x))
-        assert (back - rows).norm() <= 1e-3 * rows.norm()
-        direct = quantize_columns(x, offsets_of(counts), kind)
-        straight = dequantize_columns(direct, offsets_of(counts), len(x))
-        assert (back - straight).norm() <= 1e-3 * rows.norm()
+    columns = quantize_columns(rows, offsets_of(counts))
+    back = dequantize_columns(columns, offsets_of(counts), len(x))
+    assert (back - rows).norm() <= 1e-3 * rows.norm()
+    direct = quantize_columns(x, offsets_of(counts))
+    straight = dequantize_columns(direct, offsets_of(counts), len(x))
+    assert (back - straight).norm() <= 1e-3 * rows.norm()

@@ -98,35 +98,27 @@ def test_weights(layouts: tuple[bool, bool], dtype: torch.dtype, tmp_path: Path)
     assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
 
 
-@pytest.mark.parametrize("kind", ["square", "vector"])
 @matrix(("C", "indexed"), (7168, False), (2880, True))
-def test_transpose(C: int, indexed: bool, kind: str, tmp_path: Path) -> None:
+def test_transpose(C: int, indexed: bool, tmp_path: Path) -> None:
     rows, offsets = 32768, torch.empty(33, dtype=torch.int32, device=META)
     index = torch.empty(rows, dtype=torch.int32, device=META) if indexed else None
     q: Quantized = quantize.empty_rows(rows, C, device=META)
-    to = quantize.empty_columns(rows, C, 32, blocks=kind, device=META)
+    to = quantize.empty_columns(rows, C, 32, device=META)
     run = lambda: columns_triton.quantize(*q, index, offsets, to, 1)  # noqa: E731
     code = launched(columns_triton, "fp8_columns", run, tmp_path)
     assert "cvt.rn.f16x2.e4m3x2" in code.ptx and code.count(r"STG\.E ") == 1
-    if kind == "square":
-        check(code, TILE, 8.75, 80 * 1024)
-        assert code.stack == 0 and code.count(r"STG\.E\.128") == 4
-        assert "cvt.rn.satfinite.e4m3x2.f16x2" in code.ptx
-    else:
-        check(code, TILE, 14, 48 * 1024)
-        # A few words, once, for three programs on an SM in place of two.
-        assert code.stack <= 24 and code.count(r"STG\.E\.128") == 4
-        assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
+    check(code, TILE, 8.75, 80 * 1024)
+    assert code.stack == 0 and code.count(r"STG\.E\.128") == 4
+    assert "cvt.rn.satfinite.e4m3x2.f16x2" in code.ptx
 
 
-@pytest.mark.parametrize("kind", ["square", "vector"])
-def test_columns(kind: str, tmp_path: Path) -> None:
+def test_columns(tmp_path: Path) -> None:
     x, offsets = x_of(65536, 2048, BF16), torch.empty(33, dtype=torch.int32, device=META)
-    to = quantize.empty_columns(65536, 2048, 32, blocks=kind, device=META)
+    to = quantize.empty_columns(65536, 2048, 32, device=META)
     run = lambda: columns_triton.quantize(x, None, None, offsets, to, 1)  # noqa: E731
     code = launched(columns_triton, "fp8_columns", run, tmp_path)
-    check(code, TILE, 9.75 if kind == "square" else 12, 96 * 1024)
-    assert code.stack == 0 if kind == "square" else code.stack <= 24
+    check(code, TILE, 9.75, 96 * 1024)
+    assert code.stack == 0
     assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (8, 4)
 
 
@@ -199,7 +191,7 @@ def test_quantisers_for_blackwell(tmp_path: Path) -> None:
     """The same sources."""
     x, offsets = x_of(65536, 2048, BF16), torch.empty(33, dtype=torch.int32, device=META)
     rows = quantize.empty_rows(65536, 2048, 1, dtype=E4M3, device=META)
-    columns = quantize.empty_columns(65536, 2048, 32, blocks="square", device=META)
+    columns = quantize.empty_columns(65536, 2048, 32, device=META)
     w = torch.empty(32, 4096, 2048, dtype=BF16, device=META)
     weights = quantize.empty_weights(32, 4096, 2048, device=META)
     calls = {

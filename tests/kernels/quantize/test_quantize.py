@@ -107,25 +107,25 @@ def test_on_a_cpu_it_is_the_definition() -> None:
     same(made, definition.quantize_weights(w))
     offsets = offsets_of(counts)
     assert torch.equal(quantize.column_offsets(offsets), definition.column_offsets(offsets))
-    want = definition.quantize_columns(x, offsets, "vector", 2, E5M2)
-    same(quantize.quantize_columns(x, offsets, "vector", 2, E5M2), want)
+    want = definition.quantize_columns(x, offsets, 2, E5M2)
+    same(quantize.quantize_columns(x, offsets, 2, E5M2), want)
     q = definition.quantize_rows(x, 2)
     for kind in (BF16, FP32):
         want = definition.dequantize_rows(q, 2).to(kind)
         assert_same_numbers(quantize.dequantize_rows(q, 2, kind), want)
-    want = definition.quantize_columns(definition.dequantize_rows(q, 2), offsets, "square", parts=2)
-    same(quantize.transpose_rows(q, offsets, "square", parts=2), want)
+    want = definition.quantize_columns(definition.dequantize_rows(q, 2), offsets, parts=2)
+    same(quantize.transpose_rows(q, offsets, parts=2), want)
 
 
 def test_rows_of_a_table_transposed() -> None:
     """An index is applied first, and need not name rows where no expert has any."""
     q = definition.quantize_rows(problems.spread(7, 200))
     index = torch.tensor([6, 0, 3, 3, 99, -5], dtype=torch.int32)
-    got = quantize.transpose_rows(q, offsets_of([3, 1]), "square", index_S=index)
+    got = quantize.transpose_rows(q, offsets_of([3, 1]), index_S=index)
     picked = Quantized(*(t[[6, 0, 3, 3, 0, 0]] for t in q))
-    same(got, quantize.transpose_rows(picked, offsets_of([3, 1]), "square"))
+    same(got, quantize.transpose_rows(picked, offsets_of([3, 1])))
     nothing = quantize.empty_rows(0, 200, device=CPU)
-    got = quantize.transpose_rows(nothing, offsets_of([0, 0]), "square", index_S=index)
+    got = quantize.transpose_rows(nothing, offsets_of([0, 0]), index_S=index)
     assert got.data_CT.shape == (200, 256) and not codes(got.data_CT).any()
 
 
@@ -140,7 +140,7 @@ def test_rows_of_a_table_transposed() -> None:
         (lambda: quantize.quantize_weights(torch.zeros(1, 3, 4), 2), "3 channels out"),
         (
             lambda: quantize.transpose_rows(
-                Quantized(torch.zeros(3, 200).to(E4M3), torch.ones(3, 1)), offsets_of([3]), "square"
+                Quantized(torch.zeros(3, 200).to(E4M3), torch.ones(3, 1)), offsets_of([3])
             ),
             r"scales must be fp32 \[3, 2\], not float32 \[3, 1\]",
         ),

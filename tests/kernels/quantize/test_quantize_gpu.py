@@ -18,7 +18,6 @@ from tests.kernels.quantize.test_quantize import E4M3, E5M2, assert_same_numbers
 pytestmark = pytest.mark.gpu
 
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-KINDS = pytest.mark.parametrize("kind", ["square", "vector"])
 ROUTINGS = COUNTS | {
     "many": [(37 * e) % 600 for e in range(70)],
     "large": [5000, 0, 1, 3072, 129, 127, 2500, 7],
@@ -99,28 +98,26 @@ def test_weights(O: int, I: int, parts: int, kind: torch.dtype) -> None:  # noqa
         same(got, one)
 
 
-@KINDS
 @FORMATS
 @pytest.mark.parametrize("counts", ROUTINGS)
 @pytest.mark.parametrize(("channels", "parts"), [(2880, 1), (5760, 2), (640, 1), (130, 1)])
-def test_columns(channels: int, parts: int, counts: str, dtype: torch.dtype, kind: str) -> None:
+def test_columns(channels: int, parts: int, counts: str, dtype: torch.dtype) -> None:
     rows = ROUTINGS[counts]
     used, offsets = sum(rows), problems.offsets_of(rows).cuda()
     x = spread(used + 77, channels)
     x[used:] = NAN
     starts = unread(lambda: quantize.column_offsets(offsets))
     assert torch.equal(starts, definition.column_offsets(offsets))
-    got = unread(lambda: quantize.quantize_columns(x, offsets, kind, parts, dtype))
-    same(got, definition.quantize_columns(x, offsets, kind, parts, dtype))
+    got = unread(lambda: quantize.quantize_columns(x, offsets, parts, dtype))
+    same(got, definition.quantize_columns(x, offsets, parts, dtype))
 
 
-@KINDS
 @FORMATS
 @pytest.mark.parametrize("counts", ROUTINGS)
 @pytest.mark.parametrize(("channels", "parts"), [(2880, 1), (5760, 2), (640, 1), (130, 1)])
 @pytest.mark.parametrize("indexed", [False, True], ids=["in place", "indexed"])
 def test_transpose(
-    indexed: bool, channels: int, parts: int, counts: str, dtype: torch.dtype, kind: str
+    indexed: bool, channels: int, parts: int, counts: str, dtype: torch.dtype
 ) -> None:
     rows = ROUTINGS[counts]
     used, offsets = sum(rows), problems.offsets_of(rows).cuda()
@@ -132,21 +129,20 @@ def test_transpose(
     else:
         q.data.view(torch.uint8)[used:], q.scale[used:] = 0x7F, NAN
     how = dict(index_S=index, parts=parts)
-    got = unread(lambda: quantize.transpose_rows(q, offsets, kind, **how))
-    same(got, definition.transpose_rows(q, offsets, kind, **how))
+    got = unread(lambda: quantize.transpose_rows(q, offsets, **how))
+    same(got, definition.transpose_rows(q, offsets, **how))
 
 
-@KINDS
-def test_special_numbers_transposed(kind: str) -> None:
+def test_special_numbers_transposed() -> None:
     offsets = problems.offsets_of([3, 4]).cuda()
     ends = torch.cat([problems.below(3.38e38)[:4], problems.below(2.0**-126)[:3]])
     for x in (problems.special().cuda(), ends.cuda()):
         same(
-            quantize.quantize_columns(x, offsets, kind),
-            definition.quantize_columns(x, offsets, kind),
+            quantize.quantize_columns(x, offsets),
+            definition.quantize_columns(x, offsets),
         )
         q = definition.quantize_rows(x)
-        same(quantize.transpose_rows(q, offsets, kind), definition.transpose_rows(q, offsets, kind))
+        same(quantize.transpose_rows(q, offsets), definition.transpose_rows(q, offsets))
 
 
 def test_more_than_two_to_the_31_elements() -> None:
@@ -160,11 +156,11 @@ def test_more_than_two_to_the_31_elements() -> None:
     index = torch.arange(R - 200, R, device="cuda", dtype=torch.int32)
     offsets = problems.offsets_of([150, 50]).cuda()
     tail = Quantized(*(t[-200:].clone() for t in got))
-    made = quantize.transpose_rows(got, offsets, "square", index_S=index)
-    same(made, definition.transpose_rows(tail, offsets, "square"))
+    made = quantize.transpose_rows(got, offsets, index_S=index)
+    same(made, definition.transpose_rows(tail, offsets))
     offsets = problems.offsets_of([R - 200, 200]).cuda()
-    made = quantize.transpose_rows(got, offsets, "square")
-    want = definition.transpose_rows(tail, problems.offsets_of([200]).cuda(), "square")
+    made = quantize.transpose_rows(got, offsets)
+    want = definition.transpose_rows(tail, problems.offsets_of([200]).cuda())
     first = column_rows(R - 200, 1)
     assert_same(made.data_CT[:, first : first + 256], want.data_CT[:, :256])
     assert_same(made.scale[first // 128 :][:2], want.scale[:2])
@@ -175,8 +171,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     same([t[-1:] for t in whole], list(want_w))
 
 
-@KINDS
-def test_the_same_bits_every_time_and_in_a_graph(kind: str) -> None:
+def test_the_same_bits_every_time_and_in_a_graph() -> None:
     x, used = spread(9000, 2880), 8000
     index = torch.randint(0, 9000, (used,), device="cuda", dtype=torch.int32)
     offsets = problems.offsets_of([2000, 0, 1, 5000, 999]).cuda()
@@ -184,9 +179,9 @@ def test_the_same_bits_every_time_and_in_a_graph(kind: str) -> None:
 
     def step() -> list[Tensor]:
         q = quantize.quantize_rows(x)
-        rows = quantize.transpose_rows(q, offsets, kind, index_S=index)
-        columns = quantize.quantize_columns(x, offsets, kind)
-        made = (*q, *rows[:2], *columns[:2], *quantize.quantize_weights(w))
+        rows = quantize.transpose_rows(q, offsets, index_S=index)
+        columns = quantize.quantize_columns(x, offsets)
+        made = (*q, *rows, *columns, *quantize.quantize_weights(w))
         return [t.view(torch.uint8) for t in made]
 
     first = step()

@@ -36,16 +36,12 @@ def numbers(rows: int, channels: int) -> Tensor:
 
 @FORMATS
 @pytest.mark.parametrize(("rows", "channels"), [(640, 1024), (304, 304), (256, 2880)])
-def test_rows_and_columns(rows: int, channels: int, dtype: torch.dtype) -> None:
+def test_rows(rows: int, channels: int, dtype: torch.dtype) -> None:
     for x in (numbers(rows, channels), problems.spread(rows, channels, BF16)):
         x = x.cuda()
         want, got = theirs(x, dtype, 1), quantize.quantize_rows(x, dtype=dtype)
         assert_same(got.data, want._rowwise_data.view(dtype))
         assert_same(got.scale, want._rowwise_scale_inv[:, :rows].T.contiguous())
-        offsets = problems.offsets_of([rows]).cuda()
-        columns = quantize.quantize_columns(x, offsets, "vector", dtype=dtype)
-        assert_same(columns.data_CT[:, :rows], want._columnwise_data.view(dtype))
-        assert_same(columns.scale, want._columnwise_scale_inv[:, :channels].contiguous())
 
 
 @pytest.mark.parametrize(("outs", "ins"), [(640, 1024), (304, 304), (2880, 256)])

@@ -74,7 +74,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROWS = {"router": 24, "rope": 8, "heads": 4, "adam": 3, "mla": 8, "attention": 24, "loss": 4}
-ROWS["quantize"] = 7
+ROWS["quantize"] = 5
 
 
 @pytest.mark.parametrize("part", bench_libraries.PARTS)

@@ -47,7 +47,7 @@ def test_dtype_of_a_recipe(name: str, dtype: torch.dtype) -> None:
 
 def test_recipe_of_a_layer() -> None:
     """Four layers and one of multi-token prediction after them."""
-    switches = dict(grad_format="e5m2", wgrad="bf16", wgrad_blocks="vector", hidden="fp8")
+    switches = dict(grad_format="e5m2", wgrad="bf16", hidden="fp8")
     given = [f"precision.{name}={value}" for name, value in switches.items()]
     cfg = load([FP8, "model=tiny_deepseek", *given])
     assert cfg.model.layers == 4

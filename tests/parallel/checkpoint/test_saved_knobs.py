@@ -61,6 +61,19 @@ def test_others_are_ignored_and_told() -> None:
     assert unknown(config) == {"optim.tempo", "network.hops", "run.steps"}
 
 
+def test_a_removed_knob_is_told_unless_it_asked_for_what_is_always_done() -> None:
+    saved = understood({"precision": {"wgrad_blocks": "square"}})
+    assert saved.values == {} and saved.ignored_note() == ""
+    assert unknown({"precision": {"wgrad_blocks": "square"}}) == set()
+    config = {"precision": {"wgrad_blocks": "vector"}, "optim": {"tempo": 3}}
+    assert understood(config).ignored_note() == (
+        "precision.wgrad_blocks=vector no longer exists, as operands of weight gradients always "
+        "have blocks of 128 tokens x 128 channels; knobs that this version does not know are "
+        "ignored: optim.tempo"
+    )
+    assert unknown(config) == {"precision.wgrad_blocks", "optim.tempo"}
+
+
 @pytest.mark.parametrize("config", [None, 3, [1]])
 def test_what_is_no_configuration(config: Any) -> None:
     with pytest.raises(CheckpointMismatch, match="no configuration"):

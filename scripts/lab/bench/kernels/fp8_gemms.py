@@ -4,7 +4,6 @@ Each GEMM reads operands as in training: in bf16, weights are read transposed an
 gather; in FP8, operands were transposed beforehand, outside the timed region.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import FP8_GEMMS, Shape
 from phalanx.scripts.lab.bench.timing import Bench, Case, measure
 
-_JUDGED = ("fp8", "fp8, square")
-
 
 def suite(bench: Bench, shape: Shape) -> list[Record]:
     """Time both formats of each GEMM; the ratio is bf16 time over FP8 time."""
@@ -49,31 +46,31 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     w1_back, w2_back = (Quantized(w.data_LIO, w.scale.mT) for w in (w1, w2))
     ends_T = column_offsets(p.offsets)
     x_T, dy_T, a_T, dh_T = (
-        {blocks: quantize_columns(t, p.offsets, blocks, parts) for blocks in ("square", "vector")}
+        quantize_columns(t, p.offsets, parts)
         for t, parts in ((p.x_SD, 1), (p.dy_SD, 1), (a, 1), (dh, 2))
     )
 
     flops_FD = 2 * S * D * F
-    calls: dict[str, tuple[float, Call, dict[str, Call]]] = {
+    calls: dict[str, tuple[float, Call, Call]] = {
         "fc1_act": (
             2 * flops_FD,
             lambda: fc1_act(x, p.w1, *args, **row_args),
-            {"fp8": lambda: fc1_act(x8, w1.forward, *args, **row_args)},
+            lambda: fc1_act(x8, w1.forward, *args, **row_args),
         ),
         "rows of fc2": (
             flops_FD,
             lambda: grouped_gemm(a, p.w2, p.offsets, out_SN=y),
-            {"fp8": lambda: grouped_gemm(a8, w2.forward, p.offsets, out_SN=y)},
+            lambda: grouped_gemm(a8, w2.forward, p.offsets, out_SN=y),
         ),
         "fc2_dgrad_dact": (
             flops_FD,
             lambda: fc2_dgrad_dact(dy, p.w2.mT, h, *args, **row_args),
-            {"fp8": lambda: fc2_dgrad_dact(dy8, w2_back, h, *args, **row_args)},
+            lambda: fc2_dgrad_dact(dy8, w2_back, h, *args, **row_args),
         ),
         "rows of the gradient of fc1": (
             2 * flops_FD,
             lambda: grouped_gemm(dh, p.w1.mT, p.offsets, out_SN=dx),
-            {"fp8": lambda: grouped_gemm(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
+            lambda: grouped_gemm(dh8, w1_back, p.offsets, parts=2, out_SN=dx),
         ),
         "wgrad of w1": (
             2 * flops_FD,
@@ -81,17 +78,9 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
                 *(Operand(dh), Operand(x, gather=True), p.offsets),
                 **dict(index_S=index, out_LOI=dw1, **wgrad_args),
             ),
-            {
-                f"fp8, {blocks}": partial(
-                    wgrad,
-                    Operand(dh_T[blocks], parts=2),
-                    Operand(x_T[blocks]),
-                    ends_T,
-                    out_LOI=dw1,
-                    **wgrad_args,
-                )
-                for blocks in ("square", "vector")
-            },
+            lambda: wgrad(
+                *(Operand(dh_T, parts=2), Operand(x_T), ends_T), **dict(out_LOI=dw1, **wgrad_args)
+            ),
         ),
         "wgrad of w2": (
             flops_FD,
@@ -99,23 +88,13 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
                 *(Operand(dy, gather=True), Operand(a), p.offsets),
                 **dict(index_S=index, out_LOI=dw2, **wgrad_args),
             ),
-            {
-                f"fp8, {blocks}": partial(
-                    wgrad,
-                    Operand(dy_T[blocks]),
-                    Operand(a_T[blocks]),
-                    ends_T,
-                    out_LOI=dw2,
-                    **wgrad_args,
-                )
-                for blocks in ("square", "vector")
-            },
+            lambda: wgrad(
+                *(Operand(dy_T), Operand(a_T), ends_T), **dict(out_LOI=dw2, **wgrad_args)
+            ),
         ),
     }
     bars, cases = FP8_GEMMS.get(shape, {}), []
-    for name, (flops, call, fp8_calls) in calls.items():
+    for name, (flops, call, fp8_call) in calls.items():
         cases.append(Case("bf16", name, call, flops))
-        for side, fp8_call in fp8_calls.items():
-            judged = bars.get(name) if side in _JUDGED else None
-            cases.append(Case(side, name, fp8_call, flops, against="bf16", bars=judged))
+        cases.append(Case("fp8", name, fp8_call, flops, against="bf16", bars=bars.get(name)))
     return measure(bench.timings("fp8_gemms", shape), cases)

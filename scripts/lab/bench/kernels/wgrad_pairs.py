@@ -78,7 +78,7 @@ def _in_fp8(
 ) -> ExpertRows:
     S, offsets = sum(counts), offsets_of(counts, device)
     d, v = (
-        Operand(quantize_columns(random(S, n, device=device), offsets, "square", p), parts=p)
+        Operand(quantize_columns(random(S, n, device=device), offsets, p), parts=p)
         for n, p in ((O, parts), (I, 1))
     )
     return ExpertRows(d, v, column_offsets(offsets))

@@ -40,12 +40,10 @@ def quantizing(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
         yield [_measured(bench, f"quantize rows, {label}", rows, [x])]
         back = lambda q=q: (quantize.dequantize_rows(q),)  # noqa: E731
         yield [_measured(bench, f"dequantize rows, {label}", back, [*q])]
-        for blocks in ("square", "vector"):
-            options: dict[str, Any] = dict(offsets=offsets, blocks=blocks)
-            transpose = partial(quantize.transpose_rows, q, index_S=index, **options)
-            yield [_measured(bench, f"transpose rows, {blocks}, {label}", transpose, [*q, index])]
-            columns = partial(quantize.quantize_columns, x, **options)
-            yield [_measured(bench, f"quantize columns, {blocks}, {label}", columns, [x])]
+        transpose = partial(quantize.transpose_rows, q, offsets, index_S=index)
+        yield [_measured(bench, f"transpose rows, {label}", transpose, [*q, index])]
+        columns = partial(quantize.quantize_columns, x, offsets)
+        yield [_measured(bench, f"quantize columns, {label}", columns, [x])]
         del x, q, index, rows, back, transpose, columns
         bench.clock.free()
     for model, (L, O, I) in WEIGHTS.items():  # noqa: E741

@@ -62,7 +62,7 @@ def test_bits_of_own_experts(routing: str, act: Activation, backend: str) -> Non
 VARIANTS: dict[str, dict[str, Any]] = {
     "h computed again": dict(recompute_h=True),
     "fp8_block": dict(recipe=Fp8Block()),
-    "fp8_block, vectors, e5m2, h in fp8": dict(recipe=Fp8Block("e5m2", "fp8", "vector", "fp8")),
+    "fp8_block, e5m2, h in fp8": dict(recipe=Fp8Block("e5m2", hidden="fp8")),
     "fp8_block, wgrad in bf16": dict(recipe=Fp8Block(wgrad="bf16")),
     "fp8_block, h computed again": dict(recipe=Fp8Block(), recompute_h=True),
     "mxfp8": dict(recipe=Microscaling("mxfp8")),

@@ -39,7 +39,7 @@ COUNTS = {
 RECIPES = {
     "bf16": None,
     "fp8_block": Fp8Block(),
-    "e5m2, vectors": Fp8Block("e5m2", "fp8", "vector", "fp8"),
+    "e5m2, h in fp8": Fp8Block("e5m2", hidden="fp8"),
     "wgrad in bf16": Fp8Block(wgrad="bf16"),
 }
 

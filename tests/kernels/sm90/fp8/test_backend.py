@@ -147,7 +147,7 @@ def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
     assert [p for p in ours if ours[p].kind != ours[p].KEYWORD_ONLY] == needed
 
 
-RECIPES = [Fp8Block(), Fp8Block("e5m2", "fp8", "vector", "fp8"), Fp8Block(wgrad="bf16")]
+RECIPES = [Fp8Block(), Fp8Block("e5m2", hidden="fp8"), Fp8Block(wgrad="bf16")]
 
 
 @pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)

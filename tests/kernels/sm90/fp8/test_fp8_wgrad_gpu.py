@@ -16,7 +16,6 @@ from phalanx.kernels.quantize.blocks import (
     dequantize_columns,
     quantize_columns,
 )
-from phalanx.kernels.quantize.recipe import TokenBlocks
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, Fp8Problem
 from tests.kernels.sm90.gemm.gemm_problems import BF16, FP32, FP64
@@ -42,11 +41,10 @@ class WgradProblem(Fp8Problem):
         *,
         parts: int = 1,
         dtype: torch.dtype = torch.float8_e4m3fn,
-        blocks: TokenBlocks = "square",
         **options,
     ) -> None:
         super().__init__(counts, **options)
-        self.shape, self.parts, self.blocks = (O, I), parts, blocks
+        self.shape, self.parts = (O, I), parts
         self.ends_T = column_offsets(self.offsets)
         self.d, self.dense_d = self._columns(O, parts, dtype)
         self.v, self.dense_v = self._columns(I, 1, torch.float8_e4m3fn)
@@ -61,7 +59,7 @@ class WgradProblem(Fp8Problem):
             block = (self.ends_T[expert] + row - self.offsets[expert]) // 128
             powers = self.spread_blocks(torch.ones(int(block.max()) + 1, channels).cuda(), parts)
             x = x * powers[block].to(BF16)
-        q = quantize_columns(x, self.offsets, self.blocks, parts, dtype)
+        q = quantize_columns(x, self.offsets, parts, dtype)
         dense = dequantize_columns(q, self.offsets, self.S, parts)
         used = int(self.ends_T[-1])
         q.data_CT.view(torch.uint8)[:, used:] = 0x7F
@@ -105,9 +103,8 @@ def _check_exact(p: WgradProblem, mode: str, **options) -> None:
     assert torch.equal(made, p.exact(mode).to(FP32).to(made.dtype))
 
 
-@pytest.mark.parametrize("blocks", ["square", "vector"])
-def test_experts_without_rows_may_be_left_alone(blocks):
-    p = WgradProblem([130, 0, 64, 0], 192, 320, blocks=blocks)
+def test_experts_without_rows_may_be_left_alone():
+    p = WgradProblem([130, 0, 64, 0], 192, 320)
     want = p.ours()
     got = torch.full_like(want, 3)
     wgrad(*p.operands, p.ends_T, out_LOI=got, zeros=False)
@@ -119,22 +116,6 @@ def test_experts_without_rows_may_be_left_alone(blocks):
 @pytest.mark.parametrize("counts", EDGES)
 def test_integers_are_exact(counts, mode, tile):
     _check_exact(WgradProblem(EDGES[counts], 192, 320, integers=True), mode, tile=tile)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("counts", EDGES)
-def test_integers_with_a_scale_for_each_channel(counts, mode):
-    given = dict(integers=True, blocks="vector")
-    _check_exact(WgradProblem(EDGES[counts], 192, 320, **given), mode)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("O", "I", "parts"), [(5760, 2880, 2), (2048, 768, 1)])
-def test_error_with_a_scale_for_each_channel(O, I, parts, name):  # noqa: E741
-    given = dict(parts=parts, dtype=FORMATS[name], blocks="vector")
-    p = WgradProblem(EDGES["ragged"], O, I, **given)
-    made, exact = p.ours().double(), p.exact()
-    assert (made - exact).norm() <= 3e-4 * exact.norm()
 
 
 @tiles

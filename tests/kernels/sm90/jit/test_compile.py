@@ -381,9 +381,8 @@ def test_weight_gradients_in_fp8(fp8_wgrad, config, launches, segments):
     """Boxes of both operands, stored or added in blocks; as many stages as fit."""
     sass, loop, output = fp8_wgrad.sass, config.contraction.mainloop, config.output
     blocks = loop.columns // output.block
-    # Products of scales: one for an accumulator, or for a row of 64 or 128 columns.
-    wide = 64 if loop.columns == 192 else 128
-    products = loop.columns // 2 if config.math.vector else loop.columns // wide
+    # Products of scales: one for a row of 64 or 128 columns.
+    products = loop.columns // (64 if loop.columns == 192 else 128)
     assert segments * products <= _count(r"\bFMUL\b", sass) < segments * (products + 8)
     loads = _count(r"UTMALDG\.3D", sass), _count(r"UTMALDG\.4D", sass)
     assert loads == (2 * segments, 4 * segments)
