@@ -4,9 +4,9 @@
 to, with kernels, transport and device resolved by then.
 """
 
-from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import in_bf16, quantizes
-from phalanx.configs.linear_attention import linear_layers
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.formats import quantizes
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.transports import TRANSPORTS
@@ -31,8 +31,9 @@ def not_capturable(cfg: Config) -> str | None:
         return f"kernels.attention={k.attention} is for checks of eager steps"
     if p.context > 1 and not attention.graph_over_ranks:
         return f"kernels.attention={k.attention} passes keys and values from rank to rank"
-    if linear_layers(cfg.model) and not in_bf16(cfg):
-        return "linear attention in fp32 is that of torch, for checks of eager steps"
+    for name in mixer_layers(cfg.model):
+        if reason := mixer_of(name).not_capturable(cfg):
+            return reason
     if transport is not None and not transport.graph:
         return f"parallel.dispatch={p.dispatch} counts rows on the host"
     return None

@@ -7,8 +7,9 @@ Others ask here and do not compare names of recipes. Whether a transport carries
 from collections.abc import Iterator
 from dataclasses import fields
 
+from phalanx.configs.arithmetic.layers import mixer_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.knobs import listed, pluralize, repair
-from phalanx.configs.linear_attention import input_dim, linear_layers
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend, is_stock
 from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
@@ -198,13 +199,10 @@ def _megatron(cfg: Config) -> Iterator[str]:
         reason = "has fp8_block by Transformer Engine, which needs CUDA, and run.device is cpu"
         yield repair(cfg, "kernels.backend", reason, "auto")
         return
-    channels = input_dim(cfg.model.linear_attention)
-    if linear_layers(cfg.model) and channels % 16:
-        # Megatron-Core asserts it of every model with an FP8 recipe, though this layer stays bf16
-        reason = "takes fp8_block only where linear attention projects its input to a multiple of "
-        reason += f"16 channels, and here it is {channels:,}"
-        yield repair(cfg, "kernels.backend", reason, "auto")
-        return
+    for name in mixer_layers(cfg.model):
+        if refused := mixer_of(name).not_in_fp8_of_megatron(cfg.model):
+            yield repair(cfg, "kernels.backend", refused, "auto")
+            return
     for name in ("wgrad", "hidden", "dispatch", "weights"):
         if getattr(cfg.precision, name) != (default := getattr(PrecisionConfig(), name)):
             reason = "is not possible with kernels.backend=megatron"

@@ -12,10 +12,10 @@ from typing import Any
 
 from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
 from phalanx.configs.arithmetic.batch_sizes import parse
-from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mlp_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
-from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.tables.backends import expert_backend, is_stock
 from phalanx.configs.tables.transports import (
@@ -246,9 +246,8 @@ def _tensor(cfg: Config, world: int) -> Iterator[str]:
         cut["model.attention.kv_lora_rank + qk_rope_dim"] = a.kv_lora_rank + a.qk_rope_dim
         if a.q_lora_rank:
             cut["model.attention.q_lora_rank"] = a.q_lora_rank
-    if linear_layers(m):
-        cut["model.linear_attention.key_heads"] = m.linear_attention.key_heads
-        cut["model.linear_attention.value_heads"] = m.linear_attention.value_heads
+    for name in mixer_layers(m):
+        cut |= mixer_of(name).heads(m)
     if a.kind == "gqa" and size % a.kv_heads:  # several ranks may each have a copy of one head
         cut["model.attention.kv_heads"] = a.kv_heads
     if wrong := [f"{name}={value}" for name, value in cut.items() if value % size]:
@@ -271,12 +270,16 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
 
 
 def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
-    """Heads of linear attention, divided among tensor ranks and the context ranks of `ranks`."""
-    p, a, at = cfg.parallel, cfg.model.linear_attention, "model.linear_attention"
+    """Heads that tensor ranks and the context ranks of `ranks` share out."""
+    p = cfg.parallel
     size = p.tensor * p.context
-    cut = {f"{at}.key_heads": a.key_heads, f"{at}.value_heads": a.value_heads}
-    wrong = [f"{name}={value}" for name, value in cut.items() if value % size]
-    if linear_layers(cfg.model) and wrong:
+    cut = {
+        knob: heads
+        for name in mixer_layers(cfg.model)
+        for knob, heads in mixer_of(name).heads(cfg.model).items()
+    }
+    wrong = [f"{knob}={heads}" for knob, heads in cut.items() if heads % size]
+    if wrong:
         fits = math.gcd(ranks, *(heads // p.tensor for heads in cut.values()))
         reason = f"x tensor={p.tensor} does not divide {', '.join(wrong)}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(fits, p.context))

@@ -11,9 +11,11 @@ from typing import Any
 from phalanx.configs import capture
 from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.arithmetic import batch_sizes
+from phalanx.configs.arithmetic.accounting import core_layers
 from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after
 from phalanx.configs.arithmetic.data_stages import is_number, stage_problems
-from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
 from phalanx.configs.inject import inject_problems
@@ -32,7 +34,6 @@ from phalanx.configs.layout import (
     ranks_that_fit,
     wsd_decay_steps,
 )
-from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -42,6 +43,7 @@ from phalanx.configs.tables.backends import (
     is_stock,
     norm_backend,
 )
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.tables.transports import TRANSPORTS
 
@@ -118,7 +120,7 @@ def validate(
     rules = (
         bound_problems,
         _attention,
-        _linear_attention,
+        _mixers,
         _dense,
         _router,
         _experts,
@@ -227,15 +229,9 @@ def _heads(cfg: Config) -> Iterator[str]:
             yield repair(cfg, "parallel.tensor", reason, 1)
 
 
-def _linear_attention(cfg: Config) -> Iterator[str]:
-    m, a, at = cfg.model, cfg.model.linear_attention, "model.linear_attention"
-    if not linear_layers(m):
-        return
-    if a.value_heads % a.key_heads:
-        fits = largest_divisor(a.value_heads, a.key_heads)
-        yield repair(cfg, f"{at}.key_heads", f"does not divide value_heads={a.value_heads}", fits)
-    if m.bias:
-        yield repair(cfg, "model.bias", f"is not possible with linear attention ({at})", False)
+def _mixers(cfg: Config) -> Iterator[str]:
+    for name in mixer_layers(cfg.model):
+        yield from mixer_of(name).problems(cfg)
 
 
 def _dense(cfg: Config) -> Iterator[str]:
@@ -400,8 +396,9 @@ def _optim(cfg: Config) -> Iterator[str]:
     if o.qk_clip and cfg.model.attention.qk_norm:
         reason = "rescales weights in front of a norm that undoes it (model.attention.qk_norm=true)"
         yield repair(cfg, "optim.qk_clip", reason, 0)
-    if linear_layers(cfg.model) == cfg.model.layers + cfg.model.mtp_layers:
-        reason = "is of attention logits, and all layers have linear attention, which has none"
+    if not core_layers(cfg.model):
+        only = " and ".join(MIXERS[name].meaning for name in mixer_layers(cfg.model))
+        reason = f"is of attention logits, and all layers have {only}, which has none"
         for knob in ("max_logit_every", "qk_clip"):
             if getattr(o, knob):
                 yield repair(cfg, f"optim.{knob}", reason, 0)

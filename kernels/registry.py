@@ -18,10 +18,10 @@ import torch
 from phalanx.configs.tables.backends import (
     ATTENTION_BACKENDS,
     EXPERT_BACKENDS,
-    LINEAR_ATTENTION_BACKENDS,
     NORM_BACKENDS,
     Implementation,
 )
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.jit import libraries
 
@@ -131,7 +131,11 @@ class _Op:
 _OPS = {
     "grouped_mlp": _Op("kernels.backend", EXPERT_BACKENDS),
     "attention": _Op("kernels.attention", ATTENTION_BACKENDS),
-    "linear_attention": _Op("kernels.attention", LINEAR_ATTENTION_BACKENDS),
+    **{
+        name: _Op("kernels.attention", mixer.backends)
+        for name, mixer in MIXERS.items()
+        if mixer.backends
+    },
     "norm": _Op("kernels.norm", NORM_BACKENDS),
 }
 
@@ -140,7 +144,7 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
     """Pick the implementation of `op`.
 
     Args:
-        op: `grouped_mlp`, `attention`, `norm` or `linear_attention`.
+        op: `grouped_mlp`, `attention`, `norm` or a mixer of `configs.tables.layers`.
         wanted: a backend of the op, or `auto`.
         facts: this machine and model.
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from phalanx.configs.arithmetic.accounting import qk_norms
+from phalanx.configs.arithmetic.attention import qk_norms
 from phalanx.configs.arithmetic.batch_sizes import model_input
-from phalanx.configs.arithmetic.layers import has_window
-from phalanx.configs.linear_attention import is_linear
+from phalanx.configs.arithmetic.layers import has_window, mixer
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, NORM_BACKENDS, Implementation
 from phalanx.kernels.core_attention.fa4_shipped import AttentionLayer
@@ -95,7 +95,7 @@ def _group(cfg: Config) -> int:
 
 def _attention_layers(m: ModelConfig) -> list[int]:
     """Layers with softmax attention, from 0; those of multi-token prediction from 0 again."""
-    decoder = [layer for layer in range(m.layers) if not is_linear(m, layer)]
+    decoder = [layer for layer in range(m.layers) if mixer_of(mixer(m, layer)).core]
     return decoder + list(range(m.mtp_layers))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.configs.tables import backends
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.tables.recipes import RECIPES
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 TABLES = (
     backends.EXPERT_BACKENDS,
     backends.ATTENTION_BACKENDS,
-    backends.LINEAR_ATTENTION_BACKENDS,
+    *(mixer.backends for mixer in MIXERS.values()),
     backends.NORM_BACKENDS,
     OPTIMIZERS,
     {name for name, facts in RECIPES.items() if facts.build},

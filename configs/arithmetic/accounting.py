@@ -3,22 +3,21 @@
 Parameters are those of the model that `moe.model.gpt.build` makes; a test counts both. FLOPs follow
 the convention of Megatron-LM and Megatron-Bridge, so that rates compare with published ones: matrix
 products of forward and backward (a multiply-add is two), the causal half of attention, sliding
-windows exact, linear attention as its recurrence, multi-token prediction counted; no embedding,
+windows exact, linear mixers as their recurrence, multi-token prediction counted; no embedding,
 router, norms or recompute.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from phalanx.configs.arithmetic.layers import has_window, is_dense, mlp_layers
-from phalanx.configs.linear_attention import (
-    HEAD_DIM,
-    TAPS,
-    input_dim,
-    is_linear,
-    linear_layers,
-    qkv_dim,
+from phalanx.configs.arithmetic.attention import head_dims
+from phalanx.configs.arithmetic.layers import (
+    has_window,
+    is_dense,
+    mixer,
+    mixer_layers,
+    mlp_layers,
 )
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 
@@ -66,15 +65,20 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token of a sequence of `sequence_length` tokens."""
     m, h = model, model.hidden
     dense, sparse = mlp_layers(m)
-    state = linear_layers(m)
-    linear = (dense + sparse - state) * _attention_weights(m)
-    linear += state * (_linear_weights(m) + delta_rule_products(m))
+    linear = mixer_products(m)
+    for name, layers in mixer_layers(m).items():
+        linear += layers * mixer_of(name).weights(m)
     linear += dense * mlp_weights(m, m.dense_ffn)
     linear += sparse * mlp_weights(m, m.moe.ffn) * m.moe.top_k
     linear += sparse * mlp_weights(m, m.moe.shared_ffn)
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
     backward_twice, multiply_add = 3, 2
     return float(backward_twice * multiply_add * linear + core_flops(m, sequence_length))
+
+
+def mixer_products(model: ModelConfig) -> int:
+    """Multiply-adds of a token in all mixers, beside their projections and core attention."""
+    return sum(n * mixer_of(name).products(model) for name, n in mixer_layers(model).items())
 
 
 def core_flops(model: ModelConfig, sequence_length: int) -> float:
@@ -87,12 +91,7 @@ def core_flops(model: ModelConfig, sequence_length: int) -> float:
 def core_layers(model: ModelConfig) -> list[int]:
     """Layers (from 0) with core attention, those of multi-token prediction last."""
     layers = range(model.layers + model.mtp_layers)
-    return [layer for layer in layers if not is_linear(model, layer)]
-
-
-def head_dims(a: AttentionConfig) -> tuple[int, int]:
-    """Channels of a key head, as of a query head, and of a value head."""
-    return (a.head_dim,) * 2 if a.kind == "gqa" else (a.qk_nope_dim + a.qk_rope_dim, a.v_dim)
+    return [layer for layer in layers if mixer_of(mixer(model, layer)).core]
 
 
 def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
@@ -102,15 +101,14 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
     their input projections.
     """
     m, a, e = model, model.attention, model.moe
-    state, weights = _linear_weights(m) + delta_rule_products(m), _attention_weights(m)
     sparse = mlp_weights(m, e.ffn) * e.top_k + mlp_weights(m, e.shared_ffn)
     dense, channels = mlp_weights(m, m.dense_ffn), a.heads * sum(head_dims(a))
 
     def products(layer: int) -> float:
         mlp = dense if is_dense(m, layer) else sparse
-        if is_linear(m, layer):
-            return float(state) + mlp
-        return weights + channels * _keys_seen(a, layer, sequence_length) + mlp
+        kind = mixer_of(mixer(m, layer))
+        core = channels * _keys_seen(a, layer, sequence_length) if kind.core else 0.0
+        return kind.weights(m) + kind.products(m) + core + mlp
 
     return [6.0 * products(layer) for layer in range(m.layers + m.mtp_layers)]
 
@@ -118,15 +116,6 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
 def head_flops(model: ModelConfig) -> float:
     """FLOPs of forward and backward of the output layer, of all losses, for one token."""
     return 6.0 * (1 + model.mtp_layers) * model.hidden * model.vocab_size
-
-
-def delta_rule_products(m: ModelConfig) -> int:
-    """Multiply-adds per token of one linear attention, without its projections.
-
-    The convolution, and four products with the state of each value head, as Megatron-LM counts.
-    """
-    a = m.linear_attention
-    return TAPS * qkv_dim(a) + 4 * a.value_heads * HEAD_DIM**2
 
 
 def flops_note(cfg: Config) -> str:
@@ -161,96 +150,23 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     h, e, mtp_layers = m.hidden, m.moe, m.mtp_layers if mtp else 0
     dense, sparse = mlp_layers(m, mtp=mtp)
-    state = linear_layers(m)
-    full = dense + sparse - state
     up, bias = ACTIVATIONS[e.activation].halves, int(m.bias)
-    attention = full * attention_parameters(m, linear=False)
-    attention += state * attention_parameters(m, linear=True)
-    inner_norms = full * attention_norms(m, linear=False) + state * attention_norms(m, linear=True)
+    mixers = [(mixer_of(name), layers) for name, layers in mixer_layers(m, mtp=mtp).items()]
     return Parameters(
         embedding=m.vocab_size * h,
-        attention=attention,
+        attention=sum(layers * each.parameters(m) for each, layers in mixers),
         dense_mlp=dense * (mlp_weights(m, m.dense_ffn) + bias * (up * m.dense_ffn + h)),
         router=sparse * e.experts * (h + bias),
         routed_experts=sparse * experts * (mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
         shared_experts=sparse * (mlp_weights(m, e.shared_ffn) + e.shared_gate * h),
         # Two per layer (before attention and MLP) and a final one; a prediction layer has a final
         # norm of its own, and one for each of its two inputs.
-        norms=(full + state) * 2 * h + inner_norms + h + mtp_layers * 3 * h,
+        norms=(dense + sparse) * 2 * h
+        + sum(layers * each.norms(m) for each, layers in mixers)
+        + (h + mtp_layers * 3 * h),
         mtp_projection=mtp_layers * 2 * h * h,
         head=0 if m.tie_embeddings else m.vocab_size * h,
     )
-
-
-def attention_parameters(m: ModelConfig, *, linear: bool) -> int:
-    """Parameters of one attention, linear or not, without norms."""
-    if not linear:
-        return _attention_weights(m) + _attention_vectors(m)
-    a = m.linear_attention
-    return _linear_weights(m) + TAPS * qkv_dim(a) + 2 * a.value_heads
-
-
-def attention_norms(m: ModelConfig, *, linear: bool) -> int:
-    """Elements of the norms inside one attention, linear or not."""
-    a = m.attention
-    if linear:
-        return HEAD_DIM
-    return a.q_lora_rank + a.kv_lora_rank if a.kind == "mla" else sum(qk_norms(a))
-
-
-def _attention_weights(m: ModelConfig) -> int:
-    """Matrix elements of one attention that is not linear."""
-    return sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
-
-
-def _linear_weights(m: ModelConfig) -> int:
-    """Matrix elements of one linear attention."""
-    return sum(rows * columns for rows, columns in linear_projections(m))
-
-
-def linear_projections(m: ModelConfig) -> Iterator[tuple[int, int]]:
-    """(inputs, outputs) of the matrices of one linear attention; that of the output comes last."""
-    a = m.linear_attention
-    yield m.hidden, input_dim(a)
-    yield a.value_heads * HEAD_DIM, m.hidden
-
-
-def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
-    """(inputs, outputs) of the matrices of one attention; that of the output comes last."""
-    if a.kind == "gqa":
-        yield h, _query_key_value(a)
-        yield a.heads * a.head_dim, h
-        return
-    query = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
-    if a.q_lora_rank:
-        yield h, a.q_lora_rank
-        yield a.q_lora_rank, query
-    else:
-        yield h, query
-    yield h, a.kv_lora_rank + a.qk_rope_dim
-    yield a.kv_lora_rank, a.heads * (a.qk_nope_dim + a.v_dim)
-    yield a.heads * a.v_dim, h
-
-
-def _query_key_value(a: AttentionConfig) -> int:
-    """Outputs of the projection of grouped attention, gates of the output with them."""
-    queries = 2 * a.heads if a.output_gate else a.heads
-    return (queries + 2 * a.kv_heads) * a.head_dim
-
-
-def qk_norms(a: AttentionConfig) -> tuple[int, ...]:
-    """Channels of the norms of queries and of keys of grouped attention; none without them."""
-    if a.kind != "gqa" or not a.qk_norm:
-        return ()
-    together = (a.heads, a.kv_heads) if a.qk_norm_over == "projection" else (1, 1)
-    return tuple(heads * a.head_dim for heads in together)
-
-
-def _attention_vectors(m: ModelConfig) -> int:
-    """Biases and sinks of one attention. Latent attention has a bias on its output only."""
-    a = m.attention
-    inner = _query_key_value(a) if a.kind == "gqa" else 0
-    return (m.bias or a.qkv_bias) * inner + m.bias * m.hidden + a.heads * a.sinks
 
 
 def mlp_weights(m: ModelConfig, ffn: int) -> int:

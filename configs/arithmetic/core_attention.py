@@ -3,7 +3,8 @@
 docs/measured/kernels/libraries.md has the times, of sequences of 4,096 tokens.
 """
 
-from phalanx.configs.arithmetic.accounting import core_flops, core_layers, head_dims
+from phalanx.configs.arithmetic.accounting import core_flops, core_layers
+from phalanx.configs.arithmetic.attention import head_dims
 from phalanx.configs.arithmetic.layers import has_window
 from phalanx.configs.schema import AttentionConfig, ModelConfig
 from phalanx.configs.tables.machines import MACHINES, Machine

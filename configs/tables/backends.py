@@ -84,8 +84,8 @@ class AttentionBackend(Implementation):
     `kernels.core_attention.core`."""
     graph: bool = True
     """Steps can be captured in a CUDA graph."""
-    linear: str = "auto"
-    """Implementation of linear attention that goes with it."""
+    other_mixers: str = "auto"
+    """Implementation of other mixers (`configs.tables.layers`) that goes with it."""
     documents: bool = True
     """Attends within documents of a sequence."""
     documents_over_ranks: bool = True
@@ -100,16 +100,6 @@ class AttentionBackend(Implementation):
     """Copies the queries and values that it reads out of a fused projection with norms."""
     reads_projection: bool = False
     """Reads values where the fused projection has them, which therefore stays."""
-
-
-@dataclass(frozen=True)
-class LinearAttentionBackend(Implementation):
-    """An implementation of linear attention."""
-
-    implementation: str = ""
-    """Module with the functions of `extras.linear_attention.gated_delta`."""
-    documents: bool = True
-    """Its convolution stops at the starts of documents."""
 
 
 @dataclass(frozen=True)
@@ -216,26 +206,10 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         f"{_AVAILABILITY}:flex", "FlexAttention, compiled to Triton", reads_projection=True
     ),
     "reference": AttentionBackend(
-        f"{_AVAILABILITY}:always", "explicit softmax", graph=False, linear="torch"
+        f"{_AVAILABILITY}:always", "explicit softmax", graph=False, other_mixers="torch"
     ),
 }
 """Backends of attention by value of `kernels.attention`."""
-
-LINEAR_ATTENTION_BACKENDS: dict[str, LinearAttentionBackend] = {
-    "fla": LinearAttentionBackend(
-        f"{_AVAILABILITY}:fla",
-        "flash-linear-attention",
-        implementation="phalanx.extras.linear_attention.fla",
-        cuda=True,
-        bf16=True,
-        documents=False,
-    ),
-    "torch": LinearAttentionBackend(
-        f"{_AVAILABILITY}:always",
-        "plain PyTorch",
-        implementation="phalanx.extras.linear_attention.torch_delta",
-    ),
-}
 
 NORM_BACKENDS: dict[str, NormBackend] = {
     "quack": NormBackend(

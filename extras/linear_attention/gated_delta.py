@@ -12,11 +12,11 @@ V value heads, d channels of a head.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from phalanx.configs.tables.backends import LINEAR_ATTENTION_BACKENDS, LinearAttentionBackend
+from phalanx.configs.tables.layers import MIXERS, LinearAttentionBackend
 from phalanx.extras.linear_attention import torch_delta
 
 
@@ -106,12 +106,13 @@ def gated_rms_norm(
     return out_BSVd
 
 
-def _facts(backend: str) -> LinearAttentionBackend:
-    if backend not in LINEAR_ATTENTION_BACKENDS:
-        known = " or ".join(LINEAR_ATTENTION_BACKENDS)
-        raise ValueError(f"unknown backend {backend!r} of linear attention: use {known}")
-    return LINEAR_ATTENTION_BACKENDS[backend]
-
-
 def _module(backend: str) -> Any:
     return import_module(_facts(backend).implementation)
+
+
+def _facts(backend: str) -> LinearAttentionBackend:
+    backends = MIXERS["linear_attention"].backends
+    if backend not in backends:
+        known = " or ".join(backends)
+        raise ValueError(f"unknown backend {backend!r} of linear attention: use {known}")
+    return cast(LinearAttentionBackend, backends[backend])

@@ -21,23 +21,34 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.configs.formats import width
-from phalanx.configs.linear_attention import HEAD_DIM, input_dim
-from phalanx.configs.schema import Config
+from phalanx.extras.linear_attention.context_parallel import (
+    own_heads,
+    own_tokens,
+    whole_sequences,
+)
 from phalanx.extras.linear_attention.gated_delta import (
     causal_conv,
     gated_delta_rule,
     gated_rms_norm,
 )
 from phalanx.moe.model.norm import RMSNorm
-from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
-from phalanx.parallel.context_parallel import own_heads, own_tokens, whole_sequences
 from phalanx.parallel.megatron.gathered import gathered
-from phalanx.parallel.megatron.imports import gated_delta_net
+from phalanx.parallel.megatron.imports import without
 
-_MEGATRON = gated_delta_net()
-_CHUNK = 64
-"""Positions of a chunk of flash-linear-attention's kernels."""
+
+def _gated_delta_net() -> Any:
+    """Megatron-Core's package `ssm.gated_delta_net`, without flash-linear-attention.
+
+    It imports the library on any device, which takes seconds, and its layers insist on it when they
+    are built; this module computes between their projections itself.
+    """
+    with without("fla"):
+        from megatron.core.ssm import gated_delta_net
+    gated_delta_net.common.HAVE_FLA = True
+    return gated_delta_net
+
+
+_MEGATRON = _gated_delta_net()
 
 
 class OutputNorm(RMSNorm):
@@ -145,30 +156,3 @@ def spec(backend: str) -> ModuleSpec:
         in_proj=ColumnParallelLinear, out_norm=OutputNorm, out_proj=RowParallelLinear
     )
     return ModuleSpec(module=GatedDelta, params={"backend": backend}, submodules=submodules)
-
-
-def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
-    """Saved bytes of flash-linear-attention and the modules around it.
-
-    The same with context parallelism: gradients in flight between ranks take less than the kernels
-    did before.
-    """
-    a, values = cfg.model.linear_attention, cfg.model.linear_attention.value_heads * HEAD_DIM
-    keys = 2 * a.key_heads * HEAD_DIM
-    # The input projection, of which the convolution's input is a part, and a copy of its gates;
-    # normalised queries and keys, and values, as the kernels read them; solved systems; the output,
-    # and the input of the output projection.
-    channels = input_dim(a) + values + keys + values + a.value_heads * _CHUNK + 2 * values
-    scalars = 4 * 6 * a.value_heads  # fp32: decays and their sums, beta, norms
-    tokens = counts.tokens // cfg.parallel.tensor
-    return {"linear": tokens * (width(cfg) * channels + scalars)}
-
-
-def backward_bytes(cfg: Config, counts: TokenCounts) -> int:
-    """Peak of the backward pass beside the saved tensors."""
-    heads = cfg.model.linear_attention.value_heads
-    # States of all chunks and their gradients; gradients of queries and keys of every value head,
-    # twice, and of values.
-    states = 2 * heads * HEAD_DIM**2 // _CHUNK
-    tokens = counts.tokens // cfg.parallel.tensor
-    return tokens * width(cfg) * (states + 6 * heads * HEAD_DIM)

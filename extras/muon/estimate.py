@@ -5,13 +5,12 @@ Megatron-Core assigns those of each gradient bucket in order of size, each to th
 and pads the buffers of all ranks to the largest; this module does the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.configs.arithmetic.accounting import projections
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, optimizer_shards
-from phalanx.configs.linear_attention import HEAD_DIM
-from phalanx.configs.schema import Config
+from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 
@@ -60,7 +59,7 @@ class Share(NamedTuple):
 
 
 def stacks(
-    cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, linear: int = 0
+    cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, mixers: Mapping[str, int]
 ) -> list[Stack]:
     """Matrices of a number of layers; none for an optimizer that updates none as a whole.
 
@@ -70,31 +69,37 @@ def stacks(
         dense: layers without experts.
         sparse: layers with experts.
         mtp: prediction layers among these.
-        linear: layers with linear attention among all of them.
+        mixers: number of all of them with each mixer.
     """
     if not OPTIMIZERS[cfg.optim.kind].whole_matrices:
         return []
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
-    h, a = m.hidden, m.attention
-    attention = [Stack(1, rows, columns) for columns, rows in projections(h, a)]
-    if a.kind == "gqa":
-        query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        attention[:1] = [Stack(1 + a.output_gate, query, h, others=((2, key, h),))]
-    lin = m.linear_attention
-    keys, values = lin.key_heads * HEAD_DIM, lin.value_heads * HEAD_DIM
-    inside = ((2, values, h), (2, lin.value_heads, h))
-    state = [Stack(2, keys, h, others=inside), Stack(1, h, values)]
+    h = m.hidden
     mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
     shared = [Stack(up, e.shared_ffn, h), Stack(1, h, e.shared_ffn)] if e.shared_ffn else []
     local = e.experts // expert_parallel_size(cfg, world)
     routed = [Stack(up * local, e.ffn, h, True), Stack(local, h, e.ffn, True)]
     return [
-        *attention * (dense + sparse - linear),
-        *state * linear,
+        *(
+            stack
+            for name, layers in sorted(mixers.items())
+            for stack in _mixer_stacks(m, name) * layers
+        ),
         *mlp * dense,
         *(shared + routed) * sparse,
         *[Stack(1, h, 2 * h)] * mtp,
     ]
+
+
+def _mixer_stacks(m: ModelConfig, name: str) -> list[Stack]:
+    """Matrices of a layer's mixer."""
+    mixer = mixer_of(name)
+    found = [Stack(1, rows, columns) for columns, rows in mixer.matrices(m)]
+    if parts := mixer.input_parts(m):
+        (number, rows), *others = parts
+        inside = tuple((number, rows, m.hidden) for number, rows in others)
+        found[0] = Stack(number, rows, m.hidden, others=inside)
+    return found
 
 
 def largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:

@@ -7,8 +7,7 @@ export, so that no difference between two architectures is ignored.
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.linear_attention import HEAD_DIM, TAPS, linear_layers
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
 from phalanx.configs.schema import ModelConfig
 
 
@@ -392,9 +391,9 @@ FAMILIES = {
             **_ALL,
             "attention_bias": False,
             "decoder_sparse_step": 1,
-            "linear_conv_kernel_dim": TAPS,
-            "linear_key_head_dim": HEAD_DIM,
-            "linear_value_head_dim": HEAD_DIM,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
             "use_sliding_window": False,
         },
         names=Names(shared="shared_expert", prediction="mtp."),
@@ -427,7 +426,7 @@ def family_of(m: ModelConfig) -> str:
     a, sigmoid = m.attention, m.moe.router.score == "sigmoid"
     if not has_experts(m):
         return "qwen3" if a.qk_norm else "llama"
-    if linear_layers(m) or a.output_gate:
+    if len(mixer_layers(m)) > 1 or a.output_gate:
         return "qwen3_next"
     if a.kind == "mla":
         return "deepseek_v3" if sigmoid else "deepseek_v2"

@@ -10,12 +10,13 @@ Legend: E experts, D hidden, F expert width, G key-value heads, d channels of a 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from torch import Tensor
 
-from phalanx.configs.arithmetic.layers import is_dense
-from phalanx.configs.linear_attention import HEAD_DIM, TAPS, is_linear, qkv_dim
+from phalanx.configs.arithmetic.layers import is_dense, mixer
 from phalanx.configs.schema import ModelConfig
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.moe.hf.families import FAMILIES, Names, family_of
 
 Shape = tuple[int, ...]
@@ -51,27 +52,28 @@ class TensorRegion:
     """An optional second copy in the folder."""
 
 
-def _same(region: Tensor) -> Tensor:
+def same(region: Tensor) -> Tensor:
+    """View of a part whose rows are those of its region."""
     return region
 
 
 def regions(m: ModelConfig) -> Iterator[TensorRegion]:
     """All regions of a model that `hf.config` accepts, in the order of the layers."""
     words = (m.vocab_size, m.hidden)
-    yield from _rows("embedding.word_embeddings.weight", words, "model.embed_tokens.weight")
+    yield from rows_of("embedding.word_embeddings.weight", words, "model.embed_tokens.weight")
     for layer in range(m.layers):
         yield from _layer(m, f"decoder.layers.{layer}.", f"model.layers.{layer}.", layer)
-    yield from _rows("decoder.final_layernorm.weight", (m.hidden,), "model.norm.weight")
+    yield from rows_of("decoder.final_layernorm.weight", (m.hidden,), "model.norm.weight")
     for depth in range(m.mtp_layers):
         if first := FAMILIES[family_of(m)].names.prediction:
             yield from _prediction_apart(m, f"mtp.layers.{depth}.", first)
         else:
             yield from _prediction(m, f"mtp.layers.{depth}.", f"model.layers.{m.layers + depth}.")
     if not m.tie_embeddings:
-        yield from _rows("output_layer.weight", words, "lm_head.weight")
+        yield from rows_of("output_layer.weight", words, "lm_head.weight")
 
 
-def _rows(
+def rows_of(
     key: str,
     shape: Shape,
     name: str,
@@ -86,20 +88,20 @@ def _rows(
     step = max(1, _PIECE // math.prod(shape[1:]))
     for start in range(0, count, step):
         stop = min(start + step, count)
-        part = TensorPart(name, (count, *shape[1:]), (start, stop), _same)
+        part = TensorPart(name, (count, *shape[1:]), (start, stop), same)
         yield TensorRegion(key, shape, (first + start, first + stop), (part,), exact, repeated)
 
 
 def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRegion]:
     """Regions of layer `layer`; those of multi-token prediction come after the decoder's."""
-    yield from _rows(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
-    if is_linear(m, layer):
-        yield from _linear_attention(m, f"{key}self_attention.", f"{name}linear_attn.")
+    yield from rows_of(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
+    if path := MIXERS[mixer(m, layer)].regions:
+        yield from resolve_name(path)(m, f"{key}self_attention.", name)
     else:
         attention = _latent_attention if m.attention.kind == "mla" else _grouped_attention
         yield from attention(m, f"{key}self_attention.", f"{name}self_attn.")
     norm = f"{name}post_attention_layernorm.weight"
-    yield from _rows(f"{key}pre_mlp_layernorm.weight", (m.hidden,), norm)
+    yield from rows_of(f"{key}pre_mlp_layernorm.weight", (m.hidden,), norm)
     if is_dense(m, layer):
         yield from _mlp(f"{key}mlp.", f"{name}mlp.", m.hidden, m.dense_ffn)
         return
@@ -115,29 +117,29 @@ def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRe
         yield from _mlp(f"{key}mlp.shared_experts.", shared, m.hidden, m.moe.shared_ffn)
     if m.moe.shared_gate:
         gate = f"{block}{names.shared}_gate.weight"
-        yield from _rows(f"{key}mlp.shared_experts.gate_weight", (1, m.hidden), gate)
+        yield from rows_of(f"{key}mlp.shared_experts.gate_weight", (1, m.hidden), gate)
 
 
 def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
     """Regions of a prediction layer in DeepSeek-V3's layout, which repeats embedding and head."""
     words, embedding = (m.vocab_size, m.hidden), "embedding.word_embeddings.weight"
     head = embedding if m.tie_embeddings else "output_layer.weight"
-    yield from _rows(embedding, words, f"{name}embed_tokens.weight", repeated=True)
+    yield from rows_of(embedding, words, f"{name}embed_tokens.weight", repeated=True)
     for norm in ("enorm", "hnorm"):
-        yield from _rows(f"{key}{norm}.weight", (m.hidden,), f"{name}{norm}.weight")
-    yield from _rows(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}eh_proj.weight")
+        yield from rows_of(f"{key}{norm}.weight", (m.hidden,), f"{name}{norm}.weight")
+    yield from rows_of(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}eh_proj.weight")
     yield from _layer(m, f"{key}transformer_layer.", name, m.layers)
     norm = f"{name}shared_head.norm.weight"
-    yield from _rows(f"{key}final_layernorm.weight", (m.hidden,), norm)
-    yield from _rows(head, words, f"{name}shared_head.head.weight", repeated=True)
+    yield from rows_of(f"{key}final_layernorm.weight", (m.hidden,), norm)
+    yield from rows_of(head, words, f"{name}shared_head.head.weight", repeated=True)
 
 
 def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
     """Regions of a prediction layer in Qwen3-Next's layout, with a prefix of its own."""
     norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
     for ours, theirs in (norms | {"final_layernorm": "norm"}).items():
-        yield from _rows(f"{key}{ours}.weight", (m.hidden,), f"{name}{theirs}.weight")
-    yield from _rows(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}fc.weight")
+        yield from rows_of(f"{key}{ours}.weight", (m.hidden,), f"{name}{theirs}.weight")
+    yield from rows_of(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}fc.weight")
     yield from _layer(m, f"{key}transformer_layer.", f"{name}layers.0.", m.layers)
 
 
@@ -171,47 +173,17 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRe
         total = a.kv_heads * (queries + 2) * d
         yield TensorRegion(f"{key}linear_qkv.{kind}", (total, *columns), (0, total), tuple(parts))
     out = (m.hidden, a.heads * d)
-    yield from _rows(f"{key}linear_proj.weight", out, f"{name}o_proj.weight")
+    yield from rows_of(f"{key}linear_proj.weight", out, f"{name}o_proj.weight")
     if m.bias:
-        yield from _rows(f"{key}linear_proj.bias", (m.hidden,), f"{name}o_proj.bias")
+        yield from rows_of(f"{key}linear_proj.bias", (m.hidden,), f"{name}o_proj.bias")
     if a.sinks:
-        yield from _rows(f"{key}core_attention.softmax_offset", (a.heads,), f"{name}sinks")
+        yield from rows_of(f"{key}core_attention.softmax_offset", (a.heads,), f"{name}sinks")
     if a.qk_norm:
         full = a.qk_norm_over == "projection"  # ordered by query head, as in the folder
         for letter, count in (("q", a.heads), ("k", a.kv_heads)):
             width = count * d if full else d
             norm = f"{name}{letter}_norm.weight"
-            yield from _rows(f"{key}{letter}_layernorm.weight", (width,), norm)
-
-
-def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
-    """Regions of linear attention: grouped by key head in a folder, by kind in a checkpoint."""
-    a, d = m.linear_attention, HEAD_DIM
-    shared = a.value_heads // a.key_heads
-    joint = {
-        "in_proj_qkvz": {"query": d, "key": d, "value": shared * d, "z": shared * d},
-        "in_proj_ba": {"beta": shared, "alpha": shared},
-    }
-    for theirs, kinds in joint.items():
-        shape = (a.key_heads * sum(kinds.values()), m.hidden)
-        start = 0
-        for head in range(a.key_heads):
-            for kind, rows in kinds.items():
-                part = TensorPart(f"{name}{theirs}.weight", shape, (start, start + rows), _same)
-                ours = (f"{key}in_proj.weight.{kind}", (a.key_heads * rows, m.hidden))
-                yield TensorRegion(*ours, (head * rows, (head + 1) * rows), (part,))
-                start += rows
-    start, taps = 0, (qkv_dim(a), 1, TAPS)
-    for kind, heads in (("query", a.key_heads), ("key", a.key_heads), ("value", a.value_heads)):
-        rows = heads * d
-        part = TensorPart(f"{name}conv1d.weight", taps, (start, start + rows), _same)
-        yield TensorRegion(f"{key}conv1d.weight.{kind}", (rows, 1, TAPS), (0, rows), (part,))
-        start += rows
-    for vector in ("A_log", "dt_bias"):
-        yield from _rows(f"{key}{vector}", (a.value_heads,), f"{name}{vector}")
-    yield from _rows(f"{key}out_norm.weight", (d,), f"{name}norm.weight")
-    out = (m.hidden, a.value_heads * d)
-    yield from _rows(f"{key}out_proj.weight", out, f"{name}out_proj.weight")
+            yield from rows_of(f"{key}{letter}_layernorm.weight", (width,), norm)
 
 
 def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
@@ -231,24 +203,24 @@ def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorReg
     else:
         shapes[("linear_q_proj", "q_proj")] = (queries, m.hidden)
     for (ours, theirs), shape in shapes.items():
-        yield from _rows(f"{key}{ours}.weight", shape, f"{name}{theirs}.weight")
+        yield from rows_of(f"{key}{ours}.weight", shape, f"{name}{theirs}.weight")
 
 
 def _mlp(key: str, name: str, hidden: int, width: int) -> Iterator[TensorRegion]:
     fc1 = (f"{key}linear_fc1.weight", (2 * width, hidden))
-    yield from _rows(*fc1, f"{name}gate_proj.weight", count=width)
-    yield from _rows(*fc1, f"{name}up_proj.weight", first=width, count=width)
-    yield from _rows(f"{key}linear_fc2.weight", (hidden, width), f"{name}down_proj.weight")
+    yield from rows_of(*fc1, f"{name}gate_proj.weight", count=width)
+    yield from rows_of(*fc1, f"{name}up_proj.weight", first=width, count=width)
+    yield from rows_of(f"{key}linear_fc2.weight", (hidden, width), f"{name}down_proj.weight")
 
 
 def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[TensorRegion]:
     experts, theirs = m.moe.experts, names.router
-    yield from _rows(f"{key}weight", (experts, m.hidden), f"{name}{theirs}.weight")
+    yield from rows_of(f"{key}weight", (experts, m.hidden), f"{name}{theirs}.weight")
     if m.bias:
-        yield from _rows(f"{key}bias", (experts,), f"{name}{theirs}.bias")
+        yield from rows_of(f"{key}bias", (experts,), f"{name}{theirs}.bias")
     if m.moe.router.bias_rate:
         bias = f"{name}{names.choice_bias}"
-        yield from _rows(f"{key}expert_bias", (experts,), bias, exact=True)
+        yield from rows_of(f"{key}expert_bias", (experts,), bias, exact=True)
 
 
 def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[TensorRegion]:
@@ -258,7 +230,7 @@ def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iter
     for e in range(E):
         gate = TensorPart(f"{name}{e}.{first}.weight", (F, D), (0, F), lambda t: t[0, :F])
         up = TensorPart(f"{name}{e}.{second}.weight", (F, D), (0, F), lambda t: t[0, F:])
-        down = TensorPart(f"{name}{e}.{third}.weight", (D, F), (0, D), _same)
+        down = TensorPart(f"{name}{e}.{third}.weight", (D, F), (0, D), same)
         yield TensorRegion(f"{key}linear_fc1.weight", (E, 2 * F, D), (e, e + 1), (gate, up))
         yield TensorRegion(f"{key}linear_fc2.weight", (E, D, F), (e, e + 1), (down,))
 
@@ -278,4 +250,4 @@ def _joint_experts(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion
         f"{name}gate_up_proj_bias", (E, 2 * F), (0, E), lambda t: t.view(E, 2, F).transpose(1, 2)
     )
     yield TensorRegion(f"{key}linear_fc1.bias", (E, 2 * F), (0, E), (bias,))
-    yield from _rows(f"{key}linear_fc2.bias", (E, D), f"{name}down_proj_bias")
+    yield from rows_of(f"{key}linear_fc2.bias", (E, D), f"{name}down_proj_bias")

@@ -7,6 +7,7 @@ makes the TransformerConfig.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -26,14 +27,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from phalanx.configs.arithmetic.layers import is_dense
+from phalanx.configs.arithmetic.layers import is_dense, mixer
 from phalanx.configs.formats import is_resident
-from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import (
     AttentionConfig,
     Config,
 )
 from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.extras.baseline.stock_moe import StockMoE
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.layer import MoE, MoEOptions
@@ -63,7 +64,8 @@ class Backends:
     experts: str = "reference"
     attention: str = "reference"
     norm: str = "torch"
-    linear_attention: str = "torch"
+    other_mixer: str = "torch"
+    """Implementation of the mixer that some layers have in place of core attention, if any."""
 
 
 def _rotary_share(a: AttentionConfig) -> float:
@@ -276,12 +278,9 @@ def _layer(
     if m.attention.qk_norm and m.attention.qk_norm_over == "projection":
         attention.q_layernorm = partial(over_heads, norm, m.attention.heads)
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
-    linear = is_linear(m, number)
-    if linear:
-        # Imported here, since it needs a part of Megatron-Core that no other model needs.
-        from phalanx.extras.linear_attention import gated_delta_net
-
-        sub.self_attention = gated_delta_net.spec(backends.linear_attention)
+    mixer_facts = MIXERS[mixer(m, number)]
+    if mixer_facts.spec:
+        sub.self_attention = resolve_name(mixer_facts.spec)(backends.other_mixer)
     if stock:
         modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
         names = tuple(module for name, module in modules.items() if name in recomputed)
@@ -294,8 +293,7 @@ def _layer(
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())
     params: dict[str, Any] = {"memory": memory_plan(cfg)}
-    # Projections of linear attention do not divide into FP8 blocks and stay bf16.
-    if projections.recipe is not None and not linear:
+    if projections.recipe is not None and mixer_facts.quantized:
         params["projections"] = projections
     return ModuleSpec(module=Layer, params=params, submodules=sub)
 

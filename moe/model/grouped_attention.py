@@ -22,7 +22,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, norm_backend
 from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope
-from phalanx.moe.model.attention import CoreAttention, core_saved_tensors
+from phalanx.moe.model.attention import CoreAttention, core_saved_tensors, latent_saved_tensors
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 from phalanx.parallel.megatron.gathered import gathered
 
@@ -169,3 +169,9 @@ def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
     elif not whole_groups and attention_backend(k.attention).reads_projection:
         kernel_inputs += q + kv  # values are a view that keeps the full projection alive
     return core_saved_tensors(cfg, counts, kernel_inputs, q, projected=projected)
+
+
+def attention_saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
+    """Saved bytes of the model's core attention with its projections, of either kind."""
+    of_kind = latent_saved_tensors if cfg.model.attention.kind == "mla" else saved_tensors
+    return of_kind(cfg, counts)

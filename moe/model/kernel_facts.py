@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from phalanx.configs.arithmetic.accounting import head_dims, qk_norms
+from phalanx.configs.arithmetic.attention import head_dims, qk_norms
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval

@@ -13,14 +13,13 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.layout import pipeline_chunks
-from phalanx.configs.linear_attention import HEAD_DIM, TAPS
 from phalanx.configs.schema import (
     AttentionConfig,
     Config,
-    LinearAttentionConfig,
     ModelConfig,
     MoEConfig,
 )
@@ -76,7 +75,7 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
     return kind(
         **_blocks(m),
         **_attention(m.attention),
-        **_linear_attention(m.linear_attention),
+        **_mixers(m),
         **_experts(m),
         **_parallel(cfg, layout),
         **_execution(cfg, layout, on_cpu=on_cpu),
@@ -123,15 +122,8 @@ def _attention(a: AttentionConfig) -> dict[str, Any]:
     )
 
 
-def _linear_attention(a: LinearAttentionConfig) -> dict[str, Any]:
-    """Sizes only: `build` decides layer by layer which layers have linear attention."""
-    return dict(
-        linear_conv_kernel_dim=TAPS,
-        linear_key_head_dim=HEAD_DIM,
-        linear_value_head_dim=HEAD_DIM,
-        linear_num_key_heads=a.key_heads,
-        linear_num_value_heads=a.value_heads,
-    )
+def _mixers(m: ModelConfig) -> dict[str, Any]:
+    return {k: v for name in mixer_layers(m) for k, v in mixer_of(name).megatron_fields(m).items()}
 
 
 def _experts(m: ModelConfig) -> dict[str, Any]:

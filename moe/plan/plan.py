@@ -29,8 +29,8 @@ class Plan:
     """Configuration without `auto`. Nothing changes it."""
     world: int
     """Number of ranks."""
-    linear_attention: tuple[str, ...]
-    """Backend of linear attention, if layers have any."""
+    other_mixer: tuple[str, ...]
+    """Backend of the mixer that some layers have in place of core attention, if any."""
     transports: tuple[Transport, ...]
     """Transport of each expert-parallel group, in the order of their ranks."""
     exchanges: tuple[SymmOptions, ...]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 
 from phalanx.configs import capture
-from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
 from phalanx.configs.formats import (
     is_emulated,
     is_fp8,
@@ -23,10 +23,10 @@ from phalanx.configs.formats import (
 )
 from phalanx.configs.knobs import copied
 from phalanx.configs.layout import expert_parallel_size
-from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
 from phalanx.configs.tables.capabilities import OVERLAP, REPLICATION
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import Machine, with_margin
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels import registry
@@ -75,7 +75,7 @@ class Draft:
         self.facts = facts
         self.cfg = copied(asked)
         """Configuration in which rules replace `auto`."""
-        self.linear_attention: tuple[str, ...] = ()
+        self.other_mixer: tuple[str, ...] = ()
         self.transports: list[Transport] = []
         self.exchanges: list[SymmOptions] = []
         self.lines: dict[str, Lines] = {}
@@ -110,7 +110,7 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
     return Plan(
         cfg=known,
         world=facts.world,
-        linear_attention=draft.linear_attention,
+        other_mixer=draft.other_mixer,
         transports=tuple(draft.transports),
         exchanges=tuple(draft.exchanges),
         nodes=tuple(r.node for r in facts.ranks),
@@ -141,13 +141,13 @@ def kernels(draft: Draft) -> None:
         _backend(draft, "attention", k.attention),
         _backend(draft, "norm", k.norm),
     ]
-    if linear_layers(cfg.model):
-        forced = attention_backend(k.attention).linear
-        linear = Choice("linear_attention", forced, f"kernels.attention={k.attention}")
+    for name in (name for name in mixer_layers(cfg.model) if MIXERS[name].backends):
+        forced = attention_backend(k.attention).other_mixers
+        mixer = Choice(name, forced, f"kernels.attention={k.attention}")
         if forced == "auto":
-            linear = _backend(draft, "linear_attention", forced)
-        draft.linear_attention = (linear.backend,)
-        chosen.append(linear)
+            mixer = _backend(draft, name, forced)
+        draft.other_mixer = (mixer.backend,)
+        chosen.append(mixer)
     k.backend, k.attention, k.norm = (choice.backend for choice in chosen[:3])
     cfg.run.device = draft.facts.kind
     cfg.run.machine = draft.facts.machine_key or cfg.run.machine

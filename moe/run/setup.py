@@ -152,7 +152,7 @@ def _chunks(
     plan: Plan, config: TransformerConfig, groups: Groups, options: MoEOptions
 ) -> list[GPTModel]:
     k, chunks = plan.cfg.kernels, []
-    backends = Backends(k.backend, k.attention, k.norm, *plan.linear_attention)
+    backends = Backends(k.backend, k.attention, k.norm, *plan.other_mixer)
     stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]
     for stage in stages:
         chunks.append(

@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
 
@@ -26,27 +25,15 @@ def importing_megatron() -> Iterator[None]:
     """
     handlers = list(logging.root.handlers)
     try:
-        with compile_at_first_call(), _without(*_UNUSED):
+        with compile_at_first_call(), without(*_UNUSED):
             yield
     finally:
         logging.root.handlers[:] = handlers
 
 
-def gated_delta_net() -> Any:
-    """Megatron-Core's package `ssm.gated_delta_net`, without flash-linear-attention.
-
-    It imports the library on any device, which takes seconds, and its layers insist on it when they
-    are built; `extras.linear_attention.gated_delta_net` computes between their projections itself.
-    """
-    with _without("fla"):
-        from megatron.core.ssm import gated_delta_net
-    gated_delta_net.common.HAVE_FLA = True
-    return gated_delta_net
-
-
 @contextmanager
-def _without(*names: str) -> Iterator[None]:
-    """Inside, modules cannot be imported, also if they are already."""
+def without(*names: str) -> Iterator[None]:
+    """Inside, these modules cannot be imported, also if they are already."""
     present = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.configs.knobs import get
-from phalanx.kernels.availability import FLASH_ATTN, FLASH_LINEAR_ATTENTION
+from phalanx.kernels.availability import FLASH_ATTN
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.registry import (
     Choice,
@@ -33,7 +33,6 @@ WITH_DSL = replace(H200, ffn=128, packages=frozenset({"triton", "nvidia_cutlass_
 WITH_FA4 = replace(H200, packages=WITH_TE.packages | {"flash_attn_4"})
 FA4_ALONE = replace(H200, packages=frozenset({"triton", "flash_attn_4"}))
 WITH_QUACK = replace(H200, packages=WITH_FA4.packages | {"quack"})
-WITH_FLA = replace(H200, packages=frozenset({"triton", "flash_linear_attention"}))
 A100 = replace(H200, capability=(8, 0))
 
 
@@ -89,12 +88,6 @@ A100 = replace(H200, capability=(8, 0))
         ("grouped_mlp", replace(WITH_CUDNN, recipe="mxfp8", activation="geglu"), "torch"),
         ("grouped_mlp", replace(WITH_CUDNN, dtype=torch.float32), "reference"),
         ("grouped_mlp", replace(WITH_CUDNN, capability=(9, 0)), "torch"),
-        ("linear_attention", CPU, "torch"),
-        ("linear_attention", WITH_FLA, "fla"),
-        ("linear_attention", replace(WITH_FLA, capability=(8, 0)), "fla"),
-        ("linear_attention", replace(WITH_FLA, capability=(7, 5)), "torch"),
-        ("linear_attention", replace(WITH_FLA, dtype=torch.float32), "torch"),
-        ("linear_attention", H200, "torch"),
         ("attention", CPU, "sdpa"),
         ("attention", replace(CPU, window=8), "sdpa"),
         ("attention", replace(CPU, sinks=True), "sdpa"),
@@ -382,7 +375,7 @@ def test_the_compiler_to_install_is_the_pinned_one():
     wanted = [*extras["compile"], *extras["train"]]
     reason = resolve("grouped_mlp", "auto", replace(H200, ffn=128)).reason
     assert any(f"pip install '{one}'" in reason for one in wanted)
-    for one in (*FLASH_ATTN.split(), FLASH_LINEAR_ATTENTION):
+    for one in FLASH_ATTN.split():
         assert one in wanted
 
 

@@ -28,7 +28,6 @@ def _gradients() -> Iterator[tuple[type, Any]]:
     contractions = (
         *(Contraction(*chosen) for chosen in product((192, 256), (D, V))),
         *(Fp8Contraction(*chosen) for chosen in product((192, 256), formats)),
-        *(Fp8Contraction(128, rows_format, vector=True) for rows_format in formats),
     )
     for math in contractions:
         yield WgradKernel, WgradConfig(math, True, False, ordered=True, zeros=False)

@@ -9,9 +9,11 @@ rows, L experts of a rank, D hidden, F expert width, H = 2F if gated.
 """
 
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 import torch
 
+from phalanx.configs.arithmetic.layers import ATTENTION
 from phalanx.configs.formats import (
     fp8_row,
     is_fp8,
@@ -24,13 +26,12 @@ from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend, is_stock
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.extras.baseline import stock_moe
-from phalanx.extras.linear_attention import gated_delta_net
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.moe import experts
-from phalanx.moe.model import dense_mlp, grouped_attention
-from phalanx.moe.model.attention import latent_saved_tensors
+from phalanx.moe.model import dense_mlp
 from phalanx.moe.plan.cost.traffic import costs, nodes, overlap_sms, received
 from phalanx.moe.plan.cost.weights import LayerKind, all_kinds
 from phalanx.moe.router import router
@@ -105,19 +106,19 @@ class Activations:
     def per_layer_kind(self) -> dict[LayerKind, LayerMemory]:
         """Memory of a layer of every kind that the model has."""
         return {
-            kind: (self.dense_layer if kind.dense else self.moe_layer)(kind.fp8, kind.linear)
+            kind: (self.dense_layer if kind.dense else self.moe_layer)(kind.fp8, kind.mixer)
             for kind in dict.fromkeys(all_kinds(self._cfg))
         }
 
-    def dense_layer(self, fp8: bool | None = None, linear: bool = False) -> LayerMemory:
+    def dense_layer(self, fp8: bool | None = None, mixer: str = ATTENTION) -> LayerMemory:
         """Memory of a layer with a dense MLP; `fp8` None follows the recipe of most layers."""
         cfg, fp8_dense = self._cfg, self._fp8_dense(fp8)
         saved = dense_mlp.saved_bytes(cfg, self.sizes, cfg.model.dense_ffn, fp8=fp8_dense)
         backward = dense_mlp.backward_bytes(cfg, self.sizes)
         more = self._fp8_inputs(1, instead=True) if fp8_dense else 0
-        return self._layer({"dense": saved}, backward, fp8_dense, more, linear)
+        return self._layer({"dense": saved}, backward, fp8_dense, more, mixer)
 
-    def moe_layer(self, fp8: bool | None = None, linear: bool = False) -> LayerMemory:
+    def moe_layer(self, fp8: bool | None = None, mixer: str = ATTENTION) -> LayerMemory:
         """Memory of a layer with experts; `fp8` None follows the recipe of most layers."""
         cfg, fp8_dense, shared = self._cfg, self._fp8_dense(fp8), self._cfg.model.moe.shared_ffn
         parts = self._experts(is_fp8(cfg) and fp8 is not False)
@@ -126,7 +127,7 @@ class Activations:
         local = cfg.model.moe.experts // expert_parallel_size(cfg, self._world)
         backward = experts.backward_bytes(cfg, self.sizes, local) + self.replica_memory().backward
         backward += costs(cfg, self._world).backward * width(cfg) * cfg.model.hidden
-        return self._layer(parts, backward, fp8_dense, more, linear)
+        return self._layer(parts, backward, fp8_dense, more, mixer)
 
     def bytes_freed(self, name: str) -> dict[LayerKind, int]:
         """Bytes that recomputing `name` frees in a layer of every kind that saves all else."""
@@ -187,16 +188,18 @@ class Activations:
         return self._fp8_inputs(readers, instead=True) + more
 
     def _layer(
-        self, mlp: SavedTensors, backward: int, fp8: bool, more: int, linear: bool
+        self, mlp: SavedTensors, backward: int, fp8: bool, more: int, mixer: str
     ) -> LayerMemory:
         """Memory of a layer whose MLP saves `mlp`, and `more` bytes of its input in FP8."""
+        facts = MIXERS[mixer]
         hidden = self.sizes.local_tokens * self._cfg.model.hidden * width(self._cfg)
         # Inputs and outputs of two norms; output of attention plus bias. Recomputing norms frees
         # their FP8 copies too.
-        norms = 2 * hidden + more + (self._projections() if fp8 and not linear else 0)
-        attention = self._attention(linear)
-        if linear:
-            backward = max(backward, gated_delta_net.backward_bytes(self._cfg, self.sizes))
+        norms = 2 * hidden + more + (self._projections() if fp8 and facts.quantized else 0)
+        attention: SavedTensors = resolve_name(facts.saved_tensors)(self._cfg, self.sizes)
+        if facts.backward_bytes:
+            own = resolve_name(facts.backward_bytes)(self._cfg, self.sizes)
+            backward = max(backward, own)
         parts = attention | {"residual": 2 * hidden, "norm": norms} | mlp
         parts["bias"] = int(self._cfg.model.bias) * hidden
         run, offloaded = self._cfg.run, 0
@@ -207,14 +210,6 @@ class Activations:
         recomputed = sum(parts.pop(part, 0) for name in run.recompute for part in _RECOMPUTED[name])
         offloaded = sum(parts.pop(part, 0) for name in run.offload for part in _OFFLOADED[name])
         return LayerMemory(sum(parts.values()), backward + recomputed, offloaded)
-
-    def _attention(self, linear: bool) -> SavedTensors:
-        """Saved bytes of attention, of any kind."""
-        if linear:
-            return gated_delta_net.saved_tensors(self._cfg, self.sizes)
-        if self._cfg.model.attention.kind == "mla":
-            return latent_saved_tensors(self._cfg, self.sizes)
-        return grouped_attention.saved_tensors(self._cfg, self.sizes)
 
     def _experts(self, fp8: bool) -> SavedTensors:
         """Saved by router, dispatch and experts, without the input, which the norm saves."""

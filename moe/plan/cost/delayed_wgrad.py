@@ -7,13 +7,14 @@ rows, D hidden, F expert width, H = 2F if gated.
 from collections.abc import Iterable
 from itertools import chain
 
-from phalanx.configs.arithmetic.accounting import linear_projections, projections
 from phalanx.configs.arithmetic.layers import has_experts
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.formats import width
 from phalanx.configs.layout import replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend, is_stock
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.plan.cost.traffic import costs
 from phalanx.moe.plan.cost.weights import LayerKind
@@ -86,14 +87,14 @@ def layer_operands(cfg: Config, world: int, counts: TokenCounts, kind: LayerKind
     routed_element = 1 if quantized else width(cfg)
     element = routed_element if cfg.precision.dense == "fp8" else width(cfg)
     halves, dense = ACTIVATIONS[e.activation].halves, m.dense_ffn if kind.dense else e.shared_ffn
-    matrices = linear_projections(m) if kind.linear else projections(m.hidden, m.attention)
+    matrices = mixer_of(kind.mixer).matrices(m)
     mlp = [m.hidden, halves * dense, dense, m.hidden] if dense else []
 
     def channels(sides: Iterable[int]) -> int:
         """Tensor parallel ranks share the channels of heads and of F, not those of D."""
         return sum(side if side == m.hidden else side // t for side in sides)
 
-    attention_element = width(cfg) if kind.linear else element
+    attention_element = element if MIXERS[kind.mixer].quantized else width(cfg)
     total = attention_element * channels(chain.from_iterable(matrices)) + element * channels(mlp)
     total *= counts.tokens
     return total + (expert_operands(cfg, counts, kind) if experts_wait(cfg, world) else 0)

@@ -1,40 +1,40 @@
 """Traffic of tensor and context ranks, which share sequences, and the seconds it takes.
 
-Linear attention has some of the heads over full sequences between its projections: an all-to-all
-from tokens to heads, and back (`parallel.context`). It saves and computes as much as with all heads
-over its own tokens. Other attention gathers keys and values of all context ranks. Tensor ranks
-gather the tokens in front of attention, dense MLPs and shared experts, and add up their results.
-Nothing overlaps these exchanges.
+A mixer without core attention has some of the heads over full sequences between its projections:
+an all-to-all from tokens to heads, and back (`parallel.context`). It saves and computes as much as
+with all heads over its own tokens. Core attention gathers keys and values of all context ranks.
+Tensor ranks gather the tokens in front of attention, dense MLPs and shared experts, and add up
+their results. Nothing overlaps these exchanges.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.formats import width
-from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.work import Work
 from phalanx.parallel.dispatcher.costs import Links
 
 
-def heads_traffic(cfg: Config, machine: Machine) -> Links:
-    """Bytes of one layer and one token, forward and backward.
+def heads_traffic(cfg: Config, machine: Machine, mixer: str) -> Links:
+    """Bytes of one layer with a mixer and one token, forward and backward.
 
     Tensor ranks each have a part of a sequence's tokens.
     """
-    p, a = cfg.parallel, cfg.model.linear_attention
-    # Outputs of the input projection to heads, inputs of the output projection back to tokens;
-    # gradients take the same exchanges in reverse, and recomputation repeats the forward ones.
+    p = cfg.parallel
+    # Gradients take the same exchanges in reverse, and recomputation repeats the forward ones.
     passes = 3 if "full" in cfg.run.recompute else 2
-    sent = passes * (input_dim(a) + a.value_heads * HEAD_DIM) * width(cfg)
+    sent = passes * mixer_of(mixer).exchanged_channels(cfg.model) * width(cfg)
     # Neighbouring context ranks are `parallel.tensor` ranks apart.
     near = min(p.context, max(1, machine.node_gpus // p.tensor))
     return Links(sent * (near - 1) / p.context, sent * (p.context - near) / p.context)
 
 
-def heads_seconds(cfg: Config, machine: Machine) -> float:
+def heads_seconds(cfg: Config, machine: Machine, mixer: str) -> float:
     """Seconds of that traffic, which nothing overlaps."""
-    sent = heads_traffic(cfg, machine)
+    sent = heads_traffic(cfg, machine, mixer)
     return sent.near / (machine.node_gbs * 1e9) + sent.far / (machine.network_gbs * 1e9)
 
 
@@ -51,8 +51,13 @@ class ShardSeconds(NamedTuple):
         return (work.layers + work.mlps) * self.shared
 
     def context(self, work: Work) -> float:
-        """Seconds of a token on a stage, whose linear attention gathers nothing."""
-        return (work.layers - work.linear) * self.gathered
+        """Seconds of a token on a stage: layers with core attention."""
+        return core_layers(work.mixers) * self.gathered
+
+
+def core_layers(mixers: Counter[str]) -> int:
+    """Number of layers with core attention."""
+    return sum(layers for name, layers in mixers.items() if mixer_of(name).core)
 
 
 def shard_seconds(cfg: Config, machine: Machine) -> ShardSeconds:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.arithmetic.expert_rates import with_wide_experts
+from phalanx.configs.arithmetic.layers import mixer_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.formats import grad_width, in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
     expert_parallel_size,
@@ -24,7 +26,6 @@ from phalanx.configs.layout import (
     optimizer_shards,
     replicas,
 )
-from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import is_stock
 from phalanx.configs.tables.machines import Machine
@@ -33,7 +34,13 @@ from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.delayed_wgrad import waits
 from phalanx.moe.plan.cost.exchange import Exchange, own_exchange
 from phalanx.moe.plan.cost.pipeline import step_seconds
-from phalanx.moe.plan.cost.shards import heads_seconds, heads_traffic, keys_traffic, shard_seconds
+from phalanx.moe.plan.cost.shards import (
+    core_layers,
+    heads_seconds,
+    heads_traffic,
+    keys_traffic,
+    shard_seconds,
+)
 from phalanx.moe.plan.cost.stages import stage_memory
 from phalanx.moe.plan.cost.traffic import least_traffic, traffic
 from phalanx.moe.plan.cost.weights import Weights, chunks, split_masters, stage_weights
@@ -72,7 +79,7 @@ class StepTime:
     exchange: float
     """Exposed part of dispatch and combine of expert tokens."""
     heads: float
-    """All-to-all of linear attention's heads between context ranks."""
+    """All-to-all of heads between context ranks, of mixers without core attention."""
     tensor: float
     """Gathering and summing tokens around what tensor ranks share."""
     context: float
@@ -131,8 +138,8 @@ def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
     with_experts = with_grouped_products if is_stock(cfg.kernels.backend) else with_wide_experts
     machine = with_experts(cfg.model, machine)
-    if linear_layers(cfg.model):
-        return machine
+    if not all(mixer_of(name).core for name in mixer_layers(cfg.model)):
+        return machine  # its rate of core attention is that of such models
     library = {"te": "cudnn", "flex": "flex"}.get(cfg.kernels.attention, "fa4")
     alone = core_tflops(cfg.model, cfg.data.sequence_length, library, machine)
     return replace(machine, attention_tflops=_IN_STEPS * alone)
@@ -156,14 +163,16 @@ def step_with(
         passes: reads and writes of a saved tensor by elementwise work, forward and backward.
         beside_experts: seconds of a MoE layer and micro-batch in more elementwise work.
     """
-    heads, shards = heads_seconds(cfg, machine), shard_seconds(cfg, machine)
+    shards = shard_seconds(cfg, machine)
+    seconds_of_heads = {name: heads_seconds(cfg, machine, name) for name in mixer_layers(cfg.model)}
     weights, added = stage_weights(cfg, world), _added_bytes(cfg)
     stages, works = [], stage_work(cfg, world, machine)
     for work, owned in zip(works, weights, strict=True):
         written = passes * work.written + _RECOMPUTE_PASSES * work.refilled
         written += added * (owned.dense + owned.expert)
         elementwise = written / (machine.memory_gbs * 1e9) + work.sparse * beside_experts
-        others = (work.linear * heads, shards.tensor(work), shards.context(work))
+        heads = sum(n * seconds_of_heads[name] for name, n in work.mixers.items())
+        others = (heads, shards.tensor(work), shards.context(work))
         moved = (work.sparse * sent.total, *others)
         gaps = work.layers * GAPS
         busy = (*work.seconds, elementwise, *(work.tokens * each for each in moved), gaps)
@@ -300,11 +309,13 @@ def network_busy(cfg: Config, world: int, machine: Machine) -> float:
     if world <= machine.node_gpus:
         return 0.0
     sent, stages = traffic(cfg, world), [0.0] * cfg.parallel.pipeline
-    heads, keys = heads_traffic(cfg, machine).far, keys_traffic(cfg, machine).far
+    keys = keys_traffic(cfg, machine).far
+    heads = {name: heads_traffic(cfg, machine, name).far for name in mixer_layers(cfg.model)}
     between = 2 * cfg.model.hidden * width(cfg) if len(stages) > 1 else 0  # there and back
     for chunk in chunks(cfg):
         stages[chunk.stage] += chunk.sparse * (sent.forward.far + sent.backward.far) + between
-        stages[chunk.stage] += chunk.linear * heads + (len(chunk.kinds) - chunk.linear) * keys
+        exchanged = sum(n * heads[name] for name, n in chunk.mixers.items())
+        stages[chunk.stage] += exchanged + core_layers(chunk.mixers) * keys
     bytes_ = micro_batches(cfg, world) * sizes(cfg, world).local_tokens * max(stages)
     reduced = _reduced(cfg, world, stage_weights(cfg, world))
     bytes_ += reduced * sum(each for _, each in _widths(cfg))

@@ -8,19 +8,17 @@ parallel ranks, and of all else over data and context parallel ranks.
 
 import functools
 import pickle
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.accounting import (
     Parameters,
-    attention_norms,
-    attention_parameters,
-    linear_projections,
     parameters,
-    projections,
 )
-from phalanx.configs.arithmetic.layers import is_dense, mlp_layers
+from phalanx.configs.arithmetic.layers import ATTENTION, is_dense, mixer, mlp_layers
+from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.formats import (
     grad_width,
     in_bf16,
@@ -37,10 +35,10 @@ from phalanx.configs.layout import (
     optimizer_shards,
     pipeline_chunks,
 )
-from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.extras.muon import estimate as muon
 
@@ -87,8 +85,8 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         dense, expert = _in_chunk(cfg, world, chunk, all_layers)
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
-        counts = dict(dense=chunk.dense, sparse=chunk.sparse, mtp=chunk.mtp, linear=chunk.linear)
-        matrices[chunk.stage] += muon.stacks(cfg, world, **counts)
+        counts = dict(dense=chunk.dense, sparse=chunk.sparse, mtp=chunk.mtp)
+        matrices[chunk.stage] += muon.stacks(cfg, world, mixers=chunk.mixers, **counts)
     return [
         _weights(cfg, world, dense, expert, stacks)
         for (dense, expert), stacks in zip(stages, matrices, strict=True)
@@ -120,8 +118,8 @@ class LayerKind(NamedTuple):
     """A dense MLP instead of experts."""
     fp8: bool
     """Linear layers in the recipe of the run."""
-    linear: bool = False
-    """Linear attention."""
+    mixer: str = ATTENTION
+    """Name of the mixer (`configs.tables.layers`)."""
     resident: bool = False
     """FP8 copies of its weights last from one update to the next."""
 
@@ -157,9 +155,9 @@ class Chunk(NamedTuple):
         return len(self.kinds) - self.dense
 
     @property
-    def linear(self) -> int:
-        """Number of layers with linear attention."""
-        return sum(kind.linear for kind in self.kinds)
+    def mixers(self) -> Counter[str]:
+        """Number of layers with each mixer."""
+        return Counter(kind.mixer for kind in self.kinds)
 
 
 def chunks(cfg: Config) -> tuple[Chunk, ...]:
@@ -193,9 +191,7 @@ def _kinds(cfg: Config, layers: list[int]) -> list[LayerKind]:
     found = []
     for i in layers:
         recipe = fp8 and quantized_layer(cfg, i)
-        found.append(
-            LayerKind(is_dense(m, i), recipe, is_linear(m, i), recipe and is_resident(cfg, i))
-        )
+        found.append(LayerKind(is_dense(m, i), recipe, mixer(m, i), recipe and is_resident(cfg, i)))
     return found
 
 
@@ -204,18 +200,18 @@ def _in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int
     m, tensor = cfg.model, cfg.parallel.tensor
     h, bias = m.hidden, int(m.bias)
     letters, layers, mtp = chunk.letters, len(chunk.kinds), chunk.mtp
-    without_experts, sparse, linear = chunk.dense, chunk.sparse, chunk.linear
+    without_experts, sparse = chunk.dense, chunk.sparse
     all_dense, all_sparse = mlp_layers(m)
 
-    unsharded = bias * h  # the output bias of attention, and of a dense MLP
-    full = layers - linear
-    attention, state = (attention_parameters(m, linear=each) for each in (False, True))
+    unsharded = bias * h  # the output bias of a mixer, and of a dense MLP
     mlp = _share(p.dense_mlp, all_dense)
     gate = m.moe.shared_gate * h
     shared = _share(p.shared_experts, all_sparse) - gate
-    inner_norms, state_norms = (attention_norms(m, linear=each) for each in (False, True))
-    dense = full * ((attention - unsharded) // tensor + unsharded + inner_norms)
-    dense += linear * (state // tensor + state_norms) + layers * 2 * h
+    dense = layers * 2 * h
+    for name, count in chunk.mixers.items():
+        kind = mixer_of(name)
+        cut = (kind.parameters(m) - unsharded) // tensor
+        dense += count * (cut + unsharded + kind.norms(m))
     dense += without_experts * ((mlp - unsharded) // tensor + unsharded)
     dense += sparse * (shared // tensor + gate + _share(p.router, all_sparse))
     dense += mtp * (2 * h * h // tensor + 3 * h)
@@ -268,7 +264,7 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     When linear layers add weight gradients directly to the buffers, Megatron-Core passes autograd
     an unused tensor of the weight's shape, which comes from that cache.
     """
-    m, a, t = cfg.model, cfg.model.attention, cfg.parallel.tensor
+    m, t = cfg.model, cfg.parallel.tensor
     if not (cfg.kernels.gradient_accumulation_fusion and in_bf16(cfg)):
         return [0] * cfg.parallel.pipeline
     if not expert_backend(cfg.kernels.backend).placeholder_grads:
@@ -276,12 +272,9 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     h, up = m.hidden, ACTIVATIONS[m.moe.activation].halves
     stages: list[set[tuple[int, int]]] = [set() for _ in range(cfg.parallel.pipeline)]
     for chunk in chunks(cfg):
-        shapes, linear, sparse = stages[chunk.stage], chunk.linear, chunk.sparse
-        if linear:
-            (_, inside), (values, _) = linear_projections(m)
-            shapes |= {(inside // t, h), (h, values // t)}
-        if len(chunk.kinds) > linear:
-            *inner, (inputs, outputs) = projections(h, a)
+        shapes, sparse = stages[chunk.stage], chunk.sparse
+        for name in chunk.mixers:
+            *inner, (inputs, outputs) = mixer_of(name).matrices(m)
             shapes |= {(rows // t, columns) for columns, rows in inner}
             shapes.add((outputs, inputs // t))
         if chunk.dense:
@@ -309,10 +302,9 @@ def fp8_weights_by_kind(cfg: Config, world: int) -> dict[LayerKind, Fp8Weights]:
         return found
     matrices = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden
     of_experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
-    attention = sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
     for kind in (kind for kind in found if kind.fp8):
         dense = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
-        dense += 0 if kind.linear else attention  # linear attention's stay in bf16
+        dense += mixer_of(kind.mixer).weights(m) if MIXERS[kind.mixer].quantized else 0
         dense = dense // cfg.parallel.tensor if quantizes_dense(cfg) else 0
         found[kind] = Fp8Weights(0 if kind.dense else of_experts, dense)
     return found

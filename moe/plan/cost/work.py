@@ -10,15 +10,13 @@ from math import hypot
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.accounting import (
-    delta_rule_products,
     flops_per_token,
-    head_dims,
-    projections,
+    mixer_products,
 )
+from phalanx.configs.arithmetic.attention import head_dims, projections
 from phalanx.configs.arithmetic.layers import mlp_layers
 from phalanx.configs.formats import grad_width, multiplies_fp8, quantizes_dense, width
 from phalanx.configs.layout import expert_parallel_size, logit_interval, micro_batches
-from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import is_stock
@@ -35,7 +33,7 @@ class Flops(NamedTuple):
     projections: float
     """Projections of one attention, average over the layers."""
     core: float
-    """Core attention or delta rule of a layer, average over the layers."""
+    """Core attention or what a mixer has in its place, average over the layers."""
     mlp: float
     """One dense MLP."""
     routed: float
@@ -57,7 +55,7 @@ def flops(cfg: Config) -> Flops:
     head, mtp_projection = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
     rest = head + m.mtp_layers * mtp_projection + dense * mlp
     rest += sparse * (routed + shared)
-    state = 6.0 * linear_layers(m) * delta_rule_products(m)
+    state = 6.0 * mixer_products(m)
     projections, core = (linear - state - rest) / layers, (total - linear + state) / layers
     return Flops(projections, core, mlp, routed, shared, head, mtp_projection)
 
@@ -80,8 +78,8 @@ class Work(NamedTuple):
     """Dense MLPs and shared experts."""
     sparse: int
     """MoE layers."""
-    linear: int
-    """Layers of linear attention."""
+    mixers: Counter[str]
+    """Layers with each mixer."""
     tokens: int
     """Tokens of a rank; tensor ranks share the work on a sequence."""
 
@@ -97,7 +95,7 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     quantization = 1e12 * _quantized_bytes(cfg) / (machine.memory_gbs * 1e9)  # ps, like FLOP/rate
     copies = _weight_copies(cfg, world, machine)
     read, _ = _memory_ps(cfg, world, machine)
-    none = Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, tokens)
+    none = Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 0, 0, 0, Counter(), tokens)
     wgrads, dense_waits = layer_wgrads(cfg, world, machine), waits(cfg)
     routed_waits = experts_wait(cfg, world)
     stages = [none for _ in range(cfg.parallel.pipeline)]
@@ -133,7 +131,7 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
             before.layers + len(kinds),
             before.mlps + len(kinds) - (0 if cfg.model.moe.shared_ffn else len(sparse)),
             before.sparse + len(sparse),
-            before.linear + chunk.linear,
+            before.mixers + chunk.mixers,
             tokens,
         )
     return stages

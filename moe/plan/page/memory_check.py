@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.configs.arithmetic.accounting import parameters
+from phalanx.configs.arithmetic.layers import mixer_layers
 from phalanx.configs.formats import width
 from phalanx.configs.knobs import listed, overrides, pluralize
 from phalanx.configs.layout import (
@@ -18,8 +19,8 @@ from phalanx.configs.layout import (
     replicas,
     stage_ranks,
 )
-from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.validate import is_valid
 from phalanx.kernels.refusal import Refusal
 from phalanx.moe.plan.cost.weights import stage_weights
@@ -153,8 +154,9 @@ def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[
 def _small(cfg: Config) -> str:
     """The option of `model=` with the same components that a CPU can train."""
     a = cfg.model.attention
-    if linear_layers(cfg.model):
-        return "tiny_qwen3_next"
+    for name in mixer_layers(cfg.model):
+        if MIXERS[name].tiny:
+            return MIXERS[name].tiny
     return "tiny_deepseek" if a.kind == "mla" else "tiny_gpt_oss" if a.sinks else "tiny"
 
 

@@ -192,23 +192,6 @@ def test_tied_embeddings_count_once_but_multiply() -> None:
     assert flops_per_token(apart, 64) == flops_per_token(tied, 64)
 
 
-def test_linear_attention_costs_the_same_at_every_length() -> None:
-    """Its convolution, and four products of a state of 128 x 128 for each value head."""
-    every = "model.linear_attention.full_attention_interval"
-    some = model("tiny_qwen3_next", f"{every}=2", "model.mtp_layers=0")
-    more = model("tiny_qwen3_next", f"{every}=4", "model.mtp_layers=0")  # one layer more
-    a, h = some.linear_attention, some.hidden
-    keys, values = 128 * a.key_heads, 128 * a.value_heads
-    state = h * (2 * keys + 2 * values + 2 * a.value_heads) + h * values
-    state += 4 * (2 * keys + values) + 4 * a.value_heads * 128**2
-    heads = some.attention.heads * some.attention.head_dim
-    full = h * (2 * heads + 2 * some.attention.kv_heads * some.attention.head_dim) + heads * h
-    for length in (0, 64, 4096):
-        core = 2 * heads * length / 2
-        found = flops_per_token(more, length) - flops_per_token(some, length)
-        assert found == pytest.approx(6 * (state - full - core))
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -245,29 +245,3 @@ def test_places_of_documents_take_scratch() -> None:
     assert cached(True) - cached(False) == more
     assert cached(True, places=32) - cached(False) == more // 4
     assert cached(True, attention="flex") == cached(False, attention="flex")
-
-
-def test_what_a_layer_of_linear_attention_keeps() -> None:
-    """Written out once for a layer of Qwen3-Next, in bf16 elements and fp32 numbers of a token."""
-    cfg = known([*COMMON.split(), "model=qwen3_next_80b_a3b", "kernels=fused"], 1)
-    act, values, keys = Activations(cfg, 1), 32 * 128, 2 * 16 * 128
-    linear, full = (act.moe_layer(linear=kind) for kind in (True, False))
-    state = 2 * (
-        (keys + values + values + 2 * 32)  # the projection
-        + values  # its gates, copied
-        + keys
-        + values  # queries and keys normalised, values
-        + 32 * 64  # solved systems
-        + 2 * values  # output before and after the norm
-    )
-    state += 4 * 6 * 32
-    heads, shared = 16 * 256, 2 * 256
-    # Queries, keys, values, output and its gate; what the norms keep and values are part of.
-    attention = 2 * (4 * heads + 2 * shared + 2 * (heads + shared)) + 4 * 16
-    assert linear.saved - full.saved == 4096 * (state - attention)
-    assert linear.backward >= 4096 * 2 * (2 * 32 * 128 * 128 // 64)
-    # Of two context ranks each has half of the heads at all tokens, rather than the reverse.
-    cfg.parallel.context = 2
-    act = Activations(cfg, 2)
-    linear, full = (act.moe_layer(linear=kind) for kind in (True, False))
-    assert linear.saved - full.saved == 2048 * (state - attention)

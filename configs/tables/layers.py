@@ -1,0 +1,83 @@
+"""The mixers of a layer, which let its tokens see each other: one entry each.
+
+Parameters, FLOPs, rules, estimates and the model derive from this table. An entry names what it
+needs by import path, so that reading it imports neither torch nor code of mixers that a model does
+not have. Which layers have which is in `configs.arithmetic.layers`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.configs.tables.backends import Implementation
+
+
+@dataclass(frozen=True)
+class MixerFacts:
+    """Facts of a mixer."""
+
+    meaning: str
+    """Its name in messages."""
+    counts: str
+    """`module:class`, a subclass of `configs.arithmetic.mixers.Mixer`."""
+    saved_tensors: str
+    """Path of `(cfg: Config, counts: moe.saved_tensors.TokenCounts) -> SavedTensors`."""
+    backward_bytes: str = ""
+    """Path of `(cfg: Config, counts: TokenCounts) -> int`: peak of its backward pass beside the
+    saved tensors. Empty: less than that of an MLP."""
+    spec: str = ""
+    """Path of `(backend: str) -> ModuleSpec`. Empty: core attention between projections, which
+    `moe.model.gpt` builds."""
+    backends: Mapping[str, Implementation] = field(default_factory=dict)
+    """Implementations that its spec takes, best first."""
+    regions: str = ""
+    """Path of `(m: ModelConfig, key: str, name: str) -> Iterator[moe.hf.weights.TensorRegion]`:
+    its tensors of a checkpoint and of a folder of Hugging Face. Empty: those of core attention."""
+    quantized: bool = True
+    """Its projections follow `precision.dense`; else they stay in bf16."""
+    tiny: str = ""
+    """Option of `model=` of a model with it that a CPU can train. Empty: any."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionBackend(Implementation):
+    """An implementation of linear attention."""
+
+    implementation: str = ""
+    """Module with the functions of `extras.linear_attention.gated_delta`."""
+    documents: bool = True
+    """Its convolution stops at the starts of documents."""
+
+
+MIXERS: dict[str, MixerFacts] = {
+    "attention": MixerFacts(
+        "attention",
+        counts="phalanx.configs.arithmetic.attention:Attention",
+        saved_tensors="phalanx.moe.model.grouped_attention:attention_saved_tensors",
+    ),
+    "linear_attention": MixerFacts(
+        "linear attention",
+        counts="phalanx.extras.linear_attention.facts:LinearAttention",
+        saved_tensors="phalanx.extras.linear_attention.facts:saved_tensors",
+        backward_bytes="phalanx.extras.linear_attention.facts:backward_bytes",
+        spec="phalanx.extras.linear_attention.gated_delta_net:spec",
+        backends={
+            "fla": LinearAttentionBackend(
+                "phalanx.extras.linear_attention.availability:fla",
+                "flash-linear-attention",
+                implementation="phalanx.extras.linear_attention.fla",
+                cuda=True,
+                bf16=True,
+                documents=False,
+            ),
+            "torch": LinearAttentionBackend(
+                "phalanx.kernels.availability:always",
+                "plain PyTorch",
+                implementation="phalanx.extras.linear_attention.torch_delta",
+            ),
+        },
+        regions="phalanx.extras.linear_attention.regions:regions",
+        quantized=False,
+        tiny="tiny_qwen3_next",
+    ),
+}
+"""Mixers by name: `configs.arithmetic.layers.mixer` names that of a layer."""

@@ -1,0 +1,138 @@
+"""Arithmetic of linear attention: sizes, parameters, FLOPs, bytes and limits of a configuration.
+
+It imports neither torch nor Megatron-Core.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.configs.arithmetic.mixers import Mixer
+from phalanx.configs.formats import in_bf16, width
+from phalanx.configs.knobs import repair
+from phalanx.configs.layout import largest_divisor
+from phalanx.configs.schema import Config, LinearAttentionConfig, ModelConfig
+from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
+
+HEAD_DIM = 128
+"""Channels of a query, key or value head of every published model."""
+TAPS = 4
+"""Width of the convolution: a token and the three before it."""
+_CHUNK = 64
+"""Positions of a chunk of flash-linear-attention's kernels."""
+_AT = "model.linear_attention"
+
+
+def qkv_dim(a: LinearAttentionConfig) -> int:
+    """Channels of queries, keys and values together, which the convolution goes over."""
+    return (2 * a.key_heads + a.value_heads) * HEAD_DIM
+
+
+def input_dim(a: LinearAttentionConfig) -> int:
+    """Outputs of the input projection.
+
+    Queries, keys, values, gates of the output, and two numbers per value head: how much it writes
+    and forgets.
+    """
+    return qkv_dim(a) + a.value_heads * (HEAD_DIM + 2)
+
+
+class LinearAttention(Mixer):
+    """Gated DeltaNet (`extras.linear_attention.gated_delta_net`)."""
+
+    def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
+        """See `Mixer`."""
+        a = m.linear_attention
+        return [(m.hidden, input_dim(a)), (a.value_heads * HEAD_DIM, m.hidden)]
+
+    def input_parts(self, m: ModelConfig) -> list[tuple[int, int]]:
+        """Queries and keys, values and gates, and two numbers per value head."""
+        a = m.linear_attention
+        heads = [(2, n * HEAD_DIM) for n in (a.key_heads, a.value_heads)]
+        return [*heads, (2, a.value_heads)]
+
+    def vectors(self, m: ModelConfig) -> int:
+        """The convolution, and two numbers per value head."""
+        a = m.linear_attention
+        return TAPS * qkv_dim(a) + 2 * a.value_heads
+
+    def norms(self, m: ModelConfig) -> int:
+        """One norm for all heads."""
+        return HEAD_DIM
+
+    def products(self, m: ModelConfig) -> int:
+        """The convolution, and four products with each value head's state, as in Megatron-LM."""
+        a = m.linear_attention
+        return TAPS * qkv_dim(a) + 4 * a.value_heads * HEAD_DIM**2
+
+    def heads(self, m: ModelConfig) -> dict[str, int]:
+        """See `Mixer`."""
+        a = m.linear_attention
+        return {f"{_AT}.key_heads": a.key_heads, f"{_AT}.value_heads": a.value_heads}
+
+    def exchanged_channels(self, m: ModelConfig) -> int:
+        """Outputs of the input projection to heads, inputs of the output projection to tokens."""
+        a = m.linear_attention
+        return input_dim(a) + a.value_heads * HEAD_DIM
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """See `Mixer`."""
+        a = cfg.model.linear_attention
+        if a.value_heads % a.key_heads:
+            fits = largest_divisor(a.value_heads, a.key_heads)
+            reason = f"does not divide value_heads={a.value_heads}"
+            yield repair(cfg, f"{_AT}.key_heads", reason, fits)
+        if cfg.model.bias:
+            reason = f"is not possible with linear attention ({_AT})"
+            yield repair(cfg, "model.bias", reason, False)
+
+    def not_capturable(self, cfg: Config) -> str | None:
+        """See `Mixer`."""
+        if in_bf16(cfg):
+            return None
+        return "linear attention in fp32 is that of torch, for checks of eager steps"
+
+    def not_in_fp8_of_megatron(self, m: ModelConfig) -> str | None:
+        """See `Mixer`."""
+        channels = input_dim(m.linear_attention)
+        if channels % 16 == 0:
+            return None
+        # Megatron-Core asserts it of every model with an FP8 recipe, though this layer stays bf16
+        reason = "takes fp8_block only where linear attention projects its input to a multiple of "
+        return reason + f"16 channels, and here it is {channels:,}"
+
+    def megatron_fields(self, m: ModelConfig) -> dict[str, Any]:
+        """Sizes only: `moe.model.gpt` decides layer by layer which layers have it."""
+        return dict(
+            linear_conv_kernel_dim=TAPS,
+            linear_key_head_dim=HEAD_DIM,
+            linear_value_head_dim=HEAD_DIM,
+            linear_num_key_heads=m.linear_attention.key_heads,
+            linear_num_value_heads=m.linear_attention.value_heads,
+        )
+
+
+def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
+    """Saved bytes of flash-linear-attention and the modules around it.
+
+    The same with context parallelism: gradients in flight between ranks take less than the kernels
+    did before.
+    """
+    a, values = cfg.model.linear_attention, cfg.model.linear_attention.value_heads * HEAD_DIM
+    keys = 2 * a.key_heads * HEAD_DIM
+    # The input projection, of which the convolution's input is a part, and a copy of its gates;
+    # normalised queries and keys, and values, as the kernels read them; solved systems; the output,
+    # and the input of the output projection.
+    channels = input_dim(a) + values + keys + values + a.value_heads * _CHUNK + 2 * values
+    scalars = 4 * 6 * a.value_heads  # fp32: decays and their sums, beta, norms
+    tokens = counts.tokens // cfg.parallel.tensor
+    return {"linear": tokens * (width(cfg) * channels + scalars)}
+
+
+def backward_bytes(cfg: Config, counts: TokenCounts) -> int:
+    """Peak of the backward pass beside the saved tensors."""
+    heads = cfg.model.linear_attention.value_heads
+    # States of all chunks and their gradients; gradients of queries and keys of every value head,
+    # twice, and of values.
+    states = 2 * heads * HEAD_DIM**2 // _CHUNK
+    tokens = counts.tokens // cfg.parallel.tensor
+    return tokens * width(cfg) * (states + 6 * heads * HEAD_DIM)
