@@ -28,8 +28,8 @@ class ParameterFacts:
     `kernels.expert_mlp.main_grad`."""
     fp8_copies: Any = None
     """Cached FP8 copies (`kernels.quantize.fp8_copies`), until the next update of the parameter."""
-    muon_matrices: Any = None
-    """`extras.muon.matrices.Matrices` if Muon updates the parameter."""
+    matrices: Any = None
+    """Shapes of its matrices, for an optimizer that updates each as a whole."""
 
 
 def facts_of(parameter: Tensor) -> ParameterFacts:

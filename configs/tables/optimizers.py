@@ -22,6 +22,9 @@ class OptimizerFacts:
     """Knobs of `optim` that are decay rates of moments."""
     whole_matrices: bool = False
     """Updates matrices as a whole: a rank of the sharded optimizer owns whole parameters."""
+    estimate: str = ""
+    """Path of `(cfg: Config, world: int, chunks: Sequence[moe.plan.cost.weights.Chunk]) ->
+    moe.plan.cost.weights.WholeUpdates`, of one pipeline stage. Empty: it updates elements."""
     own_state: str = ""
     """State that parameters have with no other optimizer, by which its checkpoints are recognised;
     empty: it has that of AdamW or less."""
@@ -41,8 +44,16 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         "with AdamW, at the same learning rate",
         decay_rates=("beta1", "beta2", "momentum"),
         whole_matrices=True,
+        estimate="phalanx.extras.muon.estimate:whole_updates",
         own_state="momentum_buffer",
         package="emerging-optimizers",
     ),
 }
 """Optimizers keyed by `optim.kind`; checkpoints that name none have the first."""
+
+AFTER_UPDATES = {"qk_clip": "phalanx.extras.muon.qk_clip:QKClip"}
+"""Rescaling of parameters after an update, by the knob of `optim` that switches it on.
+
+Each is a `module:class` that is built from model chunks, their TransformerConfig, process groups, a
+`moe.model.max_logits.MaxLogits` and the value of the knob, and has `parameters` and `factors()`.
+"""

@@ -5,17 +5,19 @@ Megatron-Core assigns those of each gradient bucket in order of size, each to th
 and pads the buffers of all ranks to the largest; this module does the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, optimizer_shards
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.moe.plan.cost.weights import Chunk, WholeUpdates
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Minimum elements of a bucket whose reduction overlaps, in total and per rank (Megatron-Core)."""
+_BYTES = 36
+"""Bytes read and written per element around the products: momentum, norm, rounding."""
 _FULL = 0.9
 """Fraction of a bucket that Megatron-Core fills with parameters before it assigns them."""
 
@@ -58,21 +60,28 @@ class Share(NamedTuple):
     """Elements of the buffers of gradients and of parameters that belong to no parameter."""
 
 
-def stacks(
-    cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, mixers: Mapping[str, int]
-) -> list[Stack]:
-    """Matrices of a number of layers; none for an optimizer that updates none as a whole.
+def whole_updates(cfg: Config, world: int, chunks: Sequence[Chunk]) -> WholeUpdates:
+    """Matrices of a stage, and the share of its most loaded rank.
 
     Args:
         cfg: valid.
         world: ranks.
-        dense: layers without experts.
-        sparse: layers with experts.
-        mtp: prediction layers among these.
-        mixers: number of all of them with each mixer.
+        chunks: model chunks of the stage, in the order of their layers.
     """
-    if not OPTIMIZERS[cfg.optim.kind].whole_matrices:
-        return []
+    held = [stack for chunk in chunks for stack in _stacks(cfg, world, chunk)]
+    share = _largest_share(cfg, world, held)
+    return WholeUpdates(
+        dense=sum(s.elements for s in held if not s.expert) // cfg.parallel.tensor,
+        expert=sum(s.elements for s in held if s.expert),
+        elements=share.elements,
+        padding=share.padding,
+        flops=cfg.optim.ns_steps * share.flops,
+        touched=_BYTES * share.elements,
+    )
+
+
+def _stacks(cfg: Config, world: int, chunk: Chunk) -> list[Stack]:
+    """Matrices of a chunk."""
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
     h = m.hidden
     mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
@@ -80,14 +89,10 @@ def stacks(
     local = e.experts // expert_parallel_size(cfg, world)
     routed = [Stack(up * local, e.ffn, h, True), Stack(local, h, e.ffn, True)]
     return [
-        *(
-            stack
-            for name, layers in sorted(mixers.items())
-            for stack in _mixer_stacks(m, name) * layers
-        ),
-        *mlp * dense,
-        *(shared + routed) * sparse,
-        *[Stack(1, h, 2 * h)] * mtp,
+        *(s for name, n in sorted(chunk.mixers.items()) for s in _mixer_stacks(m, name) * n),
+        *mlp * chunk.dense,
+        *(shared + routed) * chunk.sparse,
+        *[Stack(1, h, 2 * h)] * chunk.mtp,
     ]
 
 
@@ -102,14 +107,8 @@ def _mixer_stacks(m: ModelConfig, name: str) -> list[Stack]:
     return found
 
 
-def largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
-    """Largest share of a rank of a stage; all of it if nothing is sharded.
-
-    Args:
-        cfg: valid.
-        world: ranks.
-        held: matrices of a stage, in the order of its layers.
-    """
+def _largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
+    """Largest share of a rank of a stage; all of it if nothing is sharded."""
     p = cfg.parallel
     of_dense, of_experts = optimizer_shards(cfg, world)
     bucket = max(_BUCKET, _BUCKET_OF_RANK * data_parallel_size(cfg, world)) if p.overlap else None

@@ -48,7 +48,7 @@ class Matrices:
 
 def of(p: Tensor) -> Matrices | None:
     """The matrices of a parameter, or of what its optimizer updates in place of it."""
-    matrices: Matrices | None = facts_of(p).muon_matrices
+    matrices: Matrices | None = facts_of(p).matrices
     return matrices
 
 
@@ -56,14 +56,14 @@ def mark(module: torch.nn.Module, config: TransformerConfig) -> None:
     """Note on each parameter of a bare model chunk which matrices it is, if Muon updates it."""
     for name, p in module.named_parameters():
         if (found := _matrices(name, p, config)) is not None:
-            facts_of(p).muon_matrices = found
+            facts_of(p).matrices = found
 
 
 def hand_on(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
     """Note on what optimizers update which matrices it is: of (parameter, updated tensor)."""
     for parameter, updated in pairs:
         if (found := of(parameter)) is not None:
-            facts_of(updated).muon_matrices = found
+            facts_of(updated).matrices = found
 
 
 def layout(

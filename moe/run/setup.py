@@ -17,7 +17,7 @@ from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES
-from phalanx.extras.muon.qk_clip import QKClip
+from phalanx.configs.tables.optimizers import AFTER_UPDATES
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
@@ -93,12 +93,13 @@ def _estimates(cfg: Config, plan: Plan, built: BuiltModel) -> list[Choice]:
 
 
 def _measure_logits(cfg: Config, built: BuiltModel, engine: Engine, runtime: Runtime) -> MaxLogits:
-    """Let attention record its largest logits, and with `optim.qk_clip` rescale updates by them."""
+    """Let attention record its largest logits, and rescale parameters by them if asked for."""
     model = engine.modules, built.config, built.groups.pg
     tops = MaxLogits(*model, runtime.device)
-    if cfg.optim.qk_clip:
-        clip = QKClip(*model, tops, cfg.optim.qk_clip)
-        engine.rescale_after_updates(clip.parameters, clip.factors, lambda: tops.measured)
+    for knob, path in AFTER_UPDATES.items():
+        if limit := getattr(cfg.optim, knob):
+            clip = resolve_name(path)(*model, tops, limit)
+            engine.rescale_after_updates(clip.parameters, clip.factors, lambda: tops.measured)
     return tops
 
 

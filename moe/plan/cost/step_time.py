@@ -326,10 +326,6 @@ _FP32_RATE = 0.1
 """Rate of matrix products in fp32 relative to bf16."""
 
 
-_MUON_BYTES = 36
-"""Bytes read and written per element around Muon's products: momentum, norm, rounding."""
-
-
 def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
     """Seconds of the optimizer on the slowest stage."""
     of_dense, of_experts = optimizer_shards(cfg, world)
@@ -342,9 +338,9 @@ def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights
         touched, speedup = 2.0 * w.optimizer_bytes + 3 * gradients, 1.0
         if split_masters(cfg):
             touched, speedup = 8 / 3 * w.optimizer_bytes + 2 * gradients, _UPDATE_RATE
-        touched += _MUON_BYTES * w.by_muon.elements
+        touched += w.whole.touched
         seconds = touched / (speedup * machine.memory_gbs * 1e9)
         rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
-        seconds += cfg.optim.ns_steps * w.by_muon.flops / (rate * 1e12)
+        seconds += w.whole.flops / (rate * 1e12)
         update = max(update, seconds)
     return update

@@ -11,7 +11,8 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple, cast
 
 from phalanx.configs.arithmetic.accounting import (
     Parameters,
@@ -40,7 +41,6 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
-from phalanx.extras.muon import estimate as muon
 
 _FP32 = 4
 _UNDIVIDED = {
@@ -51,6 +51,23 @@ _UNDIVIDED = {
     "parallel.pipeline_layout": "",
     "parallel.expert": 1,
 }
+
+
+class WholeUpdates(NamedTuple):
+    """Matrices of a stage that the optimizer updates as a whole, each on the rank that owns it."""
+
+    dense: int = 0
+    """Elements on a rank before the optimizer shards them."""
+    expert: int = 0
+    """Elements of experts, likewise."""
+    elements: int = 0
+    """Elements that the most loaded rank owns."""
+    padding: int = 0
+    """Elements of the buffers of gradients and of parameters that belong to no parameter."""
+    flops: float = 0.0
+    """FLOPs of that rank's update."""
+    touched: int = 0
+    """Bytes that these read and write."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +81,15 @@ class Weights:
     parameter_bytes: int
     gradient_bytes: int
     """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
-    by_muon: muon.Share
-    """Matrices that this rank orthogonalizes; none without Muon."""
+    whole: "WholeUpdates"
+    """Matrices that the optimizer updates as a whole."""
     padding_bytes: int
-    """Padding of both buffers, because ranks own unequal shares of Muon's matrices."""
+    """Padding of both buffers, because ranks own unequal shares of these matrices."""
     optimizer_bytes: int
     """This rank's shard: fp32 master weights (bf16 runs), moments, averages of `optim.ema`.
 
-    Two moments of AdamW, one of Muon, whose matrices are not split: the largest shard.
+    Two moments of AdamW, one of matrices that are updated as a whole and not split: the largest
+    shard.
     Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
     """
 
@@ -79,17 +97,16 @@ class Weights:
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
-    matrices: list[list[muon.Stack]] = [[] for _ in stages]
+    held: list[list[Chunk]] = [[] for _ in stages]
     all_layers = parameters(cfg.model)
     for chunk in chunks(cfg):
         dense, expert = _in_chunk(cfg, world, chunk, all_layers)
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
-        counts = dict(dense=chunk.dense, sparse=chunk.sparse, mtp=chunk.mtp)
-        matrices[chunk.stage] += muon.stacks(cfg, world, mixers=chunk.mixers, **counts)
+        held[chunk.stage].append(chunk)
     return [
-        _weights(cfg, world, dense, expert, stacks)
-        for (dense, expert), stacks in zip(stages, matrices, strict=True)
+        _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage))
+        for (dense, expert), of_stage in zip(stages, held, strict=True)
     ]
 
 
@@ -228,7 +245,12 @@ def _share(total: int, layers: int) -> int:
     return total // layers if layers else 0
 
 
-def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon.Stack]) -> Weights:
+def _whole_updates(cfg: Config, world: int, held: list[Chunk]) -> WholeUpdates:
+    path = OPTIMIZERS[cfg.optim.kind].estimate
+    return cast(WholeUpdates, resolve_name(path)(cfg, world, held)) if path else WholeUpdates()
+
+
+def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdates) -> Weights:
     p = cfg.parallel
     elements = dense + expert
     grad = grad_width(cfg)
@@ -240,19 +262,16 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, stacks: list[muon
     if cfg.optim.ema:
         master += _FP32
     of_dense, of_experts = optimizer_shards(cfg, world)
-    share = muon.largest_share(cfg, world, stacks)
-    dense_left = dense - sum(s.elements for s in stacks if not s.expert) // p.tensor
-    expert_left = expert - sum(s.elements for s in stacks if s.expert)
-    left = -(-dense_left // of_dense) - (-expert_left // of_experts)
+    left = -(-(dense - whole.dense) // of_dense) - (-(expert - whole.expert) // of_experts)
     state = (master + moments * moment) * left
-    state += (master + moment) * share.elements
-    padding = share.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
+    state += (master + moment) * whole.elements
+    padding = whole.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
     return Weights(
         dense,
         expert,
         parameter_bytes=elements * width(cfg),
         gradient_bytes=elements * grad,
-        by_muon=share,
+        whole=whole,
         padding_bytes=padding,
         optimizer_bytes=state,
     )

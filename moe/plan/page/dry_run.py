@@ -231,7 +231,8 @@ def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
     if worst.weights.padding_bytes:
         pads = ", ".join(storage(stages[i].weights.padding_bytes) for i in sorted(shown))
-        yield f"the peaks include {pads} of buffer padding, as Muon's ranks own whole matrices"
+        owners = f"{cfg.optim.kind.capitalize()}'s ranks"
+        yield f"the peaks include {pads} of buffer padding, as {owners} own whole matrices"
     if worst.waiting:
         waiting = storage(worst.waiting)
         yield f"backward includes {waiting} of operands of weight gradients that wait"
