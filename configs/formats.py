@@ -6,12 +6,11 @@ Others ask here and do not compare names of recipes. Whether a transport carries
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pkgutil import resolve_name
 
-from phalanx.configs.arithmetic.layers import mixer_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
-from phalanx.configs.knobs import listed, pluralize, repair
+from phalanx.configs.knobs import listed, repair
 from phalanx.configs.schema import Config, PrecisionConfig
-from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend, is_stock
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
 from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS
 
@@ -100,7 +99,7 @@ def is_resident(cfg: Config, layer: int) -> bool:
 
 def quantizes_dense(cfg: Config) -> bool:
     """Linear layers other than the routed experts follow the recipe, if there is one."""
-    return cfg.precision.dense == "fp8" and not is_stock(cfg.kernels.backend)
+    return cfg.precision.dense == "fp8" and not expert_backend(cfg.kernels.backend).own_fp8
 
 
 def rows_in_fp8(cfg: Config) -> bool:
@@ -111,15 +110,16 @@ def rows_in_fp8(cfg: Config) -> bool:
     p, wanted = cfg.precision, cfg.parallel.dispatch
     if p.dispatch != "auto":
         return p.dispatch == "fp8"
-    # Megatron-Core's layer has a dispatcher of its own, which is not one of TRANSPORTS
-    if is_stock(cfg.kernels.backend) or not is_fp8(cfg):
+    # A backend's own dispatcher is not one of TRANSPORTS
+    if expert_backend(cfg.kernels.backend).own_exchange or not is_fp8(cfg):
         return False
     return p.wgrad == "fp8" and (wanted == "auto" or TRANSPORTS[wanted].fp8)
 
 
 def quantizes_on_arrival(cfg: Config) -> bool:
     """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
-    return is_fp8(cfg) and not rows_in_fp8(cfg) and not is_stock(cfg.kernels.backend)
+    own_exchange = expert_backend(cfg.kernels.backend).own_exchange
+    return is_fp8(cfg) and not rows_in_fp8(cfg) and not own_exchange
 
 
 def fp8_row(channels: int, parts: int = 1) -> int:
@@ -149,8 +149,8 @@ def precision_problems(cfg: Config) -> Iterator[str]:
     if recipe_facts(cfg).microscaling and not runs:
         reason = f"has no {recipe}, which {_runs(recipe)}"
         yield repair(cfg, "kernels.backend", reason, "auto")
-    elif is_fp8(cfg) and facts.stock_layer:
-        yield from _megatron(cfg)
+    elif is_fp8(cfg) and facts.problems:
+        yield from resolve_name(facts.problems)(cfg)
     yield from _rows(cfg)
 
 
@@ -191,25 +191,3 @@ def _layers(cfg: Config) -> Iterator[str]:
             form = "FP8" if is_fp8(cfg) else p.recipe
             reason = f"leaves none of model.layers={layers} in {form}"
             yield repair(cfg, f"precision.{name}", reason, max(0, layers - 1 - others))
-
-
-def _megatron(cfg: Config) -> Iterator[str]:
-    """Yield the limits of Megatron-Core's layer with Transformer Engine's recipe."""
-    if cfg.run.device == "cpu":
-        reason = "has fp8_block by Transformer Engine, which needs CUDA, and run.device is cpu"
-        yield repair(cfg, "kernels.backend", reason, "auto")
-        return
-    for name in mixer_layers(cfg.model):
-        if refused := mixer_of(name).not_in_fp8_of_megatron(cfg.model):
-            yield repair(cfg, "kernels.backend", refused, "auto")
-            return
-    for name in ("wgrad", "hidden", "dispatch", "weights"):
-        if getattr(cfg.precision, name) != (default := getattr(PrecisionConfig(), name)):
-            reason = "is not possible with kernels.backend=megatron"
-            yield repair(cfg, f"precision.{name}", reason, default)
-    most = cfg.model.layers // cfg.parallel.pipeline
-    for name in ("bf16_first_layers", "bf16_last_layers"):
-        if getattr(cfg.precision, name) > most:
-            reason = f"is more than the {pluralize(most, 'layer')} of a stage, which "
-            reason += "kernels.backend=megatron takes at most"
-            yield repair(cfg, f"precision.{name}", reason, most)

@@ -17,7 +17,7 @@ from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
-from phalanx.configs.tables.backends import expert_backend, is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.transports import (
     MAX_REPLICATED_EXPERTS,
     MAX_REPLICATION_RANKS,
@@ -441,7 +441,7 @@ def not_overlappable(cfg: Config) -> str | None:
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
     if not has_experts(cfg.model):
         return "a dense model exchanges no tokens"
-    if is_stock(cfg.kernels.backend):
+    if expert_backend(cfg.kernels.backend).own_exchange:
         return f"kernels.backend={cfg.kernels.backend} has its own exchanges"
     if transport is not None and not (transport.one_rank or transport.overlaps_microbatches):
         return f"parallel.dispatch={p.dispatch} has one exchange for both passes"

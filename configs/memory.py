@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.knobs import repair
+from phalanx.configs.knobs import listed, repair
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activation_memory import CONTAINS
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
 
 _AGAINST: dict[str, tuple[str, ...]] = {
     "residual": (),
@@ -36,8 +36,8 @@ def memory_problems(cfg: Config) -> Iterator[str]:
         reason = f"would be moved and computed again (run.recompute={again[0]})" if again else ""
         if name == "expert_h" and not has_experts(cfg.model):
             reason = _NO_EXPERTS
-        elif name == "expert_h" and is_stock(cfg.kernels.backend):
-            reason = "is not of Megatron-Core's experts (kernels.backend=megatron)"
+        elif name == "expert_h" and name not in expert_backend(cfg.kernels.backend).recomputes:
+            reason = _not_of(cfg.kernels.backend)
         if name == "attention" and cfg.parallel.context > 1:
             reason = "is gathered from other ranks with parallel.context above 1"
         if reason:
@@ -52,8 +52,15 @@ def _impossible(cfg: Config) -> dict[str, str]:
         found["mla_up"] = "is of model.attention.kind=mla"
     if not has_experts(cfg.model):
         found |= dict.fromkeys(("expert_h", "moe", "moe_act"), _NO_EXPERTS)
-    elif is_stock(cfg.kernels.backend):
-        found["expert_h"] = "is not of Megatron-Core's experts (kernels.backend=megatron)"
-    else:
-        found["moe_act"] = "is of kernels.backend=megatron; these experts always do it"
+        return found
+    names = expert_backend(cfg.kernels.backend).recomputes
+    if "expert_h" not in names:
+        found["expert_h"] = _not_of(cfg.kernels.backend)
+    if "moe_act" not in names:
+        others = [name for name, facts in EXPERT_BACKENDS.items() if "moe_act" in facts.recomputes]
+        found["moe_act"] = f"is of kernels.backend={listed(others)}; these experts always do it"
     return found
+
+
+def _not_of(backend: str) -> str:
+    return f"is not of {expert_backend(backend).maker}'s experts (kernels.backend={backend})"

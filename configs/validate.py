@@ -40,7 +40,6 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import (
     attention_backend,
     expert_backend,
-    is_stock,
     norm_backend,
 )
 from phalanx.configs.tables.layers import MIXERS
@@ -243,7 +242,7 @@ def _dense(cfg: Config) -> Iterator[str]:
         if value not in (off, *_NO_EFFECT.get(path, ())):
             yield repair(cfg, path, "needs experts, and model.moe.experts is 0", off)
     backend = cfg.kernels.backend
-    if is_fp8(cfg) and is_stock(backend):
+    if is_fp8(cfg) and expert_backend(backend).own_fp8:
         reason = f"is of experts alone with kernels.backend={backend}, and the model has none"
         yield repair(cfg, "precision.recipe", reason, "bf16")
     elif quantizes(cfg) and cfg.precision.dense != "fp8":
@@ -274,8 +273,10 @@ def _router(cfg: Config) -> Iterator[str]:
     if r.rounding != "none" and (r.force_balance or r.replay):
         what = "force_balance" if r.force_balance else "replay"
         yield repair(cfg, f"{at}.rounding", f"is not possible with {what}", "none")
-    if r.rounding != "none" and is_stock(cfg.kernels.backend):
-        yield repair(cfg, f"{at}.rounding", "is not possible with kernels.backend=megatron", "none")
+    backend = cfg.kernels.backend
+    if r.rounding != "none" and expert_backend(backend).own_router:
+        reason = f"is not possible with kernels.backend={backend}"
+        yield repair(cfg, f"{at}.rounding", reason, "none")
     if r.softmax_over == "topk" and r.score != "softmax":
         yield repair(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
     if r.softmax_over == "topk" and m.top_k == 1:
@@ -458,8 +459,9 @@ def _run(cfg: Config) -> Iterator[str]:
 
 def _recorded(cfg: Config) -> Iterator[str]:
     """Routing that is written or read."""
-    if cfg.run.record_routing and is_stock(cfg.kernels.backend):
-        reason = "is not possible with kernels.backend=megatron"
+    backend = cfg.kernels.backend
+    if cfg.run.record_routing and expert_backend(backend).own_router:
+        reason = f"is not possible with kernels.backend={backend}"
         yield repair(cfg, "run.record_routing", reason, "")
 
 

@@ -37,14 +37,6 @@ def te_experts(facts: Facts) -> Refusal:
     )
 
 
-def stock_experts(facts: Facts) -> Refusal:
-    """Reason why Megatron-Core's MoE layer cannot run, or None."""
-    if is_microscaling(facts.recipe):
-        return f"has no {facts.recipe} here"
-    why = te(facts) if facts.fp8 else None
-    return why and f"has fp8_block by Transformer Engine: {why}"
-
-
 def te_attention(facts: Facts) -> Refusal:
     """Reason why Transformer Engine's attention cannot run, or None."""
     if reason := te(facts):

@@ -243,8 +243,7 @@ def backward_bytes(cfg: Config, counts: TokenCounts, local: int) -> int:
     parts, element = ACTIVATIONS[e.activation].halves, width(cfg)
     row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
     fused, facts = k.gradient_accumulation_fusion, expert_backend(k.backend)
-    # Transformer Engine hands autograd one cached placeholder for the weights of all experts.
-    grads = 0 if fused and facts.stock_layer else local
+    grads = 0 if fused and facts.joint_placeholder else local
     w1, w2 = (grads * n * m.hidden * e.ffn * element for n in (parts, 1))
     dh, tokens = parts * row_f, counts.received * m.hidden * element
     copies = int(not facts.fuses_gather)  # gathered rows, bf16 weight gradients

@@ -55,8 +55,8 @@ class MoEOptions:
     """Options of the transport `symm`."""
     connections: Connections | None = None
     """Memory that this process shares with other ranks, which `symm` needs."""
-    recompute: tuple[str, ...] = ()
-    """Modules that Megatron-Core's own layer recomputes, by its names."""
+    recompute: frozenset[str] = frozenset()
+    """Names of `run.recompute`, for a layer in place of ours (`ExpertBackend.layer`)."""
     fp8_rows: bool = False
     """Tokens are sent in FP8 where the experts accept it."""
     load_counts: LoadCounts | None = None

@@ -37,9 +37,40 @@ class ExpertBackend(Implementation):
     provider: str = ""
     """Path of `(options: kernels.expert_mlp.providers.Options) -> Backend`. Empty: not a backend of
     the expert MLP."""
-    stock_layer: bool = False
-    """Megatron-Core's MoE layer in place of ours: its own router, transport and experts, which take
-    as many rows as arrive."""
+    layer: str = ""
+    """Path of the class of a MoE layer in place of `moe.layer.MoE`, built from the same options."""
+    config_fields: str = ""
+    """Path of `(cfg: Config) -> dict` with more fields of Megatron-Core's TransformerConfig."""
+    problems: str = ""
+    """Path of `(cfg: Config) -> Iterator[str]`: limits of its FP8 recipe; it repairs `cfg`."""
+    described: str = ""
+    """Path of `(packages: Collection[str]) -> str`: more words on it for the start page."""
+    saved_tensors: str = ""
+    """Path of `(cfg, counts, *, fp8) -> SavedTensors` of its experts. Empty: those of ours."""
+    machine_rates: str = ""
+    """Path of `(model: ModelConfig, machine: Machine) -> Machine` with the measured rates of its
+    experts, passes over weight gradients included. Empty: those of ours."""
+    beside_products: str = ""
+    """Path of a function for the seconds of a layer beside these products, with the signature of
+    `extras.baseline.rates.beside_products`. Empty: none."""
+    own_exchange: str = ""
+    """Path of `(cfg: Config, group: GroupTopology) -> TransportCosts` of its own dispatcher. Empty:
+    tokens travel as `parallel.dispatch` says."""
+    maker: str = ""
+    """Name of whose experts they are in messages, if not ours."""
+    own_fp8: str = ""
+    """Sentence for the start page on FP8 copies that its library keeps. Linear layers beside its
+    experts stay in bf16. Empty: all follow the recipe of the run."""
+    own_router: bool = False
+    """Routes by itself: routing is not recorded, and rows of an expert are not rounded."""
+    row_budget: bool = True
+    """Expert rows have a budget (`parallel.capacity_factor`); else it takes what arrives."""
+    recomputes: tuple[str, ...] = ("expert_h",)
+    """Tensors of experts that `run.recompute` can name, and `run.offload` if it has them."""
+    delays_wgrad: bool = True
+    """Weight gradients can wait for transfers; else it computes them in the backward pass."""
+    joint_placeholder: bool = False
+    """One placeholder stands for the gradients of all experts with fused accumulation."""
     bf16_on_cuda: bool = False
     """On GPUs, runs only in bf16."""
     host_counts: bool = False
@@ -115,6 +146,7 @@ class NormBackend(Implementation):
 
 
 _AVAILABILITY = "phalanx.kernels.availability"
+_BASELINE = "phalanx.extras.baseline"
 
 EXPERT_BACKENDS: dict[str, ExpertBackend] = {
     "fused": ExpertBackend(
@@ -166,10 +198,24 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         placeholder_grads=False,
     ),
     "megatron": ExpertBackend(
-        f"{_AVAILABILITY}:stock_experts",
+        f"{_BASELINE}.rules:stock_experts",
         "Megatron-Core's stock MoE layer",
         auto=False,
-        stock_layer=True,
+        layer=f"{_BASELINE}.stock_moe:StockMoE",
+        config_fields=f"{_BASELINE}.rules:config_fields",
+        problems=f"{_BASELINE}.rules:problems",
+        described=f"{_BASELINE}.rules:described",
+        saved_tensors=f"{_BASELINE}.saved_tensors:saved_tensors",
+        machine_rates=f"{_BASELINE}.rates:with_grouped_products",
+        beside_products=f"{_BASELINE}.rates:beside_products",
+        own_exchange=f"{_BASELINE}.rates:exchange_costs",
+        maker="Megatron-Core",
+        own_fp8="Transformer Engine keeps its own; dense linear layers are bf16",
+        own_router=True,
+        row_budget=False,
+        recomputes=("moe_act",),
+        delays_wgrad=False,
+        joint_placeholder=True,
         host_counts=True,
         replicates=False,
         multiplies=("fp8_block",),
@@ -241,11 +287,6 @@ _UNRESOLVED_NORM = NormBackend("")
 def expert_backend(name: str) -> ExpertBackend:
     """The entry of a backend of the experts; for `auto` one that no rule excludes."""
     return EXPERT_BACKENDS.get(name, _UNRESOLVED)
-
-
-def is_stock(name: str) -> bool:
-    """Return whether a backend is Megatron-Core's own MoE layer, which `auto` is not."""
-    return expert_backend(name).stock_layer
 
 
 def attention_backend(name: str) -> AttentionBackend:

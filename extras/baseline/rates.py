@@ -10,6 +10,7 @@ from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.arithmetic.expert_rates import by_size
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 
 _GROUPED: tuple[tuple[int, int, int, float], ...] = (
     (65536, 2048, 768, 1.918 + 2.553),  # Qwen3-30B-A3B on eight ranks
@@ -55,6 +56,14 @@ def with_grouped_products(model: ModelConfig, machine: Machine) -> Machine:
         expert_tflops=by_size(model, measured) * machine.expert_tflops / h200.expert_tflops,
         expert_fp8_tflops=_FP8_TFLOPS * machine.expert_fp8_tflops / h200.expert_fp8_tflops,
     )
+
+
+def exchange_costs(cfg: Config, group: GroupTopology) -> TransportCosts:
+    """Costs of its all-to-all, with a copy of the row for each expert."""
+    copies = cfg.model.moe.top_k
+    near, far = (group.node_ranks - 1) / group.ranks, 1 - 1 / group.nodes
+    rows = Links(copies * near, copies * far)
+    return TransportCosts(rows, rows)
 
 
 def beside_products(

@@ -22,53 +22,25 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.formats import fp8_row, width
-from phalanx.configs.schema import Config, ModelConfig, RouterConfig
+from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
-from phalanx.moe.experts import h_bytes
 from phalanx.moe.layer import MoEOptions
+from phalanx.moe.model.megatron_config import QUICK_GELU_SLOPE
 from phalanx.moe.router import balance
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.fused_topk import forces_choice
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.router import forced_choice
-from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 from phalanx.moe.shared_experts import MEGATRON
 
-QUICK_GELU_SLOPE = 1.702
-"""Slope of Megatron-Core's quick_gelu."""
+_MODULES = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
+"""Modules that it recomputes, by the names of `run.recompute`."""
 _LOSS_NAMES = {
     "load_balancing_loss": "aux_loss",
     "seq_load_balancing_loss": "seq_aux_loss",
     "global_load_balancing_loss": "global_aux_loss",
 }
-
-
-def router_kwargs(model: ModelConfig) -> dict[str, Any]:
-    """Routing as TransformerConfig fields.
-
-    Normalised softmax over all experts is softmax over the top-k logits, Megatron-Core's default.
-    Forced balance is not among the fields: both routers force the choice themselves.
-    """
-    r, top_k = model.moe.router, model.moe.top_k
-    losses = {name: getattr(r, name) for name in _LOSS_NAMES.values() if getattr(r, name)}
-    names, coefficients = list(losses) or ["none"], list(losses.values()) or [0.0]
-    limited = r.group_topk < r.groups
-    return dict(
-        moe_router_topk=top_k,
-        moe_router_score_function=r.score,
-        moe_router_pre_softmax=r.softmax_over == "all" and not (r.normalize and top_k > 1),
-        moe_router_num_groups=r.groups if limited else None,
-        moe_router_group_topk=r.group_topk if limited else None,
-        moe_router_topk_scaling_factor=r.scale if r.scale != 1 else None,
-        moe_router_dtype="fp32",
-        moe_router_enable_expert_bias=bool(r.bias_rate),
-        moe_router_bias_update_rate=r.bias_rate,
-        moe_router_load_balancing_type=names if len(names) > 1 else names[0],
-        moe_aux_loss_coeff=coefficients if len(names) > 1 else coefficients[0],
-        moe_z_loss_coeff=r.z_loss or None,
-    )
 
 
 def inexpressible(options: MoEOptions) -> Refusal:
@@ -269,8 +241,8 @@ def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
     config.moe_router_fusion = HAVE_TE and not forces_choice(options.moe.router)
     # Sequential experts return their gradients: one without tokens would multiply no rows.
     config.gradient_accumulation_fusion &= HAVE_TE
-    if options.recompute:
-        config.recompute_granularity, config.recompute_modules = "selective", [*options.recompute]
+    if modules := [_MODULES[name] for name in _MODULES if name in options.recompute]:
+        config.recompute_granularity, config.recompute_modules = "selective", modules
     config.bias_activation_fusion = HAVE_TE and _fusable(
         options.spec.activation, options.moe.shared_ffn
     )
@@ -283,15 +255,3 @@ def _fusable(activation: Activation, shared_ffn: int) -> bool:
     if activation.kind == "swiglu":
         return not (activation.limit or activation.offset)
     return activation.kind == "quick_geglu" and not shared_ffn
-
-
-def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:
-    """Saved bytes of the experts of a layer in FP8 or not, without the router's.
-
-    Rows as received and sorted by expert, the activated product, and with biases the projection
-    plus bias; in FP8 the transposed inputs of linear layers.
-    """
-    m, rows = cfg.model, counts.rows
-    x, a = (fp8_row(n) if fp8 else width(cfg) * n for n in (m.hidden, m.moe.ffn))
-    h = h_bytes(cfg, counts, fp8=fp8)
-    return {"moe": h * (2 if m.bias else 1) + rows * x, "expert_a": rows * a}

@@ -33,9 +33,8 @@ from phalanx.configs.schema import (
     AttentionConfig,
     Config,
 )
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
-from phalanx.extras.baseline.stock_moe import StockMoE
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding
@@ -248,8 +247,8 @@ def _layer(
     cfg: Config, config: TransformerConfig, backends: Backends, moe: MoEOptions, number: int
 ) -> ModuleSpec:
     """Spec of layer `number`, from 0; prediction layers come after the last decoder layer."""
-    m, stock = cfg.model, is_stock(backends.experts)
-    layer_recipe = None if stock else recipe(cfg, number)
+    m, backend = cfg.model, expert_backend(backends.experts)
+    layer_recipe = None if backend.own_fp8 else recipe(cfg, number)
     moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute
     spec = replace(
@@ -281,14 +280,12 @@ def _layer(
     mixer_facts = MIXERS[mixer(m, number)]
     if mixer_facts.spec:
         sub.self_attention = resolve_name(mixer_facts.spec)(backends.other_mixer)
-    if stock:
-        modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
-        names = tuple(module for name, module in modules.items() if name in recomputed)
-        moe = replace(moe, recompute=names)
+    if backend.layer:
+        moe = replace(moe, recompute=recomputed)
     if is_dense(m, number):
         sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
     else:
-        sub.mlp = partial(StockMoE if stock else MoE, options=moe)
+        sub.mlp = partial(resolve_name(backend.layer) if backend.layer else MoE, options=moe)
     # Megatron-Core renames norms in checkpoints to match fused layers; ours are not fused.
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())

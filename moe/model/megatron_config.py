@@ -1,10 +1,11 @@
 """From a typed config to Megatron-Core's TransformerConfig, section by section.
 
-It has every MoE field too, so that the stock MoELayer (kernels.backend=megatron) builds from it.
+It has every MoE field too, so that Megatron-Core's own MoELayer builds from it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
 from phalanx.configs.arithmetic.mixers import mixer_of
-from phalanx.configs.formats import in_bf16, is_fp8
+from phalanx.configs.formats import in_bf16
 from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.schema import (
     AttentionConfig,
@@ -24,11 +25,15 @@ from phalanx.configs.schema import (
     MoEConfig,
 )
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import is_stock
-from phalanx.extras.baseline.stock_moe import QUICK_GELU_SLOPE, router_kwargs
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.precision import compute_dtype
+
+QUICK_GELU_SLOPE = 1.702
+"""Slope of Megatron-Core's quick_gelu."""
+_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Knobs of `model.moe.router` for losses that Megatron-Core's router has too."""
 
 
 @dataclass
@@ -79,7 +84,7 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         **_experts(m),
         **_parallel(cfg, layout),
         **_execution(cfg, layout, on_cpu=on_cpu),
-        **_fp8(cfg),
+        **_backend(cfg),
         **rotary,
     )
 
@@ -137,7 +142,33 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
         moe_shared_expert_gate=e.shared_gate,
         moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
         moe_token_dispatcher_type="alltoall",
-        **router_kwargs(m),
+        **_router(m),
+    )
+
+
+def _router(model: ModelConfig) -> dict[str, Any]:
+    """Routing as TransformerConfig fields.
+
+    Normalised softmax over all experts is softmax over the top-k logits, Megatron-Core's default.
+    Forced balance is not among the fields: both routers force the choice themselves.
+    """
+    r, top_k = model.moe.router, model.moe.top_k
+    losses = {name: getattr(r, name) for name in _AUX_LOSSES if getattr(r, name)}
+    names, coefficients = list(losses) or ["none"], list(losses.values()) or [0.0]
+    limited = r.group_topk < r.groups
+    return dict(
+        moe_router_topk=top_k,
+        moe_router_score_function=r.score,
+        moe_router_pre_softmax=r.softmax_over == "all" and not (r.normalize and top_k > 1),
+        moe_router_num_groups=r.groups if limited else None,
+        moe_router_group_topk=r.group_topk if limited else None,
+        moe_router_topk_scaling_factor=r.scale if r.scale != 1 else None,
+        moe_router_dtype="fp32",
+        moe_router_enable_expert_bias=bool(r.bias_rate),
+        moe_router_bias_update_rate=r.bias_rate,
+        moe_router_load_balancing_type=names if len(names) > 1 else names[0],
+        moe_aux_loss_coeff=coefficients if len(names) > 1 else coefficients[0],
+        moe_z_loss_coeff=r.z_loss or None,
     )
 
 
@@ -193,18 +224,10 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
     )
 
 
-def _fp8(cfg: Config) -> dict[str, Any]:
-    """Fields of Transformer Engine's blockwise recipe, for Megatron-Core's own experts."""
-    p = cfg.precision
-    if not is_fp8(cfg) or not is_stock(cfg.kernels.backend):
-        return {}
-    return dict(
-        fp8="hybrid" if p.grad_format == "e5m2" else "e4m3",
-        fp8_recipe="blockwise",
-        first_last_layers_bf16=p.bf16_first_layers + p.bf16_last_layers > 0,
-        num_layers_at_start_in_bf16=p.bf16_first_layers,
-        num_layers_at_end_in_bf16=p.bf16_last_layers,
-    )
+def _backend(cfg: Config) -> dict[str, Any]:
+    """Fields that the experts' backend needs."""
+    path = expert_backend(cfg.kernels.backend).config_fields
+    return dict(resolve_name(path)(cfg)) if path else {}
 
 
 def _rotary(a: AttentionConfig) -> tuple[type[TransformerConfig], dict[str, Any]]:

@@ -24,7 +24,7 @@ from phalanx.configs.formats import (
 from phalanx.configs.knobs import copied
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import attention_backend, expert_backend, is_stock
+from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP, REPLICATION
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import Machine, with_margin
@@ -57,8 +57,8 @@ from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport import (
     choices,
     exchange_options,
-    of_megatron,
     other_groups,
+    own_exchange,
     replication_off,
     sms_of,
 )
@@ -132,10 +132,9 @@ def kernels(draft: Draft) -> None:
     reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
     if expert_backend(experts.backend).fuses_router and reason is not None:
         experts = replace(experts, reason=f"{experts.reason}; routing by torch: {reason}")
-    if e.experts and is_stock(experts.backend):
-        with_te = all("transformer_engine" in device.packages for device in draft.facts.devices)
-        by = "Transformer Engine's grouped GEMM" if with_te else "a loop over experts"
-        experts = replace(experts, reason=f"{experts.reason}; {by}")
+    if e.experts and (path := expert_backend(experts.backend).described):
+        packages = frozenset.intersection(*(d.packages for d in draft.facts.devices))
+        experts = replace(experts, reason=f"{experts.reason}; {resolve_name(path)(packages)}")
     chosen = [
         experts,
         _backend(draft, "attention", k.attention),
@@ -186,16 +185,17 @@ def transport(draft: Draft) -> None:
     """Transport of each expert-parallel group, with expert replication."""
     cfg, p = draft.cfg, draft.cfg.parallel
     expert, wanted = expert_parallel_size(cfg, draft.world), p.dispatch
-    stock = is_stock(cfg.kernels.backend)
-    if stock and wanted != "auto":  # its own dispatcher, whatever is set
-        draft.transports = [of_megatron(wanted)] * (draft.world // expert)
+    backend = cfg.kernels.backend
+    owned = bool(expert_backend(backend).own_exchange)
+    if owned and wanted != "auto":  # its own dispatcher, whatever is set
+        draft.transports = [own_exchange(backend, wanted)] * (draft.world // expert)
         return
     try:
-        groups = _groups(draft, expert, wanted, replicates=not stock)
+        groups = _groups(draft, expert, wanted, replicates=not owned)
     except ValueError as error:
         raise ConfigError(f"{draft.facts.where}{error}") from error
     p.dispatch, p.expert_replication = groups[0].name, groups[0].replica_slots
-    draft.transports = [of_megatron(wanted)] * len(groups) if stock else groups
+    draft.transports = [own_exchange(backend, wanted)] * len(groups) if owned else groups
 
 
 def _groups(draft: Draft, expert: int, wanted: str, *, replicates: bool) -> list[Transport]:
@@ -286,8 +286,8 @@ def weights_in_fp8(draft: Draft) -> None:
         return
     if not multiplies_fp8(cfg):
         place, reason = "none", f"{backend} experts multiply values of FP8 in bf16"
-    elif is_stock(backend):
-        place, reason = "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
+    elif own := expert_backend(backend).own_fp8:
+        place, reason = "resident", own
     else:
         draft.say("fp8", Choice("fp8 weights", fp8_place(cfg), f"precision.weights={wanted}"))
         return

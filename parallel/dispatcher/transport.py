@@ -61,10 +61,10 @@ def _replicated(chosen: Transport) -> type[Dispatcher]:
     return replicated
 
 
-def of_megatron(wanted: str) -> Transport:
-    """The transport of Megatron-Core's own layer, whatever is `wanted`."""
+def own_exchange(backend: str, wanted: str) -> Transport:
+    """The transport of a backend with its own dispatcher, whatever is `wanted`."""
     asked = "" if wanted == "auto" else f"; parallel.dispatch={wanted} is not in effect"
-    return Transport("megatron", f"kernels.backend=megatron has its own{asked}")
+    return Transport(backend, f"kernels.backend={backend} has its own{asked}")
 
 
 def choose_transport(wanted: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Transport:

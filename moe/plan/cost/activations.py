@@ -25,10 +25,9 @@ from phalanx.configs.formats import (
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import expert_backend, is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.extras.baseline import stock_moe
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.moe import experts
 from phalanx.moe.model import dense_mlp
@@ -48,7 +47,7 @@ def sizes(cfg: Config, world: int) -> TokenCounts:
     expert_slots = router.slots(e.router, experts=e.experts, top_k=e.top_k)
     local_slots = e.experts // ranks + replica_slots(cfg, world)
     worst = expert_slots.max_rows(local, ranks, local_slots)
-    if is_stock(cfg.kernels.backend):  # no row budget; balanced load assumed
+    if not expert_backend(cfg.kernels.backend).row_budget:  # balanced load assumed
         rows = min(worst, local * e.top_k)
     else:
         budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
@@ -214,8 +213,8 @@ class Activations:
     def _experts(self, fp8: bool) -> SavedTensors:
         """Saved by router, dispatch and experts, without the input, which the norm saves."""
         cfg, p, hidden = self._cfg, self._cfg.precision, self._cfg.model.hidden
-        if is_stock(cfg.kernels.backend):
-            parts = stock_moe.saved_tensors(cfg, self.sizes, fp8=fp8)
+        if path := expert_backend(cfg.kernels.backend).saved_tensors:
+            parts: SavedTensors = resolve_name(path)(cfg, self.sizes, fp8=fp8)
             parts["moe"] += router.saved_bytes(cfg, self.sizes)
             return parts
         parts, sent = experts.saved_tensors(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)

@@ -13,7 +13,7 @@ from phalanx.configs.formats import width
 from phalanx.configs.layout import replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import expert_backend, is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.plan.cost.traffic import costs
@@ -39,7 +39,7 @@ def refusal(cfg: Config) -> str:
 
 def not_accumulated(cfg: Config) -> str:
     """Reason why backward passes return weight gradients; empty if they add them to buffers."""
-    if is_stock(cfg.kernels.backend):
+    if not expert_backend(cfg.kernels.backend).delays_wgrad:
         return f"kernels={cfg.kernels.backend} computes them in the backward pass"
     if not cfg.kernels.gradient_accumulation_fusion:
         return "kernels.gradient_accumulation_fusion=false returns them from the backward pass"

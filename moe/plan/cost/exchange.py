@@ -5,7 +5,7 @@ from statistics import fmean
 
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.plan.cost.delayed_wgrad import beside_exchanges
@@ -117,6 +117,6 @@ def _crossing(cfg: Config, world: int, machine: Machine, sent: Links) -> float:
     transport = costs(cfg, world)
     if overlap_sms(cfg, world):
         near *= transport.exposed
-    if transport.pipelined and not is_stock(cfg.kernels.backend):
+    if transport.pipelined and not expert_backend(cfg.kernels.backend).own_exchange:
         return max(near, far)
     return near + far

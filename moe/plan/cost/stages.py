@@ -6,7 +6,7 @@ from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
 from phalanx.configs.layout import document_places, may_be_uneven
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import attention_backend, is_stock
+from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.activations import Activations, LayerMemory
 from phalanx.moe.plan.cost.delayed_wgrad import (
@@ -197,8 +197,8 @@ with a budget of 2 x (docs/measured/training/four_h200s.md)."""
 
 
 def chooses_fp8_weights(cfg: Config) -> bool:
-    """`precision.weights` is `auto`, and there are copies; Megatron-Core's layer has its own."""
-    copied = multiplies_fp8(cfg) and not is_stock(cfg.kernels.backend)
+    """`precision.weights` is `auto`, and there are copies of ours."""
+    copied = multiplies_fp8(cfg) and not expert_backend(cfg.kernels.backend).own_fp8
     return cfg.precision.weights == "auto" and copied
 
 

@@ -14,6 +14,7 @@ Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 from phalanx.configs.arithmetic.core_attention import core_tflops
 from phalanx.configs.arithmetic.expert_rates import with_wide_experts
@@ -27,9 +28,8 @@ from phalanx.configs.layout import (
     replicas,
 )
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
-from phalanx.extras.baseline.rates import beside_products, with_grouped_products
 from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.delayed_wgrad import waits
 from phalanx.moe.plan.cost.exchange import Exchange, own_exchange
@@ -124,19 +124,24 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
 
 
 def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds of a MoE layer and micro-batch that the stock layer takes beside products and passes.
+    """Seconds of a MoE layer and micro-batch that a backend takes beside products and passes.
 
     Those of the fused experts are in their rates.
     """
-    if not is_stock(cfg.kernels.backend):
+    path = expert_backend(cfg.kernels.backend).beside_products
+    if not path:
         return 0.0
     local, rows = cfg.model.moe.experts // expert_parallel_size(cfg, world), sizes(cfg, world).rows
-    return beside_products(cfg.model, machine, local=local, rows=rows, fp8=multiplies_fp8(cfg))
+    seconds: float = resolve_name(path)(
+        cfg.model, machine, local=local, rows=rows, fp8=multiplies_fp8(cfg)
+    )
+    return seconds
 
 
 def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
-    with_experts = with_grouped_products if is_stock(cfg.kernels.backend) else with_wide_experts
+    path = expert_backend(cfg.kernels.backend).machine_rates
+    with_experts = resolve_name(path) if path else with_wide_experts
     machine = with_experts(cfg.model, machine)
     if not all(mixer_of(name).core for name in mixer_layers(cfg.model)):
         return machine  # its rate of core attention is that of such models

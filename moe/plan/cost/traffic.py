@@ -6,13 +6,14 @@ the precision of the run; dispatched rows may be FP8 (`precision.dispatch`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config, MoEConfig
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize import packed
@@ -56,8 +57,9 @@ class Traffic:
 
 
 def traffic(cfg: Config, world: int) -> Traffic:
-    """Traffic of `parallel.dispatch`; of its own all-to-all with `kernels.backend=megatron`."""
-    sent = _megatron_costs(cfg, world) if is_stock(cfg.kernels.backend) else costs(cfg, world)
+    """Traffic of `parallel.dispatch`, or of the backend's own dispatcher."""
+    own = expert_backend(cfg.kernels.backend).own_exchange
+    sent = resolve_name(own)(cfg, reach(cfg, world)) if own else costs(cfg, world)
     there, back = (sent.there, sent.back) if resends(cfg) else (NOTHING, NOTHING)
     return _traffic(cfg, world, (sent.there, sent.back), (there + sent.resent, back))
 
@@ -146,14 +148,6 @@ def _traffic(
     (there, back), (again, back_again) = once, resent
     more = to * again + fro * back_again
     return Traffic(ranks, hosts, most, there, back, to * there, fro * back, more)
-
-
-def _megatron_costs(cfg: Config, world: int) -> TransportCosts:
-    """Costs of an all-to-all with a copy of the row for each expert."""
-    copies, group = cfg.model.moe.top_k, reach(cfg, world)
-    near, far = (group.node_ranks - 1) / group.ranks, 1 - 1 / group.nodes
-    rows = Links(copies * near, copies * far)
-    return TransportCosts(rows, rows)
 
 
 def _rank_sizes(cfg: Config, world: int) -> list[int]:

@@ -19,7 +19,7 @@ from phalanx.configs.formats import grad_width, multiplies_fp8, quantizes_dense,
 from phalanx.configs.layout import expert_parallel_size, logit_interval, micro_batches
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import experts_wait, waits
@@ -208,9 +208,9 @@ def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, W
 def beside_passes(cfg: Config) -> Callable[[float, float], float]:
     """Time of weight gradients from those of their products and of passes over their sums.
 
-    They overlap in part; measured rates of the stock layer have passes of their own sizes in them.
+    They overlap in part; rates that a backend has of its own have passes of their sizes in them.
     """
-    return max if is_stock(cfg.kernels.backend) else hypot
+    return max if expert_backend(cfg.kernels.backend).machine_rates else hypot
 
 
 class ExpertBytes(NamedTuple):

@@ -7,7 +7,7 @@ from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import Changes, changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.plan.cost.memory_options import cheapest
@@ -55,7 +55,7 @@ def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> li
 
     kinds = list(_layouts(cfg, world))
     known = resolved(cfg, world, machine.node_gpus)
-    if not is_stock(known.kernels.backend):  # it has no row budget
+    if expert_backend(known.kernels.backend).row_budget:
         factor = largest_factor(known, world, available)
         if factor is not None and factor < cfg.parallel.capacity_factor:
             kinds.append([{"parallel.capacity_factor": factor}])

@@ -25,7 +25,7 @@ from phalanx.configs.matching import Match, matching_records
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import is_stock
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
 from phalanx.moe.data.vocabulary import shown
@@ -290,7 +290,7 @@ def _verdict(cfg: Config, world: int, machine: Machine) -> str:
         return f"does not fit{', not even with balanced experts' * has_experts(cfg.model)}"
     if factor == math.inf:
         return f"fits{' with any routing' * has_experts(cfg.model)}"
-    if is_stock(cfg.kernels.backend):
+    if not expert_backend(cfg.kernels.backend).row_budget:
         return f"fits, up to {factor:g} x the balanced rows"
     verdict = "fits, up to" if enough else "does not fit; it would with"
     return f"{verdict} parallel.capacity_factor={factor:g}"
@@ -305,7 +305,8 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     tokens = received(cfg, world)
     yield f"received  {tokens} tokens, {storage(tokens * row_bytes(cfg))}"
     factor, (budget, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
-    load = "balanced" if is_stock(cfg.kernels.backend) else f"capacity_factor {factor:g}"
+    budgeted = expert_backend(cfg.kernels.backend).row_budget
+    load = f"capacity_factor {factor:g}" if budgeted else "balanced"
     cases = {load: budget} | ({"all tokens to one rank": worst} if worst != budget else {})
     for case, m in cases.items():
         yield (

@@ -15,7 +15,7 @@ from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize.blocks import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.moe.model.precision import compute_dtype, recipe
-from phalanx.parallel.dispatcher.transport import of_megatron
+from phalanx.parallel.dispatcher.transport import own_exchange
 from tests.support.additions import COUNTING_TRANSPORTS
 from tests.support.distributed import run_distributed
 
@@ -93,7 +93,7 @@ def test_rows_travel_in_fp8_where_no_bit_changes(overrides: list[str], in_fp8: b
 
 def test_no_row_travels_in_fp8_by_the_dispatcher_of_the_stock_layer() -> None:
     cfg = load([FP8, "kernels=megatron"])
-    cfg.parallel.dispatch = of_megatron(cfg.parallel.dispatch).name
+    cfg.parallel.dispatch = own_exchange("megatron", cfg.parallel.dispatch).name
     assert not rows_in_fp8(cfg) and not quantizes_on_arrival(cfg)
 
 

@@ -14,7 +14,7 @@ from phalanx.parallel.dispatcher.transport import (
     LOCAL,
     choices,
     choose_transport,
-    of_megatron,
+    own_exchange,
     replication_off,
     resolve,
     sms_of,
@@ -265,7 +265,7 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         ),
         (dict(transport=LOCAL, sms="auto"), "off", "nothing is exchanged"),
         (
-            dict(transport=of_megatron("auto"), backend="megatron", sms="auto"),
+            dict(transport=own_exchange("megatron", "auto"), backend="megatron", sms="auto"),
             "off",
             "Megatron-Core's layer waits for its exchanges",
         ),
@@ -304,7 +304,7 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
             "parallel.comm_sms=16 sets the SMs of its kernels",
         ),
         (
-            dict(transport=of_megatron("auto"), backend="megatron"),
+            dict(transport=own_exchange("megatron", "auto"), backend="megatron"),
             "off",
             f"Megatron-Core's layer waits for its exchanges; {UNUSED}",
         ),
