@@ -1,10 +1,10 @@
 """A file of recorded routing: the experts that the tokens of a run chose, layer by layer.
 
-It is written after the last step of a run (`run.record_routing`) or by hand (`moe.router.by_hand`),
-and read by routers that replay it (`model.moe.router.replay`). It is a safetensors file: a tensor
-[tokens, top_k] for each layer, in uint8 for up to 256 experts and uint16 for more, best expert
-first, and facts in its metadata. This module needs no torch, so that a file can be checked before a
-run starts.
+It is written after the last step of a run (`run.record_routing`) or by hand
+(`scripts/lab/make_routing.py`), and read by routers that replay it (`model.moe.router.replay`). It
+is a safetensors file: a tensor [tokens, top_k] for each layer, in uint8 for up to 256 experts and
+uint16 for more, best expert first, and facts in its metadata. This module needs no torch, so that a
+file can be checked before a run starts.
 """
 
 import json

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.load import load
-from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import write
+from phalanx.scripts.lab.routing_by_hand import random_choices, read_choices
 from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.reader import may_leave
 

@@ -6,7 +6,6 @@ test_scripts.
 
 import gzip
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -20,7 +19,6 @@ from unittest import mock
 import pytest
 import torch
 
-from phalanx.scripts.lab import timeline
 from tests.support.distributed import run_distributed
 from tests.support.runs import (
     DEEPSEEK,
@@ -133,23 +131,6 @@ def test_a_profile_has_the_stages_of_the_data_flow(full_run: tuple[list[str], Pa
     assert names.count("optimizer") == 2  # one of each step of the window
     assert [names.count(f"step {n}") for n in (1, 2, 3, 4)] == [0, 1, 1, 0]
     assert ("moe/shared" in names) == ("deepseek" in main.out)
-
-
-def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
-    full_run: tuple[list[str], Path, Rank], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    overrides, folder, _ = full_run
-    picture = tmp_path / "picture.png"
-    assert timeline.main([str(folder / "trace_2_3.json.gz"), "--plot", str(picture)]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    model = overrides[overrides.index("data.split='90,10'") + 1].partition("=")[2]
-    assert first.startswith(f"run: {model} on 2 x CPU process, bf16, torch experts, sequence 16, ")
-    assert first.endswith(": steps 2 to 3")
-    times = {
-        row[:12].strip(): float(row[12:].split()[0]) for row in itertools.takewhile(bool, rest[3:])
-    }
-    assert {"exchange", "experts", "plan, sums", "attention", "GEMM", "optimizer"} <= set(times)
-    assert min(times.values()) > 0 and picture.stat().st_size > 5000
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from phalanx.scripts.lab.timeline import (
     union,
     without,
 )
+from tests.support.runs import DEEPSEEK, SMALL, run, with_corpus
 
 PUSH = "kernel_cutlass_kernel_kernelssm90pushPushKernel_object_at__"
 FC1 = "kernel_cutlass_kernel_kernelssm90fc1_actFc1Kernel_object_at__Copy_Atom"
@@ -261,6 +263,24 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
         assert [label.get_text() for label in one.get_yticklabels()] == ["other"]
         assert one.get_xlabel() == "ms from the first operation"
         assert sum(len(bars.get_paths()) for bars in one.collections) > 0
+
+
+@pytest.mark.dist
+def test_the_trace_of_a_run_on_two_ranks_is_told_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, data = [*SMALL, *DEEPSEEK, "kernels=torch"], with_corpus(tmp_path)
+    ranks = run(2, [*model, *data, "run.steps=3", "run.profile=[2,3]", f"run.dir={tmp_path}"])
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+    trace, picture = tmp_path / "run/trace_2_3.json.gz", tmp_path / "picture.png"
+    assert main([str(trace), "--plot", str(picture)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    what = "run: tiny_deepseek on 2 x CPU process, bf16, torch experts, sequence 16, "
+    assert first.startswith(what) and first.endswith(": steps 2 to 3")
+    rows = itertools.takewhile(bool, rest[3:])
+    times = {row[:12].strip(): float(row[12:].split()[0]) for row in rows}
+    assert {"exchange", "experts", "plan, sums", "attention", "GEMM", "optimizer"} <= set(times)
+    assert min(times.values()) > 0 and picture.stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

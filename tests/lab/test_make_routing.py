@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from phalanx.configs.load import load
-from phalanx.moe.router.by_hand import random_choices, read_choices
-from phalanx.moe.router.recording import FORMAT, read_facts, read_layer
+from phalanx.moe.router.recording import read_facts
 from phalanx.scripts.lab import make_routing, routing_load
+from phalanx.scripts.lab.routing_by_hand import random_choices, read_choices
 from tests.support.runs import SMALL, records, run
 
 MODEL = load(["model=tiny", "model.layers=3", "model.moe.dense_layers=1", "model.mtp_layers=1"])
@@ -122,39 +121,3 @@ def test_what_was_made_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main.code == 0, main.err
     (record,) = records(tmp_path / "run")
     assert record["load_max"] == pytest.approx(4.0)  # half of the choices, of a mean of an eighth
-
-
-@pytest.mark.parametrize(
-    ("ids", "why"),
-    [
-        ([[0, 8]], "layer.1 has expert 8 of token 0"),
-        ([[1, 1]], "layer.1 has an expert twice of token 0"),
-        ([[1, 2], [3, 4]], r"layer.1 is uint8 \[2, 2\], not integers \[1, 2\]"),
-    ],
-)
-def test_a_file_of_another_program_is_checked(
-    ids: list[list[int]], why: str, tmp_path: Path
-) -> None:
-    facts = {"model": "mine", "experts": 8, "top_k": 2, "tokens": 1, "step": 0}
-    metadata = {"format": FORMAT, "facts": json.dumps(facts | {"layers": ["layer.1"]})}
-    save_file({"layer.1": np.array(ids, np.uint8)}, tmp_path / "mine", metadata)
-    with pytest.raises(ValueError, match=why):
-        read_layer(tmp_path / "mine", "layer.1")
-    with pytest.raises(ValueError, match="has no layer.2"):
-        read_layer(tmp_path / "mine", "layer.2")
-    save_file({"a": np.zeros(1)}, tmp_path / "other", {"format": FORMAT, "facts": "{}"})
-    with pytest.raises(ValueError, match="has no facts in its metadata: JSON with model, experts,"):
-        read_facts(tmp_path / "other")
-
-
-@pytest.mark.dist
-def test_a_run_refuses_it_in_a_line(tmp_path: Path) -> None:
-    ids = {f"layer.{n}": np.array([[0, 1], [2, 9]], np.uint8) for n in (1, 2)}
-    facts = {"model": "mine", "experts": 8, "top_k": 2, "tokens": 2, "step": 0, "layers": [*ids]}
-    save_file(ids, tmp_path / "mine", {"format": FORMAT, "facts": json.dumps(facts)})
-    words = ["model=tiny", *SMALL, "model.attention.head_dim=8", "data=synthetic"]
-    replay = f"model.moe.router.replay={tmp_path / 'mine'}"
-    (main,) = run(1, [*words, f"run.dir={tmp_path}", replay])
-    assert main.code == 2
-    assert "layer.1 has expert 9 of token 1, and experts are 0 to 7" in main.err
-    assert main.err.count("\n") == 1
