@@ -8,9 +8,9 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.scripts.lab.release import build_wheel
+from phalanx.configs.records import own
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["run.steps=1", "run.save_interval=-1", "data=synthetic", "data.sequence_length=32"]
@@ -30,9 +30,8 @@ print(kernels.OWNER, phalanx.kernels.registry.__file__)
 COMMANDS = {
     f"phalanx-{name}"
     for name in (
-        *("train", "prepare-data", "convert-hf", "checkpoint", "build-kernels", "compare"),
-        *("plot-losses", "plot-run", "make-routing", "routing-load", "sample", "evaluate"),
-        "timeline",
+        *("train", "prepare-data", "convert-hf", "checkpoint", "build-kernels"),
+        *("plot-run", "sample", "evaluate"),
     )
 }
 CALLS = """
@@ -100,33 +99,42 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel as it is released, with one library in place of the compiled kernels."""
+    """A wheel of what git tracks, without compiled kernels."""
     folder = tmp_path_factory.mktemp("wheel")
-    (folder / "libraries").mkdir()
-    (folder / "libraries/Kernel-0.so").write_bytes(b"\x7fELF")
-    return build_wheel.pack(folder / "libraries", folder / "out")
+    tree, out = folder / "tree", folder / "out"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
+    pip("wheel", "--no-build-isolation", "--wheel-dir", out, tree)
+    return next(out.glob("*.whl"))
 
 
 def test_what_is_packed(wheel: Path) -> None:
-    """The wheel has compiled kernels and needs torch alone; the other archive has sources."""
-    (source,) = wheel.parent.glob("*.tar.gz")
-    assert "-py3-none-manylinux_2_28_" in wheel.name
+    """All that trains and that is imported; no laboratory, tests or pages."""
     with zipfile.ZipFile(wheel) as packed:
         names = {*packed.namelist()}
         record = next(name for name in names if name.endswith(".dist-info/METADATA"))
         facts = message_from_string(packed.read(record).decode())
     assert {top(name) for name in names} == {"phalanx", top(record)}
-    assert "phalanx/kernels/compiled/Kernel-0.so" in names
-    assert {"phalanx/kernels/api.py", "phalanx/kernels/sm90/jit/runtime_calls.c"} <= names
-    assert "phalanx/adapters/transformers/experts.py" in names
-    assert not any(name.startswith("phalanx/kernels/adapters/") for name in names)
+    extras = {path.parent.name for path in (ROOT / "extras").glob("*/__init__.py")}
+    files = [f"extras/{name}/__init__.py" for name in extras]
+    files += [
+        "train.py",
+        "kernels/api.py",
+        "kernels/sm90/jit/runtime_calls.c",
+        "configs/validate.py",
+    ]
+    files += ["adapters/transformers/experts.py", "scripts/slurm.sbatch", "scripts/evaluate.py"]
+    assert {f"phalanx/{name}" for name in files} <= names
+    left_out = ("scripts/lab", "tests", "kernels/adapters", "docs/proof", "docs/cards")
+    assert not any(name.startswith(tuple(f"phalanx/{x}/" for x in left_out)) for name in names)
+    read = {f"measured/training/{name}.yaml" for name in own()} | {"published/training.yaml"}
+    documents = {name for name in names if name.startswith("phalanx/docs/")}
+    assert documents == {f"phalanx/docs/{name}" for name in read}  # a dry run compares with them
     always = [need for need in facts.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert always == ["torch>=2.11"]
-    assert {"compile", "train", "dev"} <= {*facts.get_all("Provides-Extra", [])}
-    with tarfile.open(source) as packed:
-        members = {name.partition("/")[2] for name in packed.getnames()}
-    assert {"pyproject.toml", "phalanx/kernels/api.py"} <= members
-    assert not any(name.endswith(".so") for name in members)
+    assert {"compile", "train", "lab", "dev"} <= {*facts.get_all("Provides-Extra", [])}
 
 
 def test_a_wheel_beside_another_kernels(wheel: Path, stranger: Path, tmp_path: Path) -> None:
