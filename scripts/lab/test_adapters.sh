@@ -3,7 +3,7 @@
 # an environment of its own that has .venv beneath it. Megatron-Core's run in scripts/test.sh.
 #   bash scripts/lab/test_adapters.sh [PYTHON]      default: .venv/bin/python
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 base=${1:-$PWD/.venv/bin/python}
 site=$("$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
