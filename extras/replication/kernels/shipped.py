@@ -25,7 +25,7 @@ def _gradients() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
 
     formats = ("e4m3", "e5m2")
-    contractions = (
+    contractions: tuple[Any, ...] = (
         *(Contraction(*chosen) for chosen in product((192, 256), (D, V))),
         *(Fp8Contraction(*chosen) for chosen in product((192, 256), formats)),
     )
