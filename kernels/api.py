@@ -7,10 +7,10 @@ others of `phalanx.kernels` may change.
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
-from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.functional.choice import BackendChoice
 from phalanx.kernels.functional.experts import grouped_experts, grouped_experts_sorted
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
+from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
 from phalanx.kernels.functional.resolve import resolve_backend
 from phalanx.kernels.functional.router import RouterOptions, router_topk

@@ -12,7 +12,7 @@ from phalanx.kernels.core_attention.limits import unsupported_heads
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Facts
 from phalanx.kernels.rms_norm.limits import unsupported_width
-from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
+from phalanx.kernels.sm90_limits import COMBINE_SLOTS, PLAN_EXPERTS
 
 
 def always(facts: Facts) -> Refusal:

@@ -27,7 +27,8 @@ class ParameterFacts:
     """The next gradient replaces the contents of `main_grad`. Set and cleared by
     `kernels.expert_mlp.main_grad`."""
     fp8_copies: Any = None
-    """Cached FP8 copies (`kernels.quantize.fp8_copies`), until the next update of the parameter."""
+    """Cached FP8 copies (`kernels.expert_mlp.fp8.copies`), until the next update of the
+    parameter."""
     matrices: Any = None
     """Shapes of its matrices, for an optimizer that updates each as a whole."""
 

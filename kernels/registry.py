@@ -22,8 +22,8 @@ from phalanx.configs.tables.backends import (
     Implementation,
 )
 from phalanx.configs.tables.layers import MIXERS
+from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.sm90.jit import libraries
 
 
 def installed() -> frozenset[str]:

@@ -34,7 +34,7 @@ from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.square_sum import square_sum
-from phalanx.kernels.quantize import fp8_copies
+from phalanx.kernels.expert_mlp.fp8 import copies as fp8_copies
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches, rescale
 from phalanx.parallel.megatron.averages import Averages

@@ -13,8 +13,8 @@ KERNEL_DECORATORS = {"jit", "kernel"}
 """Last names of decorators of kernels: `triton.jit`, `cute.jit`, `cute.kernel`."""
 
 LONG_SIGNATURES = {
-    "kernels/expert_mlp/custom_ops.py: grouped_mlp": 12,
-    "kernels/expert_mlp/custom_ops.py: grouped_mlp_backward": 13,
+    "kernels/functional/custom_ops.py: grouped_mlp": 12,
+    "kernels/functional/custom_ops.py: grouped_mlp_backward": 13,
     "extras/linear_attention/gradients_triton.py: gradients": 11,
     "kernels/sm90/experts/fc1_act.py: fc1_act": 13,
     "kernels/sm90/experts/fc2_dgrad_dact.py: fc2_dgrad_dact": 12,

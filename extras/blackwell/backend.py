@@ -33,10 +33,10 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped, expert_of_row
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
-from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
-from phalanx.kernels.sm90.limits import COMBINE_SLOTS
+from phalanx.kernels.sm90_limits import COMBINE_SLOTS
 
 _ACTIVATION_BYTES = 32
 """Alignment that cuDNN requires of recomputed activations; new tensors on GPUs have it."""

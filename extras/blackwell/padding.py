@@ -1,6 +1,6 @@
 """Expert rows for cuDNN: the rows of every expert padded to 256 with zeros.
 
-A plan of `kernels.routing.sort_pairs` with `align` has index -1 and probability 0 in such a row.
+A plan of `kernels.expert_mlp.sort_pairs` with `align` has index -1 and probability 0 in such a row.
 
 Legend: N rows of x, S expert rows, L local experts.
 """

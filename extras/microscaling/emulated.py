@@ -37,9 +37,9 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.sort_pairs import gather_rows, used_rows
 from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
 from phalanx.kernels.quantize.recipe import Microscaling
-from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
 
 
 class EmulatedMicroscaling(UnquantizedMixin, DelegatingMixin):

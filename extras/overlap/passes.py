@@ -1,4 +1,4 @@
-"""What forward passes and the backward passes beside them exchange by.
+"""Process groups and exchanges of forward passes and the backward passes beside them.
 
 Collectives of one communicator run in the order in which they are issued. With one communicator the
 exchanges of a forward pass would wait for those of the whole backward pass beside it

@@ -48,8 +48,8 @@ comes later on another rank. Shared state, and the reason that two passes at a t
 - Tables that are computed once (rotary angles, masks) are made by a forward pass before the first
   backward pass ends, and every other pass waits for that one.
 - Megatron-Core's scales of auxiliary losses are set by each forward pass, to the same value.
-- Exchanges have a process group for each kind of pass (`extras.overlap.pass_groups`),
-  or buffers, flags and epochs (`parallel.dispatcher.exchange.PassExchanges`).
+- Exchanges have a process group for each kind of pass, or buffers, flags and epochs
+  (`extras.overlap.passes`).
 - Activations belong to one micro-batch, and their memory to its stream, which frees it; emptied and
   recomputed ones too. Reports, inputs and gradients cross to the caller's stream, which is waited
   for at the start and waits for both at the end.

@@ -24,7 +24,7 @@ from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
 from phalanx.extras.replication.options import ReplicationOptions, plan_replicas
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
-from phalanx.kernels.routing.sort_pairs import gather_rows
+from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_routing, all_rows, sum_to_owner
 from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows

@@ -57,7 +57,7 @@ from phalanx.extras.replication.kernels.rows import (
     sum_unreduced_rows,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.routing.sort_pairs import gather_rows
+from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.fp8_rows import without_data
 from phalanx.parallel.dispatcher.transfers import LayerCall, SentRouting
 

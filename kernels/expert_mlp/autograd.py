@@ -33,15 +33,15 @@ from phalanx.kernels.expert_mlp.calls import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8.operands import in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPSpec, MLPWeights, Pass
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.fp8_operands import in_dtype
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
 def backend_of(spec: MLPSpec, step: Pass) -> Backend:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.kernels import debug
 from phalanx.kernels.derivatives import transformed
+from phalanx.kernels.expert_mlp import debug
 from phalanx.kernels.expert_mlp.autograd import (
     OWN,
     ExpertMLP,
@@ -26,7 +26,7 @@ from phalanx.kernels.expert_mlp.autograd import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
+from phalanx.kernels.sm90_limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 
 def grouped_mlp(
@@ -75,7 +75,7 @@ def grouped_mlp(
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together; with
-            PHALANX_DEBUG=1 also indices of rows that do not exist (`kernels.debug`).
+            PHALANX_DEBUG=1 also indices of rows that do not exist (`kernels.expert_mlp.debug`).
     """
     check(x_ND, weights, plan, spec.activation.facts.halves, more=experts.has_more)
     if overlap is not None and not spec.facts.waits_for_rows:

@@ -28,7 +28,7 @@ from phalanx.kernels.expert_mlp.calls import (
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.providers import Options
-from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
+from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, sort_pairs
 
 
 def activation(h: Tensor, act: Activation) -> Tensor:

@@ -30,7 +30,7 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import Options
-from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
+from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
 
 def grouped(options: Options) -> "Grouped":

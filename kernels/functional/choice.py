@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
-from phalanx.kernels.expert_mlp.custom_ops import encode
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.providers import names
+from phalanx.kernels.functional.custom_ops import encode
 from phalanx.kernels.functional.options import (
     activation_named,
     check_backend,

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.derivatives import refuse_transforms
-from phalanx.kernels.expert_mlp import custom_ops
+from phalanx.kernels.elementwise.clear_padding import clear_padding
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.functional import custom_ops
 from phalanx.kernels.functional.arguments import (
     check_channels,
     check_choices,
@@ -35,7 +36,6 @@ from phalanx.kernels.functional.choice import choose
 from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes
 from phalanx.kernels.functional.options import ExpertOptions, constant, constants, with_defaults
 from phalanx.kernels.narrow import as_int32
-from phalanx.kernels.routing.clear_padding import clear_padding
 from phalanx.kernels.routing.plan import make_plan
 
 

@@ -10,10 +10,10 @@ from phalanx.configs.schema import PrecisionConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.custom_ops import RECIPE_TYPES
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.expert_mlp.providers import names
 from phalanx.kernels.functional.arguments import check_bool
+from phalanx.kernels.functional.custom_ops import RECIPE_TYPES
 from phalanx.kernels.functional.layouts import layout_named
 from phalanx.kernels.quantize.recipe import Recipe
 

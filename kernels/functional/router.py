@@ -20,8 +20,9 @@ from phalanx.kernels.functional.arguments import (
 from phalanx.kernels.functional.options import constant, decoded, filled
 from phalanx.kernels.registry import Facts, KernelUnavailable
 from phalanx.kernels.routing.topk import custom_ops
-from phalanx.kernels.routing.topk.refusal import impossible_groups, topk_refusal
+from phalanx.kernels.routing.topk.refusal import topk_refusal
 from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
+from phalanx.kernels.sm90_limits import impossible_groups
 
 
 class _Backend(NamedTuple):

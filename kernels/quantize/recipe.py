@@ -34,7 +34,7 @@ class Fp8Block:
     """Precision of the operands of weight gradients."""
     hidden: Literal["bf16", "fp8"] = "bf16"
     """Precision of the activation's input, saved for the backward pass."""
-    emulation: ClassVar[str] = "phalanx.kernels.quantize.emulated_fp8:EmulatedFP8"
+    emulation: ClassVar[str] = "phalanx.kernels.expert_mlp.fp8.emulated:EmulatedFP8"
     """Path of `(exact: Backend, recipe) -> Backend`: the recipe over a backend without it."""
 
     def __post_init__(self) -> None:

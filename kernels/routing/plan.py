@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
-from phalanx.kernels import debug
 from phalanx.kernels.derivatives import first_order
+from phalanx.kernels.expert_mlp import debug
 from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.routing.sort_pairs import MAX_EXPERTS
+from phalanx.kernels.expert_mlp.sort_pairs import MAX_EXPERTS
 
 
 def make_plan(

@@ -25,8 +25,9 @@ from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.plan.cost.weights import checkpoint_bytes
 from phalanx.moe.router import recording
 from phalanx.moe.text.units import count, storage
-from phalanx.parallel import disk_space, folder_lock, run_start
+from phalanx.parallel import disk_space, folder_lock
 from phalanx.parallel.checkpoint import commit, remote, saved_config
+from phalanx.parallel.checkpoint import start as run_start
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint

@@ -10,10 +10,10 @@ from phalanx.moe.job import Job
 from phalanx.moe.run.bad_steps import Health
 from phalanx.moe.run.data import TrainingData
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
+from phalanx.parallel.checkpoint.start import Start
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
-from phalanx.parallel.run_start import Start
 
 
 class Progress:

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import RunConfig
-from phalanx.parallel import run_start
-from phalanx.parallel.checkpoint import commit, rng, safe_pickle
+from phalanx.parallel import random_states as rng
+from phalanx.parallel.checkpoint import commit, safe_pickle
+from phalanx.parallel.checkpoint import start as run_start
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.host_buffer import Staging
 from phalanx.parallel.checkpoint.model_state import (
@@ -52,6 +53,7 @@ from phalanx.parallel.checkpoint.saved_config import (
     compared,
 )
 from phalanx.parallel.checkpoint.saved_knobs import understood
+from phalanx.parallel.checkpoint.start import Start, start_over_override
 from phalanx.parallel.checkpoint.target import Folder, Store
 from phalanx.parallel.checkpoint.verify import (
     newest,
@@ -64,7 +66,6 @@ from phalanx.parallel.checkpoint.weights import read_state
 from phalanx.parallel.checkpoint.writer import Writing
 from phalanx.parallel.fault.agreement import Failed, agree, failing_together, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
-from phalanx.parallel.run_start import Start, start_over_override
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +257,7 @@ class Checkpointer:
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, run: RunConfig) -> Start:
-        """Return the start of this launch (parallel.run_start).
+        """Return the start of this launch (parallel.checkpoint.start).
 
         Folders that turn out to be invalid are renamed to *.bad.
 

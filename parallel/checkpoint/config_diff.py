@@ -11,7 +11,7 @@ from phalanx.configs.arithmetic.data_stages import begun
 from phalanx.configs.knobs import overrides
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
-from phalanx.parallel.run_start import start_over_override
+from phalanx.parallel.checkpoint.start import start_over_override
 
 _FIXED = (
     "model",

@@ -23,11 +23,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.checkpoint.start import start_over_override
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.averages import NAME, begin, has_averages
 from phalanx.parallel.megatron.updated import parts, updated
 from phalanx.parallel.object_store import Place
-from phalanx.parallel.run_start import start_over_override
 
 
 def rectangles(

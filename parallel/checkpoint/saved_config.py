@@ -22,8 +22,8 @@ from phalanx.configs.addresses import is_address
 from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
+from phalanx.parallel.checkpoint.start import start_over_override
 from phalanx.parallel.object_store import Place, Remote, place
-from phalanx.parallel.run_start import start_over_override
 from phalanx.parallel.untrusted import check_archive, check_pickle
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
-from phalanx.kernels import debug
 from phalanx.kernels.derivatives import in_backward
+from phalanx.kernels.expert_mlp import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block

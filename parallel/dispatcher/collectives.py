@@ -29,7 +29,7 @@ type Group = Callable[[], dist.ProcessGroup]
 
 
 class Passes(Protocol):
-    """What forward and backward passes exchange by."""
+    """Process groups and exchanges of forward and backward passes."""
 
     @property
     def beside(self) -> bool:

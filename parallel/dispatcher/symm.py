@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
-from phalanx.kernels.sm90.jit import libraries
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows

@@ -52,7 +52,7 @@ class Transport:
     replication: Replication | None = None
     """Options of expert replication; None: no replication."""
     passes: Passes = IN_TURN
-    """What forward and backward passes exchange by."""
+    """Process groups and exchanges of forward and backward passes."""
     group: Group | None = None
     """Process groups of its collectives by `passes`, where passes of two micro-batches run beside
     each other; None: that of its ranks."""

@@ -33,9 +33,9 @@ from phalanx import train
 from phalanx.kernels.expert_mlp import providers
 from phalanx.kernels.expert_mlp.calls import Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.quantize import emulated_fp8
+from phalanx.kernels.expert_mlp.fp8 import emulated as emulated_fp8
+from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
 
 ADDED = ("kernels=torch", "precision=fp8_block", "run.graph=off")
 _MAGNITUDE = 0x7F

@@ -21,8 +21,8 @@ from phalanx.configs.validate import ConfigError, validate
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.routing.plan import make_plan

@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """State on this rank that the next step depends on: digests and plain numbers."""
-    from phalanx.parallel.checkpoint import rng
+    from phalanx.parallel import random_states as rng
     from phalanx.parallel.checkpoint.model_state import parameters_gathered
 
     engine = trainer.job.engine

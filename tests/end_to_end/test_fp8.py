@@ -19,7 +19,7 @@ def products(_: int) -> Iterator[dict[str, int]]:
     """FP8 calls in the forward passes of a run, by operand."""
     from phalanx.extras.microscaling.emulated import EmulatedMicroscaling
     from phalanx.kernels.expert_mlp import dense_linear
-    from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
+    from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
 
     calls = {"linear": 0, "fc1": 0}
     linear, emulated = dense_linear._Linear.forward, (EmulatedFP8, EmulatedMicroscaling)

@@ -19,7 +19,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, one_group
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.routing.sort_pairs import gather_rows
+from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
 from phalanx.kernels.wgrad_queue import Waiting
 
 SWIGLU = Activation("swiglu")

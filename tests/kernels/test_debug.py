@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.kernels import debug
+from phalanx.kernels.expert_mlp import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget

@@ -116,7 +116,7 @@ def test_a_job_may_check_the_cluster_first(
 
 
 def test_a_stopped_job_queues_again_with_the_same_command(job: Job) -> None:
-    """The run itself knows that it has started (parallel.run_start)."""
+    """The run itself knows that it has started (parallel.checkpoint.start)."""
     finished = job.start(85, "run.resume=never", saves="00000005")
     assert finished.returncode == 0 and "newest checkpoint: step_00000005" in finished.stderr
     assert job.seen("scontrol") == ["requeue 30042"]

@@ -174,7 +174,7 @@ def _left(trainer: Any) -> dict[str, str]:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     from phalanx.moe.router.balance import routers
-    from phalanx.parallel.checkpoint import rng
+    from phalanx.parallel import random_states as rng
     from phalanx.parallel.checkpoint.model_state import sharded_state
     from phalanx.parallel.checkpoint.optimizer_state import OptimizerState
 

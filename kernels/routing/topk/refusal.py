@@ -4,7 +4,7 @@ import math
 
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.topk.scores import Weighting
-from phalanx.kernels.sm90.limits import (
+from phalanx.kernels.sm90_limits import (
     TOPK_EXPERTS,
     TOPK_GROUP_SCORES,
     TOPK_GROUP_STEP,
@@ -33,20 +33,6 @@ def topk_refusal(
     if not options.scale or not math.isfinite(options.scale):
         return f"needs a scale other than {options.scale}"
     return None
-
-
-def impossible_groups(groups: int, chosen: int, *, experts: int, top_k: int) -> Refusal:
-    """Reason for which a token cannot choose from some groups of experts; None if it can.
-
-    Args:
-        groups: number of groups.
-        chosen: how many a token chooses from.
-        experts: number of experts.
-        top_k: experts per token.
-    """
-    if 1 <= chosen <= groups and not experts % groups and top_k <= chosen * (experts // groups):
-        return None
-    return f"{top_k} of {experts} experts cannot come from {chosen} of {groups} equal groups"
 
 
 def _refuse_groups(

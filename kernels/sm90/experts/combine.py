@@ -31,8 +31,8 @@ from torch import Tensor
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import IntVecPtr, WordVecPtr
 from phalanx.kernels.sm90.jit.ptx import pack, unpack
-from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MAX_ADDENDS
-from phalanx.kernels.sm90.limits import COMBINE_SLOTS as MAX_SLOTS
+from phalanx.kernels.sm90_limits import COMBINE_ADDENDS as MAX_ADDENDS
+from phalanx.kernels.sm90_limits import COMBINE_SLOTS as MAX_SLOTS
 
 THREADS = 256
 _COLUMNS = 8

@@ -1,7 +1,7 @@
 """The fused kernels in FP8 as a backend of the expert MLP.
 
 An adapter, as `kernels.sm90.experts.backend` is, whose plan, its backward and the sum of a token's
-experts it shares. Compared with `kernels.quantize.emulated_fp8` operands of weight gradients are
+experts it shares. Compared with `kernels.expert_mlp.fp8.emulated` operands of weight gradients are
 transposed from rows in FP8, not quantised a second time from bf16: the same values but where the
 smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
 
@@ -24,11 +24,11 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8.copies import weight_copy
+from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
+from phalanx.kernels.expert_mlp.fp8.operands import FP8Operands
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.emulated_fp8 import EmulatedFP8
-from phalanx.kernels.quantize.fp8_copies import weight_copy
-from phalanx.kernels.quantize.fp8_operands import FP8Operands
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
@@ -45,7 +45,7 @@ class FusedFP8(FP8Operands, Fused):
         launch: as for `Fused`.
         recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
             that went through FP8: exact, for comparison, and slow.
-        keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
+        keep: FP8 copies of weights stay with them (`kernels.expert_mlp.fp8.copies`).
     """
 
     waits_for_weights: ClassVar[bool] = False

@@ -23,12 +23,12 @@ from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
 from phalanx.configs.tables.activations import ACTIVATIONS
+from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import KernelUnavailable
-from phalanx.kernels.sm90.jit import libraries
 from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
 from phalanx.kernels.sm90.jit.program import Program
 from phalanx.kernels.sm90.jit.stand_ins import compiler_fits

@@ -18,8 +18,8 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
+from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.availability import CUTLASS_DSL
-from phalanx.kernels.sm90.jit import libraries
 
 
 def compiler_fits() -> bool:

@@ -14,11 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from phalanx.kernels.sm90.jit.ptx import unpack
-from phalanx.kernels.sm90.limits import TOPK_EXPERTS as MAX_EXPERTS
-from phalanx.kernels.sm90.limits import TOPK_GROUP_SCORES as MAX_BEST
-from phalanx.kernels.sm90.limits import TOPK_GROUP_STEP
-from phalanx.kernels.sm90.limits import TOPK_GROUPS as MAX_GROUPS
-from phalanx.kernels.sm90.limits import TOPK_SLOTS as MAX_SLOTS
+from phalanx.kernels.sm90_limits import TOPK_EXPERTS as MAX_EXPERTS
+from phalanx.kernels.sm90_limits import TOPK_GROUP_SCORES as MAX_BEST
+from phalanx.kernels.sm90_limits import TOPK_GROUP_STEP
+from phalanx.kernels.sm90_limits import TOPK_GROUPS as MAX_GROUPS
+from phalanx.kernels.sm90_limits import TOPK_SLOTS as MAX_SLOTS
 
 WARPS = 8
 """Warps, and tokens, of a CTA."""

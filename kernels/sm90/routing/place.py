@@ -34,7 +34,7 @@ from cutlass import Float32, Int32, Uint32
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr, IntVecPtr
-from phalanx.kernels.sm90.limits import PLAN_CAPACITIES as CAPACITIES
+from phalanx.kernels.sm90_limits import PLAN_CAPACITIES as CAPACITIES
 
 THREADS = 512
 WARPS = THREADS // 32

@@ -21,10 +21,10 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.sm90.jit.launch import check, launch, sms
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
-from phalanx.kernels.sm90.limits import PLAN_CAPACITIES as CAPACITIES
-from phalanx.kernels.sm90.limits import PLAN_EXPERTS as MAX_EXPERTS
-from phalanx.kernels.sm90.limits import PLAN_SLOTS as MAX_SLOTS
 from phalanx.kernels.sm90.routing.place import MAX_PAIRS, WARPS, PlanConfig, PlanKernel
+from phalanx.kernels.sm90_limits import PLAN_CAPACITIES as CAPACITIES
+from phalanx.kernels.sm90_limits import PLAN_EXPERTS as MAX_EXPERTS
+from phalanx.kernels.sm90_limits import PLAN_SLOTS as MAX_SLOTS
 
 MAX_ROWS = 1 << 30
 _BATCH = 4

@@ -30,7 +30,6 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from torch import Tensor
 
-from phalanx.kernels.routing.topk.refusal import impossible_groups
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, Fp32VecPtr, IntPtr, WordVecPtr
@@ -53,6 +52,7 @@ from phalanx.kernels.sm90.routing.logits import (
     warp_sum,
 )
 from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
+from phalanx.kernels.sm90_limits import impossible_groups
 
 
 class TopkKernel:

@@ -1,4 +1,4 @@
-"""Where `parallel.overlap_microbatches` is off without an estimate of its gain."""
+"""Reasons that keep `parallel.overlap_microbatches` off without an estimate of its gain."""
 
 from phalanx.configs.layout import forced_overlap_error, micro_batches, not_overlappable
 from phalanx.configs.schema import Config

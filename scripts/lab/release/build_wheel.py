@@ -34,7 +34,8 @@ GLIBC = "2_28"
 
 def library(number: int, cache: Path, target: Path) -> int:
     """Compile and link kernel `number` of a wheel; returns its size in bytes."""
-    from phalanx.kernels.sm90.jit import launch, libraries
+    from phalanx.kernels import compiled_libraries as libraries
+    from phalanx.kernels.sm90.jit import launch
     from phalanx.kernels.sm90.jit.shipped import COMPILED, with_capabilities
 
     kernel, config = with_capabilities(COMPILED)[number]

@@ -14,8 +14,8 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
-from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.functional import choice
+from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.launch_options import DEFAULT
 from tests.extras.blackwell.problems import padded
 from tests.kernels.problems import (

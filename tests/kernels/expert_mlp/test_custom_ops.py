@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.kernels.expert_mlp import custom_ops
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional import custom_ops
 from phalanx.kernels.functional.layouts import LAYOUTS
+from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.routing import plan
 from tests.kernels.compiling import compiling
 from tests.kernels.problems import Problem, leaves_of, make

@@ -12,7 +12,7 @@ LIMIT = 48
 
 STEPS = """
 import resource, sys, torch
-from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional.module import GroupedMLP
 
 torch.manual_seed(0)
 experts = GroupedMLP(8, 64, 128, 2, backend=sys.argv[1], dtype=torch.bfloat16)

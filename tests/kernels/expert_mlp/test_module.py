@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels.expert_mlp import module
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.functional import module
+from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.registry import KernelUnavailable
 from tests.kernels.capture import check_replay
 from tests.kernels.problems import error, formula

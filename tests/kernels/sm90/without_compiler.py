@@ -14,7 +14,7 @@ def version(name, known=importlib.metadata.version):
 
 sys.modules |= dict.fromkeys(("cutlass", "nvidia_cutlass_dsl"))  # they are not found
 importlib.metadata.version = version
-from phalanx.kernels.sm90.jit import libraries
+from phalanx.kernels import compiled_libraries as libraries
 libraries.FOLDER = Path(sys.argv[1])
 """
 

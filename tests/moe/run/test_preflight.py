@@ -13,7 +13,8 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.moe.run.preflight import exit_code, preflight
-from phalanx.parallel import folder_lock, run_start
+from phalanx.parallel import folder_lock
+from phalanx.parallel.checkpoint import start as run_start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.object_store import Remote
 from phalanx.scripts import checkpoint

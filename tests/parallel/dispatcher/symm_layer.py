@@ -112,7 +112,7 @@ class Layer:
         for w in self.own if spec.accumulate else ():
             w.main_grad = torch.zeros_like(w, dtype=torch.float32)
         self.statistics: Any = None
-        """Those of the last call."""
+        """Statistics of the last call."""
         self.dispatcher = make_dispatcher(
             way.transport,
             group=dist.group.WORLD,

@@ -30,12 +30,12 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8.operands import in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.reference import Reference
-from phalanx.kernels.quantize.fp8_operands import in_dtype
+from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
 from tests.kernels.problems import (
     error,

@@ -25,11 +25,11 @@ from phalanx.kernels.expert_mlp.calls import (
 from phalanx.kernels.expert_mlp.dense_linear import dense_linear
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8 import copies as fp8_copies
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.parameter_facts import facts_of
-from phalanx.kernels.quantize import fp8_copies
 from phalanx.kernels.quantize.blocks import (
     Quantized,
     dequantize_columns,

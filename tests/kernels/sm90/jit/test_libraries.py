@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.cache import Cache
-from phalanx.kernels.sm90.jit import launch, libraries
+from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program
 from phalanx.kernels.sm90.jit.shipped import COMPILED, SHIPPED
@@ -73,7 +74,8 @@ import cutlass, cutlass.cute
 from pathlib import Path
 known = importlib.metadata.version
 importlib.metadata.version = lambda name: "4.4.2" if "cutlass" in name else known(name)
-from phalanx.kernels.sm90.jit import libraries, stand_ins
+from phalanx.kernels.sm90.jit import stand_ins
+from phalanx.kernels import compiled_libraries as libraries
 libraries.FOLDER = Path(sys.argv[1])
 stand_ins.import_kernels()
 from phalanx.kernels.sm90.experts import fc1_act

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.registry import KernelUnavailable
-from phalanx.kernels.sm90.jit import launch, libraries
+from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import COMPILED
 from tests.kernels.sm90.without_compiler import without_compiler
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.derivatives import first_order
+from phalanx.kernels.elementwise.clear_padding import clear_padding
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import (
     ExpertMLPArgs,
@@ -32,7 +33,6 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
-from phalanx.kernels.routing.clear_padding import clear_padding
 
 RECIPE_TYPES = (Fp8Block, Microscaling)
 

@@ -6,7 +6,7 @@ A Triton kernel on a GPU, whose programs end at once where rows are in use; torc
 import torch
 from torch import Tensor
 
-from phalanx.kernels.routing.sort_pairs import used_rows
+from phalanx.kernels.expert_mlp.sort_pairs import used_rows
 
 
 @torch.no_grad()
@@ -18,7 +18,7 @@ def clear_padding(rows_SD: Tensor, offsets: Tensor) -> None:
         offsets: int32 [L + 1], first row of each expert.
     """
     if rows_SD.is_cuda:
-        from phalanx.kernels.routing.clear_padding_triton import clear
+        from phalanx.kernels.elementwise.clear_padding_triton import clear
 
         clear(rows_SD, offsets)
         return

@@ -24,13 +24,13 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8.operands import FP8Operands, in_dtype
 from phalanx.kernels.quantize.blocks import (
     Quantized,
     QuantizedColumns,
     dequantize_columns,
     dequantize_weights,
 )
-from phalanx.kernels.quantize.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.quantize.quantize import (
     quantize_columns,
     quantize_rows,

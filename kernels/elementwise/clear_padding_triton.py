@@ -1,4 +1,4 @@
-"""`kernels.routing.clear_padding` on an NVIDIA GPU, in Triton.
+"""`kernels.elementwise.clear_padding` on an NVIDIA GPU, in Triton.
 
 Legend: S rows, D channels, L experts.
 """

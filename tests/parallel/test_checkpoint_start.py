@@ -9,9 +9,9 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import RunConfig
 from phalanx.configs.validate import ConfigError
-from phalanx.parallel import run_start
+from phalanx.parallel.checkpoint import start as run_start
+from phalanx.parallel.checkpoint.start import Record, Start, decide
 from phalanx.parallel.object_store import Place, Remote
-from phalanx.parallel.run_start import Record, Start, decide
 
 
 def launch(record: Record, newest: Place | None = None, **knobs: str) -> Start:

@@ -1,7 +1,9 @@
-"""Size limits of the kernels of this package, importable without CuTe DSL.
+"""Size limits of the kernels of `kernels.sm90`, importable without CuTe DSL.
 
 The kernels import their limits from here, as does the code that decides whether they can run.
 """
+
+from phalanx.kernels.refusal import Refusal
 
 TOPK_EXPERTS = 512
 """Most experts, of all ranks, that `topk` chooses from."""
@@ -25,3 +27,17 @@ COMBINE_SLOTS = 16
 """Most expert rows of a token for `combine`."""
 COMBINE_ADDENDS = 2
 """Most addends of `combine`: the shared experts' output, and the residual."""
+
+
+def impossible_groups(groups: int, chosen: int, *, experts: int, top_k: int) -> Refusal:
+    """Reason for which a token cannot choose from some groups of experts; None if it can.
+
+    Args:
+        groups: number of groups.
+        chosen: how many a token chooses from.
+        experts: number of experts.
+        top_k: experts per token.
+    """
+    if 1 <= chosen <= groups and not experts % groups and top_k <= chosen * (experts // groups):
+        return None
+    return f"{top_k} of {experts} experts cannot come from {chosen} of {groups} equal groups"

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "compiled"
+FOLDER = Path(__file__).with_name("compiled")
 """Folder of the libraries; absent from checkouts."""
-_CALLS = Path(__file__).with_name("runtime_calls.c")
+_CALLS = Path(__file__).parent / "sm90/jit/runtime_calls.c"
 _ENTRY = "entry"
 
 

@@ -12,7 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from phalanx.kernels import debug
+from phalanx.kernels.expert_mlp import debug
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.functional.arguments import check_parameters, check_tensor
 from phalanx.kernels.functional.experts import grouped_experts
@@ -32,7 +32,7 @@ class GroupedMLP(ExpertParameters):
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
 
     >>> import torch
-    >>> from phalanx.kernels.expert_mlp.module import GroupedMLP
+    >>> from phalanx.kernels.functional.module import GroupedMLP
     >>> experts = GroupedMLP(experts=8, hidden=64, ffn=128, top_k=2)
     >>> router = torch.nn.Linear(64, 8)
     >>> x = torch.randn(4, 16, 64)
