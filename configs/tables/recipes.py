@@ -19,6 +19,9 @@ class RecipeFacts:
     build: str = ""
     """`module:function` from `configs.schema.PrecisionConfig` to `kernels.quantize.recipe.Recipe`.
     Empty: linear layers are not quantized."""
+    emulation: str = ""
+    """Path of `(exact: Backend, recipe: Recipe) -> Backend`: the recipe over a backend without it.
+    """
     switches: tuple[str, ...] = ()
     """Knobs of `precision` that the recipe has."""
     fp8_blocks: bool = False
@@ -27,6 +30,7 @@ class RecipeFacts:
     """Operands are in blocks along the contraction, with scales that Blackwell applies."""
 
 
+_MICROSCALING = "phalanx.extras.microscaling"
 _SWITCHES = ("wgrad", "dense", "bf16_first_layers", "bf16_last_layers")
 
 RECIPES: dict[str, RecipeFacts] = {
@@ -36,18 +40,21 @@ RECIPES: dict[str, RecipeFacts] = {
         "e4m3, whose scales are powers of two, for 128 channels of a token and for 128 x 128 of "
         "weights (DeepSeek-V3, arXiv 2412.19437)",
         build="phalanx.kernels.quantize.recipe:fp8_block",
+        emulation="phalanx.kernels.expert_mlp.fp8.emulated:EmulatedFP8",
         switches=(*_SWITCHES, "grad_format", "hidden", "dispatch", "weights"),
         fp8_blocks=True,
     ),
     "mxfp8": RecipeFacts(
         "e4m3 in blocks of 32",
-        build="phalanx.kernels.quantize.recipe:mxfp8",
+        build=f"{_MICROSCALING}.recipe:build",
+        emulation=f"{_MICROSCALING}.emulated:EmulatedMicroscaling",
         switches=_SWITCHES,
         microscaling=True,
     ),
     "nvfp4": RecipeFacts(
         "e2m1 in blocks of 16 (arXiv 2509.25149)",
-        build="phalanx.kernels.quantize.recipe:nvfp4",
+        build=f"{_MICROSCALING}.recipe:build",
+        emulation=f"{_MICROSCALING}.emulated:EmulatedMicroscaling",
         switches=(*_SWITCHES, "stochastic_rounding"),
         microscaling=True,
     ),

@@ -11,7 +11,7 @@ computed from unquantized values.
 Shape legend as in `kernels.expert_mlp.backend`; T rows of columns.
 """
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ class EmulatedMicroscaling(UnquantizedMixin, DelegatingMixin):
     fuses_gather: ClassVar[bool] = False
 
     def __init__(self, inner: Backend, recipe: Microscaling) -> None:
-        self._inner, self._recipe, self._format = inner, recipe, recipe.format
+        self._inner, self._recipe = inner, recipe
+        self._format = cast(emulate.Format, recipe.format)
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
         if self._recipe.wgrad == "bf16" or isinstance(x.matrix, Values):

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import NamedTuple
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.recipe import Recipe
@@ -60,6 +61,8 @@ def provider(
         raise ValueError(f"kernels.backend={name} has no expert MLP here: use kernels={known}")
     build: Callable[[Options], Backend] = resolve_name(facts.provider)
     if recipe is not None and facts.emulates:
-        emulation: Callable[[Backend, Recipe], Backend] = resolve_name(recipe.emulation)
+        emulation: Callable[[Backend, Recipe], Backend] = resolve_name(
+            RECIPES[recipe.format].emulation
+        )
         return emulation(provider(name), recipe)
     return build(Options(launch, recipe, keep_fp8, interleaved))

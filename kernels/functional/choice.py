@@ -137,6 +137,4 @@ def _without_knobs(text: str) -> str:
 
 def _name_of(recipe: Recipe | None) -> str:
     """The key of a recipe in `configs.tables.recipes.RECIPES`."""
-    if recipe is None:
-        return "bf16"
-    return "fp8_block" if isinstance(recipe, Fp8Block) else recipe.format
+    return "bf16" if recipe is None else recipe.format

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from phalanx.configs.schema import PrecisionConfig
+from phalanx.configs.tables.recipes import RECIPES
 
 GradFormat = Literal["e4m3", "e5m2"]
 
@@ -34,8 +35,8 @@ class Fp8Block:
     """Precision of the operands of weight gradients."""
     hidden: Literal["bf16", "fp8"] = "bf16"
     """Precision of the activation's input, saved for the backward pass."""
-    emulation: ClassVar[str] = "phalanx.kernels.expert_mlp.fp8.emulated:EmulatedFP8"
-    """Path of `(exact: Backend, recipe) -> Backend`: the recipe over a backend without it."""
+    format: ClassVar[str] = "fp8_block"
+    """Its entry in `configs.tables.recipes`."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -43,7 +44,7 @@ class Fp8Block:
 
 @dataclass(frozen=True)
 class Microscaling:
-    """The recipe `mxfp8` or `nvfp4`: blocks of 32 or 16 along the contraction of each product.
+    """A recipe with blocks along the contraction of each product, such as MXFP8 and NVFP4.
 
     Both operands of all products are quantized from unquantized values, never from quantized ones.
     With NVFP4 weights have blocks of 16 x 16, both operands of weight gradients are rotated, and
@@ -53,15 +54,18 @@ class Microscaling:
         ValueError: an unknown format, or an unknown value of a switch.
     """
 
-    format: Literal["mxfp8", "nvfp4"]
+    format: str
+    """Its entry in `configs.tables.recipes`."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Operands of weight gradients: in bf16, or in the format of the others."""
     stochastic: bool = True
     """NVFP4 rounds gradients stochastically, without bias."""
     hidden: ClassVar[Literal["bf16"]] = "bf16"
-    emulation: ClassVar[str] = "phalanx.extras.microscaling.emulated:EmulatedMicroscaling"
 
     def __post_init__(self) -> None:
+        known = [name for name, facts in RECIPES.items() if facts.microscaling]
+        if self.format not in known:
+            raise ValueError(f"format={self.format!r} is unknown: use {' or '.join(known)}")
         _check(self)
 
 
@@ -82,13 +86,3 @@ def fp8_block(p: PrecisionConfig) -> Fp8Block:
         wgrad=p.wgrad,  # type: ignore[arg-type]
         hidden=p.hidden,  # type: ignore[arg-type]
     )
-
-
-def mxfp8(p: PrecisionConfig) -> Microscaling:
-    """The recipe `mxfp8` of a run."""
-    return Microscaling("mxfp8", p.wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
-
-
-def nvfp4(p: PrecisionConfig) -> Microscaling:
-    """The recipe `nvfp4` of a run."""
-    return Microscaling("nvfp4", p.wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
