@@ -19,8 +19,8 @@ class ParameterFacts:
     """Facts on one parameter, or on the tensor that its optimizer updates in place of it."""
 
     gated_run: int = 0
-    """Channels of a run of gates or ups in interleaved weights (`extras.blackwell.interleave`); 0
-    for the order [gate; up]. Set by `moe.experts`."""
+    """Channels of a run of gates or ups in weights with a `ChannelOrder`; 0 for the order
+    [gate; up]. Set by `moe.experts`."""
     adds_to_main_grad: bool = False
     """Every gradient is added to `main_grad` by the backward pass. Set by `moe.experts`."""
     replaces_main_grad: bool = False

@@ -20,6 +20,7 @@ from phalanx.configs.tables.backends import (
     EXPERT_BACKENDS,
     NORM_BACKENDS,
     Implementation,
+    Package,
 )
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.kernels import compiled_libraries as libraries
@@ -39,13 +40,15 @@ def installed() -> frozenset[str]:
         found.add("flash_attn_4")
     if importlib.util.find_spec("quack"):
         found.add("quack")
-    if importlib.util.find_spec("fla"):
-        found.add("flash_linear_attention")
-    cudnn = importlib.util.find_spec("cudnn")  # another package may have the name
-    folders = (cudnn and cudnn.submodule_search_locations) or ()
-    if any(os.path.exists(os.path.join(f, "gemm", "cutedsl", "grouped")) for f in folders):
-        found.add("nvidia_cudnn_frontend")
+    packages = (entry.package for op in _OPS.values() for entry in op.backends.values())
+    found |= {package.name for package in packages if package and _is_installed(package)}
     return frozenset(found)
+
+
+def _is_installed(package: Package) -> bool:
+    spec = importlib.util.find_spec(package.module)
+    folders = (spec and spec.submodule_search_locations) or ()
+    return any(os.path.exists(os.path.join(f, package.folder)) for f in folders)
 
 
 def compiles() -> bool:

@@ -11,7 +11,6 @@ Legend: L local experts, D hidden, F expert width, N received rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -32,7 +31,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import ChannelOrder, MLPSpec, MLPWeights
 from phalanx.kernels.parameter_facts import facts_of
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
 from phalanx.parallel.dispatcher.received import Received
@@ -58,8 +57,8 @@ class Experts(MegatronModule):
 
     Parameters in `config.params_dtype`: w1 [L, 2F, D] as [gate; up], or [L, F, D] without a gate;
     w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D]. With
-    `spec.interleaved` channels of w1 and b1 lie in the order of `extras.blackwell.interleave`, and
-    so do their gradients and optimizer states; checkpoints have [gate; up].
+    `spec.channel_order` channels of w1 and b1 lie in that order, and so do their gradients and
+    optimizer states; checkpoints have [gate; up].
 
     Args:
         config: Megatron-Core's config of the model.
@@ -86,8 +85,8 @@ class Experts(MegatronModule):
         self.w2 = self._parameter(local, hidden, width)
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
-        if spec.interleaved:
-            facts_of(self.w1).gated_run = _order(spec).run  # for extras.muon.matrices
+        if spec.channel_order is not None:
+            facts_of(self.w1).gated_run = spec.channel_order.run  # for optimizers of whole matrices
         if config.perform_initialization:
             self._initialize()
 
@@ -165,7 +164,7 @@ class Experts(MegatronModule):
             raise ValueError(
                 "stacked experts have no singleton_local_shards: leave it out of metadata"
             )
-        axis = len(sharded_offsets)
+        axis, order = len(sharded_offsets), self.spec.channel_order
         split = (axis, self.ep_group.rank(), self.ep_group.size())
         state: ShardedStateDict = {}
         for name, parameter in self.named_parameters():
@@ -177,15 +176,17 @@ class Experts(MegatronModule):
                 replica_id=(0, 0, self.expert_dp_group.rank()),
                 prepend_axis_num=axis,
             )
-            if self.spec.interleaved and name in ("w1", "b1"):
-                state[f"{prefix}{name}"] = _in_runs(canonical, parameter, _order(self.spec))
+            if order is not None and name in ("w1", "b1"):
+                state[f"{prefix}{name}"] = _in_runs(canonical, parameter, order)
             else:
                 state[f"{prefix}{name}"] = canonical
         return state
 
 
-def _in_runs(canonical: ShardedTensor, parameter: Tensor, order: Any) -> ShardedTensorFactory:
-    """An interleaved parameter as pieces of the canonical tensor: views, each of one run."""
+def _in_runs(
+    canonical: ShardedTensor, parameter: Tensor, order: ChannelOrder
+) -> ShardedTensorFactory:
+    """A parameter in another order as pieces of the canonical tensor: views, each of one run."""
 
     def build(key: str, stored: Tensor, replica_id: Any, flattened_range: Any) -> list[Any]:
         assert flattened_range is None
@@ -214,11 +215,6 @@ def _in_runs(canonical: ShardedTensor, parameter: Tensor, order: Any) -> Sharded
         return torch.cat(runs).view(parameter.shape)
 
     return ShardedTensorFactory(canonical.key, parameter, build, merge, canonical.replica_id)
-
-
-def _order(spec: MLPSpec) -> Any:
-    """Order of fc1's channels in memory, if the backend interleaves them."""
-    return resolve_name(spec.facts.interleave)()
 
 
 def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:

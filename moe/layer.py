@@ -69,7 +69,7 @@ class MoEOptions:
         """Spec of the linear layers other than the routed experts."""
         spec = self.spec if self.fp8_dense else replace(self.spec, recipe=None)
         if spec.facts.dense:
-            spec = replace(spec, backend=spec.facts.dense, interleaved=False)
+            spec = replace(spec, backend=spec.facts.dense, channel_order=None)
         return spec
 
 

@@ -6,6 +6,17 @@ neither torch nor a library. No other file compares the name of an implementatio
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Package(NamedTuple):
+    """An optional package, and how to recognise it without an import."""
+
+    name: str
+    """Its name in `kernels.registry.Facts.packages`."""
+    module: str
+    folder: str = ""
+    """A folder in it, if another package has the same top-level name."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +28,8 @@ class Implementation:
     machine with a model, or None."""
     meaning: str = ""
     """Short description, in Markdown, for the documentation."""
+    package: Package | None = None
+    """Package that only this implementation needs."""
     auto: bool = True
     """`auto` considers it."""
     slower: str = ""
@@ -89,9 +102,9 @@ class ExpertBackend(Implementation):
     """Its plans have an order of experts."""
     replicates: bool = True
     """Takes replicas of other ranks' experts."""
-    interleave: str = ""
-    """Path of the class that converts fc1's channels to the backend's order in memory, such as
-    `extras.blackwell.interleave.Interleaved`. Empty: the canonical order, [gate; up]."""
+    channel_order: str = ""
+    """Path of the class of its order of fc1's channels in memory, a
+    `kernels.expert_mlp.mlp_spec.ChannelOrder`. Empty: [gate; up]."""
     pads_rows_to: int = 1
     """Multiple to which the rows of each expert are padded."""
     dense_multiple: int = 0
@@ -167,11 +180,12 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
     "cudnn": ExpertBackend(
         "phalanx.extras.blackwell.availability:cudnn_experts",
         "cuDNN's fused grouped GEMMs for Blackwell",
+        package=Package("nvidia_cudnn_frontend", "cudnn", "gemm/cutedsl/grouped"),
         provider="phalanx.extras.blackwell.provider:cudnn",
         cuda=True,
         bf16_on_cuda=True,
         replicates=False,
-        interleave="phalanx.extras.blackwell.interleave:Interleaved",
+        channel_order="phalanx.extras.blackwell.interleave:Interleaved",
         pads_rows_to=256,
         dense="torch",
         multiplies=("mxfp8", "nvfp4"),

@@ -8,7 +8,7 @@ not have. Which layers have which is in `configs.arithmetic.layers`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.configs.tables.backends import Implementation
+from phalanx.configs.tables.backends import Implementation, Package
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ MIXERS: dict[str, MixerFacts] = {
             "fla": LinearAttentionBackend(
                 "phalanx.extras.linear_attention.availability:fla",
                 "flash-linear-attention",
+                package=Package("flash_linear_attention", "fla"),
                 implementation="phalanx.extras.linear_attention.fla",
                 cuda=True,
                 bf16=True,

@@ -10,40 +10,35 @@ Legend: L experts, F expert width, H = 2F, B = F / 32 runs of gate and of up cha
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
+
+from phalanx.kernels.expert_mlp.mlp_spec import Run
 
 RUN = 32
 """Gate or up channels that are contiguous in memory."""
 
 
-class Run(NamedTuple):
-    """Channels that are contiguous in both orders."""
-
-    stored: int
-    """First channel of the run in memory."""
-    canonical: int
-    """The same channel in [gate; up]."""
-
-
+@dataclass(frozen=True)
 class Interleaved:
     """[gate; up] <-> alternating runs of 32, along one dimension of H = 2F channels."""
 
-    run = RUN
+    run: int = RUN
 
     def store(self, canonical: Tensor, dim: int) -> Tensor:
         """A contiguous copy in the order of the kernels."""
-        runs = canonical.unflatten(dim, (2, -1, RUN))
+        runs = canonical.unflatten(dim, (2, -1, self.run))
         return runs.transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
 
     def canonical(self, stored: Tensor, dim: int) -> Tensor:
         """The inverse of `store`."""
-        runs = stored.unflatten(dim, (-1, 2, RUN))
+        runs = stored.unflatten(dim, (-1, 2, self.run))
         return runs.transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
 
     def runs(self, channels: int) -> Iterator[Run]:
         """Runs of H channels, in memory order."""
-        for block in range(channels // (2 * RUN)):
+        for block in range(channels // (2 * self.run)):
             for half in range(2):
-                yield Run((2 * block + half) * RUN, half * channels // 2 + block * RUN)
+                first = block * self.run
+                yield Run(2 * first + half * self.run, half * channels // 2 + first)

@@ -14,7 +14,7 @@ def cudnn(options: Options) -> Backend:
         ValueError: another recipe.
     """
     if options.recipe is None:
-        return CuDNN(options.launch, options.interleaved)
+        return CuDNN(options.launch, options.channel_order is not None)
     if not isinstance(options.recipe, Microscaling):
         raise ValueError("kernels.backend=cudnn has no fp8_block: use kernels=torch")
-    return CuDNNMicroscaling(options.launch, options.interleaved, options.recipe)
+    return CuDNNMicroscaling(options.launch, options.channel_order is not None, options.recipe)

@@ -114,7 +114,7 @@ def _matrices(name: str, p: Tensor, config: TransformerConfig) -> Matrices | Non
     if path[-1] in ("w1", "w2") and p.dim() == 3:  # moe.experts
         batch, rows, columns = p.shape
         gated = path[-1] == "w1" and config.gated_linear_unit
-        if run := facts_of(p).gated_run:  # extras.blackwell.interleave
+        if run := facts_of(p).gated_run:
             return Matrices(batch, rows // (2 * run), (run, run), columns)
         return Matrices(batch, 1, _halves(rows) if gated else (rows,), columns)
     if p.dim() != 2 or not path[-1].startswith("weight") or set(path) & set(_OF_ADAMW):

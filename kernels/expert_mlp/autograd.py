@@ -46,7 +46,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 
 def backend_of(spec: MLPSpec, step: Pass) -> Backend:
     """The backend of an MLP in one of its passes, with that pass's options of launches."""
-    options = spec.recipe, spec.keep_fp8, spec.interleaved
+    options = spec.recipe, spec.keep_fp8, spec.channel_order
     return provider(spec.backend, spec.margins.options(step), *options)
 
 

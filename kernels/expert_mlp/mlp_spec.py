@@ -1,8 +1,9 @@
 """Specification of an expert MLP, a shared expert or a dense MLP, as one value."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from pkgutil import resolve_name
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -46,6 +47,51 @@ class Margins:
         return LaunchOptions(getattr(self, step))
 
 
+class Run(NamedTuple):
+    """Channels that are contiguous in both orders."""
+
+    stored: int
+    """First channel of the run in memory."""
+    canonical: int
+    """The same channel in [gate; up]."""
+
+
+class ChannelOrder(Protocol):
+    """Order of the H = 2F channels of a gated fc1 other than [gate; up]; hashable, equal by order.
+
+    Parameters in it, with their gradients and optimizer states, are converted to [gate; up] where
+    they leave the kernels, as in checkpoints.
+    """
+
+    @property
+    def run(self) -> int:
+        """Channels of a run, of gates or of ups."""
+        ...
+
+    def store(self, canonical: Tensor, dim: int) -> Tensor:
+        """A contiguous copy in this order, of H channels along a dimension."""
+        ...
+
+    def canonical(self, stored: Tensor, dim: int) -> Tensor:
+        """The inverse of `store`."""
+        ...
+
+    def runs(self, channels: int) -> Iterator[Run]:
+        """Runs of H channels, in memory order."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+def channel_order(backend: str, activation: Activation) -> ChannelOrder | None:
+    """The order that a backend has of its own for weights with an activation; None: [gate; up]."""
+    path = expert_backend(backend).channel_order
+    if not path or not activation.gated:
+        return None
+    order: ChannelOrder = resolve_name(path)()
+    return order
+
+
 @dataclass(frozen=True)
 class MLPSpec:
     """Activation, backend and options of an MLP."""
@@ -67,8 +113,8 @@ class MLPSpec:
     """Experts save no h: the backward pass recomputes fc1."""
     keep_fp8: bool = False
     """FP8 copies of weights are kept until the weights change (fused only)."""
-    interleaved: bool = False
-    """w1, b1 and their gradients are in the order of `extras.blackwell.interleave` (cudnn only)."""
+    channel_order: ChannelOrder | None = None
+    """Order of the channels of w1, b1 and their gradients in memory; None: [gate; up]."""
 
     @property
     def facts(self) -> ExpertBackend:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.mlp_spec import ChannelOrder
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.recipe import Recipe
 
@@ -25,8 +26,8 @@ class Options(NamedTuple):
     """Quantization of its operands."""
     keep_fp8: bool = False
     """FP8 copies of weights are kept until the weights change."""
-    interleaved: bool = False
-    """fc1 is stored with its gate and up channels interleaved, if the backend does that."""
+    channel_order: ChannelOrder | None = None
+    """Order in which fc1 is stored; None: [gate; up]."""
 
 
 def names() -> tuple[str, ...]:
@@ -46,7 +47,7 @@ def provider(
     launch: LaunchOptions = DEFAULT,
     recipe: Recipe | None = None,
     keep_fp8: bool = False,
-    interleaved: bool = False,
+    channel_order: ChannelOrder | None = None,
 ) -> Backend:
     """The backend called `name`, with the options of `Options`.
 
@@ -65,4 +66,4 @@ def provider(
             RECIPES[recipe.format].emulation
         )
         return emulation(provider(name), recipe)
-    return build(Options(launch, recipe, keep_fp8, interleaved))
+    return build(Options(launch, recipe, keep_fp8, channel_order))

@@ -45,11 +45,14 @@ def encode(spec: MLPSpec, layout: str = "halves") -> str:
         layout: a key of `LAYOUTS`: that of the ops' weights and biases.
 
     Raises:
-        ValueError: a recipe that saves the activation's input in FP8, of which ops have no outputs.
+        ValueError: a recipe that saves the activation's input in FP8, of which ops have no outputs,
+            or an order of channels that is the backend's own.
     """
     if spec.recipe is not None and spec.recipe.hidden != "bf16":
         raise ValueError(f"recipe: hidden={spec.recipe.hidden} is for layers of this project alone")
     values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    if values.pop("channel_order") is not None:
+        raise ValueError("channel_order: another order is for layers of this project alone")
     recipe = values.pop("recipe")
     values |= dict(activation=asdict(spec.activation), margins=asdict(spec.margins))
     kind = None if recipe is None else (type(recipe).__name__, asdict(recipe))

@@ -45,8 +45,6 @@ class Plan:
     """Weight gradients of experts are computed for two micro-batches at once."""
     margins: Margins
     """SMs that kernels leave free."""
-    interleaved: bool
-    """Weights of fc1 are in the backend's order of channels (`ExpertBackend.interleave`)."""
     _lines: tuple[Lines, ...] = field(repr=False, compare=False)
 
     @property

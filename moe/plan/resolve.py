@@ -32,7 +32,6 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
-from phalanx.moe.experts import activation_of
 from phalanx.moe.model.kernel_facts import facts as kernel_facts
 from phalanx.moe.plan.cost.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
 from phalanx.moe.plan.cost.microbatches import reason_in_turn
@@ -118,7 +117,6 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
         hides_exchanges=beside_exchanges(known),
         pairs=pairs(known, facts.world),
         margins=_margins(draft),
-        interleaved=_interleaved(known),
         _lines=tuple(draft.lines[place] for place in PAGE if place in draft.lines),
     )
 
@@ -421,12 +419,6 @@ def _margins(draft: Draft) -> Margins:
     margins = Margins(margin.forward, margin.dgrad, margin.wgrad)
     beside = draft.cfg.parallel.overlap_microbatches == "on"
     return margins.at_least(draft.exchanges[0].comm_sms if beside else 0)
-
-
-def _interleaved(cfg: Config) -> bool:
-    """Whether the experts' backend has its own order of the channels of fc1."""
-    gated = activation_of(cfg.model.moe).gated
-    return gated and bool(expert_backend(cfg.kernels.backend).interleave)
 
 
 RULES: tuple[Callable[[Draft], None], ...] = (

@@ -18,7 +18,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.optimizers import AFTER_UPDATES
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, channel_order
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
 from phalanx.moe.job import Job
@@ -128,12 +128,13 @@ def build_model(plan: Plan, runtime: Runtime) -> BuiltModel:
 
 def _moe_options(plan: Plan, groups: Groups, budget: Budget, runtime: Runtime) -> MoEOptions:
     cfg = plan.cfg
+    activation = activation_of(cfg.model.moe)
     spec = MLPSpec(
-        activation_of(cfg.model.moe),
+        activation,
         cfg.kernels.backend,
         plan.margins,
         accumulate=cfg.kernels.gradient_accumulation_fusion,
-        interleaved=plan.interleaved,
+        channel_order=channel_order(cfg.kernels.backend, activation),
     )
     passes: Passes = resolve_name(OVERLAP.passes) if plan.overlaps else IN_TURN
     transport = connect(plan.transports, plan.nodes, groups.pg.ep, passes)

@@ -88,7 +88,7 @@ def test_stored_in_the_order_of_the_kernels(fake):
     leaves = leaves_of(p)
     for name in ("w1", "b1"):
         leaves[name] = order.store(leaves[name].detach(), 1).requires_grad_()
-    got = gradients(forward(p, leaves, "cudnn", interleaved=True), p.dout, leaves)
+    got = gradients(forward(p, leaves, "cudnn", channel_order=order), p.dout, leaves)
     for name in ("dw1", "db1"):
         got[name] = order.canonical(got[name], 1)
     for name in wanted:
@@ -103,13 +103,14 @@ def test_gradients_are_added_to_main_grad(fake, dtype, interleaved):
     if interleaved:
         for name in ("w1", "b1"):
             leaves[name] = order.store(leaves[name].detach(), 1).requires_grad_()
-    fresh = gradients(forward(p, leaves, "cudnn", interleaved=interleaved), p.dout, leaves)
+    kept = order if interleaved else None
+    fresh = gradients(forward(p, leaves, "cudnn", channel_order=kept), p.dout, leaves)
     parameters = {name: leaves[name] for name in ("w1", "w2", "b1", "b2")}
     for q in parameters.values():
         q.main_grad = torch.ones_like(q, dtype=dtype)
         q.grad_added_to_main_grad = False
     main_grad.replace_next([leaves["w2"]])
-    out = forward(p, leaves, "cudnn", accumulate=True, interleaved=interleaved)
+    out = forward(p, leaves, "cudnn", accumulate=True, channel_order=kept)
     out.backward(p.dout)
     for name, q in parameters.items():
         assert q.grad_added_to_main_grad

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from phalanx.configs.load import load
+from phalanx.extras.blackwell.interleave import Interleaved
 from phalanx.kernels.cache import digest_of
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import PlanSize
@@ -77,7 +78,9 @@ def test_every_model(tmp_path, name: str):
     shapes = [(experts, 2 * ffn, hidden), (experts, hidden, ffn)]
     shapes += [(experts, 2 * ffn), (experts, hidden)] if bias else []
     weights = [torch.empty(shape, **bf16).requires_grad_() for shape in shapes]
-    log = step(tmp_path, MLPSpec(act, "cudnn", interleaved=True, accumulate=True), weights)
+    log = step(
+        tmp_path, MLPSpec(act, "cudnn", channel_order=Interleaved(), accumulate=True), weights
+    )
     assert log.launches == 12
     kinds = [made.kernel for made in log.compiled]
     assert len(kinds) == 8, kinds  # both weight gradients that replace and that add, and four more
@@ -107,7 +110,9 @@ def recipe(folder, form, act, bias, sizes):
     shapes = [(experts, 2 * ffn, hidden), (experts, hidden, ffn)]
     shapes += [(experts, 2 * ffn), (experts, hidden)] if bias else []
     weights = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
-    spec = MLPSpec(act, "cudnn", interleaved=True, accumulate=True, recipe=Microscaling(form))
+    spec = MLPSpec(
+        act, "cudnn", channel_order=Interleaved(), accumulate=True, recipe=Microscaling(form)
+    )
     log = step(folder, spec, weights)
     assert log.launches == 12
     kinds = [made.kernel for made in log.compiled]

@@ -131,7 +131,7 @@ def test_stored_in_the_order_of_the_kernels(fake, form):
     wanted = gradients(forward(p, leaves, "cudnn", recipe=recipe), p.dout, leaves)
     for name in ("w1", "b1"):
         leaves[name] = order.store(leaves[name].detach(), 1).requires_grad_()
-    out = forward(p, leaves, "cudnn", recipe=recipe, interleaved=True)
+    out = forward(p, leaves, "cudnn", recipe=recipe, channel_order=order)
     got = gradients(out, p.dout, leaves)
     for name in ("dw1", "db1"):
         got[name] = order.canonical(got[name], 1)
