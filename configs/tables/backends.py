@@ -251,7 +251,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "te": AttentionBackend(
         f"{_AVAILABILITY}:te_attention",
         "Transformer Engine",
-        layer="phalanx.moe.model.attention:te_attention",
+        layer=f"{_BASELINE}.transformer_engine:attention",
         cuda=True,
         documents=False,
         documents_over_ranks=False,
@@ -283,7 +283,7 @@ NORM_BACKENDS: dict[str, NormBackend] = {
     "te": NormBackend(
         f"{_AVAILABILITY}:te",
         "Transformer Engine",
-        layer="phalanx.moe.model.norm:te_norm",
+        layer=f"{_BASELINE}.transformer_engine:norm",
         cuda=True,
         copies_heads=True,
     ),

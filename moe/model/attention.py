@@ -10,7 +10,6 @@ Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-va
 d channels of query and key, v channels of value.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -41,7 +40,6 @@ from torch.profiler import record_function
 from phalanx.configs.formats import width
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS
-from phalanx.kernels.core_attention import sinks
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.latent import keys_values
@@ -91,7 +89,7 @@ class CoreAttention(MegatronModule):
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.backend = backend
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
-        self.window = _window(config, layer_number)
+        self.window = window_of(config, layer_number)
         self.top: MaxLogit | None = None
         """Buffer of the largest logits, if the run measures them (`moe.model.max_logits`)."""
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -210,7 +208,7 @@ class CoreAttention(MegatronModule):
         )
 
 
-def _window(config: TransformerConfig, layer_number: int) -> int:
+def window_of(config: TransformerConfig, layer_number: int) -> int:
     """Number of keys that a query of the layer attends to, itself included; 0 is no limit."""
     windowed = is_layer_window_attention(
         config.window_size, config.window_attn_skip_freq, layer_number
@@ -219,7 +217,7 @@ def _window(config: TransformerConfig, layer_number: int) -> int:
     return config.window_size[0] + 1 if windowed and config.window_size else 0
 
 
-def _record_max_logit(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
+def record_max_logit(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
     """Record the largest logits of whole sequences, for a core attention of another library."""
     if (top := active_max_logit(core)) is not None:
         q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
@@ -350,21 +348,6 @@ class LatentAttention(MLASelfAttention):
         return q_SBHd, k_SBHd, v_SBHv
 
 
-class SinkAttention(CoreAttention):
-    """Core attention with sinks by Transformer Engine's cuDNN kernels, on whole sequences."""
-
-    def _attend(
-        self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None
-    ) -> torch.Tensor:
-        assert self.softmax_offset is not None and documents is None
-        _record_max_logit(self, q_SBHd, k)
-        q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
-        window = self.window if self.window < q.size(0) else 0
-        return sinks.attention(
-            q, k, v, self.softmax_offset, scale=self.scale, window=window
-        ).flatten(2)
-
-
 def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     """The core attention module of a layer spec.
 
@@ -375,46 +358,6 @@ def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     if path := ATTENTION_BACKENDS[backend].layer:
         return resolve_name(path)(whole_with_sinks)
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
-
-
-def te_attention(whole_with_sinks: bool) -> Any:
-    """Transformer Engine's core attention as a layer spec takes it."""
-    if whole_with_sinks:
-        return ModuleSpec(module=SinkAttention, params={"backend": "te"})
-    return te_core_attention()
-
-
-@functools.cache
-def te_core_attention() -> Any:
-    """Transformer Engine's core attention class, under the layer's memory plan.
-
-    The largest logits are recorded by our kernel, for sequences that are not split over ranks
-    (kernels.registry).
-    """
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    class TEAttention(TEDotProductAttention):  # type: ignore[misc]
-        def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
-            super().__init__(config=config, layer_number=layer_number, **kwargs)
-            channels = kwargs.get("k_channels") or config.kv_channels
-            self.scale = kwargs.get("softmax_scale") or 1 / math.sqrt(channels)
-            self.window, self.top = _window(config, layer_number), None
-
-        def forward(
-            self,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *args: Any,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            def attend(*qkv: torch.Tensor) -> Any:
-                return super(TEAttention, self).forward(*qkv, *args, **kwargs)
-
-            _record_max_logit(self, query, key)
-            return attend_in_context(attend, query, key, value)
-
-    return TEAttention
 
 
 def latent_saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:

@@ -85,10 +85,3 @@ def norm_class(backend: str, *, residual: bool = False) -> Any:
     if path := NORM_BACKENDS[backend].layer:
         return resolve_name(path)()
     return partial(ResidualNorm if residual else RMSNorm, backend=backend)
-
-
-def te_norm() -> Any:
-    """Transformer Engine's norm, through Megatron-Core."""
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm

@@ -1,0 +1,79 @@
+"""Core attention and norm of Transformer Engine for layer specs."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from phalanx.kernels.core_attention import sinks
+from phalanx.moe.model.attention import (
+    CoreAttention,
+    attend_in_context,
+    record_max_logit,
+    window_of,
+)
+
+
+class SinkAttention(CoreAttention):
+    """Core attention with sinks by Transformer Engine's cuDNN kernels, on whole sequences."""
+
+    def _attend(
+        self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None
+    ) -> torch.Tensor:
+        assert self.softmax_offset is not None and documents is None
+        record_max_logit(self, q_SBHd, k)
+        q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
+        window = self.window if self.window < q.size(0) else 0
+        return sinks.attention(
+            q, k, v, self.softmax_offset, scale=self.scale, window=window
+        ).flatten(2)
+
+
+def attention(whole_with_sinks: bool) -> Any:
+    """Transformer Engine's core attention as a layer spec takes it."""
+    if whole_with_sinks:
+        return ModuleSpec(module=SinkAttention, params={"backend": "te"})
+    return core_attention()
+
+
+@functools.cache
+def core_attention() -> Any:
+    """Transformer Engine's core attention class, under the layer's memory plan.
+
+    The largest logits are recorded by our kernel, for sequences that are not split over ranks
+    (kernels.registry).
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class TEAttention(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+            super().__init__(config=config, layer_number=layer_number, **kwargs)
+            channels = kwargs.get("k_channels") or config.kv_channels
+            self.scale = kwargs.get("softmax_scale") or 1 / math.sqrt(channels)
+            self.window, self.top = window_of(config, layer_number), None
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            def attend(*qkv: torch.Tensor) -> Any:
+                return super(TEAttention, self).forward(*qkv, *args, **kwargs)
+
+            record_max_logit(self, query, key)
+            return attend_in_context(attend, query, key, value)
+
+    return TEAttention
+
+
+def norm() -> Any:
+    """Transformer Engine's norm, through Megatron-Core."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
