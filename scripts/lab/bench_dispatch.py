@@ -1,7 +1,7 @@
 """Speed of expert-parallel exchanges, and of whole MoE layers, on the GPUs of one host.
 
     torchrun --standalone --nproc-per-node 4 scripts/lab/bench_dispatch.py [SUITE ...] \\
-        [--json PATH] [--plot PATH]
+        [--json PATH]
     python scripts/lab/bench_dispatch.py [SUITE ...]
     torchrun --standalone --nproc-per-node 2 scripts/lab/bench_dispatch.py --device cpu --rounds 2
 
@@ -51,8 +51,7 @@ from phalanx.configs.tables.transports import AUTO_SMS
 from phalanx.moe.report.quiet import quiet
 from phalanx.scripts.cluster.facts import facts
 from phalanx.scripts.lab.bench.models import cases
-from phalanx.scripts.lab.bench.program import Report
-from phalanx.scripts.lab.bench.records import shape_text
+from phalanx.scripts.lab.bench.records import Report, shape_text
 
 TRANSPORTS = ("symm", "alltoall")
 RUNS = {
@@ -86,7 +85,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, metavar="T", help="of a rank; default: 8192, and flash its three")
     add("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
     add("--json", type=Path, metavar="PATH", help="write the results, after every shape")
-    add("--plot", type=Path, metavar="PATH", help="draw the ratios; needs matplotlib")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, for a trial")
     args = parser.parse_args(argv)
     for suite in args.suites:
@@ -109,8 +107,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
     """All suites; whatever a shape raises becomes a record."""
-    from phalanx.scripts.lab.bench.timing import attempt
-
     for suite in args.suites:
         measured = getattr(
             importlib.import_module(f"phalanx.scripts.lab.bench.{RUNS[suite]}"), suite
@@ -119,7 +115,7 @@ def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
             shape = model.shape(tokens)
             report.facts["models"][shape_text(shape)] = model.name
             call = functools.partial(measured, bench, model, tokens)
-            records = attempt(bench, call, suite, shape)
+            records = bench.attempt(call, suite, shape)
             report.add(records, f"{model.name}: T, D, F, E, K")
             bench.clock.free()
 
@@ -161,7 +157,7 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
 
     from phalanx.kernels.registry import Facts, resolve
     from phalanx.parallel.dispatcher.exchange import SymmOptions
-    from phalanx.scripts.lab.bench.clocks import Cpu, GroupGpu
+    from phalanx.scripts.lab.bench.clocks import Cpu, Gpu
     from phalanx.scripts.lab.bench.dispatch.ends import TIMEOUT
     from phalanx.scripts.lab.bench.problems import BF16
     from phalanx.scripts.lab.bench.timing import Bench
@@ -171,7 +167,7 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     backend = resolve("grouped_mlp", "auto", Facts(args.device, capability, BF16)).backend
     transports = args.dispatch if process.world > 1 or args.demanded else ("local",)
     bench = Bench(
-        GroupGpu(process.connections) if cuda else Cpu(),
+        Gpu(process.connections) if cuda else Cpu(),
         args.rounds,
         demanded=args.demanded,
         backend=backend,
@@ -192,7 +188,7 @@ def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     report = Report(args.json, run_facts, shown=process.is_main)
     report.start()
     run(bench, args, report)
-    return report.finish(bench, args.plot)
+    return report.finish(bench.clock.device)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Speed of the expert kernels on one GPU: ours against peers, and against what is asked of them.
 
-    python scripts/lab/bench_kernels.py [SUITE ...] [--peers all] [--json PATH] [--plot PATH.png]
+    python scripts/lab/bench_kernels.py [SUITE ...] [--peers all] [--json PATH]
     python scripts/lab/bench_kernels.py --tune [--dry]
-    python scripts/lab/bench_kernels.py --from-json PATH [--plot PATH.png]
+    python scripts/lab/bench_kernels.py --from-json PATH
 
 Suites (default: all, without peers):
   mlp        expert MLP on sorted rows            peers: torch, te (Transformer Engine)
@@ -36,10 +36,9 @@ from phalanx.configs import programs
 from phalanx.scripts.cluster.facts import facts
 from phalanx.scripts.lab.bench import shapes
 from phalanx.scripts.lab.bench.clocks import Gpu
-from phalanx.scripts.lab.bench.program import Report, show
-from phalanx.scripts.lab.bench.records import Record
+from phalanx.scripts.lab.bench.records import Record, Report, show
 from phalanx.scripts.lab.bench.shapes import Shape
-from phalanx.scripts.lab.bench.timing import Bench, attempt, reason
+from phalanx.scripts.lab.bench.timing import Bench, reason
 
 PEERS = ("torch", "te", "sonic")
 RUNS = {
@@ -77,7 +76,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="seconds of rounds before those that count, for clocks and power of a long run",
     )
     add("--json", type=Path, metavar="PATH", help="write the results, after every shape")
-    add("--plot", type=Path, metavar="PATH", help="draw the ratios; needs matplotlib")
     add("--from-json", type=Path, metavar="PATH", help="measure nothing, show these results")
     add("--tune", action="store_true", help="measure all tiles and rewrite tiles.json")
     add("--dry", action="store_true", help="with --tune: show the new table, write nothing")
@@ -117,7 +115,7 @@ def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) ->
     """Run all suites; an error of a shape becomes a record."""
     for suite, shapes_ in selected.items():
         for shape in shapes_:
-            report.add(attempt(bench, partial(_records, bench, suite, shape), suite, shape))
+            report.add(bench.attempt(partial(_records, bench, suite, shape), suite, shape))
             bench.clock.free()
 
 
@@ -154,7 +152,7 @@ def tune(bench: Bench, report: Report, *, dry: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.from_json is not None:
-        return show(args.from_json, args.plot)
+        return show(args.from_json)
     import torch
 
     if not torch.cuda.is_available():
@@ -169,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tune(bench, report, dry=args.dry)
     else:
         run(bench, args.selected, report)
-    return report.finish(bench, args.plot)
+    return report.finish(bench.clock.device)
 
 
 if __name__ == "__main__":

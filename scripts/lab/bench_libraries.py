@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from phalanx.configs import programs
 from phalanx.scripts.cluster.facts import facts
 from phalanx.scripts.lab.bench.clocks import Gpu
-from phalanx.scripts.lab.bench.comparison import HEAD, Row
 from phalanx.scripts.lab.bench.libraries import attention, libraries, loss, quantize
+from phalanx.scripts.lab.bench.libraries.compared import HEAD, Row
 from phalanx.scripts.lab.bench.timing import Bench, reason
 
 PARTS = libraries.PARTS | {

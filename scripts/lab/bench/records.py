@@ -1,12 +1,18 @@
-"""Results: a table on stdout, a JSON file with a line per result, a plot of the ratios."""
+"""Results: a table on stdout, and a JSON file with a line per result."""
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from phalanx.parallel.checkpoint.commit import try_to_write
+from phalanx.scripts.cluster.facts import facts
 
 _DIGITS = {"ms": 4, "p10": 4, "p90": 4, "tflops": 1, "gbs": 1, "ratio": 4, "bar": 4, "goal": 4}
 
@@ -59,17 +65,21 @@ class Record:
 
 def to_json(facts: dict[str, Any], records: Iterable[Record]) -> str:
     """Text of the JSON file; empty fields are left out."""
+
+    def text(value: Any) -> str:
+        return json.dumps(value, separators=(",", ":"))
+
     lines = []
     for record in records:
         fields = asdict(record) | {"met": record.met}
         fields = {
-            {"pass_name": "pass"}.get(k, k): round(v, _DIGITS[k]) if k in _DIGITS and v else v
+            "pass" if k == "pass_name" else k: round(v, _DIGITS[k]) if k in _DIGITS else v
             for k, v in fields.items()
             if v is not None and (v or k not in ("note", "failed", "ranks"))
         }
-        lines.append(json.dumps(fields, separators=(",", ":")))
+        lines.append(text(fields))
     body = ",\n".join(lines)
-    return f'{{"facts":{json.dumps(facts, separators=(",", ":"))},\n"records":[\n{body}\n]}}\n'
+    return f'{{"facts":{text(facts)},\n"records":[\n{body}\n]}}\n'
 
 
 def write(path: Path, facts: dict[str, Any], records: Iterable[Record]) -> None:
@@ -84,12 +94,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
     """Facts and records of such a file; ValueError if it is not one."""
     try:
         content = json.loads(path.read_text())
-        records = []
         for line in content["records"]:
-            fields = dict(line, shape=tuple(line["shape"]), pass_name=line["pass"])
-            fields["ranks"] = tuple(line.get("ranks", ()))
-            records.append(Record(**{k: v for k, v in fields.items() if k not in ("pass", "met")}))
-        return content["facts"], records
+            line |= dict(shape=tuple(line["shape"]), ranks=tuple(line.get("ranks", ())))
+            line["pass_name"] = line.pop("pass")
+            line.pop("met", None)
+        return content["facts"], [Record(**line) for line in content["records"]]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of this script: {error}") from error
 
@@ -129,38 +138,55 @@ def summary(records: Sequence[Record]) -> str:
     return f"{met} of {len(judged)} bars met, {len(judged) - met} missed, {failed} failures"
 
 
-def plot(path: Path, records: Sequence[Record], facts: dict[str, Any]) -> str:
-    """Draw every ratio that has a bar; returns why nothing was drawn, or an empty string."""
-    judged = [(r, r.ratio) for r in records if r.met is not None and r.ratio is not None]
-    if not judged:
-        return "nothing to plot: no result has a bar"
-    try:
-        import matplotlib
-    except ImportError:
-        return "no plot: matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+class Report:
+    """Collects records; the first rank shows and writes them as they come."""
 
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.24 * len(judged)))
-    labels = [
-        f"{r.suite} {shape_text(r.shape)} {r.pass_name} {r.side} {r.mode}".replace(" graph", "")
-        for r, _ in judged
-    ]
-    positions = range(len(judged))
-    colours = ["tab:green" if r.met else "tab:red" for r, _ in judged]
-    axes.barh(positions, [ratio for _, ratio in judged], color=colours, height=0.7)
-    for marks, colour, name in ((True, "black", "must"), (False, "tab:blue", "goal")):
-        values = [(i, r.bar if marks else r.goal) for i, (r, _) in enumerate(judged)]
-        xs = [(i, v) for i, v in values if v is not None]
-        axes.scatter([v for _, v in xs], [i for i, _ in xs], marker="|", s=90, c=colour, label=name)
-    axes.set_yticks(list(positions), labels, fontsize=6)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="grey", linewidth=0.5)
-    axes.set_xlabel("time of the other side / our time")
-    axes.legend(loc="lower right", fontsize=7)
-    axes.set_title(f"suite, shape and pass, on {facts.get('device', 'a device not told')}")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return ""
+    def __init__(self, path: Path | None, run_facts: dict[str, Any], *, shown: bool = True) -> None:
+        self.records: list[Record] = []
+        self.facts, self.shown, self._path = run_facts, shown, path
+
+    def start(self) -> None:
+        """Print the facts of the run; SystemExit with a line if no results can be written."""
+        if self.shown and self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                try_to_write(self._path.parent)
+            except OSError as error:
+                sys.exit(f"--json {self._path} cannot be written: {error.strerror or error}")
+        if self.shown:
+            print(facts_line(self.facts))
+
+    def add(self, records: list[Record], title: str = "") -> None:
+        """Show and store further records."""
+        self.records += records
+        if self.shown:
+            print(f"\n{title}{table(records)}" if title else table(records), flush=True)
+        self._save()
+
+    def finish(self, device: torch.device) -> int:
+        """Store the facts after the run and print the summary; returns the exit code."""
+        self.facts |= facts(device, [], after=True)
+        self._save()
+        if self.shown:
+            print(f"\n{summary(self.records)}")
+        return 1 if any(r.failed for r in self.records) else 0
+
+    def _save(self) -> None:
+        if self.shown and self._path is not None:
+            write(self._path, self.facts, self.records)
+
+
+def show(path: Path) -> int:
+    """Print table and summary of earlier results; returns the exit code."""
+    try:
+        run_facts, records = read(path)
+    except (OSError, ValueError) as error:
+        print(f"--from-json: {error}", file=sys.stderr)
+        return 1
+    print(facts_line(run_facts), table(records), f"\n{summary(records)}", sep="\n")
+    return 0
+
+
+def facts_line(run_facts: dict[str, Any]) -> str:
+    """Facts that are texts, in a line."""
+    return ", ".join(f"{k} {v}" for k, v in run_facts.items() if isinstance(v, str))

@@ -8,24 +8,23 @@ end: launches of an eager call that keep ahead of the GPU cost it nothing.
 Ranks make the same calls in the same order. A time is the largest of the ranks' medians, and a call
 that cannot run on one rank, or gives wrong results there, is skipped on all.
 
-A suite yields `Case`s, and `measure` makes its records of them. A suite that needs times before its
-records are complete uses `Timings` directly.
+A suite yields `Case`s, and `Timings.measure` makes its records of them.
 """
 
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
-from statistics import median
+from statistics import median, quantiles
 from time import monotonic
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.scripts.lab.bench.clocks import Call, Clock
+from phalanx.scripts.lab.bench.clocks import Call, Cpu
 from phalanx.scripts.lab.bench.loads import BackgroundLoad
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import Bars, Shape
@@ -41,28 +40,17 @@ class Time(NamedTuple):
     p90: float
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Percentile, linearly interpolated."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+def time_of(rounds: Sequence[float], less: Sequence[float] = ()) -> Time:
+    """Median and spread of the rounds' milliseconds, `less` those of another call.
 
-
-def time_of(values: Sequence[float]) -> Time:
-    """Median and spread of the rounds' milliseconds."""
-    return Time(median(values), percentile(values, 0.1), percentile(values, 0.9))
-
-
-def backward_time(both: Sequence[float], forward: Sequence[float]) -> Time:
-    """Time of `both` minus `forward`: difference of medians, spread of the rounds' differences.
-
-    Round i of one is paired with round i of the other.
+    Of two calls it is the difference of the medians, and the spread of the rounds' differences.
     """
-    differences = [b - f for b, f in zip(both, forward, strict=True)]
-    ms = median(both) - median(forward)
-    return Time(ms, percentile(differences, 0.1), percentile(differences, 0.9))
+    ms = median(rounds)
+    if less:
+        ms -= median(less)
+        rounds = [a - b for a, b in zip(rounds, less, strict=True)]
+    tenths = quantiles(rounds, n=10, method="inclusive") if len(rounds) > 1 else [*rounds] * 9
+    return Time(ms, tenths[0], tenths[-1])
 
 
 def reason(error: BaseException) -> str:
@@ -73,11 +61,8 @@ def reason(error: BaseException) -> str:
 
 def differing(values: Sequence[Any], expected: Sequence[Any], names: Sequence[str]) -> str:
     """Name the results that differ in a bit from those expected; empty if none does."""
-    wrong = [
-        name
-        for name, a, b in zip(names, values, expected, strict=True)
-        if a.shape != b.shape or not a.equal(b)
-    ]
+    pairs = zip(names, values, expected, strict=True)
+    wrong = [name for name, a, b in pairs if a.shape != b.shape or not a.equal(b)]
     return f"wrong bits in {', '.join(wrong)}" if wrong else ""
 
 
@@ -85,7 +70,7 @@ def differing(values: Sequence[Any], expected: Sequence[Any], names: Sequence[st
 class Bench:
     """Device and options of all suites, on one process or on a rank of a process group."""
 
-    clock: Clock
+    clock: Cpu
     rounds: int
     peers: tuple[str, ...] = ()
     """Subset of `torch`, `te`, `sonic` to compare with."""
@@ -118,21 +103,31 @@ class Bench:
 
     def gather(self, value: Any) -> list[Any]:
         """Values of all ranks, in rank order."""
-        if not dist.is_initialized():
-            return [value]
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
+        values: list[Any] = [value] * self.ranks
+        if dist.is_initialized():
+            dist.all_gather_object(values, value)
         return values
 
     def agreed(self, why: str) -> str:
         """The first non-empty reason of any rank, with its rank; empty if there is none."""
         if not dist.is_initialized():
             return why
-        notes = self.gather(why)
-        return next((f"rank {r}: {note}" for r, note in enumerate(notes) if note), "")
+        return next((f"rank {r}: {note}" for r, note in enumerate(self.gather(why)) if note), "")
 
     def timings(self, suite: str, shape: Shape) -> "Timings":
         return Timings(self, suite, shape)
+
+    def attempt(self, call: Callable[[], list[Record]], suite: str, shape: Shape) -> list[Record]:
+        """Records of a suite, and one of the error if it raises on any rank."""
+        try:
+            records, why = call(), ""
+        except Exception as error:
+            records, why = [], self.connections.missing() or reason(error)
+            if dist.is_initialized():  # at once: the other ranks may wait for this one
+                print(f"rank {self.rank}: {suite}: {why}", file=sys.stderr, flush=True)
+        if why := self.agreed(why):
+            records = [*records, Record(suite, shape, "-", "-", "", note=why, failed=True)]
+        return records
 
 
 @dataclass(frozen=True)
@@ -151,13 +146,13 @@ class Case:
     bars: tuple[float, float | None] | None = None
     """Bar and goal of the ratio of `against` to the time."""
     note: str = ""
-    report: str | None = None
-    """Pass of the record, `pass_name` if None, no record if empty. `backward` after `both` or
-    `<pass> backward` after `<pass> both` is the difference to `forward` or `<pass>`."""
+    report: str = ""
+    """Pass of the record, if not `pass_name`. `backward` after `both` or `<pass> backward` after
+    `<pass> both` is the difference to `forward` or `<pass>`."""
     forward_of: str = ""
     """Side whose forward pass that difference is to, if not this one."""
-    modes: tuple[str, ...] = ()
-    """`eager`, `graph`; default: `Bench.mode`."""
+    mode: str = ""
+    """`eager` or `graph`; empty: that of the bench."""
     ours: bool = True
     """A capture that fails is a failure; a peer only has to run eagerly."""
     check: Callable[[Any], str] | None = None
@@ -166,12 +161,8 @@ class Case:
     """Work that overlaps the call."""
 
 
-class Key(NamedTuple):
-    """A timed call."""
-
-    side: str
-    pass_name: str
-    mode: str = "graph"
+Key = tuple[str, str, str]
+"""Side, pass and mode of a timed call."""
 
 
 class Timings:
@@ -180,15 +171,28 @@ class Timings:
     def __init__(self, bench: Bench, suite: str, shape: Shape) -> None:
         self.bench, self.suite, self.shape = bench, suite, shape
         self.skipped: list[Record] = []
-        self.times: dict[Key, list[float]] = {}
-        """Milliseconds of each round on this rank."""
         self.of_ranks: list[dict[Key, list[float]]] = []
+        """Milliseconds of each round, on each rank."""
         self._calls: dict[Key, tuple[Call, Case]] = {}
+
+    def measure(self, cases: Iterable[Case]) -> list[Record]:
+        """Time all cases together; their records by mode and pass, then those of skipped calls."""
+        cases = list(cases)
+        for case in cases:
+            if case.call is not None:
+                self.add(case)
+        self.run()
+        modes, names = (
+            list(dict.fromkeys(found))
+            for found in ([c.mode for c in cases], [c.report or c.pass_name for c in cases])
+        )
+        cases.sort(key=lambda c: (modes.index(c.mode), names.index(c.report or c.pass_name)))
+        return [*(r for case in cases for r in self.record(case)), *dict.fromkeys(self.skipped)]
 
     def add(self, case: Case) -> None:
         """Run a call once, capture it in mode `graph`, and time it; collective over the ranks."""
         bench, clock, result = self.bench, self.bench.clock, list[Any]()
-        modes = case.modes or (bench.mode,)
+        mode, failed, ready = case.mode or bench.mode, True, case.call
 
         def call() -> None:
             assert case.call is not None
@@ -199,26 +203,24 @@ class Timings:
 
         clock.align_ranks()
         # Agree before captures: a rank that captures aligns more often than one that cannot.
-        if why := bench.agreed(self._failure(call)):
-            self.skip(case.side, case.pass_name, modes[0], why, failed=True)
-            return
-        for mode in modes:
+        why = bench.agreed(self._failure(call))
+        if not why:
             clock.align_ranks()
-            ready, why = cast(Call, call), ""
+            ready = call
             if mode == "graph":
                 try:
                     ready = clock.capture(call)
                 except Exception as error:
-                    why = f"no capture: {reason(error)}"
+                    why, failed = f"no capture: {reason(error)}", case.ours
             clock.align_ranks()  # rows sent by other ranks have arrived
             clock.wait()
-            failed = case.ours or not why
             if case.check is not None and not why:
                 why = case.check(result[0])
-            if why := bench.agreed(why):
-                self.skip(case.side, case.pass_name, mode, why, failed=failed)
-            else:  # a graph reads tensors that only the call of the case keeps alive
-                self._calls[Key(case.side, case.pass_name, mode)] = ready, case
+            why = bench.agreed(why)
+        if why:
+            self.skip(case.side, case.pass_name, mode, why, failed=failed)
+        elif ready is not None:  # a graph reads tensors that only the call of the case keeps alive
+            self._calls[case.side, case.pass_name, mode] = ready, case
         result.clear()
 
     def _failure(self, call: Call) -> str:
@@ -237,20 +239,19 @@ class Timings:
 
     def run(self) -> None:
         """Time all calls in interleaved rounds; collective over the ranks."""
-        clock, keys = self.bench.clock, list(self._calls)
-        stamps: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in keys}
+        clock, stamps = self.bench.clock, {key: list[tuple[Any, Any]]() for key in self._calls}
         for number in range(WARM_ROUNDS):
             self._round(number)
         until = monotonic() + self.bench.warm
-        while keys and monotonic() < until:
+        while stamps and monotonic() < until:
             self._round(0)
             clock.wait()
         for number in range(WARM_ROUNDS, WARM_ROUNDS + self.bench.rounds):
             for key, pair in self._round(number):
                 stamps[key].append(pair)
         clock.wait()
-        self.times = {k: [clock.between(*pair) for pair in v] for k, v in stamps.items()}
-        self.of_ranks = self.bench.gather(self.times)
+        times = {key: [clock.between(*pair) for pair in pairs] for key, pairs in stamps.items()}
+        self.of_ranks = self.bench.gather(times)
 
     def _round(self, number: int) -> list[tuple[Key, tuple[Any, Any]]]:
         """Start and end stamps of each call, in an order drawn per round, the same on all ranks.
@@ -276,38 +277,30 @@ class Timings:
     ) -> list[Time]:
         """Time of each rank; empty if the call was skipped. See `Case.report` for `backward`."""
         mode, prefix = mode or self.bench.mode, pass_name.removesuffix("backward").rstrip()
-        key = Key(side, pass_name, mode)
-        medians = []
-        for times in self.of_ranks:
-            if prefix != pass_name:
-                both = times.get(Key(side, f"{prefix} both".lstrip(), mode))
-                forward = times.get(Key(forward_of or side, prefix or "forward", mode))
-                if both and forward:
-                    medians.append(backward_time(both, forward))
-            elif values := times.get(key):
-                medians.append(time_of(values))
-        return medians
+        keys = [(side, pass_name, mode)]
+        if prefix != pass_name:
+            keys = [(side, f"{prefix} both".lstrip(), mode)]
+            keys.append((forward_of or side, prefix or "forward", mode))
+        rounds = ([times.get(key, []) for key in keys] for times in self.of_ranks)
+        return [time_of(*found) for found in rounds if all(found)]
 
-    def time(self, side: str, pass_name: str, mode: str = "", forward_of: str = "") -> Time | None:
+    def time(self, side: str, pass_name: str, mode: str = "") -> Time | None:
         """Time of the slowest rank, or None if the call was skipped."""
-        return max(self.medians(side, pass_name, mode, forward_of), default=None)
+        return max(self.medians(side, pass_name, mode), default=None)
 
-    def record(self, case: Case, mode: str = "") -> list[Record]:
+    def record(self, case: Case) -> list[Record]:
         """The record of a timed case; empty if there is none."""
-        pass_name = case.pass_name if case.report is None else case.report
-        time = self.time(case.side, pass_name, mode, case.forward_of) if pass_name else None
-        if time is None:
+        pass_name, mode = case.report or case.pass_name, case.mode or self.bench.mode
+        ranks = self.medians(case.side, pass_name, mode, case.forward_of)
+        if not ranks:
             return []
+        time, other = max(ranks), self._other(case.against, pass_name, mode)
         rate = case.flops / time.ms * 1e-9 if case.flops and time.ms > 0 else None
-        other = self._other(case.against, pass_name, mode)
         ratio = None if other is None or time.ms <= 0 else other / time.ms
         bar, goal = case.bars if case.bars is not None and ratio is not None else (None, None)
-        head = (self.suite, self.shape, case.side, pass_name, mode or self.bench.mode)
-        record = Record(*head, *time, rate, ratio, bar, goal, case.note)
-        if not dist.is_initialized():
-            return [record]
-        ranks = self.medians(case.side, pass_name, mode, case.forward_of)
-        return [replace(record, ranks=tuple(round(rank.ms, 4) for rank in ranks))]
+        each = tuple(round(rank.ms, 4) for rank in ranks) if dist.is_initialized() else ()
+        head = (self.suite, self.shape, case.side, pass_name, mode)
+        return [Record(*head, *time, rate, ratio, bar, goal, case.note, ranks=each)]
 
     def _other(
         self, against: float | str | Sequence[str] | None, pass_name: str, mode: str
@@ -328,40 +321,6 @@ def passes(
         both: runs forward and backward.
         options: further fields of both cases.
     """
-    for name, call, times in (("forward", forward, 1), ("backward", both, 2)):
-        judged = None if bars is None else bars.of(name)
-        pass_name = "both" if times == 2 else name
-        yield Case(side, pass_name, call, times * flops, bars=judged, report=name, **options)
-
-
-def measure(timings: Timings, cases: Iterable[Case], *, by_pass: bool = False) -> list[Record]:
-    """Time all cases together; their records, then those of skipped calls.
-
-    Records are in the order of the cases, mode by mode, or mode by mode and pass by pass.
-    """
-    cases = list(cases)
-    for case in cases:
-        if case.call is not None:
-            timings.add(case)
-    timings.run()
-    default = (timings.bench.mode,)
-    modes = list(dict.fromkeys(mode for case in cases for mode in case.modes or default))
-    names = list(dict.fromkeys(case.report or case.pass_name for case in cases))
-    rows = [(mode, case) for mode in modes for case in cases if mode in (case.modes or default)]
-    if by_pass:
-        rows.sort(key=lambda r: (modes.index(r[0]), names.index(r[1].report or r[1].pass_name)))
-    records = [record for mode, case in rows for record in timings.record(case, mode)]
-    return [*records, *dict.fromkeys(timings.skipped)]
-
-
-def attempt(bench: Bench, call: Callable[[], list[Record]], suite: str, shape: Shape) -> Any:
-    """Records of a suite, and one of the error if it raises on any rank."""
-    try:
-        records, why = call(), ""
-    except Exception as error:
-        records, why = [], bench.connections.missing() or reason(error)
-        if dist.is_initialized():  # at once: the other ranks may wait for this one
-            print(f"rank {bench.rank}: {suite}: {why}", file=sys.stderr, flush=True)
-    if why := bench.agreed(why):
-        records = [*records, Record(suite, shape, "-", "-", "", note=why, failed=True)]
-    return records
+    judged = [bars and bars.of(name) for name in ("forward", "backward")]
+    yield Case(side, "forward", forward, flops, bars=judged[0], **options)
+    yield Case(side, "both", both, 2 * flops, bars=judged[1], report="backward", **options)

@@ -57,9 +57,8 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
-    path, picture = tmp_path / "out.json", tmp_path / "out.png"
-    options = ["--json", str(path), "--plot", str(picture)]
-    (code, out), other = run_distributed(program, 2, options)
+    path = tmp_path / "out.json"
+    (code, out), other = run_distributed(program, 2, ["--json", str(path)])
     assert code == 0 and other == (0, "")
     assert out.startswith("device CPU, torch ") and out.splitlines()[-1].endswith("0 failures")
     run_facts, made = records.read(path)
@@ -88,7 +87,6 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     skewed = ("alltoall, one rank", "experts alone, one rank")
     assert rows["skew"] == {(side, name) for side in skewed for name in PASSES}
     assert {r.suite for r in made if r.met is not None} == {"skew"}
-    assert picture.stat().st_size > 1000
     notes = {r.suite: r.note for r in made if r.suite in ("wire", "scaling")}
     assert notes == {
         "wire": "needs CUDA",

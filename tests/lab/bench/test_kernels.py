@@ -17,8 +17,7 @@ from phalanx.scripts.lab import bench_kernels
 from phalanx.scripts.lab.bench import loads, problems, records, shapes
 from phalanx.scripts.lab.bench.clocks import Cpu
 from phalanx.scripts.lab.bench.kernels import layer, mlp, operations, tune
-from phalanx.scripts.lab.bench.program import Report
-from phalanx.scripts.lab.bench.records import Record
+from phalanx.scripts.lab.bench.records import Record, Report
 from phalanx.scripts.lab.bench.timing import Bench
 
 Launches = list[tuple[str, Any]]

@@ -15,8 +15,8 @@ from phalanx.moe.router import fused_topk
 from phalanx.scripts.lab import bench_libraries
 from phalanx.scripts.lab.bench import timing
 from phalanx.scripts.lab.bench.clocks import Cpu
-from phalanx.scripts.lab.bench.comparison import Operation, Row, compare, gap
 from phalanx.scripts.lab.bench.libraries import attention, libraries, loss, quantize
+from phalanx.scripts.lab.bench.libraries.compared import Operation, Row, compare, gap
 from phalanx.scripts.lab.bench.libraries.libraries import Sizes
 from phalanx.scripts.lab.bench.timing import Bench
 

@@ -1,15 +1,16 @@
-"""Records of benchmarks: file, table, verdicts and plot."""
+"""Records of benchmarks: file, table and verdicts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx.scripts.lab import bench_kernels
 from phalanx.scripts.lab.bench import records
-from phalanx.scripts.lab.bench.program import Report
-from phalanx.scripts.lab.bench.records import Record
+from phalanx.scripts.lab.bench.records import Record, Report
+
+MEASURED = Path(__file__).resolve().parents[3] / "docs/measured/kernels"
+NAMES = [p.name for p in MEASURED.glob("*.json") if p.read_text("utf-8").startswith('{"facts"')]
 
 
 def test_json_has_all_fields_and_a_line_per_record(tmp_path: Path) -> None:
@@ -29,6 +30,14 @@ def test_json_has_all_fields_and_a_line_per_record(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a file of this script"):
         records.read(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_records_of_docs_are_read_and_would_be_written_so(name: str) -> None:
+    text = (MEASURED / name).read_text("utf-8")
+    run_facts, made = records.read(MEASURED / name)
+    assert made and {"device", "before"} <= run_facts.keys()
+    assert json.loads(records.to_json(run_facts, made)) == json.loads(text)
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
@@ -53,14 +62,9 @@ def test_verdicts_and_table() -> None:
     assert records.summary([judged(1.2), judged(1.0)]) == "1 of 2 bars met, 1 missed, 0 failures"
 
 
-def test_earlier_results_are_shown_and_plotted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_results_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     records.write(path, {}, [Record("mlp", (8,), "ours", "forward", ms=1.0, ratio=1.2, bar=1.1)])
     assert bench_kernels.main(["--from-json", str(path)]) == 0
     assert "mlp 8" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert bench_kernels.main(["--from-json", str(path), "--plot", str(tmp_path / "a.png")]) == 1
-    assert capsys.readouterr().err == "no plot: matplotlib is not installed\n"
     assert bench_kernels.main(["--from-json", str(tmp_path / "none.json")]) == 1

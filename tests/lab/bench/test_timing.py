@@ -1,6 +1,7 @@
 """The framework of the benchmarks: statistics, rounds, cases, and ranks that measure together."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from phalanx.scripts.lab.bench import timing
 from phalanx.scripts.lab.bench.clocks import Cpu
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import Bars
-from phalanx.scripts.lab.bench.timing import Bench, Case, Key, Timings, attempt, measure, passes
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes
 from tests.support.distributed import run_distributed
 
 
@@ -40,7 +41,7 @@ def timings_with(times: dict[tuple[str, str], list[float]]) -> Timings:
     timings = Bench(Cpu(), 3).timings("layer", (1,))
     ranks = len(next(iter(times.values())))
     timings.of_ranks = [
-        {Key(*key, "eager"): [values[rank]] * 3 for key, values in times.items()}
+        {(*key, "eager"): [values[rank]] * 3 for key, values in times.items()}
         for rank in range(ranks)
     ]
     return timings
@@ -49,8 +50,8 @@ def timings_with(times: dict[tuple[str, str], list[float]]) -> Timings:
 def test_statistics() -> None:
     values = [float(v) for v in range(11)]
     assert timing.time_of(values) == (5, 1, 9)
-    assert timing.percentile([3.0], 0.9) == 3
-    assert timing.backward_time([5.0, 7, 9], [1.0, 2, 3]) == (5, pytest.approx(4.2), 5.8)
+    assert timing.time_of([3.0]) == (3, 3, 3)
+    assert timing.time_of([5.0, 7, 9], [1.0, 2, 3]) == (5, pytest.approx(4.2), 5.8)
 
 
 def test_rounds_are_interleaved_with_the_cache_flushed() -> None:
@@ -68,7 +69,7 @@ def test_rounds_are_interleaved_with_the_cache_flushed() -> None:
     order.clear()
     timings.run()
     assert order == first[2:]
-    assert len(timings.times[Key("a", "forward", "eager")]) == 2
+    assert len(timings.of_ranks[0]["a", "forward", "eager"]) == 2
     (skipped,) = timings.skipped
     assert skipped.failed and "division by zero" in skipped.note
 
@@ -78,7 +79,7 @@ def test_warm_up_rounds_are_not_counted() -> None:
     timings = Bench(Cpu(), 2, warm=0.02).timings("mlp", (1,))
     timings.add(Case("ours", "forward", lambda: calls.append(1)))
     timings.run()
-    (times,) = timings.times.values()
+    (times,) = timings.of_ranks[0].values()
     assert len(times) == 2 and len(calls) > 1 + timing.WARM_ROUNDS + 2
 
 
@@ -87,15 +88,15 @@ def test_a_capture_that_fails_is_our_failure_and_not_a_peers() -> None:
     bench.clock.broken = True
     timings = bench.timings("mlp", (1,))
     for side in ("ours", "peer"):
-        modes = ("eager", "graph")
-        timings.add(Case(side, "forward", lambda: None, modes=modes, ours=side == "ours"))
+        for mode in ("eager", "graph"):
+            timings.add(Case(side, "forward", lambda: None, mode=mode, ours=side == "ours"))
     assert [(r.side, r.mode, r.failed) for r in timings.skipped] == [
         ("ours", "graph", True),
         ("peer", "graph", False),
     ]
     assert "no capture: RuntimeError: a graph is too small" in timings.skipped[0].note
     timings.run()
-    assert {key.mode for key in timings.times} == {"eager"}
+    assert {mode for _, _, mode in timings.of_ranks[0]} == {"eager"}
 
 
 def test_records_of_cases() -> None:
@@ -127,22 +128,19 @@ def test_records_of_cases() -> None:
     assert timings.record(Case("e", "forward")) == []
 
 
-def test_records_are_in_order_of_cases_or_of_passes() -> None:
-    def cases() -> list[Case]:
-        return [c for side in "ab" for c in passes(side, lambda: 0, lambda: 0)]
-
-    bench = Bench(Cpu(), 1)
-    by_case = measure(bench.timings("mlp", (1,)), cases())
-    by_pass = measure(bench.timings("mlp", (1,)), cases(), by_pass=True)
-    assert [(r.side + r.pass_name[0]) for r in by_case] == ["af", "ab", "bf", "bb"]
-    assert [(r.side + r.pass_name[0]) for r in by_pass] == ["af", "bf", "ab", "bb"]
+def test_records_are_in_order_of_modes_and_passes() -> None:
+    sides = [c for side in "ab" for c in passes(side, lambda: 0, lambda: 0)]
+    cases = [replace(c, mode=mode) for mode in ("graph", "eager") for c in sides]
+    made = Bench(Cpu(), 1).timings("mlp", (1,)).measure(cases)
+    found = ["".join((r.mode[0], r.side, r.pass_name[0])) for r in made]
+    assert found == ["gaf", "gbf", "gab", "gbb", "eaf", "ebf", "eab", "ebb"]
 
 
 def test_an_error_is_a_record() -> None:
     def suite() -> list[Record]:
         raise ValueError("no such memory")
 
-    (record,) = attempt(Bench(Cpu(), 1), suite, "plan", (1,))
+    (record,) = Bench(Cpu(), 1).attempt(suite, "plan", (1,))
     assert record.failed and record.note == "ValueError: no such memory"
 
 
@@ -156,9 +154,9 @@ def _on_ranks() -> tuple[Any, ...]:
 
     slow = Case("a", "forward", lambda: time.sleep(0.002 + 0.01 * rank))
     wrong = Case("c", "forward", lambda: rank, check=lambda r: "wrong bits in out" if r else "")
-    records = measure(timings, [slow, Case("b", "forward", fails), wrong])
-    raised = attempt(bench, lambda: [] if rank == 0 else fails() or [], "plan", (1,))
-    return records, raised, [key.side for key in timings.times]
+    records = timings.measure([slow, Case("b", "forward", fails), wrong])
+    raised = bench.attempt(lambda: [] if rank == 0 else fails() or [], "plan", (1,))
+    return records, raised, [side for side, _, _ in timings.of_ranks[rank]]
 
 
 @pytest.mark.dist

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from phalanx.parallel.connections import Connections
 from phalanx.scripts.lab.bench.adapters.compared import HEAD, OURS, Comparison
-from phalanx.scripts.lab.bench.clocks import Cpu, GroupGpu
+from phalanx.scripts.lab.bench.clocks import Cpu, Gpu
 from phalanx.scripts.lab.bench.timing import Bench
 
 
@@ -40,7 +40,7 @@ def run(rounds: int, *, tiny: bool) -> bool:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
     config = _config(tiny=tiny)
-    clock = GroupGpu(Connections()) if cuda else Cpu()
+    clock = Gpu(Connections()) if cuda else Cpu()
     shape = (2, 16) if tiny else (2, 4096)
     ids = torch.randint(0, 128, shape, device=clock.device)
     compared = Comparison(Bench(clock, rounds), "megatron", ids.numel())

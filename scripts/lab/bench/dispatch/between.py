@@ -38,7 +38,7 @@ from phalanx.scripts.lab.bench.dispatch.whole import ALONE, Layer, fitted
 from phalanx.scripts.lab.bench.models import BETWEEN_TARGETS, BETWEEN_TOKENS, DEEPSEEK, Model
 from phalanx.scripts.lab.bench.problems import BF16, error
 from phalanx.scripts.lab.bench.records import Record
-from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, measure, passes
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, passes
 
 _ROUTING = "random"
 _ENDS = ("dispatch", "combine")
@@ -61,7 +61,7 @@ def between(bench: Bench, model: Model, tokens: int) -> list[Record]:
         cases += _exchanges(side, _dispatcher(problem, transport, batch, ALL_SMS), batch)
     fewer = f"{fitted_model.experts} of {model.experts} experts"
     note = fewer if fitted_model.experts < model.experts else ""
-    records = measure(timings, [replace(case, note=note) for case in cases])
+    records = timings.measure([replace(case, note=note) for case in cases])
     judged = bench.clock.device.type == "cuda" and (model, tokens) == (DEEPSEEK, BETWEEN_TOKENS)
     for side in transports:
         records += _exposed(timings, side, judged=judged and side == "hier")

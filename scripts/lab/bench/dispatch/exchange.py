@@ -41,7 +41,7 @@ from phalanx.scripts.lab.bench.models import (
 from phalanx.scripts.lab.bench.problems import BF16, random
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.routing import KINDS, OF_EIGHT, bytes_sent, probabilities, routed
-from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, measure
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing
 
 _LASTING = 3.0
 """Duration of the GEMM that overlaps a push, over that of the push alone."""
@@ -156,7 +156,7 @@ def exchange(bench: Bench, model: Model, tokens: int) -> list[Record]:
         ends = ExchangeEnds(timings, model, batch, world)
         for name, transport in transports(timings, model, batch, world, kind).items():
             cases += ends.cases(f"{name}, {kind}", transport)
-    return measure(timings, cases)
+    return timings.measure(cases)
 
 
 def plan(bench: Bench, model: Model, tokens: int) -> list[Record]:
@@ -179,5 +179,5 @@ def plan(bench: Bench, model: Model, tokens: int) -> list[Record]:
             timed = functools.partial(call, backend=bench.backend)
             check = lambda p, e=expected: differing(p[:5], e, PLAN_NAMES)  # noqa: E731
             cases.append(Case(f"EP {ranks}, {kind}", "plan", timed, check=check, **asked))
-        records += measure(bench.timings("plan", model.shape(tokens)), cases)
+        records += bench.timings("plan", model.shape(tokens)).measure(cases)
     return records

@@ -31,7 +31,7 @@ from phalanx.scripts.lab.bench.models import REPLICATION_TARGETS, ROWS_TARGETS, 
 from phalanx.scripts.lab.bench.problems import BF16
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.routing import KINDS, UNEVEN, fullest, routed, uneven
-from phalanx.scripts.lab.bench.timing import Bench, Case, differing, measure
+from phalanx.scripts.lab.bench.timing import Bench, Case, differing
 
 _SLOTS = 2
 _WIDTH = 2
@@ -70,7 +70,7 @@ def replication(bench: Bench, model: Model, tokens: int) -> list[Record]:
             first, second = (functools.partial(_wrong, r) for r in (results[:1], results[1:]))
             cases.append(Case(side, "forward", forward, check=first, **judged))
             cases.append(Case(side, "both", both, check=second, bars=targets, **judged))
-    return measure(bench.timings("replication", shape), cases)
+    return bench.timings("replication", shape).measure(cases)
 
 
 def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
@@ -103,7 +103,7 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
         cases.append(Case(f"bf16, {kind}", "dispatch", send_bf16))
         cases.append(Case(f"bf16, then FP8, {kind}", "dispatch", quantized, **judged))
         cases.append(Case(f"FP8, {kind}", "dispatch", send_fp8, bars=ROWS_TARGETS, **judged))
-    records = measure(bench.timings("rows", shape), cases)
+    records = bench.timings("rows", shape).measure(cases)
     return records + _layer(bench, model._replace(shared=0), tokens)
 
 
@@ -132,7 +132,7 @@ def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
         judged: dict[str, Any] = dict(against="layer, rows in bf16")
         for name, run in (("forward", problem.forward), ("both", problem.both)):
             cases.append(Case(side, name, functools.partial(run, transport, batch), **judged))
-    return measure(bench.timings("rows", model.shape(tokens)), cases)
+    return bench.timings("rows", model.shape(tokens)).measure(cases)
 
 
 def _wrong(expected: list[Tensor], result: Tensor | tuple[Tensor, ...]) -> str:

@@ -44,7 +44,7 @@ from phalanx.scripts.lab.bench.problems import BF16, give_main_grads
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.routing import KINDS, routed, uneven
 from phalanx.scripts.lab.bench.shapes import Bars
-from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, measure, passes
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, passes
 
 _W = 0.02
 _COPIES, _SHARE = 5, 0.7
@@ -231,7 +231,7 @@ def layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
             exchanges = ExchangeEnds(timings, fitted_model, batch, world)
             for name, transport in transports(timings, fitted_model, batch, world, kind).items():
                 ends += exchanges.cases(f"{name}, {kind}", transport, backward=False)
-    records = measure(timings, [*cases, *(alone if exposing else ()), *ends])
+    records = timings.measure([*cases, *(alone if exposing else ()), *ends])
     for side in dict.fromkeys(case.side for case in ends):
         records += exposed(timings, side, f"{ALONE}, {KINDS[0]}", judged)
     return records
@@ -281,7 +281,7 @@ def flash(bench: Bench, model: Model, tokens: int) -> list[Record]:
         ):
             bars = (1.0, None) if judged else None
             cases.append(replace(case, flops=model.flops(tokens, "forward"), bars=bars))
-    return measure(timings, cases)
+    return timings.measure(cases)
 
 
 def scaling(bench: Bench, model: Model, tokens: int) -> list[Record]:
@@ -300,7 +300,7 @@ def scaling(bench: Bench, model: Model, tokens: int) -> list[Record]:
     cases = []
     for few, many in zip(of_size[2], of_size[ranks], strict=True):
         cases += [few, replace(many, against=few.side, bars=(SCALING_TARGET, None))]
-    return measure(timings, cases)
+    return timings.measure(cases)
 
 
 def skew(bench: Bench, model: Model, tokens: int) -> list[Record]:
@@ -319,4 +319,4 @@ def skew(bench: Bench, model: Model, tokens: int) -> list[Record]:
     compared = judged | dict(against=f"{ALONE}, one rank", bars=bars)
     layers = problem.cases(timings, batch, "one rank", backward=True, **compared)
     alone = problem.alone(batch, "one rank", **judged)
-    return measure(timings, [*alone, *layers], by_pass=True)
+    return timings.measure([*alone, *layers])

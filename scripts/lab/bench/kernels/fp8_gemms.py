@@ -24,7 +24,7 @@ from phalanx.scripts.lab.bench.clocks import Call
 from phalanx.scripts.lab.bench.problems import SWIGLU, dirichlet, experts, index_of, random
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import FP8_GEMMS, Shape
-from phalanx.scripts.lab.bench.timing import Bench, Case, measure
+from phalanx.scripts.lab.bench.timing import Bench, Case
 
 
 def suite(bench: Bench, shape: Shape) -> list[Record]:
@@ -97,4 +97,4 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     for name, (flops, call, fp8_call) in calls.items():
         cases.append(Case("bf16", name, call, flops))
         cases.append(Case("fp8", name, fp8_call, flops, against="bf16", bars=bars.get(name)))
-    return measure(bench.timings("fp8_gemms", shape), cases)
+    return bench.timings("fp8_gemms", shape).measure(cases)

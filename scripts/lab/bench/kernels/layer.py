@@ -30,11 +30,11 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
-from phalanx.scripts.lab.bench.kernels.mlp import MODES, Forward, verdict, with_backward
+from phalanx.scripts.lab.bench.kernels.mlp import Forward, in_both_modes, verdict, with_backward
 from phalanx.scripts.lab.bench.problems import SWIGLU, error, random
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import LAYER, Shape
-from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, measure, passes, reason
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes, reason
 
 _OURS, _PUBLIC, _SONIC = "ours", "ours, public functions", "sonic"
 ROUTING: dict[str, Any] = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)
@@ -163,7 +163,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         except Exception as why:
             timings.skip(_SONIC, "", "eager", reason(why), failed=bench.demanded)
             sides.pop(_SONIC, None)
-    return [*checks, *measure(timings, _cases(shape, sides, dout), by_pass=True)]
+    return [*checks, *timings.measure(in_both_modes(_cases(shape, sides, dout)))]
 
 
 def _cases(
@@ -173,7 +173,7 @@ def _cases(
     T, D, F, _, K = shape
     for side, (forward, leaves) in sides.items():
         both, ours = with_backward(forward, leaves, dout), side != _SONIC
-        judged: dict[str, Any] = dict(against=_SONIC if ours else None, ours=ours, modes=MODES)
+        judged: dict[str, Any] = dict(against=_SONIC if ours else None, ours=ours)
         bars = LAYER.get(shape) if side == _OURS else None
         yield from passes(side, forward, both, 6 * T * K * D * F, bars, **judged)
 

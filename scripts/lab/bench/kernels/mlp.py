@@ -4,7 +4,8 @@ Peers: torch._grouped_mm with a compiled SwiGLU * prob, and Transformer Engine's
 the same. Weight gradients are bf16, as the peers'; a further side adds to fp32 buffers instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from phalanx.scripts.lab.bench.problems import (
 )
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import MLP, Shape
-from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, measure, passes, reason
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes, reason
 
 Forward = Callable[[], Tensor]
 """A forward pass that returns its output."""
-MODES = ("eager", "graph")
 TOLERANCE = 0.02
 """Largest relative error between two bf16 implementations."""
 _OURS, _ADDED = "ours", "ours, fp32 +="
@@ -47,6 +47,12 @@ def ours(p: Experts, backend: str, *, accumulate: bool = False) -> Forward:
 def with_backward(forward: Forward, leaves: list[Tensor], dout: Tensor) -> Call:
     """Forward and backward; a leaf whose gradient went elsewhere gets None."""
     return lambda: torch.autograd.grad(forward(), leaves, dout, allow_unused=True)
+
+
+def in_both_modes(cases: Iterable[Case]) -> list[Case]:
+    """The cases eager, then in CUDA graphs."""
+    cases = list(cases)
+    return [replace(case, mode=mode) for mode in ("eager", "graph") for case in cases]
 
 
 def swiglu_prob(h: Tensor, prob: Tensor) -> Tensor:
@@ -90,7 +96,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     timings = bench.timings("mlp", shape)
     checks = _checked(timings, p)
     give_main_grads((p.w1, p.w2))
-    return [*checks, *measure(timings, _cases(timings, p), by_pass=True)]
+    return [*checks, *timings.measure(in_both_modes(_cases(timings, p)))]
 
 
 def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
@@ -98,14 +104,14 @@ def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
     backend, leaves, flops = timings.bench.backend, [p.x_SD, p.w1, p.w2], p.forward_flops
     forward = ours(p, backend)
     both = with_backward(forward, leaves, p.dy_SD)
-    judged: dict[str, Any] = dict(against=_PEERS, modes=MODES)
+    judged: dict[str, Any] = dict(against=_PEERS)
     yield from passes(_OURS, forward, both, flops, MLP.get(timings.shape), **judged)
     added = with_backward(ours(p, backend, accumulate=True), leaves, p.dy_SD)
     options: dict[str, Any] = dict(report="backward", forward_of=_OURS)
     yield Case(_ADDED, "both", added, 2 * flops, **options, **judged)
     for name, (forward, leaves) in _peers(timings, p).items():
         both = with_backward(forward, leaves, p.dy_SD)
-        yield from passes(name, forward, both, flops, modes=MODES, ours=False)
+        yield from passes(name, forward, both, flops, ours=False)
 
 
 def _peers(timings: Timings, p: Experts) -> dict[str, tuple[Forward, list[Tensor]]]:

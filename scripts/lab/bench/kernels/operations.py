@@ -43,7 +43,7 @@ from phalanx.scripts.lab.bench.shapes import (
     margin_bar,
     occupied_bars,
 )
-from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, measure, passes
+from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes
 
 MakeLoad = Callable[[int, float], BackgroundLoad]
 Launch = Callable[[LaunchOptions], object]
@@ -80,7 +80,7 @@ def margins(bench: Bench, shape: Shape, make_load: MakeLoad = Copies) -> list[Re
     records: list[Record] = []
     for name, (call, flops) in with_margin(p).items():
         timings = bench.timings("margins", shape)
-        records += measure(timings, _free(name, call, flops, sms(bench.clock.device)))
+        records += timings.measure(_free(name, call, flops, sms(bench.clock.device)))
         if full := timings.time("0 free", name):
             records += _occupied(
                 bench.timings("margins", shape), name, call, flops, full.ms, make_load
@@ -147,7 +147,7 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
         note = f"most rows {max(counts) * L / S:.2f} of the mean"
         options: dict[str, Any] = dict(against=against, note=note)
         cases += passes(routing, forward, both, p.forward_flops, judged, **options)
-    return measure(bench.timings("skew", shape), cases, by_pass=True)
+    return bench.timings("skew", shape).measure(cases)
 
 
 def gather(bench: Bench, shape: Shape) -> list[Record]:
@@ -204,4 +204,4 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
         timed.append(Case("contiguous", name, partial(call, contiguous), flops))
         judged: dict[str, Any] = dict(against="contiguous", bars=(GATHER_BAR, None))
         timed.append(Case("gathered", name, partial(call, picked, index), flops, **judged))
-    return measure(bench.timings("gather", shape), timed)
+    return bench.timings("gather", shape).measure(timed)

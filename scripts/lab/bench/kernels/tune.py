@@ -20,7 +20,7 @@ from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.scripts.lab.bench.problems import SWIGLU, dirichlet, index_of, offsets_of, random
 from phalanx.scripts.lab.bench.records import Record
-from phalanx.scripts.lab.bench.timing import Bench, Case, measure
+from phalanx.scripts.lab.bench.timing import Bench, Case
 
 Table = Mapping[str, Mapping[str, float]]
 
@@ -144,7 +144,7 @@ def kind(bench: Bench, entry: str) -> tuple[list[Record], dict[str, float]]:
             timings, what = bench.timings("tune", case), f"{entry} {layout}".strip()
             flops = (4 if name == "fc1_act" else 2) * case.S * case.N * case.K
             sides = [Case(tile, what, partial(call, tile), flops) for tile in listed]
-            records += measure(timings, sides)
+            records += timings.measure(sides)
             for tile in listed:
                 if time := timings.time(tile, what):
                     measured[tile].append(time.ms)

@@ -18,7 +18,7 @@ from phalanx.kernels.sm90.experts.wgrad_pair import wgrad_pair
 from phalanx.scripts.lab.bench.problems import drawn, index_of, offsets_of, order_of, random
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import WGRAD_PAIRS, Shape
-from phalanx.scripts.lab.bench.timing import Bench, Case, measure
+from phalanx.scripts.lab.bench.timing import Bench, Case
 
 _TOP_K = 4
 """Experts of a token, for the number of tokens that rows are gathered from."""
@@ -44,7 +44,7 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
             once = partial(wgrad_pair, first, second, sums, **how)
             cases.append(Case(twice, name, apart, flops))
             cases.append(Case(f"{kind}one pass", name, once, flops, against=twice, bars=bars))
-    return measure(bench.timings("wgrad_pairs", shape), cases)
+    return bench.timings("wgrad_pairs", shape).measure(cases)
 
 
 def _apart(rows: Sequence[ExpertRows], sums: Tensor, **how: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.core_attention import core, sinks
-from phalanx.scripts.lab.bench.comparison import Operation, Row, compare
+from phalanx.scripts.lab.bench.libraries.compared import Operation, Row, compare
 from phalanx.scripts.lab.bench.libraries.libraries import Sizes, drawn
 from phalanx.scripts.lab.bench.timing import Bench, reason
 

@@ -1,6 +1,6 @@
 """Operations that other libraries have too: ours and theirs on the same data.
 
-`scripts.lab.bench.comparison` runs and times them; a library is imported when its side is built.
+`compared` beside this file runs and times them; a library is imported when its side is built.
 
 Legend: S positions, B batch, H query heads, G key-value heads, N = H / G + 2, d channels, F rotated
 channels, T tokens, E experts, K experts per token.
@@ -18,7 +18,7 @@ from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.router import fused_topk
 from phalanx.parallel.megatron.adam import AdamW
-from phalanx.scripts.lab.bench.comparison import Operation, Row, compare, gap, row
+from phalanx.scripts.lab.bench.libraries.compared import Operation, Row, compare, gap, row
 from phalanx.scripts.lab.bench.timing import Bench, Case, reason
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -330,7 +330,7 @@ def _step(
 
     timings, note, result_gap = bench.timings(operation, ()), "", None
     mine = parameters(copy=True)
-    eager: dict[str, Any] = dict(modes=("eager",))
+    eager: dict[str, Any] = dict(mode="eager")
     timings.add(Case("ours", "step", AdamW(mine, **numbers, **ours).step, **eager))
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise import cross_entropy as two_passes
 from phalanx.kernels.sm90.loss import cross_entropy as one_pass
-from phalanx.scripts.lab.bench.comparison import Row, gap, row
+from phalanx.scripts.lab.bench.libraries.compared import Row, gap, row
 from phalanx.scripts.lab.bench.libraries.libraries import Sizes, drawn
 from phalanx.scripts.lab.bench.timing import Bench, Case, reason
 

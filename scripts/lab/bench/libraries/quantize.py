@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.quantize import quantize
-from phalanx.scripts.lab.bench.comparison import Row, row
+from phalanx.scripts.lab.bench.libraries.compared import Row, row
 from phalanx.scripts.lab.bench.libraries.libraries import Sizes, drawn
 from phalanx.scripts.lab.bench.problems import dirichlet
 from phalanx.scripts.lab.bench.timing import Bench, Case
