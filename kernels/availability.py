@@ -95,6 +95,15 @@ def _hopper(facts: Facts) -> Refusal:
     return None
 
 
+def blackwell(facts: Facts) -> Refusal:
+    """Reason why this is no Blackwell GPU, or None."""
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability is None or facts.capability[0] != 10:
+        return f"needs CUDA capability 10.x, not {dotted(facts.capability)}"
+    return None
+
+
 def _compiled(facts: Facts) -> Refusal:
     if not facts.packages & {"nvidia_cutlass_dsl", "compiled_kernels"}:
         return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"

@@ -163,7 +163,7 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
     if wanted not in spec.backends:
         names = ", ".join(spec.backends)
         raise ValueError(f"{spec.knob}={wanted} is unknown: use one of {names} or auto")
-    reason = _reason(spec.backends[wanted].unavailable, facts)
+    reason = _unavailable(spec.backends[wanted], facts)
     if reason is not None:
         hint = f"use {spec.knob}={_best(op, facts).backend} or {spec.knob}=auto"
         raise KernelUnavailable(f"{spec.knob}={wanted} cannot run here: {reason}; {hint}")
@@ -204,7 +204,7 @@ def _best(op: str, facts: Facts) -> Choice:
     for name, backend in _OPS[op].backends.items():
         if not backend.auto:
             continue
-        reason = _reason(backend.unavailable, facts)
+        reason = _unavailable(backend, facts)
         if reason is None and backend.slower:
             reason = _reason(backend.slower, facts)
         if reason is None:
@@ -212,6 +212,11 @@ def _best(op: str, facts: Facts) -> Choice:
             return Choice(op, name, "; ".join(["auto", *clauses]), passed_over)
         passed_over[name] = reason
     raise AssertionError(f"op {op} has no backend that runs everywhere")
+
+
+def _unavailable(backend: Implementation, facts: Facts) -> Refusal:
+    reason = _reason(backend.unavailable, facts)
+    return _reason(backend.limits, facts) if reason is None and backend.limits else reason
 
 
 def _reason(path: str, facts: Facts) -> Refusal:

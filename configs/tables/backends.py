@@ -32,6 +32,9 @@ class Implementation:
     """Package that only this implementation needs."""
     auto: bool = True
     """`auto` considers it."""
+    limits: str = ""
+    """Path of a function like `unavailable`, asked where that has no reason: an extra is not
+    imported on machines that cannot run it."""
     slower: str = ""
     """Path of a function like `unavailable`: the reason why `auto` prefers a later entry although
     this one can run. Empty: never."""
@@ -178,9 +181,10 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         multiplies=("fp8_block",),
     ),
     "cudnn": ExpertBackend(
-        "phalanx.extras.blackwell.availability:cudnn_experts",
+        f"{_AVAILABILITY}:blackwell",
         "cuDNN's fused grouped GEMMs for Blackwell",
         package=Package("nvidia_cudnn_frontend", "cudnn", "gemm/cutedsl/grouped"),
+        limits="phalanx.extras.blackwell.availability:runs_here",
         provider="phalanx.extras.blackwell.provider:cudnn",
         cuda=True,
         bf16_on_cuda=True,

@@ -6,23 +6,14 @@ from phalanx.configs.formats import is_microscaling
 from phalanx.extras.blackwell import glu
 from phalanx.extras.blackwell.limits import PACKAGE as CUDNN_FRONTEND
 from phalanx.extras.blackwell.limits import unsupported_sizes
-from phalanx.kernels.availability import dotted, short
+from phalanx.kernels.availability import short
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Facts
 
 
-def cudnn_experts(facts: Facts) -> Refusal:
-    """Reason why cuDNN's grouped GEMMs cannot run here, or None."""
-    if facts.device != "cuda":
-        return "needs CUDA"
-    if facts.capability is None or facts.capability[0] != 10:
-        return f"needs CUDA capability 10.x, not {dotted(facts.capability)}"
-    return runs_here(facts)
-
-
 def runs_here(facts: Facts) -> Refusal:
-    """Conditions that do not depend on the GPU."""
+    """Reason why cuDNN's grouped GEMMs cannot run on a GPU that they are for, or None."""
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {short(facts.dtype)}"
     if facts.fp8:
