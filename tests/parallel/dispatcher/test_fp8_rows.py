@@ -6,7 +6,6 @@ in orders of their own give the same bits.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +29,7 @@ from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatc
 from tests.kernels.problems import error, make
 from tests.parallel.dispatcher.gloo_exchange import experts, gloo_exchanges
 from tests.support.distributed import run_distributed
-from tests.support.scheduling import matrix, slow
+from tests.support.scheduling import mostly_slow
 from tests.support.training import pretended_nodes
 
 T, D, F, E, K = 40, 160, 136, 8, 2
@@ -151,43 +150,10 @@ def test_the_bits_of_rows_that_are_quantised_later(recipe: Fp8Block) -> None:
     run_distributed(_same_bits, 2, recipe)
 
 
-def _same_over_nodes(recipe: Fp8Block, size: int) -> list[Tensor]:
-    early, late = both("hier", recipe, size)
-    assert_same(early, late)
-    assert_same(early, both("alltoall", recipe)[0])
-    return early
-
-
-def joined(ranks: list[Given]) -> Given:
-    """All tokens and experts on one rank."""
-    return Given(*map(torch.cat, zip(*ranks, strict=True)))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "size"),
-    [
-        (DEFAULTS, 4, 2),
-        (OTHERS, 4, 2),
-        *slow((OTHERS, 8, 2), (DEFAULTS, 8, 4)),
-        pytest.param(DEFAULTS, 8, 2, marks=pytest.mark.slow),
-        pytest.param(OTHERS, 8, 4, marks=pytest.mark.slow),
-    ],
-)
-def test_the_same_bits_over_nodes(recipe: Fp8Block, ranks: int, size: int) -> None:
-    """Results are those with collectives, and those on one rank."""
-    by_rank = run_distributed(_same_over_nodes, ranks, recipe, size)
-    alone = dispatcher_of(choose_transport("local", None, torch.bfloat16), recipe)
-    here = layer(alone, joined([drawn(rank, ranks) for rank in range(ranks)]), recipe)
-    assert_same(list(map(torch.cat, zip(*by_rank, strict=True))), here)
-
-
-def _pushed(recipe: Fp8Block, name: str) -> None:
+def check_pushed(recipe: Fp8Block, transport: Transport) -> None:
     """With and without pushes beside the experts, tokens kept or sent again."""
     given = drawn(dist.get_rank(), dist.get_world_size())
     wanted = layer(dispatcher_of(over("alltoall"), recipe), given, recipe)
-    pushes = Transport("symm", "in this test")
-    transport = pushes if name == "symm" else replace(over("hier"), inside=pushes)
     for sms, keep in ((0, False), (0, True), (8, False), (8, True)):
         options = SymmOptions(keep=keep, comm_sms=sms)
         with gloo_exchanges() as made:
@@ -203,13 +169,13 @@ def _pushed(recipe: Fp8Block, name: str) -> None:
 
 
 @pytest.mark.dist
-@matrix(("recipe", "name"), (DEFAULTS, "symm"), (OTHERS, "hier"))
-def test_pushes_bring_the_same_bits(recipe: Fp8Block, name: str) -> None:
+@mostly_slow("recipe", [DEFAULTS, OTHERS], DEFAULTS)
+def test_pushes_bring_the_same_bits(recipe: Fp8Block) -> None:
     """Into buffers that are used again, where nothing but what was wanted is a number."""
-    run_distributed(_pushed, 4, recipe, name)
+    run_distributed(check_pushed, 4, recipe, Transport("symm", "in this test"))
 
 
-def _weight_gradients_in_bf16(name: str) -> None:
+def check_weight_gradients_in_bf16(name: str) -> None:
     """Their operands are then the values that have come: x and the gradient of out in FP8."""
     early, late = both(name, Fp8Block(wgrad="bf16"))
     assert [torch.equal(a, b) for a, b in zip(early[:3], late[:3], strict=True)] == [True] * 3
@@ -217,9 +183,8 @@ def _weight_gradients_in_bf16(name: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "ranks"), [("alltoall", 2), ("hier", 4)])
-def test_weight_gradients_in_bf16_read_what_has_come(name: str, ranks: int) -> None:
-    run_distributed(_weight_gradients_in_bf16, ranks, name)
+def test_weight_gradients_in_bf16_read_what_has_come() -> None:
+    run_distributed(check_weight_gradients_in_bf16, 2, "alltoall")
 
 
 def test_without_a_recipe_nothing_takes_rows_in_fp8():

@@ -11,7 +11,6 @@ from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.stages import exchange_bytes, stage_memory
 from phalanx.moe.plan.cost.weights import cached_gradient_bytes
 from phalanx.moe.plan.described import resolved
-from tests.moe.plan.pages import PUBLISHED_V3
 
 GIB = 2**30
 DEEPSEEK = (
@@ -193,42 +192,6 @@ def test_received_tokens_are_kept_as_the_knob_says() -> None:
     more = stage_memory(keep, 8)[0].saved - stage_memory(again, 8)[0].saved
     assert more == 24 * 8 * 4096 * 2 * 2880
     assert exchange_bytes(again, 8) >= 3 * 8 * 4096 * 2 * 2880
-
-
-BLOCK = 1152
-"""Rows between two nodes of DeepSeek-V3 over eight: 1.24 x 0.4536 of the 2,048 tokens of a rank."""
-
-
-def test_rows_in_fp8_are_kept_where_they_cannot_be_sent_again() -> None:
-    """Under exchanges that overlap the experts, those of a rail are sent again inside a node."""
-    base = [*PUBLISHED_V3, "run.recompute=none", "precision=fp8_block"]
-    fp8, bf16 = 7168 + 4 * 56, 2 * 7168
-    for experts, overlap, blocks in (("torch", 0, 64), ("fused", 0, 64), ("fused", 16, 8)):
-        saved = {}
-        for name in ("bf16", "fp8"):
-            given = [f"kernels={experts}", "precision.dense=bf16", f"precision.wgrad={name}"]
-            cfg = known([*base, *given], 1024)
-            cfg.precision.dispatch, cfg.parallel.comm_sms = name, overlap
-            saved[name] = Activations(cfg, 1024).moe_layer().saved
-        assert cfg.parallel.dispatch == "hier"
-        assert saved["fp8"] - saved["bf16"] == (blocks * fp8 - 8 * bf16) * BLOCK
-
-
-def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
-    """`hier` sends them again inside a node, where what is received may be kept as well."""
-    base = [*PUBLISHED_V3, "run.recompute=none"]
-    saved = {}
-    for name in ("hier", "symm", "alltoall"):
-        cfg = known(base, 1024)
-        assert cfg.parallel.dispatch == "hier"
-        cfg.parallel.dispatch = name
-        saved[name] = Activations(cfg, 1024).moe_layer().saved
-    row = 2 * 7168
-    assert saved["hier"] - saved["symm"] == 8 * BLOCK * row
-    assert saved["alltoall"] - saved["symm"] == 64 * 2048 * row
-    keep = known([*base, "parallel.save_x=keep"], 1024)
-    assert Activations(keep, 1024).moe_layer().saved - saved["symm"] == (64 + 8) * BLOCK * row
-    assert exchange_bytes(keep, 1024) >= 3 * 64 * BLOCK * row
 
 
 def test_places_of_documents_take_scratch() -> None:
