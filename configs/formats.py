@@ -151,6 +151,10 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "kernels.backend", reason, "auto")
     elif is_fp8(cfg) and facts.problems:
         yield from resolve_name(facts.problems)(cfg)
+    elif multiplies_fp8(cfg) and cfg.precision.wgrad == "bf16":
+        emulates = next(name for name, other in EXPERT_BACKENDS.items() if other.emulates)
+        reason = f"is not possible with kernels.backend={backend}, but with "
+        yield repair(cfg, "precision.wgrad", f"{reason}kernels.backend={emulates}", "fp8")
     yield from _rows(cfg)
 
 

@@ -123,6 +123,8 @@ def fused_experts(facts: Facts) -> Refusal:
         return f"needs bf16, not {short(facts.dtype)}"
     if is_microscaling(facts.recipe):
         return f"has no {facts.recipe}, which Hopper does not multiply"
+    if facts.fp8 and facts.wgrad == "bf16":
+        return "has no weight gradients in bf16 (precision.wgrad) under fp8_block"
     if facts.hidden % 64 or facts.ffn % 64:
         return (
             f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "

@@ -29,7 +29,8 @@ class PrecisionConfig:
     wgrad: str = knob("fp8", choices=("fp8", "bf16"))
     """Operands of weight gradients: `fp8`, which is the recipe's format, or `bf16`.
 
-    These sums run over tokens and enter the weights directly; `bf16` rules FP8 out as a cause.
+    These sums run over tokens and enter the weights directly; `bf16` rules FP8 out as a cause. It
+    is for comparison: only `kernels=torch` and `kernels=reference` have it, which emulate recipes.
     """
     hidden: str = knob("bf16", choices=("bf16", "fp8"))
     """Format in which the input of the experts' activation is saved for backward: `bf16` or `fp8`.

@@ -10,7 +10,7 @@ def fused(options: Options) -> BackendOfParts:
     """The fused kernels for Hopper, in bf16 or with the FP8 recipe.
 
     Raises:
-        ValueError: another recipe.
+        ValueError: another recipe, or one with weight gradients in bf16.
     """
     import_kernels()
     if options.recipe is None:
@@ -20,6 +20,8 @@ def fused(options: Options) -> BackendOfParts:
     if not isinstance(options.recipe, Fp8Block):
         name = options.recipe.format
         raise ValueError(f"kernels.backend=fused has no {name}: use kernels=torch")
+    if options.recipe.wgrad == "bf16":
+        raise ValueError("kernels.backend=fused has no precision.wgrad=bf16: use kernels=torch")
     from phalanx.kernels.sm90.fp8.backend import FusedFP8
 
     return FusedFP8(options.launch, options.recipe, options.keep_fp8)

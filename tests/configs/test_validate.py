@@ -97,6 +97,7 @@ def test_problem_names_the_override_that_fixes_it(
             for recipe in ("mxfp8", "nvfp4")
             for k in ("auto", "reference", "torch")
         ],
+        *[(f"{FP8} precision.wgrad=bf16 kernels={k}", 1) for k in ("auto", "reference", "torch")],
         ("precision=nvfp4 precision.stochastic_rounding=false precision.bf16_last_layers=1", 1),
         (f"{FP8} kernels=megatron parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),

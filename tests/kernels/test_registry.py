@@ -58,6 +58,8 @@ A100 = replace(H200, capability=(8, 0))
         ("grouped_mlp", replace(WITH_DSL, slots=20), "torch"),
         ("grouped_mlp", replace(WITH_DSL, capability=(10, 0)), "torch"),
         ("grouped_mlp", replace(WITH_DSL, dtype=torch.float32), "reference"),
+        ("grouped_mlp", replace(WITH_DSL, fp8=True, recipe="fp8_block"), "fused"),
+        ("grouped_mlp", replace(WITH_DSL, fp8=True, recipe="fp8_block", wgrad="bf16"), "torch"),
         ("grouped_mlp", replace(CPU, ffn=128, packages=WITH_DSL.packages), "reference"),
         ("grouped_mlp", replace(H200, ffn=128), "torch"),
         ("grouped_mlp", H200, "torch"),

@@ -68,17 +68,9 @@ class EmulatedFP8(FP8Operands, DelegatingMixin):
         return self._inner.rows(call._replace(a_SI=a_SI, linear=_through_fp8(linear)))
 
     def fc2_dgrad_dact(self, call: Fc2DgradCall) -> HiddenGrads:
-        return self.quantized(self._inner.fc2_dgrad_dact(self.dequantized(call)), call)
-
-    def dequantized(self, call: Fc2DgradCall) -> Fc2DgradCall:
-        """The call of the backend without the recipe."""
-        fc2 = call.fc2
+        fc2, plan, parts = call.fc2, call.plan, call.act.facts.halves
         dy = call.dy._replace(matrix=in_dtype(call.dy, fc2.weight_LOI.dtype))
-        return call._replace(dy=dy, fc2=_through_fp8(fc2))
-
-    def quantized(self, hidden: HiddenGrads, call: Fc2DgradCall) -> HiddenGrads:
-        """The result with the recipe, from that of the backend without."""
-        plan, parts = call.plan, call.act.facts.halves
+        hidden = self._inner.fc2_dgrad_dact(call._replace(dy=dy, fc2=_through_fp8(fc2)))
         dh, a = hidden.dh_SH, hidden.a_SF
         dh_rows = self._hidden_gradient(dh, parts, plan)
         if self._recipe.wgrad == "bf16":

@@ -14,18 +14,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import HiddenGrads
-from phalanx.kernels.expert_mlp.calls import (
-    Fc2DgradCall,
-    HiddenRows,
-    Linear,
-    Operand,
-    RowsCall,
-    WgradCall,
-)
+from phalanx.kernels.expert_mlp.calls import Linear, Operand, RowsCall, WgradCall
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8.copies import weight_copy
-from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
 from phalanx.kernels.expert_mlp.fp8.operands import FP8Operands
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
@@ -43,8 +34,7 @@ class FusedFP8(FP8Operands, Fused):
 
     Args:
         launch: as for `Fused`.
-        recipe: with weight gradients in bf16, kernels in bf16 compute their operands from values
-            that went through FP8: exact, for comparison, and slow.
+        recipe: with weight gradients in FP8.
         keep: FP8 copies of weights stay with them (`kernels.expert_mlp.fp8.copies`).
     """
 
@@ -55,17 +45,6 @@ class FusedFP8(FP8Operands, Fused):
         FP8Operands.__init__(self, recipe)
         Fused.__init__(self, launch)
         self._keep = keep
-        self._bf16 = Fused(launch)
-        self._emulated = EmulatedFP8(self._bf16, recipe)
-
-    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
-        if self._recipe.wgrad == "bf16":
-            return self._bf16.fc2_dgrad_rows(self._emulated.dequantized(call))
-        return super().fc2_dgrad_rows(call)
-
-    def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
-        hidden = super().finish_fc2_dgrad(rows, call)
-        return self._emulated.quantized(hidden, call) if self._recipe.wgrad == "bf16" else hidden
 
     def rows_and_columns(
         self,
@@ -78,7 +57,7 @@ class FusedFP8(FP8Operands, Fused):
 
         quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
         # SMs of a margin belong to exchanges, which transposes would hold up.
-        if call is None or self._launch.sm_margin or self._recipe.wgrad == "bf16" or not quantized:
+        if call is None or self._launch.sm_margin or not quantized:
             return super().rows_and_columns(call, plan, operands, rows)
         columns, transposes, moved_bytes = list(operands), [], 0
         for i in quantized:
@@ -97,13 +76,9 @@ class FusedFP8(FP8Operands, Fused):
         return y_SO, columns
 
     def wgrad(self, call: WgradCall) -> Tensor:
-        if self._recipe.wgrad == "bf16":
-            return self._emulated.wgrad(call)
         return super().wgrad(_of_columns(call))
 
     def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
-        if self._recipe.wgrad == "bf16":
-            return self._emulated.wgrad_pair(first, second)
         return super().wgrad_pair(_of_columns(first), _of_columns(second))
 
     def _weights(self, linear: Linear) -> Quantized:

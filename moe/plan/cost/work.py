@@ -306,18 +306,10 @@ class _Rates(NamedTuple):
 
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     """Rates of a layer in FP8 or not."""
-    m, p = machine, cfg.precision
-    fast = fp8 and multiplies_fp8(cfg)
-
-    def mixed(slow: float, quick: float) -> float:
-        """Mean rate if weight gradients, a third of the work, may be in bf16."""
-        return quick if p.wgrad == "fp8" else 3 / (2 / quick + 1 / slow)
-
-    dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
-    experts = mixed(m.expert_tflops, m.expert_fp8_tflops)
+    m, fast = machine, fp8 and multiplies_fp8(cfg)
     return _Rates(
-        dense if fast and quantizes_dense(cfg) else m.dense_tflops,
-        experts if fast else m.expert_tflops,
+        m.dense_fp8_tflops if fast and quantizes_dense(cfg) else m.dense_tflops,
+        m.expert_fp8_tflops if fast else m.expert_tflops,
     )
 
 

@@ -23,7 +23,6 @@ KNOBS = {
     "full": ["run.recompute=full", "run.offload=residual"],
     "offloaded": ["run.offload=[residual,expert_h]"],
     "muon": ["optim=muon", "optim.moments=bf16"],
-    "wgrad_bf16": ["precision=fp8_block", "precision.wgrad=bf16"],
 }
 """Knobs that change what a backward pass saves or computes, with one model."""
 STEPS = 8

@@ -40,7 +40,6 @@ RECIPES = {
     "bf16": None,
     "fp8_block": Fp8Block(),
     "e5m2, h in fp8": Fp8Block("e5m2", hidden="fp8"),
-    "wgrad in bf16": Fp8Block(wgrad="bf16"),
 }
 
 

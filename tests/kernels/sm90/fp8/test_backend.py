@@ -28,6 +28,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8 import copies as fp8_copies
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.blocks import (
@@ -77,9 +78,6 @@ def grouped_gemm(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, 
 
 
 def fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, options):
-    if isinstance(dy, Tensor):  # a recipe with weight gradients in bf16
-        how = dict(index_S=index_S, prob_S=prob_S, ready=ready, out=out, options=options)
-        return Kernels.fc2_dgrad_dact.fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, **how)
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w2_LFD).bfloat16().mT
     given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
@@ -91,9 +89,6 @@ def fc2_dgrad_dact(dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, ou
 
 
 def wgrad(d, v, offsets, *, index_S=None, out_LOI, accumulate, zeros, order_L, options):
-    how = dict(out_LOI=out_LOI, accumulate=accumulate, zeros=zeros, order_L=order_L)
-    if isinstance(d.matrix, Tensor):
-        return Kernels.wgrad.wgrad(d, v, offsets, index_S=index_S, options=options, **how)
     assert index_S is None
     T = d.matrix.data_CT.shape[1]
     all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
@@ -147,7 +142,7 @@ def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
     assert [p for p in ours if ours[p].kind != ours[p].KEYWORD_ONLY] == needed
 
 
-RECIPES = [Fp8Block(), Fp8Block("e5m2", hidden="fp8"), Fp8Block(wgrad="bf16")]
+RECIPES = [Fp8Block(), Fp8Block("e5m2", hidden="fp8")]
 
 
 @pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)
@@ -179,12 +174,17 @@ def test_two_micro_batches(recipe: Fp8Block) -> None:
     )
     second = replace(second, w1=first.w1, w2=first.w2)
     pairs = two_micro_batches([first, second], "fused", recipe=recipe)
-    assert len(paired) == (2 if recipe.wgrad == "fp8" else 0)
+    assert len(paired) == 2
     for p in (first, second):
         for name, alone in two_micro_batches([p], "fused", recipe=recipe).items():
             pairs[name] -= alone - 1
     for name, left in pairs.items():
         torch.testing.assert_close(left, torch.ones_like(left), rtol=0, atol=1e-3, msg=name)
+
+
+def test_weight_gradients_in_bf16_are_refused() -> None:
+    with pytest.raises(ValueError, match="fused has no precision.wgrad=bf16: use kernels=torch"):
+        provider("fused", recipe=Fp8Block(wgrad="bf16"))
 
 
 def copies_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:

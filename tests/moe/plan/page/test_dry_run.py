@@ -503,7 +503,7 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     # Copies of all weights fit.
     many = ("data.micro_batch=2", "model.moe.router.force_balance=true")
     seconds = {}
-    for name in ("", "wgrad=bf16", "dense=bf16", "bf16_first_layers=1", "bf16_last_layers=1"):
+    for name in ("", "dense=bf16", "bf16_first_layers=1", "bf16_last_layers=1"):
         given = [*FP8, *many, f"precision.{name}"] if name else [*FP8, *many]
         seconds[name] = timed(given)
     plain = timed([*FP8[1:], *many])
@@ -522,8 +522,6 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     bf16, fp8 = 1 / machine.expert_tflops, 1 / machine.expert_fp8_tflops
     assert plain.experts == pytest.approx(experts(bf16))
     assert seconds[""].experts == pytest.approx(experts(fp8) + rounding)
-    in_part = experts((2 * fp8 + bf16) / 3) + rounding
-    assert seconds["wgrad=bf16"].experts == pytest.approx(in_part)
     assert seconds["dense=bf16"].gemm == pytest.approx(plain.gemm)
     assert seconds["dense=bf16"].experts == seconds[""].experts
     # Of four layers the first has no experts.
