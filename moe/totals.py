@@ -62,19 +62,27 @@ class Totals(NamedTuple):
     """Largest attention logit of each layer, fp64, on the host; -inf if not measured."""
 
 
-def unpack(read: Tensor, reruns: tuple[Growth, ...], *, ranks: int, layers: int) -> Totals:
-    """Totals from their tensor on the host, fp64 [peaks + sums + R + load + layers].
+def unpack(read: Tensor) -> tuple[list[float], list[float], Tensor]:
+    """Parts of the tensor on the host, fp64 [peaks + sums + the rest]: peaks, sums and the rest."""
+    end = PEAKS + len(Sums._fields)
+    numbers = read[:end].tolist()
+    return numbers[:PEAKS], numbers[PEAKS:], read[end:]
+
+
+def totals_of(
+    sums: list[float], rest: Tensor, reruns: tuple[Growth, ...], *, ranks: int, layers: int
+) -> Totals:
+    """Totals from the parts of their tensor.
 
     Args:
-        read: the tensor.
+        sums: numbers of `Sums`, in their order.
+        rest: fp64 [R + load + layers], on the host.
         reruns: enlarged capacities of the step.
         ranks: R.
         layers: number of layers with a largest logit; 0 if there are none in the tensor.
     """
-    end = PEAKS + len(Sums._fields)
-    loss, with_loss, mtp_loss, labels, stopping, squares = read[PEAKS:end].tolist()
+    loss, with_loss, mtp_loss, labels, stopping, squares = sums
     count = round(labels / with_loss)
-    rest = read[end:]
     late_R, load, max_logits = rest.split([ranks, len(rest) - ranks - layers, layers])
     return Totals(
         loss=loss / with_loss if count else math.nan,

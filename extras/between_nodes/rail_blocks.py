@@ -48,7 +48,7 @@ def plan_blocks(
     if idx_TK.is_cuda:
         from phalanx.extras.between_nodes.rail_blocks_triton import plan_blocks_in_triton
 
-        return plan_blocks_in_triton(idx_TK, prob_TK, nodes, experts, rows)
+        return RailBlocks(*plan_blocks_in_triton(idx_TK, prob_TK, nodes, experts, rows))
     return plan_blocks_by_sums(idx_TK, prob_TK, nodes, experts, rows)
 
 

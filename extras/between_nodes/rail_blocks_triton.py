@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.extras.between_nodes.rail_blocks import RailBlocks
-
 _TOKENS = 1024
 """Tokens that a program of `plan_node` reads at a time."""
 _COLUMNS = 2048
@@ -107,7 +105,7 @@ def add_rows(  # type: ignore[no-untyped-def]
 
 def plan_blocks_in_triton(
     idx_TK: Tensor, prob_TK: Tensor, nodes: int, experts: int, rows: int
-) -> RailBlocks:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rail_blocks.plan_blocks`."""
     (T, K), B = idx_TK.shape, nodes * rows
     idx_TK, bits_TK = idx_TK.contiguous(), prob_TK.contiguous().view(torch.int32)
@@ -129,7 +127,7 @@ def plan_blocks_in_triton(
         TOKENS=_TOKENS,
         num_warps=8,
     )
-    return RailBlocks(token_B, row_TM, routing_B2K, needed_M.amax())
+    return token_B, row_TM, routing_B2K, needed_M.amax()
 
 
 def pack_rows_in_triton(x_TD: Tensor, token_B: Tensor) -> Tensor:

@@ -1,14 +1,11 @@
 """`kernels.elementwise.adam` on an NVIDIA GPU, in Triton: 20 bytes of traffic a parameter."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from phalanx.kernels.elementwise.adam import Update
 
 _BLOCK = 1024
 _WARPS = 4
@@ -61,7 +58,7 @@ def launch(
     grad_n: Tensor,
     mean_n: Tensor,
     square_n: Tensor,
-    update: "Update",
+    update: Any,
     remainder_n: Tensor | None = None,
 ) -> None:
     """`kernels.elementwise.adam.update_` of flat tensors."""

@@ -23,7 +23,7 @@ from phalanx.moe.labels import Batch, Labels, count_labels, make_labels
 from phalanx.moe.model.loss import LossContext
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
-from phalanx.moe.totals import PEAKS, Sums, Totals, unpack
+from phalanx.moe.totals import PEAKS, Sums, Totals, totals_of, unpack
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph, UpdateGraphs
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.dispatcher.transport import load_counts
@@ -122,10 +122,10 @@ class Step:
                 continue
             if totals.is_cuda:
                 self._launch_time = time.perf_counter() - started
-            read = _read(totals)  # the one host read of the step
-            if not budget.exceeded(read[:PEAKS].tolist()):
+            peaks, sums, rest = unpack(_read(totals))  # the one host read of the step
+            if not budget.exceeded(peaks):
                 layers = tops.layers if tops is not None and not forward_only else 0
-                return unpack(read, tuple(reruns), ranks=world, layers=layers)
+                return totals_of(sums, rest, tuple(reruns), ranks=world, layers=layers)
             self.repeated += time.perf_counter() - started
             reruns += self.enlarge()
             balance.restore(engine.modules, before)

@@ -100,7 +100,7 @@ def make_replication_plan(count: Tensor, size: ReplicationSize) -> ReplicationPl
         replication_plan_in_triton,
     )
 
-    return replication_plan_in_triton(counts_CE, size)
+    return ReplicationPlan(*replication_plan_in_triton(counts_CE, size))
 
 
 def check_size(count: Tensor, size: ReplicationSize) -> None:

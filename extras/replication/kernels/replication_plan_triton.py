@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan, ReplicationSize
-
 _CHUNKS = 16
 """Chunks per tile of the reduction."""
 
@@ -125,7 +123,7 @@ def replication_plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(load + R + r, best_loads, mask=r < R)
 
 
-def replication_plan_in_triton(counts_CE: Tensor, size: ReplicationSize) -> ReplicationPlan:
+def replication_plan_in_triton(counts_CE: Tensor, size: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Compute `replication_plan.make_replication_plan` of sizes that were checked."""
     (R, N, cost, tile, least), (C, E) = size, counts_CE.shape
     slot_3RN = counts_CE.new_empty(3, R, N)
@@ -147,4 +145,4 @@ def replication_plan_in_triton(counts_CE: Tensor, size: ReplicationSize) -> Repl
         num_warps=1 if E <= 128 else 4,
     )
     expert_RN, begin_RN, end_RN = slot_3RN
-    return ReplicationPlan(expert_RN, begin_RN, end_RN, owner_rows_E, load_2R)
+    return expert_RN, begin_RN, end_RN, owner_rows_E, load_2R

@@ -60,7 +60,8 @@ def split_returns(
     if idx_NK.is_cuda:
         from phalanx.extras.replication.kernels import rows_triton
 
-        return rows_triton.split_returns(idx_NK, slot_NK, inverse_NK, rows, owner)
+        given = idx_NK, slot_NK, inverse_NK, rows, owner
+        return ReturnPlan(*rows_triton.split_returns(*given))
     owned_NK = (idx_NK >= 0) & (idx_NK // owner.local == owner.rank)
     away_NK = owned_NK & (slot_NK // owner.local_slots != owner.rank)
     unreduced_NK = (inverse_NK >= 0) & (~owned_NK | away_NK.any(1, keepdim=True))

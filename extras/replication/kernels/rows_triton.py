@@ -6,12 +6,12 @@ Legend: T tokens of a rank, K expert ids of a token, R ranks, N = R * T received
 rows, D hidden, L own experts of a rank, P expert slots of a rank.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from phalanx.extras.replication.kernels.rows import ExpertOwner, ReturnPlan
 
 _ROWS = 64
 _TOKENS = 8
@@ -124,8 +124,8 @@ def _sum_token(  # type: ignore[no-untyped-def]
 
 
 def split_returns(
-    idx_NK: Tensor, slot_NK: Tensor, inverse_NK: Tensor, rows: int, owner: ExpertOwner
-) -> ReturnPlan:
+    idx_NK: Tensor, slot_NK: Tensor, inverse_NK: Tensor, rows: int, owner: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`extras.replication.kernels.rows.split_returns`."""
     N, K = idx_NK.shape
     sums_NK, pairs_S = torch.empty_like(inverse_NK), inverse_NK.new_empty(rows)
@@ -138,11 +138,11 @@ def split_returns(
             SLOTS=triton.next_power_of_2(K),
             ROWS=_ROWS,
         )
-    return ReturnPlan(sums_NK, pairs_S, count, inverse_NK)
+    return sums_NK, pairs_S, count, inverse_NK
 
 
 def sum_unreduced_rows(
-    unreduced_KTD: Tensor, idx_TK: Tensor, slot_TK: Tensor, sums_ND: Tensor, owner: ExpertOwner
+    unreduced_KTD: Tensor, idx_TK: Tensor, slot_TK: Tensor, sums_ND: Tensor, owner: Any
 ) -> None:
     """`extras.replication.kernels.rows.sum_unreduced_rows`."""
     K, T, D = unreduced_KTD.shape

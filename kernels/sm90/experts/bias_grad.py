@@ -19,7 +19,8 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64
 from torch import Tensor
 
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS
+from phalanx.kernels.sm90.fp8.mainloop import FORMATS
+from phalanx.kernels.sm90.fp8.promotion import BLOCK
 from phalanx.kernels.sm90.gemm.operands import Matrix, Rows, data_of, format_of, rows
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch

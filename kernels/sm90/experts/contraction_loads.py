@@ -16,10 +16,9 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.experts.contraction import (
+from phalanx.kernels.sm90.experts.contraction_ring import (
     BOX,
     BOX_BYTES,
-    Contraction,
     ContractionRing,
     D,
     V,
@@ -40,7 +39,7 @@ _TOGETHER = 32 // _LANES
 class RowLoads:
     """Base of the loading warps: which blocks of an expert's rows are loaded when."""
 
-    def __init__(self, loop: Contraction, storage: Any) -> None:
+    def __init__(self, loop: Any, storage: Any) -> None:
         self.loop, self.ring = loop, ContractionRing(loop, storage)
 
     def state(self) -> State:
@@ -77,7 +76,7 @@ class TileLoads(RowLoads):
 
     def __init__(
         self,
-        loop: Contraction,
+        loop: Any,
         storage: Any,
         tma: tuple[Any, ...],
         operands: tuple[Any, ...],
@@ -154,7 +153,7 @@ class TileLoads(RowLoads):
 class Clear:
     """One warp that clears the rows after an expert's last one in stages that TMA filled."""
 
-    def __init__(self, loop: Contraction, storage: Any) -> None:
+    def __init__(self, loop: Any, storage: Any) -> None:
         self.loop, self.ring = loop, ContractionRing(loop, storage)
         self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
 
@@ -210,7 +209,7 @@ class Gather(RowLoads):
 
     def __init__(
         self,
-        loop: Contraction,
+        loop: Any,
         storage: Any,
         tma: tuple[Any, ...],
         operands: tuple[Any, ...],

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from phalanx.kernels.sm90.fp8 import row_blocks
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK
+from phalanx.kernels.sm90.fp8.promotion import BLOCK
 from phalanx.kernels.sm90.fp8.row_blocks import RowBytes, Values
 from phalanx.kernels.sm90.gemm import activate
 from phalanx.kernels.sm90.gemm.epilogues import Act, _add_bias, _pack, _unpack, _Warp

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from phalanx.kernels.sm90.fp8 import row_blocks
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK
+from phalanx.kernels.sm90.fp8.promotion import BLOCK
 from phalanx.kernels.sm90.fp8.row_blocks import MAGNITUDES, REGION, RowBytes, Values
 from phalanx.kernels.sm90.gemm.epilogues import ActGrad, _ActGrad, _Warp
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop

@@ -12,7 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from phalanx.kernels.sm90.experts.wgrad_operands import Factor
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
+from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop, activations, weights
+from phalanx.kernels.sm90.fp8.promotion import BLOCK
 from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, layout_mma
 from phalanx.kernels.sm90.gemm.expert_tiles import unpack
 from phalanx.kernels.sm90.gemm.mainloop import TILE_ROWS

@@ -19,14 +19,13 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
+from phalanx.kernels.sm90.fp8.promotion import BLOCK, Fp8MmaConsumer
 from phalanx.kernels.sm90.gemm.mainloop import MMA_GROUPS, Mainloop, Producer
 from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.jit import ptx
 
 FORMATS = {"e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
-BLOCK = 128
-"""Channels of a stage, and of a scale."""
 _ATOM = 64
 _CHUNK = 16
 
@@ -86,8 +85,6 @@ class Fp8Mainloop(Mainloop):
     def mma_consumer(
         self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any
     ) -> Any:
-        from phalanx.kernels.sm90.fp8.promotion import Fp8MmaConsumer
-
         return Fp8MmaConsumer(self, storage, tiled_mma, group, *scales)
 
 

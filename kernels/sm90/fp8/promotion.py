@@ -31,10 +31,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS
 from phalanx.kernels.sm90.jit import ptx
 
+BLOCK = 128
+"""Channels of a stage, and of a scale."""
 _ATOM = 64
 _DEEP = 32
 """Channels of a wgmma."""
@@ -63,7 +64,7 @@ class Promotion:
 
     def __init__(
         self,
-        loop: Fp8Mainloop,
+        loop: Any,
         storage: Any,
         tiled_mma: cute.TiledMma,
         group: Int32,
@@ -193,7 +194,7 @@ class Fp8MmaConsumer(Promotion):
 
     def __init__(
         self,
-        loop: Fp8Mainloop,
+        loop: Any,
         storage: Any,
         tiled_mma: cute.TiledMma,
         group: Int32,

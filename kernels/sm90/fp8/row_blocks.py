@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations
+from phalanx.kernels.sm90.fp8.mainloop import FORMATS, activations
+from phalanx.kernels.sm90.fp8.promotion import BLOCK
 from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import ROWS, WARPS
 from phalanx.kernels.sm90.jit import ptx

@@ -13,8 +13,8 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
-from phalanx.kernels.sm90.fp8.promotion import Promotion, Scales, address
+from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
+from phalanx.kernels.sm90.fp8.promotion import BLOCK, Promotion, Scales, address
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
 from phalanx.kernels.sm90.jit import ptx
 

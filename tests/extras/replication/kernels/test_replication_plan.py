@@ -334,7 +334,9 @@ def interpreted() -> None:
         size = ReplicationSize(ranks, 1 + seed, 50 * seed, (1, 128)[seed % 2], 5000 * (seed % 3))
         given.append((zipf(ranks * 24, 60000, seed), size))
     for number, (rows, size) in enumerate(given):
-        plan = replication_plan_in_triton(_in_chunks(counts(rows), 1 + 7 * number), size)
+        plan = ReplicationPlan(
+            *replication_plan_in_triton(_in_chunks(counts(rows), 1 + 7 * number), size)
+        )
         for name, got, want in zip(
             ReplicationPlan._fields,
             plan,

@@ -122,7 +122,8 @@ def compared(device: str) -> None:
         memory = [torch.zeros(K, T, D, dtype=torch.bfloat16) for _ in range(ranks)]
         for rank, home in enumerate(got.owners):
             given = got.idx_NK, got.slot_NK, got.partings[rank].inverse_NK
-            return_plan = rows_triton.split_returns(*given, len(got.y_RSD[rank]), home)
+            size = len(got.y_RSD[rank])
+            return_plan = ReturnPlan(*rows_triton.split_returns(*given, size, home))
             assert torch.equal(return_plan.sums_NK.cpu(), want.partings[rank].sums_NK)
             assert pairs_of(return_plan) == pairs_of(want.partings[rank])
             send_unreduced_rows(want.y_RSD[rank], want.partings[rank], memory)
