@@ -16,6 +16,7 @@ from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.resolve import microbatch_overlap
 from tests.moe.plan.pages import RUN, STEP, section
+from tests.moe.plan.test_resolve import check_overlap
 
 KNOB = "parallel.overlap_microbatches"
 H200 = MACHINES["h200"]
@@ -111,3 +112,7 @@ def test_the_page_says_what_it_hides_and_costs() -> None:
     assert "alltoall exchanges overlapped with another micro-batch" in text
     text = section((RUN, STEP), *NODES, f"{KNOB}=off", world=WORLD)
     assert "next micro-batch" not in text and "alltoall exchanges of the backward pass" in text
+
+
+def test_all_ranks_overlap_where_it_is_on() -> None:
+    check_overlap("on", "alltoall", "overlap; {knob}=on; hides ")
