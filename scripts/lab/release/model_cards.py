@@ -72,8 +72,11 @@ def card(model: str, records: dict[str, OwnRecord]) -> str:
 def index(models: Sequence[str]) -> str:
     """The page that lists all cards."""
     links = "\n".join(f"- [{model}]({model}.md)" for model in models)
-    about = "One page for each model that was trained here, from [records](../measured/training)"
-    return f"# Model cards\n\n{about} by `scripts/lab/release/model_cards.py`.\n\n{links}\n"
+    about = _wrapped(
+        "One page for each model that was trained here, from [records](../measured/training) by "
+        "`scripts/lab/release/model_cards.py`."
+    )
+    return f"# Model cards\n\n{about}\n\n{links}\n"
 
 
 def _wrapped(part: str) -> str:
