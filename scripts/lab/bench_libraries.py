@@ -26,6 +26,7 @@ from phalanx.scripts.cluster.facts import facts
 from phalanx.scripts.lab.bench.clocks import Gpu
 from phalanx.scripts.lab.bench.libraries import attention, libraries, loss, quantize
 from phalanx.scripts.lab.bench.libraries.compared import HEAD, Row
+from phalanx.scripts.lab.bench.records import facts_line
 from phalanx.scripts.lab.bench.timing import Bench, reason
 
 PARTS = libraries.PARTS | {
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(Gpu(), args.rounds)
     rows = run(bench, args.parts or names, libraries.Sizes())
     known_facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
-    print("\n" + ", ".join(f"{k} {v}" for k, v in known_facts.items() if isinstance(v, str)))
+    print(f"\n{facts_line(known_facts)}")
     return 1 if any(row.failed for row in rows) else 0
 
 
