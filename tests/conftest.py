@@ -14,7 +14,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every n
 import torch  # reads OMP_NUM_THREADS when it is imported
 
 from phalanx.parallel.megatron.imports import importing_megatron
-from tests.support.scheduling import in_order, is_unit, shared
+from tests.support.scheduling import in_order, is_unit, needs_extras, shared
 
 gc.disable()  # until all test files are imported, which creates little garbage
 with importing_megatron():  # as a run does, in half of the time that the test files would take
@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_unit(item):
             item.add_marker("unit")
+        if needs_extras(item):
+            item.add_marker("extras")
     items[:] = in_order(items)
     if torch.cuda.is_available():
         return

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,15 +16,15 @@ FP8 = [*SMALL, "precision=fp8_block"]
 
 
 @contextmanager
-def products(_: int) -> Iterator[dict[str, int]]:
-    """FP8 calls in the forward passes of a run, by operand."""
-    from phalanx.extras.microscaling.emulated import EmulatedMicroscaling
+def products(
+    _: int, *, backend: str = "phalanx.kernels.expert_mlp.fp8.emulated:EmulatedFP8"
+) -> Iterator[dict[str, int]]:
+    """Calls of a quantized recipe in the forward passes of a run, by operand."""
     from phalanx.kernels.expert_mlp import dense_linear
-    from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
 
     calls = {"linear": 0, "fc1": 0}
-    linear, emulated = dense_linear._Linear.forward, (EmulatedFP8, EmulatedMicroscaling)
-    fc1s = [backend.fc1_act for backend in emulated]
+    linear, emulated = dense_linear._Linear.forward, resolve_name(backend)
+    fc1 = emulated.fc1_act
 
     def of_linear(*given: Any) -> Any:
         calls["linear"] += 1
@@ -37,14 +38,12 @@ def products(_: int) -> Iterator[dict[str, int]]:
         return of_fc1
 
     dense_linear._Linear.forward = staticmethod(of_linear)
-    for backend, fc1 in zip(emulated, fc1s, strict=True):
-        backend.fc1_act = counted(fc1)
+    emulated.fc1_act = counted(fc1)
     try:
         yield calls
     finally:
         dense_linear._Linear.forward = staticmethod(linear)
-        for backend, fc1 in zip(emulated, fc1s, strict=True):
-            backend.fc1_act = fc1
+        emulated.fc1_act = fc1
 
 
 @pytest.mark.parametrize(

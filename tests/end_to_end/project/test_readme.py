@@ -215,6 +215,7 @@ def test_map_of_the_readme_names_every_folder_of_code() -> None:
     )
 
 
+@pytest.mark.extras
 def test_every_large_model_is_listed_with_its_numbers() -> None:
     table = {row[0].strip("`"): row[1:] for row in rows("docs/models.md", "`model=`")}
     assert set(table) == {name for name in options("model") if not name.startswith("tiny")}

@@ -2,12 +2,15 @@
 
 import functools
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.test_fp8 import products
 from tests.support.runs import SMALL, exact, records, run
+
+BACKEND = "phalanx.extras.microscaling.emulated:EmulatedMicroscaling"
 
 pytestmark = pytest.mark.dist
 
@@ -30,7 +33,7 @@ BY_TURNS = [
 @pytest.mark.parametrize(("recipe", "overrides", "linear", "fc1"), BY_TURNS)
 def test_layers(recipe: str, overrides: list[str], linear: int, fc1: int, tmp_path: Path) -> None:
     given = [*overrides, f"run.dir={tmp_path}", "run.steps=1", "data.global_batch=4"]
-    (main,) = run(1, [*SMALL, f"precision={recipe}", *given], products)
+    (main,) = run(1, [*SMALL, f"precision={recipe}", *given], partial(products, backend=BACKEND))
     assert main.code == 0, main.err
     assert main.seen == {"linear": linear, "fc1": fc1}
     output = " ".join(main.out.split())
