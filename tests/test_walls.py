@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.imports import (
+from tests.imports import (
     ROOT,
     circles,
     closure,

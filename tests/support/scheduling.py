@@ -32,14 +32,17 @@ _OF_EXTRAS = re.compile(
     "muon|qwen3_next|linear_(attention|recompute)|megatron|cudnn|hier|mxfp8|nvfp4"
     "|replica|expert_replication|overlap_microbatches=on|two micro-batches|recipe2"
 )
-"""Words in the name of a test, or of a case, for what only an extra has."""
+"""Words in the name of a test, or in its parameters, for what only an extra has."""
 
 
 def needs_extras(item: pytest.Item) -> bool:
     """True for a test that needs extras/: by its folder, its name or its marker."""
     if "extras" in item.path.parts or item.get_closest_marker("extras"):
         return True
-    return "lab" not in item.path.parts and bool(_OF_EXTRAS.search(item.name))
+    if "lab" in item.path.parts:
+        return False
+    case = getattr(item, "callspec", None)
+    return bool(_OF_EXTRAS.search(f"{item.name} {case.params if case is not None else ''}"))
 
 
 def is_unit(item: pytest.Item) -> bool:

@@ -210,9 +210,8 @@ def test_diagram_names_every_step_in_order_and_its_file() -> None:
 def test_map_of_the_readme_names_every_folder_of_code() -> None:
     named = {row[0].split("]")[0].strip("[") for row in rows("README.md", "folder")}
     folders = {path.parent.name for path in ROOT.glob("[!.]*/*.py")}
-    assert (
-        {"configs", "extras", "kernels", "moe", "parallel", "scripts", "tests"} <= folders <= named
-    )
+    assert {"configs", "kernels", "moe", "parallel", "scripts", "tests"} <= folders
+    assert folders | {"extras"} <= named
 
 
 @pytest.mark.extras

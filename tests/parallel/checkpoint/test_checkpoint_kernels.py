@@ -36,6 +36,7 @@ def saved_before_step_3(rank: int) -> Iterator[None]:
         Trainer._train_step = original  # type: ignore[method-assign]
 
 
+@pytest.mark.extras
 @pytest.mark.dist
 @mostly_slow("model", MODELS, "tiny_gpt_oss")
 def test_any_kernels_go_on_from_the_weights_of_any_other(tmp_path: Path, model: str) -> None:

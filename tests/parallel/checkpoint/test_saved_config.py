@@ -42,6 +42,7 @@ def test_it_is_what_loading_finds(checkpoint: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.extras
 def test_a_check_compares_it_without_torch(checkpoint: Path) -> None:
     where = f"run.dir={checkpoint.parents[2]}"
     program = (

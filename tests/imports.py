@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configs", "extras", "kernels", "moe", "parallel", "scripts")
 _PATH = re.compile(r"\bphalanx(?:\.\w+)+")
 _LONGEST = 200
