@@ -15,7 +15,7 @@ ADDITIONS = {
     "an optimizer": (r"muon|emerging.optimizers", 2),
     "a recipe": (r"nvfp4", 2),
     # `cudnn` alone is the library of Transformer Engine's attention too.
-    "a backend": (r"blackwell|kernels=cudnn|nvidia.cudnn", 3),
+    "a backend": (r"extras.blackwell|kernels=cudnn|nvidia.cudnn", 3),
     "a model part": (
         r"linear.?attention|gated.?delta|full_attention_interval|\bfla\b|qwen3_next"
         r"|a_log|dt_bias|conv1d",

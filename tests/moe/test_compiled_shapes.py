@@ -61,7 +61,7 @@ def test_the_long_run():
     assert keys("experiment=proof_moe_long") == ({AttentionLayer(3, 128, 128)}, hidden_rows(768))
 
 
-QWEN, GPT_OSS, NEXT = "model=qwen3_30b_a3b", "model=gpt_oss_20b", "model=qwen3_next_80b_a3b"
+QWEN, GPT_OSS = "model=qwen3_30b_a3b", "model=gpt_oss_20b"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,6 @@ QWEN, GPT_OSS, NEXT = "model=qwen3_30b_a3b", "model=gpt_oss_20b", "model=qwen3_n
         ([QWEN, "run.deterministic=true"], [AttentionLayer(8, 128, 128, deterministic=True)]),
         ([QWEN, "model.attention.window=64"], [AttentionLayer(8, 128, 128, window=True)]),
         ([QWEN, "parallel.context=2"], [AttentionLayer(8, 128, 128)]),
-        ([NEXT], [AttentionLayer(8, 256, 256)]),
     ],
 )
 def test_attention(overrides, expected):
@@ -124,19 +123,10 @@ def test_windows_of_packed_documents():
         (["model=moonlight_16b_a3b"], hidden_rows(2048) | inner_rows(512)),
         (["model=olmoe_1b_7b"], hidden_rows(2048)),  # as wide as queries and keys
         (["model=minimax_m2"], hidden_rows(3072) | inner_rows(6144, 1024)),
-        ([NEXT], hidden_rows(2048, fp32_weight=True) | inner_rows(256, fp32_weight=True)),
-        (
-            [NEXT, "model.layers=3", "model.mtp_layers=0"],  # linear attention alone
-            hidden_rows(2048, fp32_weight=True),
-        ),
     ],
 )
 def test_norms(overrides, expected):
     assert rows(*overrides) == expected
-
-
-def test_linear_attention_alone():
-    assert layers(NEXT, "model.layers=3", "model.mtp_layers=0") == set()
 
 
 # --- other implementations ------------------------------------------------------------------------

@@ -1,12 +1,15 @@
-"""FLOPs and saved tensors of linear attention, written out."""
+"""Counts of Qwen3-Next, and FLOPs and saved tensors of linear attention, written out."""
 
 import pytest
 
-from phalanx.configs.arithmetic.accounting import flops_per_token
+from phalanx.configs.arithmetic.accounting import flops_per_token, parameters
 from phalanx.configs.load import load
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.activations import Activations
 from phalanx.moe.plan.described import resolved
+from tests.configs import test_stages
+from tests.moe import test_compiled_shapes as shapes
+from tests.moe.plan import test_accounting as accounting
 
 
 def test_linear_attention_costs_the_same_at_every_length() -> None:
@@ -54,3 +57,26 @@ def test_what_a_layer_of_linear_attention_keeps() -> None:
     act = Activations(cfg, 2)
     linear, full = (act.moe_layer(mixer=name) for name in ("linear_attention", "attention"))
     assert linear.saved - full.saved == 2048 * (state - attention)
+
+
+NEXT = "qwen3_next_80b_a3b"
+
+
+def test_published_numbers() -> None:
+    """Model card: 80 B, 3 B of them active, 79 B without embeddings."""
+    accounting.test_published_parameters(NEXT, 79.67, 3.56, 2)
+    accounting.test_published_active_parameters(NEXT, 3, False, False)
+    accounting.test_flops_per_token_at_4096(NEXT, 25.13)
+    # Its safetensors repeat neither embedding nor head for the prediction layer.
+    assert parameters(accounting.model(NEXT)).total == 81_324_862_720
+    test_stages.test_layers_and_output_layer_make_up_the_flops_of_a_token(NEXT)
+
+
+def test_shapes_of_compiled_kernels() -> None:
+    """Layers of linear attention have none of core attention, nor its norms."""
+    hidden = shapes.hidden_rows(2048, fp32_weight=True)
+    model, alone = f"model={NEXT}", ("model.layers=3", "model.mtp_layers=0")
+    assert shapes.layers(model) == {shapes.AttentionLayer(8, 256, 256)}
+    assert shapes.rows(model) == hidden | shapes.inner_rows(256, fp32_weight=True)
+    assert shapes.layers(model, *alone) == set()
+    assert shapes.rows(model, *alone) == hidden

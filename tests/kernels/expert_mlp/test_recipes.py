@@ -1,4 +1,4 @@
-"""The recipes of the expert MLP in FP8, MXFP8 and NVFP4, as far as all of them have to be alike."""
+"""The expert MLP under a recipe, as far as all recipes have to be alike."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
+from phalanx.kernels.quantize.recipe import Fp8Block
 from tests.kernels.problems import (
     SWIGLU,
     error,
@@ -23,11 +23,7 @@ from tests.kernels.problems import (
     run,
 )
 
-RECIPES = {
-    "fp8": Fp8Block(),
-    "mxfp8": Microscaling("mxfp8"),
-    "nvfp4": Microscaling("nvfp4"),
-}
+RECIPES = {"fp8": Fp8Block()}
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 

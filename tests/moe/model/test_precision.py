@@ -13,7 +13,7 @@ from phalanx.configs.load import load, options
 from phalanx.configs.schema import PrecisionConfig
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize.blocks import quantize_rows
-from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.model.precision import compute_dtype, recipe
 from phalanx.parallel.dispatcher.transport import own_exchange
 from tests.support.additions import COUNTING_TRANSPORTS
@@ -54,15 +54,6 @@ def test_recipe_of_a_layer() -> None:
     assert [recipe(cfg, i) for i in range(5)] == 5 * [Fp8Block(**switches)]  # type: ignore[arg-type]
     cfg.precision.bf16_first_layers, cfg.precision.bf16_last_layers = 2, 1
     assert [recipe(cfg, i) is not None for i in range(5)] == [False, False, True, False, True]
-
-
-def test_recipes_of_blackwell() -> None:
-    assert recipe(load(["precision=mxfp8"]), 0) == Microscaling("mxfp8")
-    cfg = load(["precision=nvfp4", "precision.wgrad=bf16", "precision.stochastic_rounding=false"])
-    assert recipe(cfg, 0) == Microscaling("nvfp4", wgrad="bf16", stochastic=False)
-    assert described(cfg) == "nvfp4 (wgrad bf16, stochastic_rounding False)"
-    cfg.precision.bf16_last_layers = 1
-    assert [recipe(cfg, i) is not None for i in range(4)] == [True, True, True, False]
 
 
 def test_what_differs_from_the_defaults_is_described() -> None:
