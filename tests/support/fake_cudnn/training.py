@@ -15,7 +15,7 @@ from tests.support import fake_cudnn
 def experts_on_cpu(rank: int = 0) -> Iterator[None]:
     """In a process of a run, replace the package by the fake and accept the CPU."""
     facts = EXPERT_BACKENDS["cudnn"]
-    on_cpu = replace(facts, unavailable=f"{__name__}:unavailable")
+    on_cpu = replace(facts, unavailable=f"{__name__}:unavailable", limits="")
     with (
         mock.patch.dict(sys.modules, cudnn=fake_cudnn),
         mock.patch.dict(EXPERT_BACKENDS, cudnn=on_cpu),
