@@ -26,7 +26,7 @@ def saved_before_step_3(rank: int) -> Iterator[None]:
 
     def step(self: Any) -> bool:
         if self.step == 2:
-            self._save()
+            self.saves(2)
         return original(self)
 
     Trainer._train_step = step  # type: ignore[method-assign]
