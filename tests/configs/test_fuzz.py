@@ -236,6 +236,7 @@ KINDS = [(command_line, 200), (values, 1000), (yaml_file, 25)]
 
 
 @pytest.mark.parametrize(("kind", "cases"), KINDS)
+@pytest.mark.extras
 def test_random_input_is_refused_or_taken(
     kind: Callable[[random.Random, Path], bool], cases: int, folder: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_an_experiment_that_fits_no_number_of_ranks_has_its_problems_named() -> 
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.extras
 def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> None:
     from phalanx.moe.plan.described import resolved
 

@@ -137,6 +137,7 @@ A100 = replace(H200, capability=(8, 0))
         ("norm", replace(CPU, packages=WITH_QUACK.packages), "torch"),
     ],
 )
+@pytest.mark.extras
 def test_auto(op, facts, backend):
     assert resolve(op, "auto", facts).backend == backend
 
@@ -158,6 +159,7 @@ def test_recipes_of_blackwell_are_emulated_and_auto_says_so(recipe):
     assert resolve("grouped_mlp", "auto", replace(CPU, recipe=recipe)).backend == "reference"
 
 
+@pytest.mark.extras
 def test_fp8_of_the_stock_layer_needs_transformer_engine():
     for facts, why in ((CPU, "needs CUDA"), (H200, "needs Transformer Engine: pip")):
         with pytest.raises(KernelUnavailable, match=f"fp8_block by Transformer Engine: {why}"):

@@ -36,6 +36,7 @@ class Here(ThreadPoolExecutor):
         super().__init__(jobs)
 
 
+@pytest.mark.extras
 def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
     build = ("--dir", str(tmp_path), "--only", LABEL, "--jobs", "1")
     assert build_kernels.main(build) == 0

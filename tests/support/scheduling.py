@@ -29,7 +29,7 @@ SLOW_HELPERS = (
 
 
 _OF_EXTRAS = re.compile(
-    "muon|qwen3_next|linear_(attention|recompute)|megatron|cudnn|hier|mxfp8|nvfp4"
+    "muon|[Qq]wen3[_-][Nn]ext|blackwell|linear_(attention|recompute)|megatron|cudnn|hier|mxfp8|nvfp4"
     "|replica|expert_replication|overlap_microbatches=on|two micro-batches|recipe2"
 )
 """Words in the name of a test, or in its parameters, for what only an extra has."""
@@ -37,8 +37,8 @@ _OF_EXTRAS = re.compile(
 
 def needs_extras(item: pytest.Item) -> bool:
     """True for a test that needs extras/: by its folder, its name or its marker."""
-    if "extras" in item.path.parts or item.get_closest_marker("extras"):
-        return True
+    if {"extras", "plan"} & {*item.path.parts} or item.get_closest_marker("extras"):
+        return True  # the planner weighs all of them
     if "lab" in item.path.parts:
         return False
     case = getattr(item, "callspec", None)

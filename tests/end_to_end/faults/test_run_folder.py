@@ -77,6 +77,7 @@ def test_a_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path: Path) -
     assert [rank.code for rank in ranks] == [0, 0]
 
 
+@pytest.mark.extras
 def test_a_launch_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """The store cannot be written, which is an error; the run folder does not change."""
     command = [*COMMAND, f"run.dir={tmp_path}", "run.steps=2"]

@@ -104,5 +104,6 @@ def test_the_stock_layer_trains_like_fused_experts(
         check_close(got, want)
 
 
+@pytest.mark.extras
 def test_every_run_is_a_valid_configuration() -> None:
     check_valid(CASES.values())

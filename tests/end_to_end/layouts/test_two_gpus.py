@@ -96,6 +96,7 @@ def test_rows_in_fp8_change_no_bit(name: str, outcomes: dict[str, Outcome]) -> N
     assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[fp8], STEPS)
 
 
+@pytest.mark.extras
 def test_every_run_is_a_valid_configuration() -> None:
     """On any machine, for one precision and optimizer, of which no layout's rules depend."""
     check_valid(case for name, case in CASES.items() if "bf16-adamw" in name)

@@ -22,6 +22,7 @@ def item(path: str, *markers: str, **imported: Any) -> Any:
     return SimpleNamespace(path=Path(path), get_closest_marker=closest, module=module)
 
 
+@pytest.mark.extras
 def test_unit_tests_are_selected_by_rule() -> None:
     assert is_unit(item("tests/a.py", time=time, sys=sys))
     assert not is_unit(item("tests/end_to_end/a.py"))

@@ -176,6 +176,7 @@ def aligned(idx: Tensor, prob: Tensor, first: int, local: int, rows: int, align:
 
 @pytest.mark.parametrize("rows", [256, 700, 1024, 4096])
 @pytest.mark.parametrize(("first", "local"), [(0, 12), (4, 4), (3, 1)])
+@pytest.mark.extras
 def test_aligned_plans_equal_the_slow_statement(first: int, local: int, rows: int) -> None:
     idx, prob = routing(300, 3, 12)
     idx[7] = -1

@@ -280,6 +280,7 @@ def test_a_check_imports_neither_torch_nor_megatron_core(tmp_path: Path) -> None
     assert done.stdout == "0 []\n", done.stderr
 
 
+@pytest.mark.extras
 def test_what_needs_a_library_that_is_not_here_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
