@@ -15,7 +15,7 @@ from phalanx.moe.plan.facts import facts_here
 from phalanx.moe.plan.resolve import resolve
 from phalanx.parallel.runtime import Runtime
 from tests.support.distributed import run_distributed
-from tests.support.pages import README, blocks
+from tests.support.pages import TEXTS, blocks
 from tests.support.runs import SMALL, run
 
 
@@ -82,7 +82,8 @@ def test_the_page_has_what_auto_came_to_and_the_folder_what_was_given(tmp_path: 
     given = [*SMALL, "data=synthetic", "run.steps=1", "run.save_interval=-1"]
     main = run(2, [*given, "model.attention.head_dim=8", f"run.dir={tmp_path}"])[0]
     assert main.code == 0, main.err
-    shown = blocks("text", README)[0]
+    pages = blocks("text", TEXTS["docs/operations.md"])
+    shown = next(page for page in pages if "  op           backend" in page)
     start = shown.index("  op           backend")
     table = shown[start : shown.index("\n\n", start)]
     assert "not full_iteration: needs CUDA" in table and table in main.out
