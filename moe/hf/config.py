@@ -9,10 +9,10 @@ from typing import Any
 from phalanx.configs.knobs import get, spelled
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.tokenizer.special_tokens import TOKENS, token_ids
+from phalanx.moe.data.tokenizer.special_tokens import TOKENS, shown, token_ids
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.families import ALIASES, FAMILIES, HARMLESS, family_of
-from phalanx.moe.hf.fields import Fields, number, shown, value_of
+from phalanx.moe.hf.fields import Fields, number, value_of
 from phalanx.moe.hf.reading import READERS, check_one_expert, check_quantised
 from phalanx.moe.hf.rope import Heads, from_rope, rotated_share, to_rope
 from phalanx.moe.hf.writing import WRITERS, refused

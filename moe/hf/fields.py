@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.configs.knobs import knobs
+from phalanx.moe.data.tokenizer.special_tokens import shown
 from phalanx.moe.hf import ConversionError
 
 _OTHER_NAMES = {
@@ -22,7 +23,6 @@ _OTHER_NAMES = {
 _ABSENT = {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """Defaults of transformers for fields that a published config.json may leave out."""
 
-_SHOWN = 60  # characters of a value in a message
 _BEYOND = 100
 """Limit of a size, as a multiple of the largest published one. Without it, the list of layers of
 an invalid file could take all memory before other checks."""
@@ -102,12 +102,6 @@ class Fields(Mapping[str, Any]):
                 f"{self.where} has {name}={shown(self._values[name])}, which is not known here; "
                 "remove it if the model is the same without it"
             )
-
-
-def shown(value: Any) -> str:
-    """A value as text of limited length, for messages."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def value_of(config: Fields, name: str, knob: str) -> Any:

@@ -6,8 +6,9 @@ Functions of the fields and of the knobs read so far; they return more knobs bel
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.moe.data.tokenizer.special_tokens import shown
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.fields import Fields, number, shown, value_of
+from phalanx.moe.hf.fields import Fields, number, value_of
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.configs.schema import YarnConfig
+from phalanx.moe.data.tokenizer.special_tokens import shown
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.fields import Fields, number, shown, value_of
+from phalanx.moe.hf.fields import Fields, number, value_of
 
 _CONTEXT = "original_max_position_embeddings"
 _FIELDS = ("rope_parameters", "rope_scaling")

@@ -5,7 +5,6 @@ are checked by the safetensors library; pickled weights are never opened. A fold
 could interpret as different models is refused.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.moe.data.tokenizer.special_tokens import read_object
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.quantised import from_fp8, from_mxfp4
 
@@ -22,7 +22,6 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-_LARGEST = 256 << 20  # bytes of an index or a configuration
 _MAPPED = 64 << 20  # bytes read of a shard before its mapping, which counts as memory, is renewed
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 _BLOCK = (128, 128)
@@ -35,16 +34,11 @@ def read_json(path: Path) -> dict[str, Any]:
         ConversionError: the file is missing or is no JSON object.
     """
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict):
-            raise ValueError
+        return read_object(path)
     except FileNotFoundError:
         raise ConversionError(f"{path} is missing") from None
-    except (ValueError, RecursionError):
-        raise ConversionError(f"{path} is no JSON object") from None
-    return data
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
 
 
 def all_finite(values: Tensor) -> bool:

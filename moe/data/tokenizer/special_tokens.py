@@ -25,7 +25,7 @@ CHOOSE = "give --{option} an id below {vocab_size}, or none"
 _LISTS = ("suppress_tokens", "begin_suppress_tokens")
 
 _SHOWN = 60  # characters of a value in a message
-_LARGEST = 256 << 20  # bytes of a JSON file
+_LARGEST = 256 << 20  # bytes of an index or a configuration
 
 
 @dataclass(frozen=True)
@@ -219,13 +219,26 @@ def json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        return read_object(path)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: it is no JSON object, or larger than any index or configuration.
+    """
+    try:
         if path.stat().st_size > _LARGEST:
             raise ValueError
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict):
             raise ValueError
     except (ValueError, RecursionError):
-        raise DataError(f"{path} is no JSON object") from None
+        raise ValueError(f"{path} is no JSON object") from None
     return data
 
 
