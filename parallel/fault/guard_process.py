@@ -202,18 +202,20 @@ class GuardProcess:
         if self._struck is not None:
             return
         self._struck = now
-        verdict = self._verdict
-        if (
-            verdict is not None
-            and verdict["speaker"] == self._where.rank
-            and verdict["kind"] != "failed"
-            and not self._told
-        ):
-            line = error_line(verdict["text"], self._folder)
-            print(line, file=sys.stderr, flush=True)
-            tell(line)
+        if self._verdict is not None and not self._told:
+            self._tell(self._verdict)
         with suppress(ProcessLookupError):
             os.kill(self._pid, LOST)
+
+    def _tell(self, verdict: dict[str, Any]) -> None:
+        """Tell the launcher, and the user if that falls to this rank."""
+        rank, failed = self._where.rank, verdict["kind"] == "failed"
+        if failed and verdict["where"]["rank"] == rank:
+            return  # the rank tells its own error
+        line = error_line(verdict["text"], self._folder)
+        if verdict["speaker"] == rank and not failed:
+            print(line, file=sys.stderr, flush=True)
+        tell(line)
 
     def _write_stacks(self) -> None:
         assert self._verdict is not None

@@ -87,7 +87,8 @@ def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict 
         m = here[min(causes) if everywhere else min(causes, key=lambda rank: causes[rank])]
         if m.gone is not None:
             return Verdict(m.where, "died", died(m.where, m.at))
-        return Verdict(m.where, "failed", f"{m.where} failed in {m.at}")
+        reason = f": {m.reason}" if m.reason else ""
+        return Verdict(m.where, "failed", f"{m.where} failed in {m.at}{reason}")
     if not here:
         return None
     m = min(here.values(), key=lambda m: m.heard)

@@ -27,7 +27,7 @@ import psutil
 import torch.distributed as dist
 
 from phalanx.configs.redact import redacted
-from phalanx.parallel.fault import post_mortem
+from phalanx.parallel.fault import launcher, post_mortem
 from phalanx.parallel.fault.activity import current_progress
 from phalanx.parallel.fault.guard import LOST, Guard
 from phalanx.parallel.fault.verdict import Verdict, Where, error_line
@@ -167,6 +167,8 @@ class Watchdog:
         if verdict.kind != "failed" and self._rank == speaker:
             self._emit(error_line(verdict.text, self._folder))
             self._guard.send({"do": "told"})
+        else:  # torchrun reports the rank that ends first, which need not be the one at fault
+            launcher.tell(error_line(verdict.text, self._folder))
         post_mortem.write(self._folder, self._rank, verdict.text, self._error)
         if verdict.kind == "silent" and verdict.where.rank != self._rank:
             post_mortem.end_stopped(self._folder, verdict.where)

@@ -24,7 +24,6 @@ COMMAND = ["train.py", *TINY, "data=synthetic", "run.steps=4", "run.save_interva
         ),
         (["run.resume={0}/step_9"], 44, "error: run.resume={0}/step_9 is no valid checkpoint: "),
         (["run.inject=[nan@2]", "run.bad_steps=stop"], 43, "error: "),
-        (["run.inject=['raise@2:rank1']"], 1, "Injected: run.inject=raise@2:rank1 (rank 1)"),
     ],
 )
 def test_the_last_lines_of_a_launch_have_the_reason(
@@ -37,8 +36,21 @@ def test_the_last_lines_of_a_launch_have_the_reason(
     assert f"exitcode  : {code} (pid" in last
     told = last.partition("traceback : ")[2]
     assert reason.format(tmp_path) in told
-    if code != 1:
-        assert told.startswith("error: ") and len(told.splitlines()) == 2  # and a line of =
+    assert told.startswith("error: ") and len(told.splitlines()) == 2  # and a line of =
+
+
+@pytest.mark.dist
+def test_every_rank_leaves_the_reason_of_one_that_fails_alone(tmp_path: Path) -> None:
+    """torchrun reports the rank that ends first: the one at fault or another one."""
+    more = [f"run.dir={tmp_path / 'runs'}", "run.inject=['raise@2:rank1']"]
+    logs = tmp_path / "logs"
+    with Torchrun(2, [*COMMAND, *more], tmp_path, ["--log-dir", str(logs)]) as launch:
+        assert launch.wait() == 1
+    cause = "run.inject=raise@2:rank1"
+    assert cause in launch.err().partition("Root Cause (first observed failure):")[2]
+    told = [path.read_text() for path in sorted(logs.rglob("error.json"))]
+    assert len(told) == 2 and all(cause in text for text in told)
+    assert "error: rank 1 " in told[0] and f"Injected: {cause} (rank 1)" in told[1]
 
 
 @pytest.mark.dist
