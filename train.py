@@ -198,8 +198,7 @@ def _on_this_machine(cfg: "Config") -> list[Exception]:
     return [ConfigError(refusal)] if refusal else []
 
 
-_LARGE = 10**8
-"""Parameters and logits, below which a run fits wherever torch does."""
+_LARGE = 10**8  # parameters and logits, below which a run fits wherever torch does
 
 
 def _dry_run(cfg: "Config", argv: list[str]) -> int:

@@ -17,18 +17,13 @@ class KnobFacts:
 
     choices: tuple[str | Mapping[str, Any], ...] = ()
     """Valid strings, and tables whose keys are valid; empty: any string is."""
-    at_least: int = 0
-    """Smallest valid number."""
-    above_zero: bool = False
-    """The number must be above 0, whatever `at_least` is."""
-    below_one: bool = False
-    """The number must be below 1."""
-    largest_published: int | None = None
-    """Largest size of any published model."""
+    at_least: int = 0  # smallest valid number
+    above_zero: bool = False  # the number must be above 0, whatever `at_least` is
+    below_one: bool = False  # the number must be below 1
+    largest_published: int | None = None  # largest size of any published model
     formerly: str = ""
     """Earlier name, dotted; a command line with it is answered with the present one."""
-    group: str = ""
-    """Option group that is set in place of the knob; empty: the knob itself is set."""
+    group: str = ""  # option group that is set in place of the knob; empty: the knob itself is set
 
     @property
     def strings(self) -> tuple[str, ...]:

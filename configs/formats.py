@@ -14,8 +14,7 @@ from phalanx.configs.tables.backends import EXPERT_BACKENDS, expert_backend
 from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS
 
-BLOCK = 128
-"""Channels that share a scale."""
+BLOCK = 128  # channels that share a scale
 
 
 def recipe_facts(cfg: Config) -> RecipeFacts:

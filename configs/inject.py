@@ -24,12 +24,9 @@ _KNOB = "run.inject"
 class Fault:
     """One fault."""
 
-    kind: str
-    """An entry of `KINDS`."""
-    step: int
-    """It happens when this step begins, or to the gradients of it."""
-    rank: int | None = None
-    """The rank that it happens on; None is every rank."""
+    kind: str  # an entry of `KINDS`
+    step: int  # it happens when this step begins, or to the gradients of it
+    rank: int | None = None  # the rank that it happens on; None is every rank
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.step}" + ("" if self.rank is None else f":rank{self.rank}")

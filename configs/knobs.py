@@ -16,8 +16,7 @@ from typing import Any
 from phalanx.configs.fields import KnobFacts, facts_of
 from phalanx.configs.schema import Config
 
-Changes = dict[str, Any]
-"""Values by knob."""
+Changes = dict[str, Any]  # values by knob
 
 # What people write who come from other trainers.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -43,8 +42,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 class Removed:
     """A knob that no longer exists."""
 
-    always: str
-    """Clause on what is always done instead."""
+    always: str  # clause on what is always done instead
     value: Any = None
     """The value that asked for just that, which a saved configuration may have. None: no value."""
 

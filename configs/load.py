@@ -58,8 +58,7 @@ from phalanx.configs.validate import (
 )
 
 FOLDER = Path(__file__).resolve().parent
-_BYTES = 256
-"""Vocabulary of bytes, and of random tokens where none is set."""
+_BYTES = 256  # vocabulary of bytes, and of random tokens where none is set
 GROUPS = ("model", "kernels", "precision", "parallel", "data", "optim", "run", "experiment")
 
 

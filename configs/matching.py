@@ -15,12 +15,9 @@ class Match:
     """A record of the same model, sequence length and precision."""
 
     record: Record
-    source: str
-    """Address of a published one, file of an own one."""
-    same_layout: bool
-    """On as many GPUs, with parallel groups of the same sizes."""
-    same_kernels: bool
-    """Measured here with the same kernels of experts."""
+    source: str  # address of a published one, file of an own one
+    same_layout: bool  # on as many GPUs, with parallel groups of the same sizes
+    same_kernels: bool  # measured here with the same kernels of experts
 
 
 def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:

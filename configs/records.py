@@ -26,47 +26,37 @@ from phalanx.configs.schema import Config
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 PUBLISHED = _DOCS / "published" / "training.yaml"
 MEASURED = _DOCS / "measured" / "training"
-WINDOW = range(41, 51)
-"""Steps that a measurement counts."""
+WINDOW = range(41, 51)  # steps that a measurement counts
 
 
 @dataclass
 class Record:
     """Fields that published and own records share."""
 
-    model: str = MISSING
-    """Option of `model=`."""
+    model: str = MISSING  # option of `model=`
     overrides: list[str] = field(default_factory=list)
     """How the measured model differs from that option."""
     system: str = MISSING
     """Name of the framework; our own records also name the backend of the experts."""
-    date: str = MISSING
-    """Day of the measurement, or of the page that printed it: YYYY-MM-DD."""
-    hardware: str = MISSING
-    """Number and kind of GPUs: `8 x H200`."""
-    gpus: int = MISSING
-    """Number of GPUs."""
-    dtype: str = MISSING
-    """Option of `precision=`: `bf16`, `fp32`, `fp8_block`, ..."""
-    sequence_length: int = MISSING
-    """Tokens in a sequence."""
+    date: str = MISSING  # day of the measurement, or of the page that printed it: YYYY-MM-DD
+    hardware: str = MISSING  # number and kind of GPUs: `8 x H200`
+    gpus: int = MISSING  # number of GPUs
+    dtype: str = MISSING  # option of `precision=`: `bf16`, `fp32`, `fp8_block`, ..
+    sequence_length: int = MISSING  # tokens in a sequence
     micro_batch: int | None = None
     """Sequences of a rank in one forward pass; null where the source does not say."""
     global_batch: int | None = None
     """Sequences in an optimizer step; null where the source does not say."""
-    layout: str = MISSING
-    """Sizes of the parallel groups, and what is recomputed."""
+    layout: str = MISSING  # sizes of the parallel groups, and what is recomputed
     routing: str = MISSING
     """`natural` (the router's choice), `replayed` (recorded of a trained model) or `forced`
     (perfectly balanced)."""
-    data: str = MISSING
-    """`real` text or `mock` tokens."""
+    data: str = MISSING  # `real` text or `mock` tokens
     tokens_per_second_per_gpu: float = MISSING
     """Number printed by the source of a published record; mean of steps 41-50 of our own."""
     tflops_per_gpu: float = MISSING
     """`tokens_per_second_per_gpu` times the FLOPs of a token by configs.arithmetic.accounting."""
-    note: str = ""
-    """Facts that a reader needs to compare this record with others."""
+    note: str = ""  # facts that a reader needs to compare this record with others
 
 
 @dataclass
@@ -75,61 +65,45 @@ class Stack:
 
     dispatcher: str = MISSING
     """Package that exchanges tokens: a key of scripts.lab.peers.dispatchers."""
-    attention: str = "cudnn"
-    """Library of core attention: one of configs.arithmetic.core_attention."""
-    overlap: bool = False
-    """Exchanges run beside the computation of another micro-batch."""
-    graphs: bool = False
-    """CUDA graphs launch layers, or parts of them."""
+    attention: str = "cudnn"  # library of core attention: one of configs.arithmetic.core_attention
+    overlap: bool = False  # exchanges run beside the computation of another micro-batch
+    graphs: bool = False  # CUDA graphs launch layers, or parts of them
 
 
 @dataclass
 class Published(Record):
     """A number as its source printed it. Not run by us."""
 
-    source: str = MISSING
-    """Address of the page or file."""
+    source: str = MISSING  # address of the page or file
     tflops_per_gpu_printed: float = MISSING
     """TFLOP/s as the source prints them, by its own convention."""
     settings: list[str] = field(default_factory=list)
     """Overrides that lay the run out here, as near as our knobs come (FSDP is data parallel)."""
-    stack: Stack | None = None
-    """The framework, where its source says enough to estimate its speed."""
+    stack: Stack | None = None  # the framework, where its source says enough to estimate its speed
 
 
 @dataclass
 class OwnRecord(Record):
     """A measurement of ours: 50 steps from scratch, of which 41-50 count."""
 
-    command: str = MISSING
-    """Command line that was run, from the repository root."""
-    commit: str = MISSING
-    """Commit of the repository that ran; a + says that the tree had changes."""
-    versions: dict[str, str] = MISSING
-    """Versions of the packages that matter to speed."""
-    tokens_per_second_per_gpu_sd: float = MISSING
-    """Standard deviation over steps 41-50."""
-    tflops_per_gpu_sd: float = MISSING
-    """Standard deviation over steps 41-50."""
-    step_time: float = MISSING
-    """Seconds, mean of steps 41-50."""
-    step_time_sd: float = MISSING
-    """Standard deviation over steps 41-50."""
-    loss_at_50: float = MISSING
-    """Nats a token at step 50."""
+    command: str = MISSING  # command line that was run, from the repository root
+    commit: str = MISSING  # commit of the repository that ran; a + says that the tree had changes
+    versions: dict[str, str] = MISSING  # versions of the packages that matter to speed
+    tokens_per_second_per_gpu_sd: float = MISSING  # standard deviation over steps 41-50
+    tflops_per_gpu_sd: float = MISSING  # standard deviation over steps 41-50
+    step_time: float = MISSING  # seconds, mean of steps 41-50
+    step_time_sd: float = MISSING  # standard deviation over steps 41-50
+    loss_at_50: float = MISSING  # nats a token at step 50
     load_max_at_50: float = MISSING
     """Tokens of the busiest expert over the mean, in the worst layer at step 50."""
     rank_load_at_50: float | None = None
     """Expert rows of the busiest rank over the mean at step 50, on average over layers; null where
     that was not recorded or the experts are on one rank."""
-    dead_experts_at_50: int = MISSING
-    """Experts without a token at step 50, over all layers."""
-    reruns: int = MISSING
-    """Steps that overflowed the budget of expert rows and ran again."""
+    dead_experts_at_50: int = MISSING  # experts without a token at step 50, over all layers
+    reruns: int = MISSING  # steps that overflowed the budget of expert rows and ran again
     capacity_factor: float | None = None
     """Capacity factor at the end of the run; null where that was not recorded."""
-    peak_memory_gib: float = MISSING
-    """Largest allocation of rank 0."""
+    peak_memory_gib: float = MISSING  # largest allocation of rank 0
 
 
 def published(path: Path = PUBLISHED) -> list[Published]:

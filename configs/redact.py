@@ -12,8 +12,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _OF_A_PLACE = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # such as AWS_SHARED_CREDENTIALS_FILE
-_LONG = 8
-"""Characters; shorter values are found in any text, so that only whole words are replaced."""
+_LONG = 8  # characters; shorter values are found in any text, so that only whole words are replaced
 _SHORTEST = 4
 """Characters; shorter values are flags and numbers, and replacing them would blank all text."""
 _FLAGS = {"true", "false", "none", "null"}  # as of HF_HUB_DISABLE_IMPLICIT_TOKEN

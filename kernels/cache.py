@@ -36,8 +36,7 @@ class Statistics:
     loaded: int = 0
     """Entries found on disk, including those that another process built in the meantime."""
     compiled: int = 0
-    seconds: float = 0.0
-    """Time spent compiling, or waiting for another process to compile."""
+    seconds: float = 0.0  # time spent compiling, or waiting for another process to compile
 
 
 _STATISTICS = Statistics()

@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = Path(__file__).with_name("compiled")
-"""Folder of the libraries; absent from checkouts."""
+FOLDER = Path(__file__).with_name("compiled")  # folder of the libraries; absent from checkouts
 _CALLS = Path(__file__).parent / "sm90/jit/runtime_calls.c"
 _ENTRY = "entry"
 

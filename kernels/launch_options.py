@@ -23,5 +23,4 @@ class LaunchOptions:
         return replace(self, sm_margin=self.sm_margin + sms)
 
 
-DEFAULT = LaunchOptions()
-"""Options of a launch that may use the whole device."""
+DEFAULT = LaunchOptions()  # options of a launch that may use the whole device

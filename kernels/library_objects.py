@@ -18,8 +18,7 @@ from phalanx.kernels.cache import name_of
 
 ARCH = "sm_90a"
 _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-_SYMBOL = "attention"
-"""Name of the function in every object; existing entries have it too."""
+_SYMBOL = "attention"  # name of the function in every object; existing entries have it too
 
 
 def entry_name(label: str, key: Any) -> str:

@@ -29,8 +29,7 @@ class ParameterFacts:
     fp8_copies: Any = None
     """Cached FP8 copies (`kernels.expert_mlp.fp8.copies`), until the next update of the
     parameter."""
-    matrices: Any = None
-    """Shapes of its matrices, for an optimizer that updates each as a whole."""
+    matrices: Any = None  # shapes of its matrices, for an optimizer that updates each as a whole
 
 
 def facts_of(parameter: Tensor) -> ParameterFacts:

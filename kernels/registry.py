@@ -61,52 +61,34 @@ def compiles() -> bool:
 class Facts:
     """Machine and model, as far as predicates depend on them. Sizes of 0 are unknown and fit."""
 
-    device: str
-    """`cpu` or `cuda`."""
-    capability: tuple[int, int] | None
-    """CUDA compute capability; None on `cpu`."""
-    dtype: torch.dtype
-    """Dtype of activations and weights."""
-    fp8: bool = False
-    """Linear layers multiply FP8 (`precision=fp8_block`)."""
-    wgrad: str = "fp8"
-    """Operands of weight gradients under a recipe (`precision.wgrad`)."""
-    recipe: str = "bf16"
-    """Option of `precision=`."""
-    hidden: int = 0
-    """D, channels of the residual stream."""
-    ffn: int = 0
-    """F, width of one expert."""
-    experts: int = 0
-    """L, experts of a rank."""
-    slots: int = 0
-    """Expert ids of a token: K, or with token rounding more."""
+    device: str  # `cpu` or `cuda`
+    capability: tuple[int, int] | None  # CUDA compute capability; None on `cpu`
+    dtype: torch.dtype  # dtype of activations and weights
+    fp8: bool = False  # linear layers multiply FP8 (`precision=fp8_block`)
+    wgrad: str = "fp8"  # operands of weight gradients under a recipe (`precision.wgrad`)
+    recipe: str = "bf16"  # option of `precision=`
+    hidden: int = 0  # D, channels of the residual stream
+    ffn: int = 0  # F, width of one expert
+    experts: int = 0  # L, experts of a rank
+    slots: int = 0  # expert ids of a token: K, or with token rounding more
     activation: str = ""
     """Kind of the experts' activation (`configs.tables.activations`); empty is unknown and fits."""
     activation_alpha: float = 1.702
     activation_limit: float = 0.0
-    activation_offset: float = 0.0
-    """Constants of the activation."""
-    sinks: bool = False
-    """Attention has learnable sinks."""
-    window: int = 0
-    """Sliding window of attention; 0 has none."""
-    head_dim: int = 0
-    """Channels of a query or key head."""
-    v_dim: int = 0
-    """Channels of a value head."""
-    norms: tuple[int, ...] = ()
-    """Channels that are normalised together, of each kind of norm."""
+    activation_offset: float = 0.0  # constants of the activation
+    sinks: bool = False  # attention has learnable sinks
+    window: int = 0  # sliding window of attention; 0 has none
+    head_dim: int = 0  # channels of a query or key head
+    v_dim: int = 0  # channels of a value head
+    norms: tuple[int, ...] = ()  # channels that are normalised together, of each kind of norm
     documents: bool = False
     """Attention stops at the ends of documents inside a sequence (`data.document_mask`)."""
-    context: int = 1
-    """Context parallel size: above 1, attention sees fewer queries than keys."""
+    context: int = 1  # context parallel size: above 1, attention sees fewer queries than keys
     max_logits: bool = False
     """The largest attention logits are measured (`optim.qk_clip`, `optim.max_logit_every`)."""
     packages: frozenset[str] = field(default_factory=installed)
     """Optional packages that are installed here."""
-    compiles: bool = field(default_factory=compiles)
-    """torch.compile is switched on."""
+    compiles: bool = field(default_factory=compiles)  # torch.compile is switched on
 
 
 @dataclass(frozen=True)
@@ -127,8 +109,7 @@ class KernelUnavailable(ValueError):
 @dataclass(frozen=True)
 class _Op:
     knob: str
-    backends: Mapping[str, Implementation]
-    """Best first."""
+    backends: Mapping[str, Implementation]  # best first
 
 
 _OPS = {

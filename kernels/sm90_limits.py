@@ -5,28 +5,19 @@ The kernels import their limits from here, as does the code that decides whether
 
 from phalanx.kernels.refusal import Refusal
 
-TOPK_EXPERTS = 512
-"""Most experts, of all ranks, that `topk` chooses from."""
-TOPK_SLOTS = 16
-"""Most experts that `topk` chooses for a token."""
-TOPK_GROUPS = 32
-"""Most groups of experts: one for each lane of a warp."""
-TOPK_GROUP_STEP = 4
-"""Divisor of a group's number of experts: the logits of a vector."""
+TOPK_EXPERTS = 512  # most experts, of all ranks, that `topk` chooses from
+TOPK_SLOTS = 16  # most experts that `topk` chooses for a token
+TOPK_GROUPS = 32  # most groups of experts: one for each lane of a warp
+TOPK_GROUP_STEP = 4  # divisor of a group's number of experts: the logits of a vector
 TOPK_GROUP_SCORES = 2
 """Most scores that are added for a group's rank; the order of a longer sum is not defined."""
 
-PLAN_CAPACITIES = (64, 256, 512, 1024)
-"""Numbers of local experts that `plan` has kernels for."""
-PLAN_EXPERTS = max(PLAN_CAPACITIES)
-"""Most experts of a rank."""
-PLAN_SLOTS = 256
-"""Most expert ids of a token for `plan`."""
+PLAN_CAPACITIES = (64, 256, 512, 1024)  # numbers of local experts that `plan` has kernels for
+PLAN_EXPERTS = max(PLAN_CAPACITIES)  # most experts of a rank
+PLAN_SLOTS = 256  # most expert ids of a token for `plan`
 
-COMBINE_SLOTS = 16
-"""Most expert rows of a token for `combine`."""
-COMBINE_ADDENDS = 2
-"""Most addends of `combine`: the shared experts' output, and the residual."""
+COMBINE_SLOTS = 16  # most expert rows of a token for `combine`
+COMBINE_ADDENDS = 2  # most addends of `combine`: the shared experts' output, and the residual
 
 
 def impossible_groups(groups: int, chosen: int, *, experts: int, top_k: int) -> Refusal:

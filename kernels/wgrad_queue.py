@@ -47,8 +47,7 @@ class PairedWork(Protocol):
 class _Entry(NamedTuple):
     work: Work
     follows: Sequence[Tensor] = ()
-    paired: PairedWork | None = None
-    """The work, if it may wait for a partner."""
+    paired: PairedWork | None = None  # the work, if it may wait for a partner
 
 
 class Waiting(NamedTuple):
@@ -60,12 +59,10 @@ class Waiting(NamedTuple):
     that many more micro-batches. None: work waits for no transfer."""
     exchanges: bool = False
     """Work waits for the next exchange of the backward pass; not with `held`."""
-    pairs: bool = False
-    """Work that can be paired waits for a partner."""
+    pairs: bool = False  # work that can be paired waits for a partner
 
 
-AT_ONCE = Waiting()
-"""Work waits for nothing."""
+AT_ONCE = Waiting()  # work waits for nothing
 
 
 class WgradQueue:

@@ -16,17 +16,14 @@ from phalanx.parallel.runtime import Runtime
 class Job:
     """Objects that the training loop uses."""
 
-    cfg: Config
-    """Configuration as the user set it."""
+    cfg: Config  # configuration as the user set it
     plan: Plan
     runtime: Runtime
     groups: Groups
-    lines: list[Choice]
-    """Lines of the start page on the plan and its estimated speed."""
+    lines: list[Choice]  # lines of the start page on the plan and its estimated speed
     budget: Budget
     engine: Engine
-    max_logits: MaxLogits | None = None
-    """Largest logits of attention, if the run measures them."""
+    max_logits: MaxLogits | None = None  # largest logits of attention, if the run measures them
 
     @property
     def data_parallel(self) -> int:

@@ -27,10 +27,8 @@ Batch = dict[str, Tensor]
 class Labels(NamedTuple):
     """Number of labels of a global batch that count."""
 
-    number_K: Tensor
-    """Number over all ranks and micro-batches, int64."""
-    mean_K: Tensor
-    """Mean number in a micro-batch of a rank, fp32; 1 if no label counts."""
+    number_K: Tensor  # number over all ranks and micro-batches, int64
+    mean_K: Tensor  # mean number in a micro-batch of a rank, fp32; 1 if no label counts
 
 
 def make_labels(number_K: Tensor, parts: int) -> Labels:

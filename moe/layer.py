@@ -43,22 +43,17 @@ from phalanx.parallel.memory.recompute import checkpoint
 class MoEOptions:
     """Options of every MoE layer of a model, next to Megatron-Core's config."""
 
-    moe: MoEConfig
-    """Experts and routing."""
-    spec: MLPSpec
-    """Kernels, activation and recipe of the routed experts."""
-    transport: Transport
-    """Transport of tokens to the experts, on which all ranks have agreed."""
-    budget: Budget
-    """Rows reserved for the experts of a rank, shared by all layers."""
+    moe: MoEConfig  # experts and routing
+    spec: MLPSpec  # kernels, activation and recipe of the routed experts
+    transport: Transport  # transport of tokens to the experts, on which all ranks have agreed
+    budget: Budget  # rows reserved for the experts of a rank, shared by all layers
     symm: SymmOptions = SymmOptions()  # noqa: RUF009
     """Options of the transport `symm`."""
     connections: Connections | None = None
     """Memory that this process shares with other ranks, which `symm` needs."""
     recompute: frozenset[str] = frozenset()
     """Names of `run.recompute`, for a layer in place of ours (`ExpertBackend.layer`)."""
-    fp8_rows: bool = False
-    """Tokens are sent in FP8 where the experts accept it."""
+    fp8_rows: bool = False  # tokens are sent in FP8 where the experts accept it
     load_counts: LoadCounts | None = None
     """Counts of the transports of any rank in the load statistics."""
     fp8_dense: bool = True

@@ -10,24 +10,19 @@ from dataclasses import dataclass
 from phalanx.configs.formats import is_fp8
 from phalanx.configs.schema import Config
 
-SavedTensors = dict[str, int]
-"""Saved bytes of a layer, by group of tensors."""
+SavedTensors = dict[str, int]  # saved bytes of a layer, by group of tensors
 
 
 @dataclass(frozen=True)
 class TokenCounts:
     """Token and row counts of one rank's micro-batch."""
 
-    tokens: int
-    """Tokens before sequence parallelism splits them."""
+    tokens: int  # tokens before sequence parallelism splits them
     local_tokens: int
     """Tokens after sequence parallelism has split them over tensor ranks; input of the experts."""
-    received: int
-    """Received tokens, with one copy per rank."""
-    rows: int
-    """Budgeted expert rows."""
-    worst_rows: int
-    """Expert rows if all tokens of the expert-parallel group went to this rank."""
+    received: int  # received tokens, with one copy per rank
+    rows: int  # budgeted expert rows
+    worst_rows: int  # expert rows if all tokens of the expert-parallel group went to this rank
 
 
 def saves_fp8_inputs(cfg: Config) -> bool:

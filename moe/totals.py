@@ -11,25 +11,18 @@ from torch import Tensor
 
 from phalanx.parallel.dispatcher.capacity import Growth
 
-PEAKS = 2
-"""Number of parts of the row budget, whose largest used shares come first."""
+PEAKS = 2  # number of parts of the row budget, whose largest used shares come first
 
 
 class Sums(NamedTuple):
     """Sums over ranks, each fp64 [] and a view of one tensor."""
 
-    loss: Tensor
-    """Mean loss of the last pipeline stages."""
-    ranks: Tensor
-    """1 on a rank that has a loss."""
-    mtp_loss: Tensor
-    """Mean loss of multi-token prediction."""
-    labels: Tensor
-    """Labels of the global batch, once for each rank with a loss."""
-    stopping: Tensor
-    """1 on a rank that was asked to stop."""
-    grad_squares: Tensor
-    """Squared gradient norm."""
+    loss: Tensor  # mean loss of the last pipeline stages
+    ranks: Tensor  # 1 on a rank that has a loss
+    mtp_loss: Tensor  # mean loss of multi-token prediction
+    labels: Tensor  # labels of the global batch, once for each rank with a loss
+    stopping: Tensor  # 1 on a rank that was asked to stop
+    grad_squares: Tensor  # squared gradient norm
 
     @classmethod
     def zeros(cls, device: torch.device) -> tuple[Tensor, "Sums"]:
@@ -41,20 +34,14 @@ class Sums(NamedTuple):
 class Totals(NamedTuple):
     """Totals of a step over all ranks, identical on every rank."""
 
-    loss: float
-    """Mean over all labels of the global batch that count; NaN without one."""
+    loss: float  # mean over all labels of the global batch that count; NaN without one
     mtp_loss: float
     """Mean loss of the tokens further ahead, mean over distances; NaN without any label."""
-    labels: int
-    """Number of labels of the global batch that count, for the next token."""
-    norm: float
-    """Gradient norm before clipping; 0 without gradients."""
-    stopping: bool
-    """A rank was asked to stop."""
-    reruns: tuple[Growth, ...]
-    """Enlarged capacities, for each of which the step was rerun."""
-    late_R: Tensor
-    """Seconds that each rank took until its device had the step: fp64, on the host."""
+    labels: int  # number of labels of the global batch that count, for the next token
+    norm: float  # gradient norm before clipping; 0 without gradients
+    stopping: bool  # a rank was asked to stop
+    reruns: tuple[Growth, ...]  # enlarged capacities, for each of which the step was rerun
+    late_R: Tensor  # seconds that each rank took until its device had the step: fp64, on the host
     load: Tensor
     """Table of the routers since the last reset (`balance.Collector.read`); empty without
     gradients."""

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from phalanx.parallel.fault.agreement import gather
 
-Inputs = list[dict[str, Tensor]]
-"""Tensors of each micro-batch, by name."""
+Inputs = list[dict[str, Tensor]]  # tensors of each micro-batch, by name
 WARM_STEPS = 2
 
 

@@ -10,10 +10,8 @@ import os
 import subprocess
 import sys
 
-_CUDA = 13
-"""Version that the pinned torch is made for."""
-_LONGEST = 30.0
-"""Seconds for the driver to wake eight GPUs that nobody uses."""
+_CUDA = 13  # version that the pinned torch is made for
+_LONGEST = 30.0  # seconds for the driver to wake eight GPUs that nobody uses
 
 
 def names() -> list[str]:

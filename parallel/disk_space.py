@@ -14,10 +14,8 @@ from phalanx.parallel.checkpoint import commit
 class Room(NamedTuple):
     """Bytes for the checkpoints of a run."""
 
-    free: int
-    """Free now, or as soon as the first save begins."""
-    held: int
-    """Taken by checkpoints that saves of the run will delete."""
+    free: int  # free now, or as soon as the first save begins
+    held: int  # taken by checkpoints that saves of the run will delete
 
 
 def free_bytes(folder: Path) -> int | None:

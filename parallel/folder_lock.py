@@ -23,10 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 NAME = "lock"
-BEAT = 2.0
-"""Seconds between signs of life of an owner."""
-DEAD = 20.0
-"""Seconds without one after which an owner on another machine is taken to be dead."""
+BEAT = 2.0  # seconds between signs of life of an owner
+DEAD = 20.0  # seconds without one after which an owner on another machine is taken to be dead
 _COUNTER = 20  # digits in the first line
 
 
@@ -46,12 +44,9 @@ class Owner:
     pid: int
     since: str
     token: str
-    machine: str
-    """Host, boot and process namespace: where `pid` means the same."""
-    born: int
-    """Start of the process in clock ticks since boot, which no other of its number has."""
-    job: str = ""
-    """Slurm job, with `restarts`: a requeued job has ended before."""
+    machine: str  # host, boot and process namespace: where `pid` means the same
+    born: int  # start of the process in clock ticks since boot, which no other of its number has
+    job: str = ""  # slurm job, with `restarts`: a requeued job has ended before
     restarts: int = 0
 
     def __str__(self) -> str:

@@ -24,10 +24,8 @@ from typing import Any, Protocol, cast
 from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.redact import redacted
 
-CHUNK = 16 << 20
-"""Bytes of one request of a longer read."""
-TOGETHER = 8
-"""Requests of a longer read that are on their way at once."""
+CHUNK = 16 << 20  # bytes of one request of a longer read
+TOGETHER = 8  # requests of a longer read that are on their way at once
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds between attempts at what a run depends on, besides those of the store's library."""
 
@@ -41,10 +39,8 @@ class Entry:
     """An object as its store lists it."""
 
     size: int
-    mark: str
-    """Changes with the contents: the ETag, or the time of the last change."""
-    changed: float
-    """Seconds since the epoch; 0 where the store does not tell."""
+    mark: str  # changes with the contents: the ETag, or the time of the last change
+    changed: float  # seconds since the epoch; 0 where the store does not tell
 
 
 @dataclass(frozen=True, order=True)

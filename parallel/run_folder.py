@@ -90,5 +90,4 @@ def check_shared(folder: Path) -> None:
         on_main(lambda: path.unlink(missing_ok=True))
 
 
-_SEEN = 5.0
-"""Seconds in which a file system shows a new file to other hosts."""
+_SEEN = 5.0  # seconds in which a file system shows a new file to other hosts

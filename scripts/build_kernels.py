@@ -57,10 +57,8 @@ class Target:
     """A kernel, or all kernels of an attention layer."""
 
     label: str
-    entries: Callable[[], Iterable[str]]
-    """Returns the names of its cache entries."""
-    build: Callable[[Path], object]
-    """Compiles the entries that a cache folder lacks."""
+    entries: Callable[[], Iterable[str]]  # returns the names of its cache entries
+    build: Callable[[Path], object]  # compiles the entries that a cache folder lacks
 
 
 def targets(sizes: Sizes | None = None) -> list[Target]:

@@ -37,10 +37,8 @@ from phalanx.scripts.output.pictures import (
 )
 from phalanx.scripts.output.reader import may_leave
 
-_FEW = 50
-"""Steps up to which each is drawn as a point."""
-_COLUMNS = 400
-"""Most columns of an image; more records are grouped."""
+_FEW = 50  # steps up to which each is drawn as a point
+_COLUMNS = 400  # most columns of an image; more records are grouped
 
 Record = dict[str, Any]
 

@@ -14,18 +14,15 @@ from phalanx.configs.knobs import repair, visible
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 
 _KNOB = "data.batch_warmup"
-ALWAYS = 2**62
-"""Number of samples that no run reaches."""
+ALWAYS = 2**62  # number of samples that no run reaches
 
 
 @dataclass(frozen=True)
 class BatchSize:
     """Size of the global batch up to a number of tokens."""
 
-    size: int
-    """Sequences in a step."""
-    tokens: int
-    """Tokens of the run before which steps of this size begin."""
+    size: int  # sequences in a step
+    tokens: int  # tokens of the run before which steps of this size begin
 
 
 def parse(text: str) -> BatchSize:

@@ -19,10 +19,8 @@ _KNOB = "data.stages"
 class Stage:
     """Weights of the sources from a number of tokens on."""
 
-    tokens: int
-    """Tokens of the run before the stage; it begins with the next whole sample."""
-    weights: tuple[float, ...]
-    """Weight of each source; a source with 0 is not read."""
+    tokens: int  # tokens of the run before the stage; it begins with the next whole sample
+    weights: tuple[float, ...]  # weight of each source; a source with 0 is not read
 
     def first(self, sequence: int) -> int:
         """Number of the first sample, for samples of `sequence` tokens."""

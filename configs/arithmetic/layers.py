@@ -21,8 +21,7 @@ def is_dense(m: ModelConfig, layer: int) -> bool:
     return not has_experts(m) or layer < m.moe.dense_layers
 
 
-ATTENTION = "attention"
-"""The mixer of a layer that has no other: `model.attention`."""
+ATTENTION = "attention"  # the mixer of a layer that has no other: `model.attention`
 
 
 def mixer(m: ModelConfig, layer: int) -> str:

@@ -15,8 +15,7 @@ class Mixer:
     The defaults are those of a mixer without such a part or limit.
     """
 
-    core = False
-    """It has core attention: its queries see the keys of all context ranks."""
+    core = False  # it has core attention: its queries see the keys of all context ranks
 
     def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
         """(inputs, outputs) of its projections; that of the output comes last."""

@@ -11,8 +11,7 @@ from itertools import accumulate
 _LAYER_COST = 1.3
 """Seconds of a FLOP in a layer, relative to the output layer: beside its products a layer has
 norms, attention, exchanges and sums. From the dry run of GPT-OSS-20B, Moonlight and Qwen3-30B."""
-_BUBBLE = 0.2
-"""Chunks during which a stage waits in a step, for one during which it works: some."""
+_BUBBLE = 0.2  # chunks during which a stage waits in a step, for one during which it works: some
 _EVEN_ENOUGH = 0.02
 """Layers are dealt out evenly if that costs at most so much: stages then need like memory."""
 

@@ -17,14 +17,10 @@ class ActivationFacts:
     (`kernels.expert_mlp.activation.Activation`, which they get as `act` for its constants).
     """
 
-    gated: bool
-    """A linear half of h multiplies the activated one."""
-    meaning: str
-    """The formula and its source, in Markdown, for the documentation."""
-    value: str
-    """value(x: Tensor, act: Activation) -> Tensor in plain torch, elementwise."""
-    slope: str
-    """Its derivative, slope(x: Tensor, act: Activation) -> Tensor."""
+    gated: bool  # a linear half of h multiplies the activated one
+    meaning: str  # the formula and its source, in Markdown, for the documentation
+    value: str  # value(x: Tensor, act: Activation) -> Tensor in plain torch, elementwise
+    slope: str  # its derivative, slope(x: Tensor, act: Activation) -> Tensor
     torch: str = ""
     """Name of the same function in torch: `torch.nn.functional.NAME` and, for the product of a
     gradient with the slope, `torch.ops.aten.NAME_backward`. Faster without compiling, and

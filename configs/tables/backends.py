@@ -12,11 +12,9 @@ from typing import NamedTuple
 class Package(NamedTuple):
     """An optional package, and how to recognise it without an import."""
 
-    name: str
-    """Its name in `kernels.registry.Facts.packages`."""
+    name: str  # its name in `kernels.registry.Facts.packages`
     module: str
-    folder: str = ""
-    """A folder in it, if another package has the same top-level name."""
+    folder: str = ""  # a folder in it, if another package has the same top-level name
 
 
 @dataclass(frozen=True)
@@ -26,22 +24,17 @@ class Implementation:
     unavailable: str
     """Path of `(facts: kernels.registry.Facts) -> str | None`: the reason why it cannot run on a
     machine with a model, or None."""
-    meaning: str = ""
-    """Short description, in Markdown, for the documentation."""
-    package: Package | None = None
-    """Package that only this implementation needs."""
-    auto: bool = True
-    """`auto` considers it."""
+    meaning: str = ""  # short description, in Markdown, for the documentation
+    package: Package | None = None  # package that only this implementation needs
+    auto: bool = True  # `auto` considers it
     limits: str = ""
     """Path of a function like `unavailable`, asked where that has no reason: an extra is not
     imported on machines that cannot run it."""
     slower: str = ""
     """Path of a function like `unavailable`: the reason why `auto` prefers a later entry although
     this one can run. Empty: never."""
-    cuda: bool = False
-    """Runs only on GPUs."""
-    bf16: bool = False
-    """Runs only in bf16."""
+    cuda: bool = False  # runs only on GPUs
+    bf16: bool = False  # runs only in bf16
     per_model: bool = False
     """Its kernels are compiled for sizes of a model, which `moe.compiled_shapes` lists."""
 
@@ -72,8 +65,7 @@ class ExpertBackend(Implementation):
     own_exchange: str = ""
     """Path of `(cfg: Config, group: GroupTopology) -> TransportCosts` of its own dispatcher. Empty:
     tokens travel as `parallel.dispatch` says."""
-    maker: str = ""
-    """Name of whose experts they are in messages, if not ours."""
+    maker: str = ""  # name of whose experts they are in messages, if not ours
     own_fp8: str = ""
     """Sentence for the start page on FP8 copies that its library keeps. Linear layers beside its
     experts stay in bf16. Empty: all follow the recipe of the run."""
@@ -87,37 +79,31 @@ class ExpertBackend(Implementation):
     """Weight gradients can wait for transfers; else it computes them in the backward pass."""
     joint_placeholder: bool = False
     """One placeholder stands for the gradients of all experts with fused accumulation."""
-    bf16_on_cuda: bool = False
-    """On GPUs, runs only in bf16."""
+    bf16_on_cuda: bool = False  # on GPUs, runs only in bf16
     host_counts: bool = False
     """Reads numbers of rows on the host, which a CUDA graph cannot capture."""
     waits_for_rows: bool = False
     """Its kernels start with the rows that have arrived, so that exchanges overlap experts."""
-    fuses_router: bool = False
-    """Its router is one kernel, where the options of the router allow it."""
+    fuses_router: bool = False  # its router is one kernel, where the options of the router allow it
     fuses_gather: bool = False
     """Its GEMMs gather rows and accumulate weight gradients in place: no copies of either."""
     pairs_wgrad: bool = False
     """Its weight gradients of two micro-batches are one pass over the sums."""
     adds_in_combine: bool = False
     """The sum of a token's expert rows takes shared experts and residual, before it is rounded."""
-    orders_experts: bool = False
-    """Its plans have an order of experts."""
-    replicates: bool = True
-    """Takes replicas of other ranks' experts."""
+    orders_experts: bool = False  # its plans have an order of experts
+    replicates: bool = True  # takes replicas of other ranks' experts
     channel_order: str = ""
     """Path of the class of its order of fc1's channels in memory, a
     `kernels.expert_mlp.mlp_spec.ChannelOrder`. Empty: [gate; up]."""
-    pads_rows_to: int = 1
-    """Multiple to which the rows of each expert are padded."""
+    pads_rows_to: int = 1  # multiple to which the rows of each expert are padded
     dense_multiple: int = 0
     """Divisor of the widths of dense layers that it runs too, such as shared experts; 0: none."""
     dense: str = ""
     """Implementation of dense layers where its own needs rows grouped by expert. Empty: its own."""
     multiplies: tuple[str, ...] = ()
     """Recipes of `precision.recipe` whose quantized operands its GEMMs read."""
-    emulates: bool = False
-    """Runs all recipes by multiplying dequantized values in bf16."""
+    emulates: bool = False  # runs all recipes by multiplying dequantized values in bf16
     placeholder_grads: bool = True
     """With fused gradient accumulation, autograd gets cached placeholders for gradients."""
 
@@ -129,16 +115,12 @@ class AttentionBackend(Implementation):
     layer: str = ""
     """Path of `(whole_with_sinks: bool) -> module spec` of its core attention; empty: ours, over
     `kernels.core_attention.core`."""
-    graph: bool = True
-    """Steps can be captured in a CUDA graph."""
+    graph: bool = True  # steps can be captured in a CUDA graph
     other_mixers: str = "auto"
     """Implementation of other mixers (`configs.tables.layers`) that goes with it."""
-    documents: bool = True
-    """Attends within documents of a sequence."""
-    documents_over_ranks: bool = True
-    """The same for sequences that context-parallel ranks share."""
-    document_bounds: bool = False
-    """Takes the bounds of documents, of a fixed number."""
+    documents: bool = True  # attends within documents of a sequence
+    documents_over_ranks: bool = True  # the same for sequences that context-parallel ranks share
+    document_bounds: bool = False  # takes the bounds of documents, of a fixed number
     max_logits_over_ranks: bool = True
     """Its largest logits are measured for sequences that context-parallel ranks share."""
     graph_over_ranks: bool = True

@@ -41,8 +41,7 @@ class OverlapParts:
     ahead: str
     """`(stage, stages, chunks) -> int`: number of forward passes of a pipeline stage before the one
     beside its first backward pass."""
-    passes: str
-    """`parallel.dispatcher.collectives.Passes`."""
+    passes: str  # `parallel.dispatcher.collectives.Passes`
     exchanges: str
     """`(options: SymmOptions, wanted: int | str) -> SymmOptions`: options of exchanges, from those
     of passes in turn and `parallel.comm_sms`."""

@@ -15,10 +15,8 @@ from phalanx.configs.tables.backends import Implementation, Package
 class MixerFacts:
     """Facts of a mixer."""
 
-    meaning: str
-    """Its name in messages."""
-    counts: str
-    """`module:class`, a subclass of `configs.arithmetic.mixers.Mixer`."""
+    meaning: str  # its name in messages
+    counts: str  # `module:class`, a subclass of `configs.arithmetic.mixers.Mixer`
     saved_tensors: str
     """Path of `(cfg: Config, counts: moe.saved_tensors.TokenCounts) -> SavedTensors`."""
     backward_bytes: str = ""
@@ -32,8 +30,7 @@ class MixerFacts:
     regions: str = ""
     """Path of `(m: ModelConfig, key: str, name: str) -> Iterator[moe.hf.weights.TensorRegion]`:
     its tensors of a checkpoint and of a folder of Hugging Face. Empty: those of core attention."""
-    quantized: bool = True
-    """Its projections follow `precision.dense`; else they stay in bf16."""
+    quantized: bool = True  # its projections follow `precision.dense`; else they stay in bf16
     tiny: str = ""
     """Option of `model=` of a model with it that a CPU can train. Empty: any."""
 
@@ -42,10 +39,8 @@ class MixerFacts:
 class LinearAttentionBackend(Implementation):
     """An implementation of linear attention."""
 
-    implementation: str = ""
-    """Module with the functions of `extras.linear_attention.gated_delta`."""
-    documents: bool = True
-    """Its convolution stops at the starts of documents."""
+    implementation: str = ""  # module with the functions of `extras.linear_attention.gated_delta`
+    documents: bool = True  # its convolution stops at the starts of documents
 
 
 MIXERS: dict[str, MixerFacts] = {

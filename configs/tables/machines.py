@@ -7,8 +7,7 @@ are those of the data sheets (NVLink 4, one port of 400 Gb/s a GPU): for bounds.
 
 from dataclasses import dataclass
 
-MEMORY_ERROR = 0.02
-"""Part of it by which estimated memory may be exceeded (docs/operations.md)."""
+MEMORY_ERROR = 0.02  # part of it by which estimated memory may be exceeded (docs/operations.md)
 
 
 def with_margin(room: int) -> int:
@@ -21,39 +20,29 @@ class Machine:
     """One GPU and its links. Rates are per GPU and direction."""
 
     name: str
-    memory_gib: float
-    """Memory that the driver reports."""
-    dense_tflops: float
-    """Large bf16 matrix products of attention and dense layers."""
-    head_tflops: float
-    """bf16 products of the output layer, which are the largest."""
+    memory_gib: float  # memory that the driver reports
+    dense_tflops: float  # large bf16 matrix products of attention and dense layers
+    head_tflops: float  # bf16 products of the output layer, which are the largest
     expert_tflops: float
     """Grouped products of experts, forward and backward, with what is fused into them."""
-    dense_fp8_tflops: float
-    """Large FP8 products in blocks, of operands that are quantized already."""
+    dense_fp8_tflops: float  # large FP8 products in blocks, of operands that are quantized already
     expert_fp8_tflops: float
     """Grouped products of experts in FP8, without the quantization of their rows."""
     attention_tflops: float
     """Core attention of models with linear attention in some layers, its causal half counted. Other
     models have it by the shape of their heads (`configs.arithmetic.core_attention`), as measured on
     an H200, times this over an H200's."""
-    memory_gbs: float
-    """Elementwise work: bytes read and written a second, in units of 1e9."""
-    node_gbs: float
-    """Exchange with the other GPUs of a host."""
-    network_gbs: float
-    """Exchange with GPUs of other hosts."""
-    node_line_gbs: float = 450.0
-    """Line rate of the links inside a host."""
-    network_line_gbs: float = 50.0
-    """Line rate of the network."""
+    memory_gbs: float  # elementwise work: bytes read and written a second, in units of 1e9
+    node_gbs: float  # exchange with the other GPUs of a host
+    network_gbs: float  # exchange with GPUs of other hosts
+    node_line_gbs: float = 450.0  # line rate of the links inside a host
+    network_line_gbs: float = 50.0  # line rate of the network
     host_gbs: float = 50.0
     """Copies to host memory, and as much from it at once: PCIe 5 with 16 lanes. An assumption, of
     a data sheet's 63, with all GPUs of a host copying."""
     host_gib: float = 200.0
     """Pinned host memory that a rank may take. An assumption: hosts of 2 TiB."""
-    node_gpus: int = 8
-    """GPUs of a host."""
+    node_gpus: int = 8  # GPUs of a host
     reserved_gib: float = 4.0
     """CUDA context, NCCL, libraries' workspaces and what the allocator cannot hand out again."""
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 class OptimizerFacts:
     """Facts of an optimizer for configurations, estimates and checkpoints."""
 
-    implementation: str
-    """`module:class`, a subclass of `parallel.megatron.adam.Setup`."""
-    meaning: str
-    """Short description, in Markdown, for the documentation."""
+    implementation: str  # `module:class`, a subclass of `parallel.megatron.adam.Setup`
+    meaning: str  # short description, in Markdown, for the documentation
     moments: int = 2
     """Number of moments of a parameter; of one whose matrix is updated as a whole, it is 1."""
     decay_rates: tuple[str, ...] = ("beta1", "beta2")
@@ -28,8 +26,7 @@ class OptimizerFacts:
     own_state: str = ""
     """State that parameters have with no other optimizer, by which its checkpoints are recognised;
     empty: it has that of AdamW or less."""
-    package: str = ""
-    """Package that it needs; empty: none but torch."""
+    package: str = ""  # package that it needs; empty: none but torch
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {

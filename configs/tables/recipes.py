@@ -12,8 +12,7 @@ from dataclasses import dataclass
 class RecipeFacts:
     """Facts of a recipe."""
 
-    meaning: str
-    """Short description, in Markdown, for the documentation."""
+    meaning: str  # short description, in Markdown, for the documentation
     bf16: bool = True
     """Weights and activations are bf16, with fp32 masters in the optimizer; else all is fp32."""
     build: str = ""
@@ -22,8 +21,7 @@ class RecipeFacts:
     emulation: str = ""
     """Path of `(exact: Backend, recipe: Recipe) -> Backend`: the recipe over a backend without it.
     """
-    switches: tuple[str, ...] = ()
-    """Knobs of `precision` that the recipe has."""
+    switches: tuple[str, ...] = ()  # knobs of `precision` that the recipe has
     fp8_blocks: bool = False
     """Operands are FP8 in blocks of 128: tokens can travel in FP8, and weights have FP8 copies."""
     microscaling: bool = False

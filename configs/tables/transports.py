@@ -14,16 +14,12 @@ class TransportFacts:
 
     implementation: str
     """`module:class`, a subclass of `parallel.dispatcher.transport_class.Dispatcher`."""
-    meaning: str
-    """Description for the documentation, in Markdown."""
-    auto: bool = True
-    """`auto` takes the first transport of the table that can run and has this."""
+    meaning: str  # description for the documentation, in Markdown
+    auto: bool = True  # `auto` takes the first transport of the table that can run and has this
     one_rank: bool = False
     """All experts are on one rank: it serves no group of several, and `auto` takes it there."""
-    takes_sms: bool = False
-    """The number of SMs that exchange can be set."""
-    graph: bool = True
-    """It can be captured in a CUDA graph: the host waits for nothing."""
+    takes_sms: bool = False  # the number of SMs that exchange can be set
+    graph: bool = True  # it can be captured in a CUDA graph: the host waits for nothing
     replicated: str = ""
     """`module:class` of the transport with expert replication (`parallel.expert_replication`)."""
     inside: tuple[str, ...] = ()
@@ -54,8 +50,7 @@ class TransportFacts:
 MAX_REPLICATED_EXPERTS, MAX_REPLICATION_RANKS = 512, 8
 """Most experts of a layer, and most ranks that share them, of which some can be replicated."""
 
-AUTO_SMS = 16
-"""Number of SMs that `auto` takes for pushes, as in docs/performance.md."""
+AUTO_SMS = 16  # number of SMs that `auto` takes for pushes, as in docs/performance.md
 
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(

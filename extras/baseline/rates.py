@@ -20,8 +20,7 @@ _GROUPED: tuple[tuple[int, int, int, float], ...] = (
 """Rows, hidden size, width of an expert, and milliseconds forward and backward, smallest first."""
 # The next three are fitted to the times in which a GPU is busy in steps of four models
 # (docs/measured/training/fp8_slices_one_h200.md#with-fused-weight-gradients).
-_FP8_TFLOPS = 1035.0
-"""Rate of the products in FP8 without quantization, of any size."""
+_FP8_TFLOPS = 1035.0  # rate of the products in FP8 without quantization, of any size
 _OF_EXPERT = {False: 1.0e-5, True: 6.0e-5}
 """Seconds of an expert of a layer and micro-batch beside its products, forward and backward, in
 bf16 and in FP8: each expert has kernels of its own, and quantizes by itself."""

@@ -17,12 +17,9 @@ from phalanx.parallel.dispatcher.collectives import Collectives
 class Started(NamedTuple):
     """An exchange that has started."""
 
-    received: Tensor
-    """Rows that arrive, [M * C, ...] with block m from node m, after `wait`."""
-    sent: Tensor
-    """Rows that are being sent, referenced until then."""
-    wait: Callable[[], None]
-    """Function that lets the current stream wait for the exchange."""
+    received: Tensor  # rows that arrive, [M * C, ...] with block m from node m, after `wait`
+    sent: Tensor  # rows that are being sent, referenced until then
+    wait: Callable[[], None]  # function that lets the current stream wait for the exchange
 
 
 class Rail(Protocol):

@@ -47,8 +47,7 @@ from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport import build
 from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
-Inside = Symm | AllToAll
-"""Transports inside a node, which forward rows that arrived in FP8."""
+Inside = Symm | AllToAll  # transports inside a node, which forward rows that arrived in FP8
 
 
 class _Sent(NamedTuple):
@@ -59,16 +58,14 @@ class _Sent(NamedTuple):
     prob_BK: Tensor
     forwarded: ForwardedRows | None
     """Format in which rows go on inside the node; None: they travel as they are."""
-    tokens: int
-    """T."""
+    tokens: int  # T
 
 
 class _Route(NamedTuple):
     """State that the way back needs."""
 
     call: RailCall
-    inside: Any
-    """State of the transport inside the node."""
+    inside: Any  # state of the transport inside the node
 
 
 class Hier(Dispatcher):

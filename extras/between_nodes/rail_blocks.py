@@ -21,15 +21,12 @@ from phalanx.kernels.elementwise.block_sum import block_sum
 class RailBlocks(NamedTuple):
     """Tokens of a rank's blocks."""
 
-    token_B: Tensor
-    """int32, token of each row; -1 for an empty row."""
-    row_TM: Tensor
-    """int32, row of each token in the block of each node; -1 where it has none."""
+    token_B: Tensor  # int32, token of each row; -1 for an empty row
+    row_TM: Tensor  # int32, row of each token in the block of each node; -1 where it has none
     routing_B2K: Tensor
     """int32, ids of the row's experts, counted from the node's first, -1 for others; and the bits
     of their probabilities."""
-    needed: Tensor
-    """int32 scalar, number of rows that the largest block needs."""
+    needed: Tensor  # int32 scalar, number of rows that the largest block needs
 
 
 @torch.no_grad()

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 1024
-"""Tokens that a program of `plan_node` reads at a time."""
-_COLUMNS = 2048
-"""Columns of a program that copies or adds rows."""
+_TOKENS = 1024  # tokens that a program of `plan_node` reads at a time
+_COLUMNS = 2048  # columns of a program that copies or adds rows
 _MOST_ADDENDS = 2
 
 

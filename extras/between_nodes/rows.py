@@ -29,14 +29,10 @@ from phalanx.parallel.dispatcher.fp8_rows import RailRows
 class SentBlocks(NamedTuple):
     """Blocks of a rank whose routing has been exchanged."""
 
-    row_TM: Tensor
-    """Row of each token in the block of each node, as in `RailBlocks`."""
-    token_B: Tensor
-    """Token of each row, as in `RailBlocks`."""
-    idx_BK: Tensor
-    """int32, ids of this node's experts, of the rows that arrive; -1 for others."""
-    bits_BK: Tensor
-    """int32, bits of their probabilities."""
+    row_TM: Tensor  # row of each token in the block of each node, as in `RailBlocks`
+    token_B: Tensor  # token of each row, as in `RailBlocks`
+    idx_BK: Tensor  # int32, ids of this node's experts, of the rows that arrive; -1 for others
+    bits_BK: Tensor  # int32, bits of their probabilities
 
 
 def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:

@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
 
-BUILT_IN = dict(alpha=1.702, limit=7.0)
-"""Constants of the forward kernel in bf16."""
-_NEVER = 3.0e38
-"""A clamp that no value reaches: clamps must be finite."""
+BUILT_IN = dict(alpha=1.702, limit=7.0)  # constants of the forward kernel in bf16
+_NEVER = 3.0e38  # a clamp that no value reaches: clamps must be finite
 
 
 class Epilogue(NamedTuple):
     """Keyword arguments of cuDNN's wrappers for an activation."""
 
-    forward: dict[str, Any]
-    """Arguments of the forward wrapper."""
+    forward: dict[str, Any]  # arguments of the forward wrapper
     backward: dict[str, Any]
     """Arguments of the backward wrapper, which also recomputes the activations."""
 

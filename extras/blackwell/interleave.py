@@ -16,8 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import Run
 
-RUN = 32
-"""Gate or up channels that are contiguous in memory."""
+RUN = 32  # gate or up channels that are contiguous in memory
 
 
 @dataclass(frozen=True)

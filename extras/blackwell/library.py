@@ -17,8 +17,7 @@ from torch import Tensor
 from phalanx.kernels.launch_options import LaunchOptions
 
 MARGIN = "CUDNNFE_CLUSTER_OVERLAP_MARGIN"
-_CLUSTER = 2
-"""SMs of a cluster."""
+_CLUSTER = 2  # SMs of a cluster
 
 
 def call(name: str, options: LaunchOptions, **arguments: Any) -> dict[str, Tensor | None]:

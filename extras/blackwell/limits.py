@@ -2,12 +2,9 @@
 
 from phalanx.kernels.refusal import Refusal
 
-ROWS = 256
-"""Multiple at which an expert's rows start and end."""
-CHANNELS = 64
-"""Divisor of the width of an expert and of the residual stream."""
-EXPERTS = 1024
-"""Maximum number of experts on a rank."""
+ROWS = 256  # multiple at which an expert's rows start and end
+CHANNELS = 64  # divisor of the width of an expert and of the residual stream
+EXPERTS = 1024  # maximum number of experts on a rank
 PACKAGE = "nvidia-cudnn-frontend==1.32.0"
 """The version that the adapter is written and tested against, as pip knows it."""
 

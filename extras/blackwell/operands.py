@@ -21,23 +21,17 @@ from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
 class Packed(NamedTuple):
     """A matrix, or one for each expert, contracted over its last dimension."""
 
-    data: Tensor
-    """e4m3, or two e2m1 a byte."""
-    scale: Tensor
-    """[bytes], e8m0 or e4m3, packed."""
-    amax_L: Tensor | None = None
-    """fp32 largest magnitude of each expert's tensor; None with MXFP8."""
+    data: Tensor  # e4m3, or two e2m1 a byte
+    scale: Tensor  # [bytes], e8m0 or e4m3, packed
+    amax_L: Tensor | None = None  # fp32 largest magnitude of each expert's tensor; None with MXFP8
 
 
 class Format(Protocol):
     """A block-scaled number format."""
 
-    block: int
-    """Elements that share a scale."""
-    scales_products: bool
-    """A product has a factor per expert in addition to the scales of blocks."""
-    quantized_outputs: bool
-    """Epilogues quantize their outputs."""
+    block: int  # elements that share a scale
+    scales_products: bool  # a product has a factor per expert in addition to the scales of blocks
+    quantized_outputs: bool  # epilogues quantize their outputs
 
     def rows(self, x_SC: Tensor, offsets: Tensor, stochastic: bool) -> Packed:
         """[S, C], contracted over channels."""

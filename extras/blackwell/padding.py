@@ -12,8 +12,7 @@ from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
 
-_ALIGN = 16
-"""Alignment in bytes that cuDNN requires of every operand."""
+_ALIGN = 16  # alignment in bytes that cuDNN requires of every operand
 
 
 def gathered(x: Operand, plan: ExpertPlan) -> Tensor:

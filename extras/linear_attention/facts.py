@@ -13,12 +13,9 @@ from phalanx.configs.layout import largest_divisor
 from phalanx.configs.schema import Config, LinearAttentionConfig, ModelConfig
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 
-HEAD_DIM = 128
-"""Channels of a query, key or value head of every published model."""
-TAPS = 4
-"""Width of the convolution: a token and the three before it."""
-_CHUNK = 64
-"""Positions of a chunk of flash-linear-attention's kernels."""
+HEAD_DIM = 128  # channels of a query, key or value head of every published model
+TAPS = 4  # width of the convolution: a token and the three before it
+_CHUNK = 64  # positions of a chunk of flash-linear-attention's kernels
 _AT = "model.linear_attention"
 
 

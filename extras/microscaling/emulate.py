@@ -24,8 +24,7 @@ class Values(NamedTuple):
     """An operand that was quantized and dequantized."""
 
     matrix: Tensor
-    amax_L: Tensor | None
-    """fp32 largest magnitude of each expert's tensor; None for MXFP8."""
+    amax_L: Tensor | None  # fp32 largest magnitude of each expert's tensor; None for MXFP8
 
 
 @torch.no_grad()

@@ -25,23 +25,17 @@ from phalanx.extras.microscaling.stochastic import GOLDEN, MURMUR
 from phalanx.kernels.quantize.rows_triton import locate
 
 _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-_ELEMENTS = 2048
-"""Elements per program of `row_blocks`."""
-_CHANNELS = 256
-"""Channels per program of `column_blocks`."""
-_SPAN = 1024
-"""Channels that a program of `row_amax` reads at a time."""
+_ELEMENTS = 2048  # elements per program of `row_blocks`
+_CHANNELS = 256  # channels per program of `column_blocks`
+_SPAN = 1024  # channels that a program of `row_amax` reads at a time
 
 
 class Scales(NamedTuple):
     """Factors of `nvfp4._quantize` for each expert's tensor."""
 
-    factor_L: Tensor
-    """fp32: S / 6."""
-    inverse_L: Tensor
-    """fp32: 1 / S."""
-    key_L: Tensor | None
-    """int32 key of stochastic rounding; None: round to nearest."""
+    factor_L: Tensor  # fp32: S / 6
+    inverse_L: Tensor  # fp32: 1 / S
+    key_L: Tensor | None  # int32 key of stochastic rounding; None: round to nearest
 
 
 @triton.jit

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import join_parts, padded, split_parts, spread, tile_amax
 
-BLOCK = 32
-"""Elements that share a scale."""
+BLOCK = 32  # elements that share a scale
 
 _TILE = (1, BLOCK)
 
@@ -29,10 +28,8 @@ _TILE = (1, BLOCK)
 class MXFP8(NamedTuple):
     """A matrix whose last dimension is contracted; its values are data * 2^(scale - 127)."""
 
-    data: Tensor
-    """e4m3 [..., R, C]."""
-    scale: Tensor
-    """uint8 [..., R, parts * B_C/parts]: the bits of e8m0."""
+    data: Tensor  # e4m3 [..., R, C]
+    scale: Tensor  # uint8 [..., R, parts * B_C/parts]: the bits of e8m0
 
 
 def quantize(x: Tensor, parts: int = 1) -> MXFP8:

@@ -37,14 +37,12 @@ from phalanx.kernels.quantize.blocks import (
     tile_amax,
 )
 
-BLOCK = 16
-"""Elements of a side of a block, and tokens that are rotated together."""
+BLOCK = 16  # elements of a side of a block, and tokens that are rotated together
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Signs of a block's tokens in the rotation, the same as Transformer Engine's."""
 
-TOP = 448.0 * 6.0
-"""The largest e4m3 times the largest e2m1."""
+TOP = 448.0 * 6.0  # the largest e4m3 times the largest e2m1
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -54,8 +52,7 @@ class NVFP4(NamedTuple):
 
     code: Tensor
     """uint8, an e2m1 each: sign, two bits of exponent, one of mantissa. `packed` has two a byte."""
-    scale: Tensor
-    """e4m3, of each block."""
+    scale: Tensor  # e4m3, of each block
     amax: Tensor
     """fp32 [L]: the largest magnitude of each expert's tensor; of columns after the rotation."""
 

@@ -16,10 +16,8 @@ from phalanx.moe.plan.cost.weights import Chunk, WholeUpdates
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Minimum elements of a bucket whose reduction overlaps, in total and per rank (Megatron-Core)."""
-_BYTES = 36
-"""Bytes read and written per element around the products: momentum, norm, rounding."""
-_FULL = 0.9
-"""Fraction of a bucket that Megatron-Core fills with parameters before it assigns them."""
+_BYTES = 36  # bytes read and written per element around the products: momentum, norm, rounding
+_FULL = 0.9  # fraction of a bucket that Megatron-Core fills with parameters before it assigns them
 
 
 class Stack(NamedTuple):
@@ -29,8 +27,7 @@ class Stack(NamedTuple):
     rows: int
     columns: int
     expert: bool = False
-    others: tuple[tuple[int, int, int], ...] = ()
-    """(number, rows, columns) of each other shape."""
+    others: tuple[tuple[int, int, int], ...] = ()  # (number, rows, columns) of each other shape
 
     @property
     def elements(self) -> int:
@@ -54,8 +51,7 @@ class Share(NamedTuple):
     """Matrices of the most loaded rank."""
 
     elements: int
-    flops: float
-    """FLOPs of one Newton-Schulz iteration."""
+    flops: float  # FLOPs of one Newton-Schulz iteration
     padding: int
     """Elements of the buffers of gradients and of parameters that belong to no parameter."""
 

@@ -42,8 +42,7 @@ class Matrices:
     groups: int
     rows: tuple[int, ...]
     columns: int
-    split: int | None = None
-    """Axis of the matrix that tensor parallel ranks share, if they do."""
+    split: int | None = None  # axis of the matrix that tensor parallel ranks share, if they do
 
 
 def of(p: Tensor) -> Matrices | None:

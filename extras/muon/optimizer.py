@@ -59,10 +59,8 @@ class Recipe:
     momentum: float
     nesterov: bool
     steps: int
-    dtype: torch.dtype
-    """bf16 or fp32, of the matrices that are multiplied."""
-    tensor_group: Any = None
-    """Ranks that share the matrices whose `split` is set; they gather them."""
+    dtype: torch.dtype  # bf16 or fp32, of the matrices that are multiplied
+    tensor_group: Any = None  # ranks that share the matrices whose `split` is set; they gather them
 
 
 class Muon(AdamW):
@@ -225,8 +223,7 @@ class _Move:
     weight: Tensor
     remainder: Tensor | None
     matrices: Matrices
-    parts: list[Tensor]
-    """Its momentum as stacks of matrices, and then these made orthogonal."""
+    parts: list[Tensor]  # its momentum as stacks of matrices, and then these made orthogonal
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,10 @@ _WORTHWHILE = 0.03
 class OverlapEffect(NamedTuple):
     """Gain and cost of overlapping micro-batches, by the estimate."""
 
-    hidden: float
-    """Hidden part of the exchanges that are exposed without."""
-    saved: float
-    """Saved part of the step without."""
-    needed: int
-    """Bytes that a rank needs."""
-    more: int
-    """Bytes that it needs more than without."""
+    hidden: float  # hidden part of the exchanges that are exposed without
+    saved: float  # saved part of the step without
+    needed: int  # bytes that a rank needs
+    more: int  # bytes that it needs more than without
 
     @property
     def worthwhile(self) -> bool:

@@ -22,10 +22,8 @@ from phalanx.parallel.dispatcher.nodes import names_here
 class Wire(NamedTuple):
     """A network between nodes."""
 
-    bandwidth: float
-    """Bytes a second of a GPU, in each direction."""
-    latency: float
-    """Seconds."""
+    bandwidth: float  # bytes a second of a GPU, in each direction
+    latency: float  # seconds
 
     def seconds(self, crossing: float) -> float:
         """Seconds in which that many bytes of a GPU cross."""

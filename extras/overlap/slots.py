@@ -17,8 +17,7 @@ from typing import NamedTuple
 class Pass(NamedTuple):
     """A forward pass, or the backward pass of the same micro-batch."""
 
-    number: int
-    """Number of the forward pass among those of the stage."""
+    number: int  # number of the forward pass among those of the stage
     chunk: int
     microbatch: int
 

@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 
-Event = torch.cuda.Event | None
-"""Event after work of a stream; None on a CPU."""
+Event = torch.cuda.Event | None  # event after work of a stream; None on a CPU
 
-TRANSFERS = 2
-"""Number of the stream for transfers; passes are on 0 and 1."""
+TRANSFERS = 2  # number of the stream for transfers; passes are on 0 and 1
 
 
 class Streams:

@@ -10,10 +10,8 @@ from torch import Tensor
 class Arrived(NamedTuple):
     """Tensors for the passes of the next slot; None where there is no such pass."""
 
-    input: Tensor | None = None
-    """Input of the forward pass."""
-    gradient: Tensor | None = None
-    """Gradient of the output of the backward pass."""
+    input: Tensor | None = None  # input of the forward pass
+    gradient: Tensor | None = None  # gradient of the output of the backward pass
 
 
 class StageTransfers:

@@ -96,19 +96,14 @@ class _Route(NamedTuple):
     """Ranks and rows of the pairs of a micro-batch."""
 
     group: dist.ProcessGroup
-    ranks: Collectives
-    """Collectives of the group."""
-    row_index_S: Tensor
-    """Received row of each expert row."""
+    ranks: Collectives  # collectives of the group
+    row_index_S: Tensor  # received row of each expert row
     inverse_NK: Tensor
     """Expert row of each pair of all ranks on this rank, -1 for pairs of other ranks."""
     offsets: Tensor
-    holder_TK: Tensor
-    """Rank that computes each pair of this rank's tokens; any for the id -1."""
-    owner_TK: Tensor
-    """Rank of the pair's expert; negative for the id -1."""
-    fp8: FP8Rows | None
-    """Format of sent tokens and gradients of sums; None: they are not quantised."""
+    holder_TK: Tensor  # rank that computes each pair of this rank's tokens; any for the id -1
+    owner_TK: Tensor  # rank of the pair's expert; negative for the id -1
+    fp8: FP8Rows | None  # format of sent tokens and gradients of sums; None: they are not quantised
 
 
 def _send(x_TD: Tensor, route: _Route) -> Tensor:

@@ -19,8 +19,7 @@ from phalanx.parallel.dispatcher.exchange import Connection
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
 
-HIDDEN = 8
-"""Columns of the one row, which is never sent: the fewest that an exchange allows."""
+HIDDEN = 8  # columns of the one row, which is never sent: the fewest that an exchange allows
 
 
 class Control:

@@ -89,8 +89,7 @@ class ReplicaLayout(NamedTuple):
 
     weights: tuple[int, ...]
     """Offsets in bytes of the weights of G slots; 0 bytes long if there is no such weight."""
-    grads: tuple[int, ...]
-    """Offsets in bytes of the gradients in fp32."""
+    grads: tuple[int, ...]  # offsets in bytes of the gradients in fp32
     total: int
 
     @classmethod

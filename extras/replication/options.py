@@ -40,14 +40,10 @@ if TYPE_CHECKING:
 class ReplicationOptions:
     """Options of expert replication of a run, the same on all ranks."""
 
-    slots: int
-    """Number of replica slots of a rank."""
-    cost: int
-    """Rows that a copy costs its two ranks (`replication_plan.replica_cost`)."""
-    keep: bool = False
-    """True if weights of replicas are saved for the backward pass, not resent."""
-    least: int = 0
-    """Rows by which copies must lower the largest load; otherwise there are none."""
+    slots: int  # number of replica slots of a rank
+    cost: int  # rows that a copy costs its two ranks (`replication_plan.replica_cost`)
+    keep: bool = False  # true if weights of replicas are saved for the backward pass, not resent
+    least: int = 0  # rows by which copies must lower the largest load; otherwise there are none
 
     @property
     def cost_text(self) -> str:

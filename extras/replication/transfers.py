@@ -68,8 +68,7 @@ if TYPE_CHECKING:
 class UnreducedRowsMemory(Protocol):
     """Memory of every rank for rows that are sent one by one."""
 
-    rows_KTD: Tensor
-    """Rows of this rank's tokens."""
+    rows_KTD: Tensor  # rows of this rank's tokens
 
     def sent(self, return_plan: ReturnPlan) -> Any:
         """Arguments for an exchange that writes expert rows to their tokens' ranks."""
@@ -78,14 +77,10 @@ class UnreducedRowsMemory(Protocol):
 class ReplicatedRouting(NamedTuple):
     """Routing of all ranks with expert replication."""
 
-    plan: ReplicationPlan
-    """Plan of the micro-batch."""
-    expert_NK: Tensor
-    """int32 expert ids of all ranks' tokens."""
-    slot_NK: Tensor
-    """int32 expert slots that compute these pairs."""
-    prob_NK: Tensor
-    """fp32 probabilities."""
+    plan: ReplicationPlan  # plan of the micro-batch
+    expert_NK: Tensor  # int32 expert ids of all ranks' tokens
+    slot_NK: Tensor  # int32 expert slots that compute these pairs
+    prob_NK: Tensor  # fp32 probabilities
 
 
 class Peers(NamedTuple):

@@ -27,8 +27,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 
-BLOCK = 128
-"""Rows and columns of a tile of FlexAttention's block mask."""
+BLOCK = 128  # rows and columns of a tile of FlexAttention's block mask
 
 
 def attention(

@@ -28,17 +28,13 @@ _H100_SMS = 132  # asked for in any case, and used on Blackwell
 class AttentionLayer:
     """Key of an attention layer's compiled kernels."""
 
-    group: int
-    """Query heads per key-value head."""
-    d: int
-    """Channels of query and key."""
-    v: int
-    """Channels of value."""
+    group: int  # query heads per key-value head
+    d: int  # channels of query and key
+    v: int  # channels of value
     window: bool = False
     sinks: bool = False
     deterministic: bool = False
-    documents: bool = False
-    """Attention within documents of a sequence."""
+    documents: bool = False  # attention within documents of a sequence
 
 
 _LAYERS = (

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
 
-_ELEMENTS = 4096
-"""Channels of the parts per head that a program processes at a time."""
+_ELEMENTS = 4096  # channels of the parts per head that a program processes at a time
 
 
 @triton.jit

@@ -24,16 +24,14 @@ from torch import Tensor
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.rope import dense
 
-_ROWS = 512
-"""Queries that torch works on at a time."""
+_ROWS = 512  # queries that torch works on at a time
 
 
 @dataclass(frozen=True)
 class MaxLogit:
     """Largest logits of an attention layer so far."""
 
-    most_H: Tensor
-    """fp32, contiguous: largest logit of each query head."""
+    most_H: Tensor  # fp32, contiguous: largest logit of each query head
     due: Tensor
     """int32 scalar on the same device; 0: nothing is computed. Read on the device, so that a
     captured step can be replayed with either."""

@@ -29,12 +29,9 @@ from phalanx.kernels.core_attention.rope import check_angles, dense, rope
 class HeadNorms(NamedTuple):
     """RMSNorm of every query head and of every key head (arXiv 1910.07467)."""
 
-    query_d: Tensor
-    """Weight of the queries' norm, bf16 or fp32."""
-    key_d: Tensor
-    """Weight of the keys' norm, in the same dtype."""
-    eps: float
-    """Added to the mean square of a head's channels."""
+    query_d: Tensor  # weight of the queries' norm, bf16 or fp32
+    key_d: Tensor  # weight of the keys' norm, in the same dtype
+    eps: float  # added to the mean square of a head's channels
 
 
 def queries_keys_values(

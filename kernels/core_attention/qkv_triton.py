@@ -19,15 +19,12 @@ from torch import Tensor
 from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
 from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
-_ELEMENTS = 2048
-"""Channels that a program processes at a time."""
-_HEADS = 8
-"""Most heads of a program."""
+_ELEMENTS = 2048  # channels that a program processes at a time
+_HEADS = 8  # most heads of a program
 _PROGRAMS = 528
 """Most programs of the backward pass: 4 for each of a Hopper GPU's 132 SMs, which run all of them
 at once, and the same number on every GPU. Each iterates over its share of the positions."""
-_STAGES = 3
-"""Blocks of positions that a program of the backward pass has in flight."""
+_STAGES = 3  # blocks of positions that a program of the backward pass has in flight
 
 Three = tuple[Tensor, Tensor, Tensor]
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 4096
-"""Channels per program."""
+_ELEMENTS = 4096  # channels per program
 
 
 @triton.jit

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_SLICE = 16 << 20
-"""Elements that torch works on at a time: 64 MiB of fp32."""
+_SLICE = 16 << 20  # elements that torch works on at a time: 64 MiB of fp32
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Update:
     beta2: float
     eps: float
     weight_decay: float
-    step: int
-    """Counted from 1, this one included."""
+    step: int  # counted from 1, this one included
     clip_coef: float = 1.0
     """Factor on the gradient, in fp32 and rounded to fp32: that of clipping by total norm."""
     on_device: Tensor | None = None

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-_WARPS = 4
-"""Small programs: 4.13 TB/s on an H200; blocks of 4,096 with 8 warps reach 3.98."""
+_WARPS = 4  # small programs: 4.13 TB/s on an H200; blocks of 4,096 with 8 warps reach 3.98
 
 
 @triton.jit

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 16
-"""Rows per program."""
-_CHANNELS = 512
-"""Channels that a program writes at a time."""
+_ROWS = 16  # rows per program
+_CHANNELS = 512  # channels that a program writes at a time
 
 
 @triton.jit

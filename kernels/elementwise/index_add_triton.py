@@ -14,14 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHANNELS = 1024
-"""Channels per program."""
-_ROWS = 2
-"""Rows that a program adds at a time: most runs of a text have one."""
-_SLOTS = 8
-"""Slots of a run that a program adds at a time."""
-_BLOCK = 32
-"""Positions per block."""
+_CHANNELS = 1024  # channels per program
+_ROWS = 2  # rows that a program adds at a time: most runs of a text have one
+_SLOTS = 8  # slots of a run that a program adds at a time
+_BLOCK = 32  # positions per block
 
 
 @triton.jit

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PARTS, _COLUMNS = 256, 8
-"""Rows and columns that are added at a time."""
+_PARTS, _COLUMNS = 256, 8  # rows and columns that are added at a time
 
 
 @triton.jit

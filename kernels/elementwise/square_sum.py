@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LARGE = 1 << 20
-"""Elements from which a tensor has a launch of its own on a GPU."""
+_LARGE = 1 << 20  # elements from which a tensor has a launch of its own on a GPU
 
 
 @torch.no_grad()

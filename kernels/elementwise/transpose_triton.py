@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 64
-"""Rows and channels of a tile: 128 bytes of bf16 in a line on both sides."""
+_TILE = 64  # rows and channels of a tile: 128 bytes of bf16 in a line on both sides
 
 
 @triton.jit

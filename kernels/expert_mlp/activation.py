@@ -25,12 +25,10 @@ class Activation:
     """
 
     kind: str
-    alpha: float = 1.702
-    """Slope inside the sigmoid of `quick_geglu`."""
+    alpha: float = 1.702  # slope inside the sigmoid of `quick_geglu`
     limit: float = 0.0
     """Above 0, clamps the gate (or all of h) to <= limit, the linear half to [-limit, limit]."""
-    offset: float = 0.0
-    """Added to the linear half after the clamp (1 for GPT-OSS)."""
+    offset: float = 0.0  # added to the linear half after the clamp (1 for GPT-OSS)
 
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATIONS:

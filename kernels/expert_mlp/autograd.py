@@ -163,10 +163,8 @@ def unchanged(backend: Backend) -> Backend:
 class Fp8Inputs:
     """Rows received in FP8; autograd sees tensors of their shape without data in their place."""
 
-    tokens: Quantized | None = None
-    """x."""
-    gradient: Quantized | None = None
-    """Gradient of out, in the backward pass."""
+    tokens: Quantized | None = None  # x
+    gradient: Quantized | None = None  # gradient of out, in the backward pass
 
 
 def hold_parameters(ctx: Any, weights: Sequence[Tensor | None], spec: MLPSpec) -> None:
@@ -256,13 +254,11 @@ class ExpertMLPArgs(NamedTuple):
     """Arguments of `ExpertMLP` that are not tensors."""
 
     spec: MLPSpec
-    keep_h: bool
-    """A backward pass may follow."""
+    keep_h: bool  # a backward pass may follow
     overlap: Overlap | None = None
     fp8_inputs: Fp8Inputs | None = None
     """Read in place of x and of the gradient of out; None: both are read themselves."""
-    on_saved_h: Callable[..., None] | None = None
-    """Called with the tensors that are saved of h."""
+    on_saved_h: Callable[..., None] | None = None  # called with the tensors that are saved of h
     experts: Experts = OwnExperts()
     stays: bool = False
     """x and the gradient of out stay as they are until the end of the step: weight gradients that
@@ -272,15 +268,12 @@ class ExpertMLPArgs(NamedTuple):
 class Saved(NamedTuple):
     """State from which the backward pass starts."""
 
-    x_ND: Rows | None
-    """None: `args.overlap` has it."""
+    x_ND: Rows | None  # none: `args.overlap` has it
     weights: MLPWeights
-    h_SH: Rows
-    """Empty with `args.spec.recompute_h`."""
+    h_SH: Rows  # empty with `args.spec.recompute_h`
     plan: ExpertPlan
     args: ExpertMLPArgs
-    for_all: Callable[[Backend], Backend] = unchanged
-    """Result of `Experts.start`."""
+    for_all: Callable[[Backend], Backend] = unchanged  # result of `Experts.start`
 
 
 def run_forward(

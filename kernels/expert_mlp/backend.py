@@ -39,10 +39,8 @@ from phalanx.kernels.expert_mlp.main_grad import Buffer
 class PlanSize(NamedTuple):
     """Sizes of a plan, other than those of the routing."""
 
-    first_expert: int
-    """Global id of local expert 0."""
-    local_experts: int
-    """L."""
+    first_expert: int  # global id of local expert 0
+    local_experts: int  # L
     rows: int
     """S. If more are needed, the last experts lack rows."""
 
@@ -50,16 +48,12 @@ class PlanSize(NamedTuple):
 class HiddenGrads(NamedTuple):
     """Result of `Backend.fc2_dgrad_dact`."""
 
-    dh_SH: Rows
-    """Operand of the data gradient."""
-    a_SF: Rows | Columns
-    """Activations, recomputed from h, for `columns`."""
-    dprob_S: Tensor | None
-    """fp32, exactly 0 in the padding; None if the plan has no probabilities."""
+    dh_SH: Rows  # operand of the data gradient
+    a_SF: Rows | Columns  # activations, recomputed from h, for `columns`
+    dprob_S: Tensor | None  # fp32, exactly 0 in the padding; None if the plan has no probabilities
     db1_LH: Tensor | None
     """fp32 if the kernel has it as a by-product; None: `bias_grad` computes it."""
-    dh_columns: Columns | None = None
-    """Gradient of h for `columns`; None: dh_SH."""
+    dh_columns: Columns | None = None  # gradient of h for `columns`; None: dh_SH
 
 
 class Backend(Protocol):

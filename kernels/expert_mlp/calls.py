@@ -27,8 +27,7 @@ class Linear(NamedTuple):
     bias_LO: Tensor | None = None
     parts: int = 1
     """Equal ranges of O, such as gate and up channels; no block of a recipe crosses a border."""
-    parts_in: int = 1
-    """Equal ranges of I."""
+    parts_in: int = 1  # equal ranges of I
     is_transposed: bool = False
     """The weights are a view of stored [L, I, O]: the layer is that of a data gradient."""
     source: Tensor | None = None
@@ -60,8 +59,7 @@ class Operand(NamedTuple):
     matrix: Rows | Columns
     """[S, ...]; or [N, ...] with `gather`: then expert row s is matrix[row_index[s]]."""
     gather: bool = False
-    parts: int = 1
-    """Equal ranges of its channels; see `Linear`."""
+    parts: int = 1  # equal ranges of its channels; see `Linear`
     gradient: bool = False
     """A gradient, for which a recipe may have another format or another rounding."""
 
@@ -69,14 +67,10 @@ class Operand(NamedTuple):
 class ExpertRows(NamedTuple):
     """Operands of a weight gradient, and the rows of each expert."""
 
-    d: Operand
-    """Gradient of O channels."""
-    v: Operand
-    """Input of I channels."""
-    offsets: Tensor
-    """int32 [L + 1]: expert e has rows offsets[e] to offsets[e + 1]."""
-    index_S: Tensor | None = None
-    """int32, of the operand with `gather`; not both have it."""
+    d: Operand  # gradient of O channels
+    v: Operand  # input of I channels
+    offsets: Tensor  # int32 [L + 1]: expert e has rows offsets[e] to offsets[e + 1]
+    index_S: Tensor | None = None  # int32, of the operand with `gather`; not both have it
 
 
 type HiddenRows = tuple[Rows, Rows, Tensor | None]
@@ -87,12 +81,10 @@ class Fc1Call(NamedTuple):
     """Call of `Backend.fc1_act`."""
 
     x_ND: Rows
-    fc1: Linear
-    """w1 [L, H, D] and b1 [L, H]."""
+    fc1: Linear  # w1 [L, H, D] and b1 [L, H]
     plan: ExpertPlan
     act: Activation
-    keep_h: bool = True
-    """h is returned; otherwise it may be None."""
+    keep_h: bool = True  # h is returned; otherwise it may be None
     ready: Tensor | None = None
     """Flags to wait for before an expert's rows of x and its weights are read
     (`kernels.sm90.exchange.ready`, only for the fused backend). None: all have arrived."""
@@ -105,8 +97,7 @@ class RowsCall(NamedTuple):
     """Call of `Backend.rows`."""
 
     a_SI: Rows
-    linear: Linear
-    """Weights [L, O, I], which may be a transposed view, and biases [L, O]."""
+    linear: Linear  # weights [L, O, I], which may be a transposed view, and biases [L, O]
     plan: ExpertPlan
     signal: Any = None
     """Completion signal of each tile and the memory of y
@@ -114,8 +105,7 @@ class RowsCall(NamedTuple):
     signal."""
     after_signal: Callable[[], object] | None = None
     """Function to call after the launch of the kernel that signals if other kernels follow."""
-    out: Tensor | None = None
-    """Result of the call for another part, as in `Fc1Call`."""
+    out: Tensor | None = None  # result of the call for another part, as in `Fc1Call`
     free_sms: int = 0
     """SMs to leave free beyond the backend's margin, for kernels that overlap with this one."""
 
@@ -123,17 +113,13 @@ class RowsCall(NamedTuple):
 class Fc2DgradCall(NamedTuple):
     """Call of `Backend.fc2_dgrad_dact`."""
 
-    dy: Operand
-    """Gradient of fc2's output, of D channels."""
-    fc2: Linear
-    """w2 [L, D, F] and b2 [L, D]."""
+    dy: Operand  # gradient of fc2's output, of D channels
+    fc2: Linear  # w2 [L, D, F] and b2 [L, D]
     h_SH: Tensor
     plan: ExpertPlan
     act: Activation
-    ready: Tensor | None = None
-    """Flags to wait for before rows of dy are read, as in `Fc1Call`."""
-    out: HiddenRows | None = None
-    """Result of the call for another part, as in `Fc1Call`."""
+    ready: Tensor | None = None  # flags to wait for before rows of dy are read, as in `Fc1Call`
+    out: HiddenRows | None = None  # result of the call for another part, as in `Fc1Call`
 
 
 class WgradCall(NamedTuple):
@@ -142,8 +128,7 @@ class WgradCall(NamedTuple):
     d: Operand
     """Gradient of O channels. Not both operands are gathered; results of `Backend.columns` cover
     all experts, even if the plan is a part."""
-    v: Operand
-    """Input of I channels."""
+    v: Operand  # input of I channels
     plan: ExpertPlan
     into: Buffer | None = None
     """Destination [L, O, I], fp32 or as d. None: a new tensor in the dtype of d."""
@@ -158,11 +143,9 @@ class WgradCall(NamedTuple):
 class BiasGradCall(NamedTuple):
     """Call of `Backend.bias_grad`."""
 
-    d: Operand
-    """Gradient of O channels."""
+    d: Operand  # gradient of O channels
     plan: ExpertPlan
-    scale: bool
-    """Rows are multiplied by their probabilities."""
+    scale: bool  # rows are multiplied by their probabilities
     into: Buffer | None = None
     """Destination [L, O], fp32 or as d. None: a new tensor in fp32."""
 

@@ -42,10 +42,8 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 class DenseFc1(NamedTuple):
     """Result of `dense_fc1`, input of `dense_fc2`."""
 
-    h_NH: Tensor
-    """Its gradient comes from `dense_fc2`."""
-    a_NF: Rows
-    """Activation of h, without a gradient."""
+    h_NH: Tensor  # its gradient comes from `dense_fc2`
+    a_NF: Rows  # activation of h, without a gradient
     gradient: list[HiddenGrads]
     """With a recipe, the backward pass of fc2 stores the gradient of h here: quantized, it has a
     form for each of its readers, which autograd could not carry."""

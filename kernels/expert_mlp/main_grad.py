@@ -23,10 +23,8 @@ from phalanx.kernels.parameter_facts import facts_of
 class Buffer(NamedTuple):
     """Destination of a gradient."""
 
-    out: Tensor
-    """fp32, or of the parameter's dtype."""
-    add: bool
-    """Accumulate into `out`; otherwise overwrite it."""
+    out: Tensor  # fp32, or of the parameter's dtype
+    add: bool  # accumulate into `out`; otherwise overwrite it
     zeros: bool = True
     """When overwriting, zero gradients of experts without rows; otherwise they are undefined."""
 

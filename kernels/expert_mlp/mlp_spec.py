@@ -25,10 +25,8 @@ class Margins:
     """
 
     forward: int = 0
-    dgrad: int = 0
-    """Data gradients: all kernels of the backward pass that lead to dx and dprob."""
-    wgrad: int = 0
-    """Weight and bias gradients."""
+    dgrad: int = 0  # data gradients: all kernels of the backward pass that lead to dx and dprob
+    wgrad: int = 0  # weight and bias gradients
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -50,10 +48,8 @@ class Margins:
 class Run(NamedTuple):
     """Channels that are contiguous in both orders."""
 
-    stored: int
-    """First channel of the run in memory."""
-    canonical: int
-    """The same channel in [gate; up]."""
+    stored: int  # first channel of the run in memory
+    canonical: int  # the same channel in [gate; up]
 
 
 class ChannelOrder(Protocol):
@@ -97,22 +93,18 @@ class MLPSpec:
     """Activation, backend and options of an MLP."""
 
     activation: Activation
-    backend: str
-    """`reference`, `torch`, `fused` or `cudnn`; see `kernels.registry`."""
+    backend: str  # `reference`, `torch`, `fused` or `cudnn`; see `kernels.registry`
     margins: Margins = Margins()
     """SMs that the kernels of each pass leave free (fused; cudnn, but for weight gradients)."""
     accumulate: bool = False
     """Add gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, to
     that, and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects."""
-    recipe: Recipe | None = None
-    """Quantization of the GEMMs' operands; None: no quantization."""
+    recipe: Recipe | None = None  # quantization of the GEMMs' operands; None: no quantization
     save_unquantized: bool = False
     """With a recipe, dense layers save their inputs unquantized and quantize them again in the
     backward pass, for callers that free these inputs; routed experts do not."""
-    recompute_h: bool = False
-    """Experts save no h: the backward pass recomputes fc1."""
-    keep_fp8: bool = False
-    """FP8 copies of weights are kept until the weights change (fused only)."""
+    recompute_h: bool = False  # experts save no h: the backward pass recomputes fc1
+    keep_fp8: bool = False  # FP8 copies of weights are kept until the weights change (fused only)
     channel_order: ChannelOrder | None = None
     """Order of the channels of w1, b1 and their gradients in memory; None: [gate; up]."""
 
@@ -137,14 +129,10 @@ def for_widths(spec: MLPSpec, *widths: int) -> MLPSpec:
 class MLPWeights(NamedTuple):
     """Parameters of an MLP, stacked over L experts."""
 
-    w1: Tensor
-    """[L, H, D]; if gated, F gate rows and then F up rows."""
-    w2: Tensor
-    """[L, D, F]."""
-    b1: Tensor | None = None
-    """[L, H]."""
-    b2: Tensor | None = None
-    """[L, D]."""
+    w1: Tensor  # [L, H, D]; if gated, F gate rows and then F up rows
+    w2: Tensor  # [L, D, F]
+    b1: Tensor | None = None  # [L, H]
+    b2: Tensor | None = None  # [L, D]
 
 
 type Layer = Literal["fc1", "fc2"]

@@ -20,14 +20,10 @@ from phalanx.kernels.quantize.recipe import Recipe
 class Options(NamedTuple):
     """Options of a backend of the expert MLP, the argument of a provider."""
 
-    launch: LaunchOptions = DEFAULT
-    """Options of the launches of its kernels."""
-    recipe: Recipe | None = None
-    """Quantization of its operands."""
-    keep_fp8: bool = False
-    """FP8 copies of weights are kept until the weights change."""
-    channel_order: ChannelOrder | None = None
-    """Order in which fc1 is stored; None: [gate; up]."""
+    launch: LaunchOptions = DEFAULT  # options of the launches of its kernels
+    recipe: Recipe | None = None  # quantization of its operands
+    keep_fp8: bool = False  # FP8 copies of weights are kept until the weights change
+    channel_order: ChannelOrder | None = None  # order in which fc1 is stored; None: [gate; up]
 
 
 def names() -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 _KEY = torch.int16  # two radix passes on a GPU instead of the four of int32
-MAX_EXPERTS = torch.iinfo(_KEY).max
-"""Most experts of a rank, bounded by the sort key."""
+MAX_EXPERTS = torch.iinfo(_KEY).max  # most experts of a rank, bounded by the sort key
 
 
 def sort_pairs(

@@ -26,20 +26,15 @@ class WeightGrads:
     """Operands of the gradients of weights and biases."""
 
     ops: Backend
-    plan: ExpertPlan
-    """Plan of all experts."""
-    needs: Sequence[bool]
-    """Which of the gradients of w1, w2, b1 and b2 are wanted."""
+    plan: ExpertPlan  # plan of all experts
+    needs: Sequence[bool]  # which of the gradients of w1, w2, b1 and b2 are wanted
     w1_operands: list[Operand]
     """Gradient of h, and x unless `tokens` brings it; empty if not wanted."""
-    w2_operands: list[Operand]
-    """Gradient of out, and activations; empty if not wanted."""
+    w2_operands: list[Operand]  # gradient of out, and activations; empty if not wanted
     b1_operand: Operand | None
     b2_operand: Operand | None
-    db1_LH: Tensor | None = None
-    """Gradient of b1, if a kernel had it as a by-product."""
-    tokens: Callable[[], Rows] | None = None
-    """Returns x, at its first use."""
+    db1_LH: Tensor | None = None  # gradient of b1, if a kernel had it as a by-product
+    tokens: Callable[[], Rows] | None = None  # returns x, at its first use
 
     def all(self, buffers: Sequence[Buffer | None]) -> list[Tensor | None]:
         """Gradients of w1, w2, b1 and b2 of all experts, None where they are not wanted.

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128
-"""Elements of a side of a block."""
+BLOCK = 128  # elements of a side of a block
 
 _TOP = {torch.float8_e4m3fn: (448.0, 9), torch.float8_e5m2: (57344.0, 16)}
 """Largest number, which is 0.875 * 2^exponent in both."""
@@ -33,8 +32,7 @@ _TOP = {torch.float8_e4m3fn: (448.0, 9), torch.float8_e5m2: (57344.0, 16)}
 class Quantized(NamedTuple):
     """A matrix in FP8; its values are data * scale."""
 
-    data: Tensor
-    """e4m3 or e5m2: [R, C], or [L, O, I] of weights."""
+    data: Tensor  # e4m3 or e5m2: [R, C], or [L, O, I] of weights
     scale: Tensor
     """fp32, 2^-127 to 2^127 or NaN: [R, parts * B_C/parts], or [L, parts * B_O/parts, B_I]."""
 
@@ -44,18 +42,15 @@ class QuantizedColumns(NamedTuple):
 
     data_CT: Tensor
     """e4m3 or e5m2. Expert e's tokens are columns offsets_T[e] and on; 0 between experts."""
-    scale: Tensor
-    """fp32 [B_T, parts * B_C/parts]."""
+    scale: Tensor  # fp32 [B_T, parts * B_C/parts]
 
 
 class QuantizedWeights(NamedTuple):
     """Weights in FP8 in both layouts, as FP8 GEMMs contract over the last dimension only."""
 
     data_LOI: Tensor
-    data_LIO: Tensor
-    """The same elements."""
-    scale: Tensor
-    """fp32 [L, parts * B_O/parts, B_I], of both."""
+    data_LIO: Tensor  # the same elements
+    scale: Tensor  # fp32 [L, parts * B_O/parts, B_I], of both
 
     @property
     def forward(self) -> Quantized:

@@ -9,8 +9,7 @@ from torch import Tensor
 from phalanx.kernels.quantize.blocks import Quantized, block_count
 from phalanx.kernels.quantize.quantize import quantize_rows
 
-_ALIGN = 16
-"""Alignment of rows in bytes, for the widest copies on a GPU."""
+_ALIGN = 16  # alignment of rows in bytes, for the widest copies on a GPU
 
 
 def row_bytes(channels: int) -> int:

@@ -31,12 +31,10 @@ class Fp8Block:
 
     grad_format: GradFormat = "e4m3"
     """Format of gradients: e5m2 reaches 14 powers of two further down, with one bit less."""
-    wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Precision of the operands of weight gradients."""
+    wgrad: Literal["fp8", "bf16"] = "fp8"  # precision of the operands of weight gradients
     hidden: Literal["bf16", "fp8"] = "bf16"
     """Precision of the activation's input, saved for the backward pass."""
-    format: ClassVar[str] = "fp8_block"
-    """Its entry in `configs.tables.recipes`."""
+    format: ClassVar[str] = "fp8_block"  # its entry in `configs.tables.recipes`
 
     def __post_init__(self) -> None:
         _check(self)
@@ -54,12 +52,10 @@ class Microscaling:
         ValueError: an unknown format, or an unknown value of a switch.
     """
 
-    format: str
-    """Its entry in `configs.tables.recipes`."""
+    format: str  # its entry in `configs.tables.recipes`
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Operands of weight gradients: in bf16, or in the format of the others."""
-    stochastic: bool = True
-    """NVFP4 rounds gradients stochastically, without bias."""
+    stochastic: bool = True  # NVFP4 rounds gradients stochastically, without bias
     hidden: ClassVar[Literal["bf16"]] = "bf16"
 
     def __post_init__(self) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from phalanx.kernels.quantize.blocks import BLOCK, Quantized
 from phalanx.kernels.quantize.tiles_triton import BIASED, powers
 
-_BLOCKS = 64
-"""Blocks per program."""
+_BLOCKS = 64  # blocks per program
 _WARPS = 8
 
 

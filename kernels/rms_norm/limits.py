@@ -2,10 +2,8 @@
 
 from phalanx.kernels.refusal import Refusal
 
-CHANNELS = 8
-"""bf16 of a 16-byte access."""
-MOST = 8192
-"""Most channels of a row that one CTA holds, forward and backward."""
+CHANNELS = 8  # bf16 of a 16-byte access
+MOST = 8192  # most channels of a row that one CTA holds, forward and backward
 
 
 def unsupported_width(channels: int) -> Refusal:

@@ -27,10 +27,8 @@ from phalanx.kernels.rms_norm.quack_library import Rows, program
 class _Args(NamedTuple):
     eps: float
     accumulate: bool
-    forks: bool
-    """The sum is returned too."""
-    centered: bool
-    """The stored weight is the weight minus 1."""
+    forks: bool  # the sum is returned too
+    centered: bool  # the stored weight is the weight minus 1
 
 
 def rms_norm(

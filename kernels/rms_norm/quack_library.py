@@ -27,8 +27,7 @@ class Rows:
     step: Literal["forward", "backward"]
     adds: bool
     """Forward: add a residual and write the sum too. Backward: add the gradient of the sum."""
-    fp32_weight: bool = False
-    """The weight is fp32, not bf16."""
+    fp32_weight: bool = False  # the weight is fp32, not bf16
 
     @property
     def entry(self) -> str:

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 256
-_COLUMNS = 16
-"""Columns of a block: few, so that narrow tensors still occupy several SMs."""
+_COLUMNS = 16  # columns of a block: few, so that narrow tensors still occupy several SMs
 
 
 @triton.jit

@@ -18,12 +18,9 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
-_ELEMENTS = 2048
-"""Logits that a program reads at a time."""
-_TURNS = 4
-"""Blocks of positions per program of `router_tally`."""
-TINY = tl.constexpr(1e-20)
-"""Added to the sum that normalises sigmoids."""
+_ELEMENTS = 2048  # logits that a program reads at a time
+_TURNS = 4  # blocks of positions per program of `router_tally`
+TINY = tl.constexpr(1e-20)  # added to the sum that normalises sigmoids
 
 
 @triton.jit
@@ -103,14 +100,10 @@ def router_tally(  # type: ignore[no-untyped-def]
 class RouterTally:
     """Sums over this rank's tokens, fp32; views of one tensor."""
 
-    count_BE: Tensor
-    """Choices."""
-    judged_BE: Tensor
-    """Choices that the losses evaluate: the same unless others were passed."""
-    score_BE: Tensor | None
-    """Scores."""
-    squares_B: Tensor | None
-    """Squares of log(sum(exp(logits)))."""
+    count_BE: Tensor  # choices
+    judged_BE: Tensor  # choices that the losses evaluate: the same unless others were passed
+    score_BE: Tensor | None  # scores
+    squares_B: Tensor | None  # squares of log(sum(exp(logits)))
 
 
 @torch.no_grad()
@@ -256,11 +249,9 @@ def router_losses(  # type: ignore[no-untyped-def]
 class Counters:
     """Buffers of a router that `Terms.finish` adds to."""
 
-    tokens_per_expert: Tensor
-    """int64 [E], as `local_tokens` is."""
+    tokens_per_expert: Tensor  # int64 [E], as `local_tokens` is
     local_tokens: Tensor | None
-    micro_batches: Tensor
-    """int64 scalar."""
+    micro_batches: Tensor  # int64 scalar
     losses: Tensor
     """fp32 [4]: aux, seq_aux, global_aux and z loss, shares before their coefficients."""
 
@@ -273,10 +264,8 @@ class Terms:
     seq_aux: float
     global_aux: float
     z: float
-    tokens: float
-    """Number of all tokens of the sequences, on all ranks."""
-    factor: float = 1.0
-    """Factor on the sum of the losses."""
+    tokens: float  # number of all tokens of the sequences, on all ranks
+    factor: float = 1.0  # factor on the sum of the losses
 
     @torch.no_grad()
     def finish(

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from phalanx.kernels.routing.balance_triton import TINY, sigmoids
 
-_ELEMENTS = 2048
-"""Logits that a program has at a time."""
+_ELEMENTS = 2048  # logits that a program has at a time
 WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
 """Softmax over the chosen or all logits, sigmoids plain or over their sum."""
 

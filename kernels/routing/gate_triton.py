@@ -10,10 +10,8 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
-_ELEMENTS = 2048
-"""Logits that a program reads at a time."""
-_TURNS = 4
-"""Blocks of tokens per program."""
+_ELEMENTS = 2048  # logits that a program reads at a time
+_TURNS = 4  # blocks of tokens per program
 
 
 @triton.jit

@@ -6,8 +6,7 @@ Legend: T tokens of a rank, K slots of a token, R ranks, N = R * T received rows
 import torch
 from torch import Tensor
 
-_PIECE = 4
-"""Granularity in int32 of a rank's block of routing: 16 bytes."""
+_PIECE = 4  # granularity in int32 of a rank's block of routing: 16 bytes
 
 
 def routing_size(tokens: int, slots: int) -> int:

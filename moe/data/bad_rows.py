@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.packed_files import opened
 
-ROW = -1
-"""`Bad.start` of a row of a Parquet file, which has no lines."""
+ROW = -1  # `Bad.start` of a row of a Parquet file, which has no lines
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,9 @@ class Bad:
     """A broken row."""
 
     path: str
-    start: int
-    """Byte offset at which `number` starts to count."""
-    number: int
-    """First line of the row, or row of a Parquet file, from 1; 0 for a complete file."""
-    reason: str
-    """Kind of fault, by which bad rows are counted."""
+    start: int  # byte offset at which `number` starts to count
+    number: int  # first line of the row, or row of a Parquet file, from 1; 0 for a complete file
+    reason: str  # kind of fault, by which bad rows are counted
     detail: str = ""
 
     def place(self) -> str:
@@ -53,8 +49,7 @@ class Limit:
     """Number of broken rows that may be left out: `--skip-bad`."""
 
     text: str
-    count: int | None
-    """None if a share is set."""
+    count: int | None  # none if a share is set
     share: float = 0.0
 
     @staticmethod

@@ -38,10 +38,8 @@ class SplitPart:
 class Span(NamedTuple):
     """Samples that are mixed by the same weights, up to the first of the next span."""
 
-    first: int
-    """Number of its first sample."""
-    weights: Sequence[float]
-    """Weight of each pair; 0 for a pair that it does not read."""
+    first: int  # number of its first sample
+    weights: Sequence[float]  # weight of each pair; 0 for a pair that it does not read
 
 
 def spans_within(spans: Sequence[Span], samples: int) -> Iterator[tuple[int, int, Sequence[float]]]:
@@ -57,16 +55,12 @@ class Blend:
     """Checked pairs and their weights."""
 
     corpora: list[Corpus]
-    parts: list[list[SplitPart]]
-    """Training and validation part of each pair."""
+    parts: list[list[SplitPart]]  # training and validation part of each pair
     weights: list[float] | None
     """Weight of each pair; its training tokens if data.blend has none. None for a single pair."""
-    split: str
-    """Weights of the parts, as Megatron-Core reads them."""
-    sequence: int
-    """Tokens of a sample."""
-    stages: list[Span]
-    """Later weights of training (`data.stages`)."""
+    split: str  # weights of the parts, as Megatron-Core reads them
+    sequence: int  # tokens of a sample
+    stages: list[Span]  # later weights of training (`data.stages`)
 
     def spans(self, part: int) -> list[Span]:
         """Weights of the samples of a part: 0 training, 1 validation."""

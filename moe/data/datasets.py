@@ -99,8 +99,7 @@ class _IndexConfig(GPTDatasetConfig):
     """
 
     index_folder: Path = Path()
-    corpora: dict[str, Corpus] = field(default_factory=dict)
-    """Corpus by local prefix."""
+    corpora: dict[str, Corpus] = field(default_factory=dict)  # corpus by local prefix
     spans: dict[Split, list[Span]] = field(default_factory=dict)
     """Weights of the samples of each part."""
 
@@ -118,10 +117,8 @@ class Plan:
     """Checked sources of a run."""
 
     config: _IndexConfig
-    fingerprint: str
-    """Digest of data and settings."""
-    sources: list[list[Source]]
-    """Sources of each part; empty for a part that is not read."""
+    fingerprint: str  # digest of data and settings
+    sources: list[list[Source]]  # sources of each part; empty for a part that is not read
     held_out: "Plan | None" = None
     """Plan whose training part is the validation data, where `data.validation` names some."""
 

@@ -26,13 +26,11 @@ BATCH_CHARACTERS = 1 << 20
 class Tokenization:
     """Conversion of text to ids; the same for all workers."""
 
-    tokenizer: str
-    """Path of tokenizer.json; empty for bytes."""
+    tokenizer: str  # path of tokenizer.json; empty for bytes
     eod: int
     dtype: str
     reading: Reading
-    special_text: str
-    """`choice` of the encoder."""
+    special_text: str  # `choice` of the encoder
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Shard:
 
     number: int
     pieces: tuple[Piece, ...]
-    size: int
-    """Bytes of input, for the progress bar."""
+    size: int  # bytes of input, for the progress bar
 
     def ids(self, folder: Path) -> Path:
         return folder / f"{self.number:07d}.bin"
@@ -60,18 +57,13 @@ class Shard:
 class Counts:
     """Counts of a shard besides its documents."""
 
-    text_bytes: int = 0
-    """UTF-8 bytes of the documents."""
-    empty: int = 0
-    """Rows without text."""
-    without_tokens: int = 0
-    """Rows whose text has no tokens."""
-    bad: list[Bad] = field(default_factory=list)
-    """Broken rows, which are left out."""
+    text_bytes: int = 0  # UTF-8 bytes of the documents
+    empty: int = 0  # rows without text
+    without_tokens: int = 0  # rows whose text has no tokens
+    bad: list[Bad] = field(default_factory=list)  # broken rows, which are left out
     spelled: dict[str, int] = field(default_factory=dict)
     """Special tokens that documents spell, by token."""
-    spelling: int = 0
-    """Documents that spell any."""
+    spelling: int = 0  # documents that spell any
 
     @staticmethod
     def read(path: Path) -> "Counts":

@@ -24,8 +24,7 @@ _SHOWN = 3
 class Inputs:
     """Input files in their order, and files that were left out."""
 
-    files: list[str] = field(default_factory=list)
-    """Absolute paths."""
+    files: list[str] = field(default_factory=list)  # absolute paths
     left: dict[str, list[str]] = field(default_factory=dict)
     """Entries of folders that were left out, by reason; folders end in a slash."""
 

@@ -33,8 +33,7 @@ class Samples(Protocol):
 
     fingerprint: str
     """Digest of all that determines the rows: equal on every rank, and for a resumed run."""
-    sources: Sequence[Source]
-    """Sources of the rows; empty for random tokens."""
+    sources: Sequence[Source]  # sources of the rows; empty for random tokens
 
     def source(self, index: int) -> int:
         """Index in `sources` of the source of a row."""

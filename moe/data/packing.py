@@ -28,14 +28,10 @@ def pieces(position_S: np.ndarray) -> np.ndarray:
 class Packing:
     """Average packing of some sequences."""
 
-    sequences: int
-    """Number of sequences."""
-    documents: float
-    """Pieces of documents per sequence."""
-    most: int
-    """Most pieces in one of the sequences."""
-    length: float
-    """Tokens per piece."""
+    sequences: int  # number of sequences
+    documents: float  # pieces of documents per sequence
+    most: int  # most pieces in one of the sequences
+    length: float  # tokens per piece
     saved: float
     """Fraction of the query-key pairs of causal attention over full sequences that is saved."""
 

@@ -26,8 +26,7 @@ from phalanx.parallel.object_store import CHUNK, Entry, Refused, Remote, persist
 
 NAME = "corpus"
 _CHECK_SECONDS = 30.0  # between checks that the object is unchanged
-READERS = 8
-"""Threads that read samples ahead: a request to a store takes tens of milliseconds."""
+READERS = 8  # threads that read samples ahead: a request to a store takes tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class RemotePair:
     prefix: str
     """Prefix of the local copy of its .idx, and of an empty .bin, which Megatron-Core needs."""
     binary: Remote
-    entry: Entry
-    """Entry of the .bin."""
+    entry: Entry  # entry of the .bin
     stamp: str
 
     def reader(self) -> "RemoteBinReader":

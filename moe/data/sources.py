@@ -15,18 +15,12 @@ from phalanx.moe.text.units import count
 class Source:
     """The training or validation part of one source, and the number of samples read."""
 
-    name: str
-    """Last parts of its prefix, or `embedded`."""
-    weight: float
-    """Fraction of the samples."""
-    documents: int
-    """Documents in the part."""
-    tokens: int
-    """Tokens in the part."""
-    epoch_samples: int
-    """Samples in one epoch of the part."""
-    samples: float
-    """Samples read by the complete run, or by each validation."""
+    name: str  # last parts of its prefix, or `embedded`
+    weight: float  # fraction of the samples
+    documents: int  # documents in the part
+    tokens: int  # tokens in the part
+    epoch_samples: int  # samples in one epoch of the part
+    samples: float  # samples read by the complete run, or by each validation
     bytes_per_token: float | None
     """UTF-8 bytes of text over tokens, end tokens included; None if not known."""
 

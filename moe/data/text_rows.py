@@ -27,12 +27,10 @@ _BROKEN = (ValueError, RecursionError)  # of JSON; ValueError also for integers 
 class Reading:
     """Options that select the text of a row."""
 
-    key: str = "text"
-    """JSON key or Parquet column of the text."""
+    key: str = "text"  # JSON key or Parquet column of the text
     keys: dict[str, str] = field(default_factory=dict)
     """Key for kinds of files that have another one."""
-    lines: bool = False
-    """Each line of a .txt is a row, not each file."""
+    lines: bool = False  # each line of a .txt is a row, not each file
 
     def key_of(self, path: str) -> str:
         return self.keys.get(kind_of(path) or "", self.key)
@@ -43,8 +41,7 @@ class Piece:
     """A part of an input file: bytes [start, stop), or row groups of a Parquet file."""
 
     path: str
-    form: str
-    """`lines` of JSON, JSON `array`, `txt` or `parquet`."""
+    form: str  # `lines` of JSON, JSON `array`, `txt` or `parquet`
     start: int
     stop: int
 
@@ -111,8 +108,7 @@ def rows(
         yield row if fault is None else _wrong(at, *fault)
 
 
-_Placed = tuple[str | Bad, Bad]
-"""A row, and a fault at its place."""
+_Placed = tuple[str | Bad, Bad]  # a row, and a fault at its place
 
 
 def _placed(piece: Piece, reading: Reading) -> Iterator[_Placed]:

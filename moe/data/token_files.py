@@ -45,32 +45,21 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 class Sidecar:
     """Contents of prefix.json: origin and format of prefix.bin and prefix.idx."""
 
-    tokenizer: str
-    """Name shown in messages; `BYTES` for bytes."""
-    tokenizer_sha256: str
-    """Digest of the tokenizer.json; empty for bytes."""
-    vocab_size: int
-    """Upper bound of the ids."""
-    eod: int
-    """Id that ends each document."""
-    dtype: str
-    """NumPy dtype of the ids in prefix.bin."""
+    tokenizer: str  # name shown in messages; `BYTES` for bytes
+    tokenizer_sha256: str  # digest of the tokenizer.json; empty for bytes
+    vocab_size: int  # upper bound of the ids
+    eod: int  # id that ends each document
+    dtype: str  # NumPy dtype of the ids in prefix.bin
     documents: int
     tokens: int
-    plan: str = ""
-    """Digest of inputs and options of the preparation."""
-    text_bytes: int = 0
-    """UTF-8 bytes of all documents; 0 if that is not known."""
-    skipped: int = 0
-    """Rows of the input that gave no document."""
-    bad_rows: int = 0
-    """Skipped rows that were broken."""
-    tokenizer_meaning: str = ""
-    """`tokenizer.files.meaning`; empty for bytes, and in older files."""
+    plan: str = ""  # digest of inputs and options of the preparation
+    text_bytes: int = 0  # UTF-8 bytes of all documents; 0 if that is not known
+    skipped: int = 0  # rows of the input that gave no document
+    bad_rows: int = 0  # skipped rows that were broken
+    tokenizer_meaning: str = ""  # `tokenizer.files.meaning`; empty for bytes, and in older files
     special_text: str = "special"
     """Treatment of special tokens that documents spell (`tokenizer.encoder`)."""
-    special_spelled: int = 0
-    """Number of them, if that is known."""
+    special_spelled: int = 0  # number of them, if that is known
 
     def same_tokenizer(self, other: "Sidecar") -> bool:
         """Was other data made with the same tokenizer, or with one of the same meaning?"""
@@ -108,12 +97,9 @@ class Corpus:
     """Tokens of each document, int32 [documents]; memory-mapped if each is one sequence."""
     dtype: str
     sidecar: Sidecar | None
-    stamp: str
-    """Digest of samples of both files, equal for equal data at any location."""
-    remote: RemotePair | None = None
-    """Remote files of a pair in an object store."""
-    joined: bool = False
-    """True if documents have several sequences, or none, in the index."""
+    stamp: str  # digest of samples of both files, equal for equal data at any location
+    remote: RemotePair | None = None  # remote files of a pair in an object store
+    joined: bool = False  # true if documents have several sequences, or none, in the index
 
     @property
     def documents(self) -> int:

@@ -30,10 +30,8 @@ from phalanx.parallel.object_store import Place
 from phalanx.parallel.runtime import Runtime, start
 from phalanx.parallel.runtime import stop as stop_runtime
 
-_TILE = 128
-"""Sequences on a GPU are padded to a multiple of it, so that kernels meet few shapes."""
-_CONTEXT = 4096
-"""Context of an imported model whose folder names none."""
+_TILE = 128  # sequences on a GPU are padded to a multiple of it, so that kernels meet few shapes
+_CONTEXT = 4096  # context of an imported model whose folder names none
 _SECTIONS = ("model.", "precision.", "data.")
 """Sections of a saved configuration that weights and text depend on."""
 

@@ -39,8 +39,7 @@ class Text:
     name: str
     ids_N: np.ndarray
     """All but the first are predicted; with `position_N` all but the first of each document."""
-    text_bytes: int | None
-    """UTF-8 bytes of the text; None if that is not known."""
+    text_bytes: int | None  # UTF-8 bytes of the text; None if that is not known
     position_N: np.ndarray | None = None
     """Position of each token in its document; None if attention crosses documents."""
     spelled: Mapping[str, int] = field(default_factory=dict)
@@ -58,12 +57,10 @@ class Text:
 class Score:
     """Score of a file, or of several together."""
 
-    nats: float
-    """Cross entropy, summed over tokens."""
+    nats: float  # cross entropy, summed over tokens
     tokens: int
     text_bytes: int | None
-    firsts: int = 0
-    """Further tokens, the first of their document, which are not predicted."""
+    firsts: int = 0  # further tokens, the first of their document, which are not predicted
 
     @property
     def loss(self) -> float:

@@ -20,8 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 _ZERO = ("bias", "softmax_offset")
 _ONE = ("dt_bias",)
-_RATES = (1.0, 16.0)
-"""Bounds of linear attention's decay A, which is uniform (arXiv 2405.21060)."""
+_RATES = (1.0, 16.0)  # bounds of linear attention's decay A, which is uniform (arXiv 2405.21060)
 
 
 @torch.no_grad()

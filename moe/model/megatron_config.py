@@ -30,8 +30,7 @@ from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.precision import compute_dtype
 
-QUICK_GELU_SLOPE = 1.702
-"""Slope of Megatron-Core's quick_gelu."""
+QUICK_GELU_SLOPE = 1.702  # slope of Megatron-Core's quick_gelu
 _AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Knobs of `model.moe.router` for losses that Megatron-Core's router has too."""
 

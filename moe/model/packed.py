@@ -26,12 +26,9 @@ from phalanx.kernels.core_attention.documents import Documents
 class Packed(PackedSeqParams):
     """Documents of a micro-batch."""
 
-    documents: Any = None
-    """`Documents`, for core attention; None if context ranks share sequences."""
-    sequences: int = 1
-    """Number of sequences, B."""
-    position_T: Any = None
-    """Position of each token in its piece of a document, int64."""
+    documents: Any = None  # `Documents`, for core attention; None if context ranks share sequences
+    sequences: int = 1  # number of sequences, B
+    position_T: Any = None  # position of each token in its piece of a document, int64
     whole_BS: Any = None
     """Positions of full sequences, int64, including tokens of other context ranks, for linear
     attention."""

@@ -30,16 +30,11 @@ from phalanx.parallel.runtime import Runtime, device_here
 class Device:
     """Device of a rank, with what its process can import and use."""
 
-    kind: str
-    """`cpu` or `cuda`."""
-    capability: tuple[int, int] | None
-    """CUDA compute capability; None on `cpu`."""
-    machine: Machine
-    """Rates of the GPU; those of `run.machine` on a CPU or an unknown GPU."""
-    packages: frozenset[str]
-    """Optional packages, as in `kernels.registry.Facts`."""
-    compiles: bool
-    """torch.compile is switched on."""
+    kind: str  # `cpu` or `cuda`
+    capability: tuple[int, int] | None  # CUDA compute capability; None on `cpu`
+    machine: Machine  # rates of the GPU; those of `run.machine` on a CPU or an unknown GPU
+    packages: frozenset[str]  # optional packages, as in `kernels.registry.Facts`
+    compiles: bool  # torch.compile is switched on
     refusals: tuple[tuple[str, Refusal], ...] = ()
     """Reason that this rank cannot serve, or None, by transport."""
 
@@ -57,11 +52,9 @@ class RankFacts:
 
     rank: int
     host: str
-    node: str
-    """Name of its node: the host's, or one that a test pretends."""
+    node: str  # name of its node: the host's, or one that a test pretends
     device: Device
-    memory: FreeMemory
-    """Free memory of its GPU, or of its host on a CPU."""
+    memory: FreeMemory  # free memory of its GPU, or of its host on a CPU
     host_memory: FreeMemory
 
     @property
@@ -75,8 +68,7 @@ class JobFacts:
     """Facts of all ranks of a job, in their order."""
 
     ranks: tuple[RankFacts, ...]
-    where: str = ""
-    """Phrase before reasons, for machines that are described."""
+    where: str = ""  # phrase before reasons, for machines that are described
     _devices: dict[Device, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -11,12 +11,9 @@ import torch
 class FreeMemory:
     """Memory that ranks on one device can still allocate together."""
 
-    device: str
-    """`this host`, `GPU 0`."""
-    free: int
-    """Free bytes."""
-    swap: int = 0
-    """Free bytes of swap space, which are slow."""
+    device: str  # `this host`, `GPU 0`
+    free: int  # free bytes
+    swap: int = 0  # free bytes of swap space, which are slow
 
 
 def free_host_memory(

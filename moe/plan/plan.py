@@ -27,24 +27,17 @@ class Plan:
 
     cfg: Config
     """Configuration without `auto`. Nothing changes it."""
-    world: int
-    """Number of ranks."""
+    world: int  # number of ranks
     other_mixer: tuple[str, ...]
     """Backend of the mixer that some layers have in place of core attention, if any."""
     transports: tuple[Transport, ...]
     """Transport of each expert-parallel group, in the order of their ranks."""
-    exchanges: tuple[SymmOptions, ...]
-    """Options of the exchanges of each group."""
-    nodes: tuple[str, ...] = field(repr=False)
-    """Name of the node of each rank."""
-    held: tuple[int | None, ...]
-    """`wgrad_queue.Waiting.held` of each pipeline stage."""
-    hides_exchanges: bool
-    """Weight gradients hide exchanges of the backward pass."""
-    pairs: bool
-    """Weight gradients of experts are computed for two micro-batches at once."""
-    margins: Margins
-    """SMs that kernels leave free."""
+    exchanges: tuple[SymmOptions, ...]  # options of the exchanges of each group
+    nodes: tuple[str, ...] = field(repr=False)  # name of the node of each rank
+    held: tuple[int | None, ...]  # `wgrad_queue.Waiting.held` of each pipeline stage
+    hides_exchanges: bool  # weight gradients hide exchanges of the backward pass
+    pairs: bool  # weight gradients of experts are computed for two micro-batches at once
+    margins: Margins  # SMs that kernels leave free
     _lines: tuple[Lines, ...] = field(repr=False, compare=False)
 
     @property

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 from phalanx.kernels import cache
 
-_EVERY = 5.0
-"""Seconds between lines."""
+_EVERY = 5.0  # seconds between lines
 
 
 @contextmanager

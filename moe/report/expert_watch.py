@@ -7,10 +7,8 @@ early in training; only lasting ones cause a warning, at most one every `EVERY` 
 from phalanx.configs.knobs import pluralize
 from phalanx.moe.router.balance import Balance
 
-PATIENCE = 100
-"""Steps for which an expert has no token, or a layer is collapsed, before a warning."""
-EVERY = 500
-"""Steps between two warnings of one kind."""
+PATIENCE = 100  # steps for which an expert has no token, or a layer is collapsed, before a warning
+EVERY = 500  # steps between two warnings of one kind
 _REMEDY = "raise model.moe.router.bias_rate or a balancing loss (aux_loss, seq_aux_loss)"
 
 

@@ -15,8 +15,7 @@ import psutil
 
 from phalanx.parallel.fault.activity import parts_of_start
 
-_SLOW_START = 60.0
-"""Seconds of a start whose parts are worth a line."""
+_SLOW_START = 60.0  # seconds of a start whose parts are worth a line
 TRAINING = "training"
 """Kind of the time of steps that were applied and that no rollback or restart has undone."""
 UNDONE = "undone"

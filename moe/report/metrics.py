@@ -216,8 +216,7 @@ class _Column(NamedTuple):
     name: str
     width: int
     form: str
-    gpu: bool = False
-    """Shown on GPUs only."""
+    gpu: bool = False  # shown on GPUs only
 
 
 _COLUMNS = (

@@ -15,14 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PATIENCE = 20
-"""Steps for which a rank is late in every record, before a warning."""
-EVERY = 500
-"""Steps between two warnings."""
-SHARE = 0.05
-"""Fraction of a step by which a late rank is behind the median rank."""
-_MOST = 8
-"""Late ranks in a record or a warning."""
+PATIENCE = 20  # steps for which a rank is late in every record, before a warning
+EVERY = 500  # steps between two warnings
+SHARE = 0.05  # fraction of a step by which a late rank is behind the median rank
+_MOST = 8  # late ranks in a record or a warning
 
 
 class SlowRanks:

@@ -24,8 +24,7 @@ class ForcedBalance(torch.nn.Module):
     on groups. Recomputation chooses the same.
     """
 
-    table: Tensor
-    """int64 [64, K, 2]: shifts of group and member."""
+    table: Tensor  # int64 [64, K, 2]: shifts of group and member
 
     def __init__(self, options: RouterConfig, *, experts: int, top_k: int) -> None:
         super().__init__()

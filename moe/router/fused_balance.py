@@ -24,16 +24,12 @@ class Recorder:
 
     options: RouterConfig
     statistics: Statistics
-    local_tokens_E: Tensor | None
-    """Choices since the last update of the expert bias, int64."""
+    local_tokens_E: Tensor | None  # choices since the last update of the expert bias, int64
     global_tokens_E: Tensor | None
     """Choices of all replicas in this global batch, int64, for `global_aux_loss`."""
-    replica: dist.ProcessGroup
-    """Group of ranks that share sequences."""
-    world: dist.ProcessGroup
-    """Group of all replicas."""
-    per_token: bool
-    """The schedule divides gradients by tokens."""
+    replica: dist.ProcessGroup  # group of ranks that share sequences
+    world: dist.ProcessGroup  # group of all replicas
+    per_token: bool  # the schedule divides gradients by tokens
 
     @property
     def balances(self) -> bool:

@@ -20,8 +20,7 @@ from safetensors.numpy import save_file
 from phalanx.configs.schema import ModelConfig
 
 FORMAT = "phalanx routing 1"
-MOST_TOKENS = 65_536
-"""Largest number of tokens of a layer: one large micro-batch of eight ranks."""
+MOST_TOKENS = 65_536  # largest number of tokens of a layer: one large micro-batch of eight ranks
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,12 +32,9 @@ class RecordingFacts:
     model: str
     experts: int
     top_k: int
-    tokens: int
-    """Tokens of each layer."""
-    step: int
-    """Step after which the routing was recorded."""
-    layers: tuple[str, ...]
-    """Names of the layers (`layer_name`)."""
+    tokens: int  # tokens of each layer
+    step: int  # step after which the routing was recorded
+    layers: tuple[str, ...]  # names of the layers (`layer_name`)
 
 
 def layer_name(number: int, prediction: bool) -> str:

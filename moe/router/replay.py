@@ -20,8 +20,7 @@ class Replay(torch.nn.Module):
         path: file of a recording that fits the model (`moe.router.recording.mismatch`).
     """
 
-    table: Tensor
-    """Recorded experts, int16 [N, K]; empty before `load_layer`."""
+    table: Tensor  # recorded experts, int16 [N, K]; empty before `load_layer`
 
     def __init__(self, path: str) -> None:
         super().__init__()

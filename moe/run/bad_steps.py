@@ -17,8 +17,7 @@ from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import RunConfig
 from phalanx.parallel.engine import Diverged
 
-WINDOW = 128
-"""Accepted steps to which a spike is compared; half of them are enough."""
+WINDOW = 128  # accepted steps to which a spike is compared; half of them are enough
 
 
 class Health:

@@ -17,8 +17,7 @@ from phalanx.configs.schema import RunConfig
 from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.fault.agreement import gather
 
-FOLDER = "injected"
-"""Folder in the run folder, with a file for each fault that has happened."""
+FOLDER = "injected"  # folder in the run folder, with a file for each fault that has happened
 
 
 class Injected(RuntimeError):

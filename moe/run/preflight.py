@@ -34,12 +34,9 @@ from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCh
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place, Remote, place
 
-_FEW_EPOCHS = 4
-"""Epochs up to which repeated text is about as good as new (arXiv 2305.16264)."""
-_TEST_EPOCHS = 10
-"""Most epochs of the embedded corpus that a run with checkpoints may read."""
-_TEST_TOKENS = 250_000_000
-"""Most random tokens that a run with checkpoints may read."""
+_FEW_EPOCHS = 4  # epochs up to which repeated text is about as good as new (arXiv 2305.16264)
+_TEST_EPOCHS = 10  # most epochs of the embedded corpus that a run with checkpoints may read
+_TEST_TOKENS = 250_000_000  # most random tokens that a run with checkpoints may read
 
 _WRONG = (ConfigError, DataError, CheckpointMismatch, CheckpointError)
 
@@ -50,8 +47,7 @@ class Findings:
 
     errors: list[Exception] = field(default_factory=list)
     """ConfigError, DataError, CheckpointMismatch or CheckpointError, for the user."""
-    notes: list[str] = field(default_factory=list)
-    """Lines on what is allowed but may be unintended."""
+    notes: list[str] = field(default_factory=list)  # lines on what is allowed but may be unintended
 
 
 def preflight(cfg: Config) -> Findings:

@@ -102,5 +102,4 @@ def _shown(values: dict[str, str]) -> dict[str, str]:
     return shown | {"code": f"{commit_text}sources {values['code'][:8]}"}
 
 
-_FEW = 4
-"""Number of names in a message after the first."""
+_FEW = 4  # number of names in a message after the first

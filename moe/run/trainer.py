@@ -40,19 +40,16 @@ from phalanx.parallel.fault.activity import set_activity
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.fault.signals import StopSignal
 
-_COLLECT_EVERY = 500
-"""Steps between garbage collections, which all ranks do at once."""
+_COLLECT_EVERY = 500  # steps between garbage collections, which all ranks do at once
 
 
 @dataclass
 class Trainer:
     """One run on this rank."""
 
-    cfg: Config
-    """Configuration as the user set it."""
+    cfg: Config  # configuration as the user set it
     job: Job
-    stop: StopSignal
-    """Signal handler of this process."""
+    stop: StopSignal  # signal handler of this process
     data: TrainingData
     compute: Step
     progress: Progress
@@ -60,14 +57,11 @@ class Trainer:
     pace: Pace
     records: StepRecords
     faults: Faults
-    callbacks: Sequence[Callback]
-    """Work between steps, in order; saves are the last."""
+    callbacks: Sequence[Callback]  # work between steps, in order; saves are the last
     saves: Save
     profiler: Profiler
-    page: Callable[[], None]
-    """Prints the start page."""
-    may_write: Callable[[], None]
-    """Raises an error if the lock of the run folder is lost."""
+    page: Callable[[], None]  # prints the start page
+    may_write: Callable[[], None]  # raises an error if the lock of the run folder is lost
 
     def __post_init__(self) -> None:
         self._first = self.step + 1

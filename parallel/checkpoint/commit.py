@@ -44,8 +44,7 @@ _PROBE = 64 << 10
 LARGEST = 64 << 20  # bytes of a COMMIT.json (a million files), and of plain objects
 _LARGEST_OF = {METADATA: 1 << 30, "metadata.json": LARGEST}  # these are read as a whole
 
-Sums = dict[str, tuple[int, int]]
-"""File name -> (bytes, CRC-32)."""
+Sums = dict[str, tuple[int, int]]  # file name -> (bytes, CRC-32)
 
 
 class Invalid(Exception):

@@ -17,8 +17,7 @@ import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 _ALIGN = 512  # bytes; whole cache lines, and any dtype
-_THREADS = 8
-"""Most threads of a rank that clear pages."""
+_THREADS = 8  # most threads of a rank that clear pages
 
 
 class Staging:

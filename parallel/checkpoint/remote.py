@@ -31,8 +31,7 @@ from phalanx.parallel.object_store import CHUNK, Entry, Remote, persist
 OWNER = "OWNER.json"
 _FOLDER = re.compile(r"step_(\d{8,})\.[0-9a-f]{16}", re.ASCII)
 _LONG = 1 << 30
-_AROUND = 64 << 10
-"""Bytes of one request for a shorter read of a file that is not read as a whole."""
+_AROUND = 64 << 10  # bytes of one request for a shorter read of a file that is not read as a whole
 _NOTES = {".bad": "BAD", ".old": "OLD"}
 """Why a checkpoint no longer counts: suffix of a local folder, and object in a remote one."""
 

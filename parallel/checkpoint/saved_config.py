@@ -165,8 +165,7 @@ class Compared(NamedTuple):
 
     config: dict[str, Any]
     """Configuration; of weights alone, imported or averaged, only that of the model."""
-    samples: int
-    """Samples of the data that the checkpoint has passed."""
+    samples: int  # samples of the data that the checkpoint has passed
 
 
 def compared(common: dict[str, Any]) -> Compared:

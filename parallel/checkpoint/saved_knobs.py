@@ -15,10 +15,8 @@ from typing import Any
 
 from phalanx.configs.knobs import REMOVED, knobs, renamed, visible
 
-_NEEDED = ("model.", "precision.", "data.")
-"""Sections that have to be understood."""
-_FEW = 8
-"""Knobs that a person reads one by one."""
+_NEEDED = ("model.", "precision.", "data.")  # sections that have to be understood
+_FEW = 8  # knobs that a person reads one by one
 
 
 class CheckpointMismatch(ValueError):
@@ -29,8 +27,7 @@ class CheckpointMismatch(ValueError):
 class SavedKnobs:
     """A configuration that is understood."""
 
-    values: dict[str, Any]
-    """Values keyed by dotted path, under present names."""
+    values: dict[str, Any]  # values keyed by dotted path, under present names
     ignored: tuple[str, ...]
     """Paths that this version does not know, in sections without which it can do."""
     removed: tuple[tuple[str, Any], ...] = ()

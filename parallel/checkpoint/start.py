@@ -28,26 +28,19 @@ SCRATCH = "scratch"
 class Record:
     """Content of START.json; empty for a run that has not started yet."""
 
-    origin: str = ""
-    """`scratch`, or the checkpoint that the run started from."""
-    asked: tuple[str, ...] = ()
-    """Every `run.resume` that a launch of this run has obeyed."""
-    words: tuple[str, ...] = ()
-    """Every `run.start_over` that a launch has obeyed."""
+    origin: str = ""  # `scratch`, or the checkpoint that the run started from
+    asked: tuple[str, ...] = ()  # every `run.resume` that a launch of this run has obeyed
+    words: tuple[str, ...] = ()  # every `run.start_over` that a launch has obeyed
 
 
 @dataclass(frozen=True)
 class Start:
     """Start of one launch, and its reason."""
 
-    path: Place | None
-    """Checkpoint; None starts from scratch."""
-    over: bool
-    """The run starts over: its checkpoints have to be set aside."""
-    note: str
-    """A line about a knob that is not obeyed again; empty if there is none."""
-    record: Record
-    """The record from now on."""
+    path: Place | None  # checkpoint; None starts from scratch
+    over: bool  # the run starts over: its checkpoints have to be set aside
+    note: str  # a line about a knob that is not obeyed again; empty if there is none
+    record: Record  # the record from now on
 
 
 def start_over_override() -> str:

@@ -35,10 +35,8 @@ from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatc
 class TokenChoices:
     """Shape of a token's row of expert ids, and the bound on expert rows that follows from it."""
 
-    top_k: int
-    """Number of experts of a token, on average."""
-    width: int
-    """Number of ids in the row: `top_k`, or more if some are -1."""
+    top_k: int  # number of experts of a token, on average
+    width: int  # number of ids in the row: `top_k`, or more if some are -1
     surplus: int = 0
     """Number of rows by which a rank's choices of one expert may exceed top-k routing."""
     groups: int = 1

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _HEADROOM = 1.1
-ROW_MULTIPLE = 128
-"""Divisor of the number of expert rows: they fill whole tiles."""
+ROW_MULTIPLE = 128  # divisor of the number of expert rows: they fill whole tiles
 _BLOCK_SHARE = 0.48
 """Part of the excess of expert rows that blocks between nodes have, which makes 1.24 x of 1.5 x.
 
@@ -43,12 +42,9 @@ def _factor_of_blocks(factor: float) -> float:
 class Growth(NamedTuple):
     """An enlarged capacity, after a step that needed more rows than it had."""
 
-    needed: float
-    """Rows that were needed, over the balanced load."""
-    factor: float
-    """Rows of the rerun and of later steps, over the balanced load."""
-    between_nodes: bool
-    """False for expert rows, True for blocks of rows between nodes."""
+    needed: float  # rows that were needed, over the balanced load
+    factor: float  # rows of the rerun and of later steps, over the balanced load
+    between_nodes: bool  # false for expert rows, True for blocks of rows between nodes
 
     def event(self, subject: str) -> str:
         """Line that reports the rerun of `subject`."""

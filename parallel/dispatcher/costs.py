@@ -11,10 +11,8 @@ from dataclasses import dataclass
 class Links:
     """Rows or bytes of a token that leave GPUs, on average over the GPUs that pass it on."""
 
-    near: float
-    """Rows or bytes over the links inside a node."""
-    far: float
-    """Rows or bytes over the network, to GPUs of other nodes."""
+    near: float  # rows or bytes over the links inside a node
+    far: float  # rows or bytes over the network, to GPUs of other nodes
 
     def __add__(self, other: "Links") -> "Links":
         return Links(self.near + other.near, self.far + other.far)
@@ -36,23 +34,17 @@ class GroupTopology:
     """An expert-parallel group, and the ranks and nodes that an average token goes to."""
 
     ranks: int
-    nodes: int
-    """Number of nodes that its ranks, which are neighbours, span."""
-    tokens: int
-    """Number of tokens of a rank."""
+    nodes: int  # number of nodes that its ranks, which are neighbours, span
+    tokens: int  # number of tokens of a rank
     wanted_ranks: float
     """Number of ranks that hold one of the token's experts, its own rank included."""
-    other_nodes: float
-    """Number of nodes, without the token's own, that hold one of its experts."""
-    block: int
-    """Number of rows in a block of a rank's tokens for one node, which is static."""
-    pushes: bool
-    """True if ranks of a node can write to each other's memory."""
+    other_nodes: float  # number of nodes, without the token's own, that hold one of its experts
+    block: int  # number of rows in a block of a rank's tokens for one node, which is static
+    pushes: bool  # true if ranks of a node can write to each other's memory
     keep: bool
     """True with `parallel.save_x=keep`: received tokens are saved for backward, not resent."""
 
-    rows_back: int = 1
-    """Rows of a token that a rank sends back: 1, their sum, or one per expert id."""
+    rows_back: int = 1  # rows of a token that a rank sends back: 1, their sum, or one per expert id
 
     @property
     def node_ranks(self) -> float:
@@ -88,14 +80,10 @@ class TransportCosts:
 
     there: Links = NOTHING
     """Rows of a token on the way to its experts; gradients come back the same way."""
-    back: Links = NOTHING
-    """Rows of a token on the way back."""
-    resent: Links = NOTHING
-    """Rows of a token that are resent in the backward pass."""
-    saved: int = 0
-    """Rows that a rank saves for the backward pass."""
-    backward: int = 0
-    """Rows that its backward pass holds beyond the saved ones."""
+    back: Links = NOTHING  # rows of a token on the way back
+    resent: Links = NOTHING  # rows of a token that are resent in the backward pass
+    saved: int = 0  # rows that a rank saves for the backward pass
+    backward: int = 0  # rows that its backward pass holds beyond the saved ones
     buffers: int = 0
     """Rows, with routing, of receive buffers outside torch's allocator, shared by all layers."""
     exposed: float = 1.0

@@ -25,12 +25,9 @@ class Nodes:
     """
 
     count: int
-    size: int
-    """Number of ranks on each node."""
-    index: int
-    """Index of this rank's node."""
-    inside: dist.ProcessGroup
-    """Process group of the ranks of this rank's node."""
+    size: int  # number of ranks on each node
+    index: int  # index of this rank's node
+    inside: dist.ProcessGroup  # process group of the ranks of this rank's node
     rail: dist.ProcessGroup
     """Process group of the ranks with the same local rank, in the order of nodes."""
 

@@ -20,14 +20,12 @@ class Received(NamedTuple):
     rows_ND: Tensor
     """Received tokens, rank-major (`hier` has other rows). Rows that `plan` does not name are
     undefined, never read."""
-    plan: ExpertPlan
-    """Rows that each local expert reads."""
+    plan: ExpertPlan  # rows that each local expert reads
     overlap: Overlap | None = None
     """Exchanges that overlap the experts, whose kernels wait for rows; None: all have arrived."""
     fp8_inputs: Fp8Inputs | None = None
     """Received rows in FP8, while `rows_ND` is without data; None: `rows_ND` has the data."""
-    route: Any = None
-    """State of the transport that its `combine` needs."""
+    route: Any = None  # state of the transport that its `combine` needs
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context in which rows are saved for backward: they may be in a buffer that is reused."""
     stays: bool = False

@@ -46,8 +46,7 @@ from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatc
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange
 
-EXPOSED = 0.25
-"""Exposed part of an overlapped exchange, as measured (docs/kernels/log.md)."""
+EXPOSED = 0.25  # exposed part of an overlapped exchange, as measured (docs/kernels/log.md)
 
 
 class Symm(Dispatcher):

@@ -48,12 +48,9 @@ class Phase(Enum):
 class SentRouting(NamedTuple):
     """Routing of a rank's tokens, as the exchange takes it."""
 
-    table_TK: Tensor
-    """int32 expert ids, or slots, that determine the destinations of tokens."""
-    side: Tensor
-    """Side data that travels with the tokens; may be empty."""
-    sums_TR: Tensor
-    """Received row of each sum of a token."""
+    table_TK: Tensor  # int32 expert ids, or slots, that determine the destinations of tokens
+    side: Tensor  # side data that travels with the tokens; may be empty
+    sums_TR: Tensor  # received row of each sum of a token
 
 
 def sent_routing(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> SentRouting:

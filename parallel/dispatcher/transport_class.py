@@ -41,18 +41,13 @@ class Replication(Protocol):
 class Transport:
     """Transport of an expert-parallel group, the same on all of its ranks."""
 
-    name: str
-    """Key of `configs.tables.transports.TRANSPORTS`; or `megatron`, Megatron-Core's own."""
-    reason: str
-    """Reason for the choice, in clauses separated by semicolons."""
-    inside: "Transport | None" = None
-    """Transport inside nodes, of a transport between nodes."""
+    name: str  # key of `configs.tables.transports.TRANSPORTS`; or `megatron`, Megatron-Core's own
+    reason: str  # reason for the choice, in clauses separated by semicolons
+    inside: "Transport | None" = None  # transport inside nodes, of a transport between nodes
     nodes: Nodes | None = None
     """Process groups of a transport with one inside; a plan does not create them."""
-    replication: Replication | None = None
-    """Options of expert replication; None: no replication."""
-    passes: Passes = IN_TURN
-    """Process groups and exchanges of forward and backward passes."""
+    replication: Replication | None = None  # options of expert replication; None: no replication
+    passes: Passes = IN_TURN  # process groups and exchanges of forward and backward passes
     group: Group | None = None
     """Process groups of its collectives by `passes`, where passes of two micro-batches run beside
     each other; None: that of its ranks."""
@@ -67,8 +62,7 @@ class Transport:
 class Rank(NamedTuple):
     """Facts of one rank that the choice of a transport depends on."""
 
-    number: int
-    """Number of the rank in the job."""
+    number: int  # number of the rank in the job
     host: str
     node: str
     refusals: Mapping[str, Refusal] = {}
@@ -79,18 +73,12 @@ class DispatchContext(NamedTuple):
     """Arguments from which the transport of an MoE layer is built."""
 
     transport: Transport
-    group: dist.ProcessGroup
-    """The expert-parallel group."""
-    plan: Planner
-    """Planner, which checks sent tokens and plans received ones within the budget."""
-    experts: int
-    """Number of experts of all ranks."""
-    local: int
-    """Number of experts of this rank."""
-    local_slots: int
-    """Number of expert slots of a rank in plans: `local`, or more with replicas."""
-    backend: str
-    """Backend of the experts and of `kernels.routing.plan`."""
+    group: dist.ProcessGroup  # the expert-parallel group
+    plan: Planner  # planner, which checks sent tokens and plans received ones within the budget
+    experts: int  # number of experts of all ranks
+    local: int  # number of experts of this rank
+    local_slots: int  # number of expert slots of a rank in plans: `local`, or more with replicas
+    backend: str  # backend of the experts and of `kernels.routing.plan`
     options: SymmOptions = SymmOptions()
     recipe: Fp8Block | None = None
     """Recipe of tokens and gradients of sums that travel in FP8; None: they travel as they are."""
@@ -98,8 +86,7 @@ class DispatchContext(NamedTuple):
     """Memory that this process shares with other ranks, for transports that need some."""
     quantizes: bool = False
     """True if the experts quantise received rows, for which all of them must have arrived."""
-    budget: Budget | None = None
-    """Budget of rows, for transports that size blocks between nodes."""
+    budget: Budget | None = None  # budget of rows, for transports that size blocks between nodes
     sampling: TopKSampling | None = None
     """Choice of a token's experts, from which the balanced load of these blocks follows."""
 
@@ -124,8 +111,7 @@ class Dispatcher(ABC):
     splits_shared_experts: ClassVar[bool] = True
     """True if shared experts compute fc1 while tokens are in flight, and fc2 while sums are; else
     both while sums are, so that all of their backward pass runs beside the gradients of sums."""
-    bf16_only: ClassVar[bool] = False
-    """True if it moves tokens in bf16 only."""
+    bf16_only: ClassVar[bool] = False  # true if it moves tokens in bf16 only
     load_counts: ClassVar[LoadCounts | None] = None
     """Counts of `Received.statistics`; None: there are none."""
 

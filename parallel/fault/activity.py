@@ -11,14 +11,10 @@ from typing import NamedTuple
 class Progress(NamedTuple):
     """A moment of this process."""
 
-    at: str
-    """Activity, as in `step 3: forward and backward`."""
-    serial: int
-    """Moments before this one: of two ranks in the same loop, the lower one is behind."""
-    since: float
-    """time.monotonic() when it began."""
-    limited: bool
-    """True if taking longer than the timeout counts as a hang."""
+    at: str  # activity, as in `step 3: forward and backward`
+    serial: int  # moments before this one: of two ranks in the same loop, the lower one is behind
+    since: float  # time.monotonic() when it began
+    limited: bool  # true if taking longer than the timeout counts as a hang
 
 
 _now = Progress("start", 0, time.monotonic(), False)

@@ -27,8 +27,7 @@ from typing import Any
 
 import phalanx
 
-LOST = 45
-"""Exit code of a rank that ends because of another one, and the signal that ends it so."""
+LOST = 45  # exit code of a rank that ends because of another one, and the signal that ends it so
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 """For ranks. A launcher sends them to the guards as well, since it signals process groups."""
 _BEGIN = """

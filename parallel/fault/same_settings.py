@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-_FEW = 3
-"""Values, and hosts of one value, that a message has."""
-_LONGEST = 80
-"""Characters of a value in a message."""
+_FEW = 3  # values, and hosts of one value, that a message has
+_LONGEST = 80  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,8 @@ class Settings:
     """The values of one rank."""
 
     host: str
-    marks: dict[str, str]
-    """Digest of each value, by name."""
-    shown: dict[str, str]
-    """Each value as a user reads it."""
+    marks: dict[str, str]  # digest of each value, by name
+    shown: dict[str, str]  # each value as a user reads it
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,7 @@ class Difference:
     """A name for which ranks have different values."""
 
     name: str
-    text: str
-    """Values, hosts and ranks."""
+    text: str  # values, hosts and ranks
 
     def __str__(self) -> str:
         return f"{self.name} is {self.text}"

@@ -21,8 +21,7 @@ class Where:
     rank: int
     host: str
     pid: int
-    born: float
-    """When the process began, in seconds since the epoch."""
+    born: float  # when the process began, in seconds since the epoch
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -33,23 +32,17 @@ class Member:
     """A rank as rank 0 knows it. Times are rank 0's clock, in seconds; None is never."""
 
     where: Where
-    heard: float
-    """Last message."""
+    heard: float  # last message
     at: str = "start"
     """Current activity, its serial number and its begin: see `parallel.fault.activity`."""
     serial: int = 0
     since: float = 0.0
     limited: bool = False
-    gone: float | None = None
-    """Its connection ended without a word: the process is dead."""
-    failed: float | None = None
-    """It said that it cannot go on."""
-    own: bool = False
-    """True if it failed by its own error rather than by a broken collective."""
-    reason: str = ""
-    """Why, in a line."""
-    left: bool = False
-    """It said that it is done."""
+    gone: float | None = None  # its connection ended without a word: the process is dead
+    failed: float | None = None  # it said that it cannot go on
+    own: bool = False  # true if it failed by its own error rather than by a broken collective
+    reason: str = ""  # why, in a line
+    left: bool = False  # it said that it is done
 
     @property
     def bad(self) -> float | None:

@@ -175,8 +175,7 @@ class StepNumbers(NamedTuple):
     decay: float | torch.Tensor
     clip_coef: float | torch.Tensor
     step: torch.Tensor
-    all_numbers: torch.Tensor | None = None
-    """Storage of all of them on a GPU."""
+    all_numbers: torch.Tensor | None = None  # storage of all of them on a GPU
 
 
 class Setup:

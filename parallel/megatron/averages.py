@@ -16,8 +16,7 @@ from phalanx.parallel.megatron.updated import parts, updated
 
 NAME = "ema"
 """Name of an average in the state of an optimizer, and in a checkpoint (`optimizer.state.ema`)."""
-_SLICE = 16 << 20
-"""Elements that are merged to master weights at a time: 64 MiB of fp32."""
+_SLICE = 16 << 20  # elements that are merged to master weights at a time: 64 MiB of fp32
 
 
 class Averages:

@@ -15,8 +15,7 @@ from torch import Tensor
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.megatron.updated import Updated, parts, updated
 
-_SLICE = 16 << 20
-"""Elements that are merged to master weights at a time: 64 MiB of fp32."""
+_SLICE = 16 << 20  # elements that are merged to master weights at a time: 64 MiB of fp32
 
 Factors = Callable[[], Sequence[Tensor] | None]
 """Factors of the rows of some parameters, in order: fp32 [rows] each; None changes none."""

@@ -13,8 +13,7 @@ class Updated(NamedTuple):
     parameter: Tensor
     start: int
     stop: int
-    main: Tensor
-    """Tensor that is updated in their place: a master copy, or a view of them."""
+    main: Tensor  # tensor that is updated in their place: a master copy, or a view of them
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from importlib import metadata
 
-MEGATRON_CORE = "0.19.2"
-"""Version that pyproject.toml pins."""
+MEGATRON_CORE = "0.19.2"  # version that pyproject.toml pins
 
 
 def check_version() -> None:

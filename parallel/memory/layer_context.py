@@ -27,14 +27,11 @@ from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion
 class MemoryPlan:
     """Treatment of saved tensors, by the names of configs/tables/activation_memory.py."""
 
-    recompute: frozenset[str] = frozenset()
-    """Names of what is recomputed."""
-    offload: frozenset[str] = frozenset()
-    """Names of what is moved to host memory."""
+    recompute: frozenset[str] = frozenset()  # names of what is recomputed
+    offload: frozenset[str] = frozenset()  # names of what is moved to host memory
 
 
-KEEP_ALL = MemoryPlan()
-"""Plan that neither recomputes nor offloads anything."""
+KEEP_ALL = MemoryPlan()  # plan that neither recomputes nor offloads anything
 
 
 class LayerContext:

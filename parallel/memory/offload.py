@@ -19,8 +19,7 @@ from torch.cuda._pin_memory_utils import pin_memory
 
 from phalanx.parallel.memory.storages import as_bytes, free, storages
 
-_SMALLEST = 1 << 16
-"""Bytes of a storage that is worth a copy."""
+_SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
 
 
 class _HostBuffers:

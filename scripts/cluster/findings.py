@@ -16,8 +16,7 @@ from phalanx.scripts.cluster.results import Cluster, Rank
 ENOUGH = 0.75
 """Part of an expected rate that a link has to reach: expectations are of long runs and of eight
 GPUs, and collectives of other libraries and shapes differ by this much."""
-ENOUGH_TFLOPS = 0.85
-"""Part of an expected speed that matrix products have to reach."""
+ENOUGH_TFLOPS = 0.85  # part of an expected speed that matrix products have to reach
 SLOW = {"gpu": 0.92, "cpu": 0.2}
 """Part of the median speed below which a rank is slow. Processes that share cores differ more than
 GPUs, whose clocks differ by a few percent."""

@@ -14,8 +14,7 @@ from phalanx.parallel.fault.agreement import gather
 from phalanx.scripts.cluster import gpu, host_clocks, links
 from phalanx.scripts.cluster.results import Cluster, Rail, Rank
 
-SLOW_SECONDS = 0.05
-"""Time that a round of a rank takes longer which is slow on purpose."""
+SLOW_SECONDS = 0.05  # time that a round of a rank takes longer which is slow on purpose
 _LATER = 10  # seconds by which NCCL's own limit comes after the watchdog's, which names a rank
 
 

@@ -15,10 +15,8 @@ class Gpu:
     watts: float | None = None
     slowed_by: list[str] = field(default_factory=list)
     """Reasons for which the hardware holds clocks back: heat, or power that is not delivered."""
-    peers: int = 0
-    """GPUs of the host whose memory this one can write."""
-    visible: int = 0
-    """GPUs of the host that this process sees."""
+    peers: int = 0  # GPUs of the host whose memory this one can write
+    visible: int = 0  # GPUs of the host that this process sees
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,12 @@ class Rank:
 
     rank: int
     host: str
-    node: str
-    """Name of the host, or number of the pretended node (PHALANX_NODE_GPUS)."""
+    node: str  # name of the host, or number of the pretended node (PHALANX_NODE_GPUS)
     gpu: Gpu
     versions: dict[str, str]
-    tflops: float
-    """Speed of a large matrix product."""
-    node_gbs: float | None = None
-    """Rate to the other ranks of the node, with all of them busy."""
-    symmetric_memory: str = ""
-    """`yes`, or the reason against it; empty where there is none to have."""
+    tflops: float  # speed of a large matrix product
+    node_gbs: float | None = None  # rate to the other ranks of the node, with all of them busy
+    symmetric_memory: str = ""  # `yes`, or the reason against it; empty where there is none to have
 
 
 @dataclass(frozen=True)
@@ -44,10 +38,8 @@ class Rail:
     """Exchange between two nodes, all pairs of the same local rank at once and both ways."""
 
     nodes: tuple[str, str]
-    gbs: float
-    """Rate of a rank and direction, of the slowest pair."""
-    ranks: tuple[int, int]
-    """The slowest pair."""
+    gbs: float  # rate of a rank and direction, of the slowest pair
+    ranks: tuple[int, int]  # the slowest pair
 
 
 @dataclass(frozen=True)
@@ -55,10 +47,8 @@ class Skew:
     """Clock of a host against that of rank 0's."""
 
     host: str
-    seconds: float
-    """Time that it is ahead."""
-    uncertainty: float
-    """Half of the shortest round trip, in seconds."""
+    seconds: float  # time that it is ahead
+    uncertainty: float  # half of the shortest round trip, in seconds
 
 
 @dataclass(frozen=True)

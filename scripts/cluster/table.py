@@ -8,8 +8,7 @@ from phalanx.configs.knobs import pluralize
 from phalanx.scripts.cluster.findings import Expected, rate
 from phalanx.scripts.cluster.results import Cluster, Rank
 
-_MOST_ROWS = 64
-"""Ranks up to which each has a row; of more, the slowest of each node has one."""
+_MOST_ROWS = 64  # ranks up to which each has a row; of more, the slowest of each node has one
 
 _COLUMNS: dict[str, Callable[[Rank], str]] = {
     "rank": lambda r: str(r.rank),

@@ -38,8 +38,7 @@ from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
 from phalanx.kernels.quantize.blocks import Quantized
 
 ADDED = ("kernels=torch", "precision=fp8_block", "run.graph=off")
-_MAGNITUDE = 0x7F
-"""Bit mask of an FP8 number without its sign."""
+_MAGNITUDE = 0x7F  # bit mask of an FP8 number without its sign
 
 
 class Zeros:

@@ -41,32 +41,23 @@ from phalanx.scripts.output.pictures import (
 )
 from phalanx.scripts.output.reader import may_leave
 
-_FEW = 50
-"""Steps up to which each is drawn as a point."""
-_STEEP = 3
-"""Largest loss over the smallest, from which on the axis is logarithmic."""
+_FEW = 50  # steps up to which each is drawn as a point
+_STEEP = 3  # largest loss over the smallest, from which on the axis is logarithmic
 _PARTS = 10
-_READ = "tokens read"
-"""Key of the token counts in a file of --json, next to names of runs."""
-_LONG = 24
-"""Longest name at the head of a column; longer ones are replaced by a number."""
+_READ = "tokens read"  # key of the token counts in a file of --json, next to names of runs
+_LONG = 24  # longest name at the head of a column; longer ones are replaced by a number
 
 
 class Curve(NamedTuple):
     """The losses of a run."""
 
-    losses: dict[int, float]
-    """Loss by step."""
-    facts: dict[str, Any]
-    """Facts of the run for the title; empty if unknown."""
-    tokens: dict[int, int]
-    """Tokens trained on up to a step, by step; empty if unknown."""
-    lost: Sequence[int] = ()
-    """Steps whose loss is NaN or infinite."""
+    losses: dict[int, float]  # loss by step
+    facts: dict[str, Any]  # facts of the run for the title; empty if unknown
+    tokens: dict[int, int]  # tokens trained on up to a step, by step; empty if unknown
+    lost: Sequence[int] = ()  # steps whose loss is NaN or infinite
 
 
-Curves = dict[str, Curve]
-"""Curves by name of the run."""
+Curves = dict[str, Curve]  # curves by name of the run
 
 
 @may_leave

@@ -33,31 +33,24 @@ from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE, Budget
 class LayerLoad:
     """Load of one layer."""
 
-    load_max: float
-    """Tokens of the busiest expert over the mean, in the step."""
+    load_max: float  # tokens of the busiest expert over the mean, in the step
     busiest_rank: float
     """Rows of the busiest rank over the mean, averaged over micro-batches, with copies and their
     cost: `rank_load_with_replicas` of a run, `rank_load_without_replicas` without copies."""
-    replicas: float
-    """Copies in a micro-batch, on average."""
-    rows: int
-    """Most expert rows of a rank in a micro-batch."""
+    replicas: float  # copies in a micro-batch, on average
+    rows: int  # most expert rows of a rank in a micro-batch
 
 
 @dataclass(frozen=True)
 class RecordedLoad:
     """Load of all layers of a recording, for a number of ranks and of replica slots."""
 
-    ranks: int
-    """Number of ranks, R."""
-    replica_slots: int
-    """Replica slots of a rank."""
-    micro_batches: int
-    """Number of micro-batches, M."""
+    ranks: int  # number of ranks, R
+    replica_slots: int  # replica slots of a rank
+    micro_batches: int  # number of micro-batches, M
     capacity_factor: float
     """Smallest capacity factor, in hundredths, whose budget has enough rows for every layer."""
-    layers: Mapping[str, LayerLoad]
-    """Load of each layer, by its name in the file."""
+    layers: Mapping[str, LayerLoad]  # load of each layer, by its name in the file
 
     @property
     def load_max(self) -> float:

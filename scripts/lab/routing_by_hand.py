@@ -15,8 +15,7 @@ from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import ModelConfig
 from phalanx.moe.router.recording import MOST_TOKENS, Ids, invalid_choice, layer_names
 
-OTHERS = "*"
-"""Name, in JSON, of all layers that are not named."""
+OTHERS = "*"  # name, in JSON, of all layers that are not named
 
 
 def read_choices(path: Path, model: ModelConfig) -> dict[str, Ids]:

@@ -67,8 +67,7 @@ COLOURS = (
     *("#55a868", "#ccb974", "#8c8c3c", "#b0b0b0"),
 )
 _SHORT = 72
-_STEP = re.compile(r"step \d+$")
-"""Annotation of a step (`moe.report.profiler`)."""
+_STEP = re.compile(r"step \d+$")  # annotation of a step (`moe.report.profiler`)
 
 
 class Event(NamedTuple):
@@ -76,11 +75,9 @@ class Event(NamedTuple):
 
     begin: float
     end: float
-    stream: int
-    """GPU stream, or thread."""
+    stream: int  # GPU stream, or thread
     name: str
-    stack: str = ""
-    """Enclosing operations, outermost first."""
+    stack: str = ""  # enclosing operations, outermost first
     call: int = -1
     """Number of the operation, which nested calls cut into several events; -1 for a kernel."""
 
@@ -97,11 +94,9 @@ def _kind(text: str) -> str:
 class Trace(NamedTuple):
     """Contents of a trace file."""
 
-    events: list[Event]
-    """Events sorted by start time."""
+    events: list[Event]  # events sorted by start time
     on_gpu: bool
-    facts: dict[str, Any]
-    """Facts of `moe.report.title`, and `steps`; empty if the file has none."""
+    facts: dict[str, Any]  # facts of `moe.report.title`, and `steps`; empty if the file has none
     steps: tuple[tuple[float, str], ...] = ()
     """Start of each step, microseconds on the events' clock, and its name, `step 5`."""
 

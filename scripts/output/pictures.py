@@ -79,8 +79,7 @@ def differences(many: list[dict[str, Any]]) -> list[str]:
     return [", ".join(forms[key].format(facts[key]) for key in differing) for facts in many]
 
 
-MEAN_OF = 21
-"""Largest window of a smoothed curve."""
+MEAN_OF = 21  # largest window of a smoothed curve
 
 
 def smoothing(values: int) -> int:

@@ -35,8 +35,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 class BorrowedWeights(NamedTuple):
     """Weights of replicas in one pass."""
 
-    weights: MLPWeights
-    """[G, ...], not to be read before `arrive`."""
+    weights: MLPWeights  # [G, ...], not to be read before `arrive`
     arrive: Callable[[Layer, bool], Tensor | None]
     """Waits for the weights of a layer and for their rows; repeated calls do nothing. If the
     caller's kernel can wait for weights itself (the second argument), it waits only for the rows

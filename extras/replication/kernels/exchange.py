@@ -19,8 +19,7 @@ class ReplicaExchange(Protocol):
     others if no weight has a gradient.
     """
 
-    keep: bool
-    """Weights stay from the forward to the backward pass; otherwise they are sent again."""
+    keep: bool  # weights stay from the forward to the backward pass; otherwise they are sent again
 
     def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """Start sending own experts [L, ...] to the ranks with their replicas, layer `first` first.

@@ -33,31 +33,22 @@ from phalanx.configs.tables.transports import MAX_REPLICATED_EXPERTS, MAX_REPLIC
 class ReplicationSize(NamedTuple):
     """Parameters of a plan other than the rows of experts."""
 
-    ranks: int
-    """R; the owner of expert e is rank e // L."""
-    slots: int
-    """N."""
-    cost: int
-    """Rows that a copy costs its owner, and its borrower (`replica_cost`)."""
+    ranks: int  # R; the owner of expert e is rank e // L
+    slots: int  # N
+    cost: int  # rows that a copy costs its owner, and its borrower (`replica_cost`)
     tile: int = 128
     """Alignment of a part of an expert's rows, so that GEMM tiles and FP8 blocks stay whole."""
-    least: int = 0
-    """Rows by which the largest load has to fall; otherwise there are no copies."""
+    least: int = 0  # rows by which the largest load has to fall; otherwise there are no copies
 
 
 class ReplicationPlan(NamedTuple):
     """int32 tensors on the device. Rows of an expert count in the order of received rows."""
 
-    expert_RN: Tensor
-    """Expert in each replica slot, -1 for none."""
-    begin_RN: Tensor
-    """First of its rows that the slot takes; 0 in an empty slot."""
-    end_RN: Tensor
-    """End of its rows; 0 in an empty slot."""
-    owner_rows_E: Tensor
-    """Number of first rows that the owner computes."""
-    load_2R: Tensor
-    """Load of each rank without replication, and with it."""
+    expert_RN: Tensor  # expert in each replica slot, -1 for none
+    begin_RN: Tensor  # first of its rows that the slot takes; 0 in an empty slot
+    end_RN: Tensor  # end of its rows; 0 in an empty slot
+    owner_rows_E: Tensor  # number of first rows that the owner computes
+    load_2R: Tensor  # load of each rank without replication, and with it
 
 
 def replica_cost(

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNKS = 16
-"""Chunks per tile of the reduction."""
+_CHUNKS = 16  # chunks per tile of the reduction
 
 
 @triton.jit

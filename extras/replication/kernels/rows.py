@@ -24,12 +24,9 @@ from torch import Tensor
 class ExpertOwner(NamedTuple):
     """Ranks of experts and of expert slots."""
 
-    rank: int
-    """This rank."""
-    local: int
-    """L; the owner of expert e is rank e // L."""
-    local_slots: int
-    """P; slot p is on rank p // P."""
+    rank: int  # this rank
+    local: int  # L; the owner of expert e is rank e // L
+    local_slots: int  # P; slot p is on rank p // P
 
 
 class ReturnPlan(NamedTuple):
@@ -41,8 +38,7 @@ class ReturnPlan(NamedTuple):
     """int32: pairs n * K + k of unreduced rows, in any order; undefined behind these."""
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     """int32 [1]: number of unreduced rows."""
-    inverse_NK: Tensor
-    """int32: expert rows of all pairs."""
+    inverse_NK: Tensor  # int32: expert rows of all pairs
 
 
 def split_returns(

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 64
-_TOKENS = 8
-"""Tokens per program of the sum: most of them have no unreduced rows."""
+_TOKENS = 8  # tokens per program of the sum: most of them have no unreduced rows
 _COLUMNS = 1024
 
 

@@ -24,10 +24,8 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 )
 
 _WARPS = 16
-_SENT = 8192
-"""int32 words of a piece that a program copies."""
-_ADDED = 4096
-"""Elements of a piece of gradients that a program adds."""
+_SENT = 8192  # int32 words of a piece that a program copies
+_ADDED = 4096  # elements of a piece of gradients that a program adds
 _AHEAD = 4
 """Pieces in flight, in shared memory: a few SMs next to a GEMM fill a link only if they need not
 wait for each piece (docs/kernels/log.md)."""

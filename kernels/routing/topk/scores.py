@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-TINY = 1e-20
-"""Addend of sums of sigmoids, so that none is 0."""
+TINY = 1e-20  # addend of sums of sigmoids, so that none is 0
 
 
 class Weighting(Protocol):

@@ -77,12 +77,9 @@ from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr, WordVe
 _WARP = 32
 _CHUNK = 16
 """Expert rows of a warp's claim: their look-up takes two dependent loads, shared by 16 lanes."""
-_PIECES = 8
-"""16-byte accesses of a lane in flight."""
-_COPIED = 6
-"""The same for plain copies: with eight some K run out of registers."""
-_COLUMNS = 8
-"""bf16 of a 16-byte access."""
+_PIECES = 8  # 16-byte accesses of a lane in flight
+_COPIED = 6  # the same for plain copies: with eight some K run out of registers
+_COLUMNS = 8  # bf16 of a 16-byte access
 _WORDS = _COLUMNS // 2
 
 
@@ -103,27 +100,21 @@ class UnreducedRows(NamedTuple):
     (`extras.replication.kernels.rows`).
     """
 
-    pairs_S: Tensor
-    """int32: pairs n * K + k of these rows; arbitrary past `count`."""
+    pairs_S: Tensor  # int32: pairs n * K + k of these rows; arbitrary past `count`
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     """int32 [1]: their number."""
-    inverse_NK: Tensor
-    """int32: expert rows of all pairs."""
-    memory_R: Tensor
-    """int64, addresses of [K, T, D] of each rank."""
+    inverse_NK: Tensor  # int32: expert rows of all pairs
+    memory_R: Tensor  # int64, addresses of [K, T, D] of each rank
 
 
 @dataclass(frozen=True)
 class CombinePushConfig:
     """Choices that are compiled into a `combine_push` kernel."""
 
-    slots: int
-    """K."""
+    slots: int  # K
     ranks: int
-    side: bool = False
-    """Side data are sent before the sums."""
-    unreduced_rows: bool = False
-    """Rows are sent unreduced, too."""
+    side: bool = False  # side data are sent before the sums
+    unreduced_rows: bool = False  # rows are sent unreduced, too
 
     def __post_init__(self) -> None:
         check_sizes("combine_push", self.ranks, self.slots)

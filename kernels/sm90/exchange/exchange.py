@@ -57,16 +57,11 @@ YIELD_AFTER = 0.5
 class Transfer(NamedTuple):
     """An exchange that this rank has started."""
 
-    slot: int
-    """Index of its receive buffer."""
-    number: int
-    """Number in the order of starts, from 1."""
-    waves: int
-    """Parts of its rows that have flags of their own, after the side data."""
-    pushed: torch.cuda.Event
-    """Recorded after this rank's push."""
-    sources: tuple[Tensor, ...]
-    """Tensors that are being pushed, referenced until then."""
+    slot: int  # index of its receive buffer
+    number: int  # number in the order of starts, from 1
+    waves: int  # parts of its rows that have flags of their own, after the side data
+    pushed: torch.cuda.Event  # recorded after this rank's push
+    sources: tuple[Tensor, ...]  # tensors that are being pushed, referenced until then
 
 
 class Exchange:

@@ -11,8 +11,7 @@ class ExchangeOptions:
 
     comm_sms: int = 0
     """Number of SMs that push while other kernels run; 0 takes all, and nothing overlaps."""
-    timeout: float = 600
-    """Timeout in seconds of a wait for a peer."""
+    timeout: float = 600  # timeout in seconds of a wait for a peer
     two_passes: bool = False
     """True if passes of two micro-batches exchange at a time. Each pass then pushes with its
     reserved SMs alone, and no kernel that computes waits for rows: with SMs left in any case, every

@@ -34,29 +34,23 @@ SLOTS = 4
 """Receive buffers, used in rotation. When exchange u is started, those of exchange
 u - 3 and earlier ones are free; u - 2 (the gradient of the sums) and u - 1 (the recomputed tokens)
 may still be read by weight gradients while u (the gradient of the tokens) leaves."""
-SIDE_ALIGN = 16
-"""Alignment of a block of side data, in bytes."""
+SIDE_ALIGN = 16  # alignment of a block of side data, in bytes
 _ALIGN = 256
 
 
 class PeerBuffers(NamedTuple):
     """Buffers and flags of an exchange of a rank; addresses are int64 on the device."""
 
-    rows_R: Tensor
-    """Addresses of the [R * T, D] rows that each rank receives."""
-    side_R: Tensor
-    """Addresses of each rank's blocks of side data."""
+    rows_R: Tensor  # addresses of the [R * T, D] rows that each rank receives
+    side_R: Tensor  # addresses of each rank's blocks of side data
     flags_R: Tensor
     """Addresses of each rank's flags, int32 [FLAGS], initially 0, and 1 from ALLOWED on."""
-    state: Tensor
-    """int32 [STATE] of this rank, initially 0."""
+    state: Tensor  # int32 [STATE] of this rank, initially 0
     report: Tensor
     """int32 [4] in pinned memory, initially 0: 1 + the rank for which a wait timed out, the epoch
     that was waited for, and the flag's value."""
-    rank: int
-    """This rank."""
-    limit_ms: int
-    """Milliseconds after which a wait times out."""
+    rank: int  # this rank
+    limit_ms: int  # milliseconds after which a wait times out
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernels that push and wait, by name."""
@@ -72,8 +66,7 @@ class BufferLayout:
     ranks: int
     tokens: int
     hidden: int
-    slots: int
-    """K."""
+    slots: int  # K
 
     @property
     def row_bytes(self) -> int:

@@ -66,15 +66,12 @@ from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr
 
-MAX_SLOTS = 32
-"""Most slots of a row: `combine_push` gives each slot a lane."""
+MAX_SLOTS = 32  # most slots of a row: `combine_push` gives each slot a lane
 WARPS = 16
 """Warps of a CTA. With `_PIECES` accesses a lane, 64 KiB of an SM are in flight."""
 _WARP = 32
-_CHUNK = 8
-"""Rows of a warp's claim, which as many lanes look up at once."""
-_PIECES = 8
-"""16-byte accesses of a lane in flight."""
+_CHUNK = 8  # rows of a warp's claim, which as many lanes look up at once
+_PIECES = 8  # 16-byte accesses of a lane in flight
 
 
 def side_block(side: Tensor, blocks: int) -> int:
@@ -263,10 +260,8 @@ class PushConfig:
 
     row_bytes: int
     ranks: int
-    slots: int
-    """K."""
-    back: bool
-    """Send sums back to the tokens' ranks, instead of tokens to their experts' ranks."""
+    slots: int  # K
+    back: bool  # send sums back to the tokens' ranks, instead of tokens to their experts' ranks
 
     def __post_init__(self) -> None:
         if self.row_bytes % 16 or self.row_bytes < 16:

@@ -30,8 +30,7 @@ WORDS = 6
 """int64 words: addresses of this rank's flags of the first wave, of the awaited epoch and of the
 report; milliseconds after which a wait times out; R, and the stride in int32 from a wave's
 flags to the next's; this rank's experts and their waves."""
-_HALF = 16
-"""Bits of the lower one of two sizes that share a word."""
+_HALF = 16  # bits of the lower one of two sizes that share a word
 
 
 def ready_words(

@@ -34,32 +34,23 @@ class ReadyRows(NamedTuple):
     """Expert rows, and how their reader knows which waves of them are ready (default: all)."""
 
     rows_SD: Tensor
-    progress: Tensor
-    """int32 [PROGRESS]."""
+    progress: Tensor  # int32 [PROGRESS]
     waves: int = 1
     tile_rows: int = 1
-    tile_counts: int = 0
-    """Counts for `tile_rows` rows of an expert, over all columns."""
-    slice_bits: int = 0
-    """log2 of the slices that an expert's rows are taken in."""
+    tile_counts: int = 0  # counts for `tile_rows` rows of an expert, over all columns
+    slice_bits: int = 0  # log2 of the slices that an expert's rows are taken in
 
 
 class TileSignal(NamedTuple):
     """Request that a launch of `grouped_gemm` signals its tiles, and yields SMs to their reader."""
 
-    out_SN: Tensor
-    """Output of the launch."""
-    progress: Tensor
-    """int32 [PROGRESS]."""
+    out_SN: Tensor  # output of the launch
+    progress: Tensor  # int32 [PROGRESS]
     waves: int
-    loop: Mainloop
-    """Tile of the launch, on which the counts depend."""
-    sms: int
-    """SMs of the reader: as many CTAs end early."""
-    yield_after: float
-    """Fraction of the experts after which they end."""
-    slice_bits: int = 0
-    """log2 of the slices that an expert's rows are taken in."""
+    loop: Mainloop  # tile of the launch, on which the counts depend
+    sms: int  # SMs of the reader: as many CTAs end early
+    yield_after: float  # fraction of the experts after which they end
+    slice_bits: int = 0  # log2 of the slices that an expert's rows are taken in
 
     def sizes(self, experts: int) -> tuple[int, int, int, int]:
         """Waves, CTAs that yield, the first slice at which they do, and `slice_bits`."""

@@ -21,11 +21,9 @@ from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 
-_ROWS = 64
-"""Rows of a warp group."""
+_ROWS = 64  # rows of a warp group
 _ROW_BYTES = 128
-_ATOM = 8
-"""Columns that four neighbouring threads hold together, two each."""
+_ATOM = 8  # columns that four neighbouring threads hold together, two each
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,9 @@ class Output:
     """Compiled-in choices. Used while tracing, on host and device side."""
 
     columns: int
-    fp32_out: bool
-    """fp32, not bf16."""
-    add: bool
-    """Add to the tensor instead of overwriting it."""
-    buffers: int
-    """Blocks of a warp group that may be in flight."""
+    fp32_out: bool  # fp32, not bf16
+    add: bool  # add to the tensor instead of overwriting it
+    buffers: int  # blocks of a warp group that may be in flight
 
     @property
     def dtype(self) -> Any:

@@ -26,33 +26,26 @@ from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import Bf16ScalarPtr, Fp32Ptr, IntPtr
 
-CHUNK = 256
-"""Rows of a slot."""
+CHUNK = 256  # rows of a slot
 WARPS = 8
 _LANE_COLUMNS = 8
 _COLUMNS = 32 * _LANE_COLUMNS
 """Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row in bf16."""
 _SUM_THREADS = 128
-_IN_FLIGHT = 64
-"""Bytes that a lane of the first kernel requests before its first addition."""
+_IN_FLIGHT = 64  # bytes that a lane of the first kernel requests before its first addition
 
 
 @dataclass(frozen=True)
 class BiasGradConfig:
     """Choices that are compiled into a `bias_grad` kernel."""
 
-    fp32_out: bool = False
-    """db is fp32, not bf16."""
-    add: bool = False
-    """Add to db."""
-    scaled: bool = False
-    """Rows are multiplied by scale."""
-    indexed: bool = False
-    """Rows of d are picked by an index."""
+    fp32_out: bool = False  # db is fp32, not bf16
+    add: bool = False  # add to db
+    scaled: bool = False  # rows are multiplied by scale
+    indexed: bool = False  # rows of d are picked by an index
     behind: bool = False
     """offsets[0] may be above 0: slots of rows before it are neither written nor read."""
-    rows_format: str = "bf16"
-    """`bf16`, `e4m3` or `e5m2`."""
+    rows_format: str = "bf16"  # `bf16`, `e4m3` or `e5m2`
 
     @property
     def element(self) -> Any:

@@ -35,11 +35,9 @@ from phalanx.kernels.sm90_limits import COMBINE_ADDENDS as MAX_ADDENDS
 from phalanx.kernels.sm90_limits import COMBINE_SLOTS as MAX_SLOTS
 
 THREADS = 256
-_COLUMNS = 8
-"""bf16 of a 16-byte access."""
+_COLUMNS = 8  # bf16 of a 16-byte access
 _WORDS = _COLUMNS // 2
-_IN_FLIGHT = 8
-"""16-byte loads of a thread before its first addition."""
+_IN_FLIGHT = 8  # 16-byte loads of a thread before its first addition
 _MAX_PIECES = (1 << 31) - (1 << 16)
 
 
@@ -47,10 +45,8 @@ _MAX_PIECES = (1 << 31) - (1 << 16)
 class CombineConfig:
     """Choices that are compiled into a `combine` kernel."""
 
-    slots: int
-    """K, 1 to 16."""
-    addends: int = 0
-    """Tensors to be added to the sums, 0 to 2."""
+    slots: int  # K, 1 to 16
+    addends: int = 0  # tensors to be added to the sums, 0 to 2
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:

@@ -33,16 +33,14 @@ from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.gemm.tensors import vector
 
-SKEW = 2
-"""Stages by which the first group leads: one group stores while the other one multiplies."""
+SKEW = 2  # stages by which the first group leads: one group stores while the other one multiplies
 
 
 @dataclass(frozen=True)
 class Contraction:
     """A `WgradMath` of operands in bf16."""
 
-    columns: int
-    """Columns of a tile, of I: 128, 192 or 256."""
+    columns: int  # columns of a tile, of I: 128, 192 or 256
     gathered: int | None = None
     """Operand, D or V, whose rows are picked by an index; None: both are in the experts' order."""
     stages: int = 1

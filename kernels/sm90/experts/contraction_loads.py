@@ -27,12 +27,9 @@ from phalanx.kernels.sm90.experts.contraction_ring import (
 from phalanx.kernels.sm90.gemm.expert_tiles import unpack
 from phalanx.kernels.sm90.gemm.ring import State
 
-_CHUNK = 8
-"""Elements of the 16 bytes that a thread copies or clears at a time."""
-_LANES = BOX // _CHUNK
-"""Lanes that share a row of a box; a warp covers 4 rows."""
-_WARP_ROWS = BOX // 4
-"""Rows of a stage that each of the four warps gathers."""
+_CHUNK = 8  # elements of the 16 bytes that a thread copies or clears at a time
+_LANES = BOX // _CHUNK  # lanes that share a row of a box; a warp covers 4 rows
+_WARP_ROWS = BOX // 4  # rows of a stage that each of the four warps gathers
 _TOGETHER = 32 // _LANES
 
 

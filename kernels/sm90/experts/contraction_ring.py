@@ -10,11 +10,9 @@ from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.ring import State
 
 MMA_WARPS = 4 * MMA_GROUPS
-BOX = 64
-"""Columns of a box, and rows of a stage."""
+BOX = 64  # columns of a box, and rows of a stage
 BOX_BYTES = 2 * BOX * BOX
-D, V = 0, 1
-"""The two operands."""
+D, V = 0, 1  # the two operands
 
 
 def blocks_of(rows: Int32) -> Int32:
@@ -35,8 +33,7 @@ class ContractionRing:
         cleared leader_started  1, of a thread of the first group
     """
 
-    loop: Any
-    """The `contraction.Contraction`."""
+    loop: Any  # the `contraction.Contraction`
     storage: Any
 
     @property

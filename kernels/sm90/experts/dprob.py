@@ -23,8 +23,7 @@ from phalanx.kernels.sm90.jit.launch import launch
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
 
 THREADS = 256
-_STEPS = 11
-"""Halvings that find one of 2048 experts."""
+_STEPS = 11  # halvings that find one of 2048 experts
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class DprobConfig:
     """Choices that are compiled into a kernel."""
 
     table: bool = False
-    gather: bool = False
-    """Row s of the table is index[s], not s."""
+    gather: bool = False  # row s of the table is index[s], not s
     threads: int = THREADS
 
 

@@ -59,8 +59,7 @@ from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 from phalanx.kernels.sm90.jit.pointers import BytesPtr, IntPtr
 
 SMEM_BYTES = 227 * 1024
-_RESERVED_BYTES = 1024 + 1024
-"""Barriers and records, and the alignment of what follows them."""
+_RESERVED_BYTES = 1024 + 1024  # barriers and records, and the alignment of what follows them
 _MMA_WARPS = 4 * MMA_GROUPS
 
 
@@ -125,10 +124,8 @@ class Segment(NamedTuple):
 
     d: Factor
     v: Factor
-    index: IntPtr
-    """int32 [S]; read only if an operand is gathered."""
-    offsets: IntPtr
-    """int32 [L + 1]."""
+    index: IntPtr  # int32 [S]; read only if an operand is gathered
+    offsets: IntPtr  # int32 [L + 1]
 
 
 @dataclass(frozen=True)
@@ -136,14 +133,10 @@ class WgradConfig:
     """Choices that are compiled into a `wgrad` kernel."""
 
     math: WgradMath
-    fp32_out: bool = False
-    """dw is fp32, not bf16."""
-    add: bool = False
-    """Add to dw; a bf16 sum is rounded a second time."""
-    ordered: bool = False
-    """Take the experts in an order given by the caller."""
-    zeros: bool = True
-    """Write zeros for experts without rows, unless it adds."""
+    fp32_out: bool = False  # dw is fp32, not bf16
+    add: bool = False  # add to dw; a bf16 sum is rounded a second time
+    ordered: bool = False  # take the experts in an order given by the caller
+    zeros: bool = True  # write zeros for experts without rows, unless it adds
 
     @property
     def output(self) -> Output:

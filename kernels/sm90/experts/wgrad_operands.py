@@ -22,18 +22,13 @@ from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr
 class Factor(NamedTuple):
     """An operand as an argument: tensors and ints at a launch, pointers and Int32 in a kernel."""
 
-    data: BytesPtr
-    """bf16 [tokens, channels], or FP8 [channels, tokens]; contiguous."""
-    scale: Fp32Ptr
-    """fp32 [token blocks, channel blocks]; null in bf16."""
+    data: BytesPtr  # bf16 [tokens, channels], or FP8 [channels, tokens]; contiguous
+    scale: Fp32Ptr  # fp32 [token blocks, channel blocks]; null in bf16
     tokens: Int32
     channels: Int32
-    parts: Int32
-    """Parts of the channels, in each of which blocks restart; 1 in bf16."""
-    scale_token: Int32
-    """Stride of the scales from a block of tokens to the next one."""
-    scale_channel: Int32
-    """Stride of the scales from a block of channels to the next one."""
+    parts: Int32  # parts of the channels, in each of which blocks restart; 1 in bf16
+    scale_token: Int32  # stride of the scales from a block of tokens to the next one
+    scale_channel: Int32  # stride of the scales from a block of channels to the next one
 
 
 def factor(

@@ -19,8 +19,7 @@ from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import Staging, Strips
 
-_STEP = 32
-"""Channels that are computed at a time."""
+_STEP = 32  # channels that are computed at a time
 
 
 @dataclass(frozen=True)

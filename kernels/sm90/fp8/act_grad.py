@@ -20,18 +20,15 @@ from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 
-_STEP = 32
-"""Channels that are computed at a time."""
-_REGIONS = 2
-"""Regions for 16 rows in FP8: one is stored by TMA while the other one is written."""
+_STEP = 32  # channels that are computed at a time
+_REGIONS = 2  # regions for 16 rows in FP8: one is stored by TMA while the other one is written
 
 
 @dataclass(frozen=True)
 class Fp8ActGrad(ActGrad):
     """`ActGrad` that stores dh and a in FP8, a in e4m3."""
 
-    grad_format: str = "e4m3"
-    """Format of dh."""
+    grad_format: str = "e4m3"  # format of dh
 
     def strips(self, loop: Mainloop) -> Strips:
         """Three for each part of h."""

@@ -38,8 +38,7 @@ class FusedFP8(FP8Operands, Fused):
         keep: FP8 copies of weights stay with them (`kernels.expert_mlp.fp8.copies`).
     """
 
-    waits_for_weights: ClassVar[bool] = False
-    """They are quantized first."""
+    waits_for_weights: ClassVar[bool] = False  # they are quantized first
 
     def __init__(self, launch: LaunchOptions, recipe: Fp8Block, keep: bool) -> None:
         FP8Operands.__init__(self, recipe)

@@ -24,10 +24,8 @@ from phalanx.kernels.sm90.gemm.ring import State
 class Fp8Contraction:
     """A `WgradMath` of operands in FP8."""
 
-    columns: int
-    """Columns of a tile, of I: 128, 192 or 256."""
-    rows_format: str = "e4m3"
-    """Format of d."""
+    columns: int  # columns of a tile, of I: 128, 192 or 256
+    rows_format: str = "e4m3"  # format of d
     stages: int = 1
 
     loading_warps: ClassVar[int] = 1

@@ -34,8 +34,7 @@ _CHUNK = 16
 class Fp8Mainloop(Mainloop):
     """Tiles that both warp groups share."""
 
-    rows_format: str = "e4m3"
-    """Format of A, one of `FORMATS`."""
+    rows_format: str = "e4m3"  # format of A, one of `FORMATS`
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,11 +34,9 @@ from cutlass.cute.nvgpu import warpgroup
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS
 from phalanx.kernels.sm90.jit import ptx
 
-BLOCK = 128
-"""Channels of a stage, and of a scale."""
+BLOCK = 128  # channels of a stage, and of a scale
 _ATOM = 64
-_DEEP = 32
-"""Channels of a wgmma."""
+_DEEP = 32  # channels of a wgmma
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Scales:
     """Scales of the tile's first 128 columns, and of the rest if it has more; of 192 columns that
     begin in the middle of a block, of the first 64 and of the rest."""
     column_step: Int64
-    aligned: Boolean
-    """True if the tile's columns begin with a block."""
+    aligned: Boolean  # true if the tile's columns begin with a block
 
 
 class Promotion:

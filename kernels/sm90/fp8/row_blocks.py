@@ -20,16 +20,13 @@ from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import ROWS, WARPS
 from phalanx.kernels.sm90.jit import ptx
 
-REGION = ROWS * BLOCK
-"""Bytes of 16 rows."""
-_LARGEST = {"e4m3": 9, "e5m2": 16}
-"""The largest number of a format is 0.875 * 2^this."""
+REGION = ROWS * BLOCK  # bytes of 16 rows
+_LARGEST = {"e4m3": 9, "e5m2": 16}  # the largest number of a format is 0.875 * 2^this
 _INFINITY, _NAN, _BELOW_NORMAL = 0x7F800000, 0x7FC00000, 0x00400000
 _ROUND_UP = 0x1FFFFF
 """Added to the bits of an fp32, carries into its exponent if its mantissa is above 0.875."""
 _PIECE = 16
-MAGNITUDES = 0x7FFF7FFF
-"""Mask of a pair of bf16: all bits but the signs."""
+MAGNITUDES = 0x7FFF7FFF  # mask of a pair of bf16: all bits but the signs
 
 
 def power(amax: Int32, name: str) -> Int32:

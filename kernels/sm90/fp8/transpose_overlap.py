@@ -17,8 +17,7 @@ from phalanx.kernels.sm90.jit.launch import sms
 
 TRANSPOSED = 50e9
 """Bytes a second that an SM reads and writes in transposes while memory is not the limit."""
-MULTIPLIED = 7.5e12
-"""FLOP a second of an SM in a GEMM in FP8."""
+MULTIPLIED = 7.5e12  # FLOP a second of an SM in a GEMM in FP8
 LEAST = 1 / 9
 """Smallest share of the SMs for transposes. With fewer they run after the GEMM: overlapped they
 would take power from it and save nothing."""

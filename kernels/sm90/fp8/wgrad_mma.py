@@ -18,8 +18,7 @@ from phalanx.kernels.sm90.fp8.promotion import BLOCK, Promotion, Scales, address
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
 from phalanx.kernels.sm90.jit import ptx
 
-_ROWS = TILE_ROWS // MMA_GROUPS
-"""Rows of a warp group; O and I are multiples of them."""
+_ROWS = TILE_ROWS // MMA_GROUPS  # rows of a warp group; O and I are multiples of them
 
 
 class Fp8WgradMma(Promotion):

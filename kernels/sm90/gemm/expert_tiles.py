@@ -27,15 +27,12 @@ class ExpertTiles:
     """From a tile's number to its record, in one warp; 32 experts are looked up at a time."""
 
     offsets: cute.Tensor
-    order: cute.Tensor
-    """Experts in the order of their tiles; read only if `ordered`."""
+    order: cute.Tensor  # experts in the order of their tiles; read only if `ordered`
     ordered: bool
-    band: int
-    """Width of the raster's bands, in tiles (see `raster`)."""
+    band: int  # width of the raster's bands, in tiles (see `raster`)
     experts: Int32
     row_tiles: Int32
-    column_tiles: Int32
-    """Tiles of an expert across; `row_tiles` is their number down."""
+    column_tiles: Int32  # tiles of an expert across; `row_tiles` is their number down
 
     @property
     def each(self) -> Int32:

@@ -30,16 +30,14 @@ from phalanx.kernels.sm90.gemm.tensors import vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 
 SMEM_BYTES = 227 * 1024
-_RESERVED_BYTES = 1024 + 1024
-"""Barriers and records, and the alignment of what follows them."""
+_RESERVED_BYTES = 1024 + 1024  # barriers and records, and the alignment of what follows them
 
 
 @dataclass(frozen=True)
 class GemmConfig:
     """Choices that are compiled into a kernel."""
 
-    epilogue: Any
-    """A `Linear`, `Act` or `ActGrad` of `epilogues`."""
+    epilogue: Any  # a `Linear`, `Act` or `ActGrad` of `epilogues`
     loop: Mainloop
     waits: bool = False
     """Wait for rows of A that other GPUs are still pushing; only if they are gathered."""

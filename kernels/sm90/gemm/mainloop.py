@@ -33,13 +33,10 @@ GROUP_THREADS = 128
 MMA_GROUPS = 2
 THREADS = GROUP_THREADS * (1 + MMA_GROUPS)
 TILE_ROWS, DEPTH = 128, 64
-ROW_BYTES = 2 * DEPTH
-"""Bytes of a row of a stage, in bf16 and in FP8: the swizzle's 128."""
-_CHUNK = 16
-"""Bytes of a cp.async; 8 of them are a row of a stage of A."""
+ROW_BYTES = 2 * DEPTH  # bytes of a row of a stage, in bf16 and in FP8: the swizzle's 128
+_CHUNK = 16  # bytes of a cp.async; 8 of them are a row of a stage of A
 _PASSES = TILE_ROWS * 8 // GROUP_THREADS
-_ATOM = 64
-"""Rows of a wgmma."""
+_ATOM = 64  # rows of a wgmma
 _ORDER = 3
 """First of the two named barriers that order the warp groups at the tensor cores (CUTLASS
 has an OrderedSequenceBarrier for this); 0 is `sync_threads`'s."""
@@ -49,13 +46,10 @@ has an OrderedSequenceBarrier for this); 0 is `sync_threads`'s."""
 class Mainloop:
     """Tile sizes and all that follows from them. Used while tracing, on host and device side."""
 
-    columns: int
-    """Columns of a tile: 128, 192 or 256."""
+    columns: int  # columns of a tile: 128, 192 or 256
     pingpong: bool = False
-    b_transposed: bool = False
-    """B is stored [K, N] per expert."""
-    gather: bool = False
-    """A's rows are picked by an index."""
+    b_transposed: bool = False  # B is stored [K, N] per expert
+    gather: bool = False  # a's rows are picked by an index
     stages: int = 4
 
     def __post_init__(self) -> None:
@@ -191,8 +185,7 @@ class Mainloop:
 class Producer:
     """Loading side: one warp, or all warps of the group if rows are gathered."""
 
-    modes: ClassVar[int] = 1
-    """Modes of the operands' tensors that the contraction takes."""
+    modes: ClassVar[int] = 1  # modes of the operands' tensors that the contraction takes
 
     def __init__(self, loop: Mainloop, storage: Any, tma: Any, mA: cute.Tensor, index: Any) -> None:
         """`tma` as `Mainloop.tma` returns it."""

@@ -29,12 +29,9 @@ class Ring:
 
     storage: Any
     stages: int
-    bytes: int
-    """Bytes that TMA brings to a stage."""
-    copiers: int
-    """Threads that copy to a stage with cp.async, besides TMA."""
-    readers: int
-    """Warps that multiply a stage."""
+    bytes: int  # bytes that TMA brings to a stage
+    copiers: int  # threads that copy to a stage with cp.async, besides TMA
+    readers: int  # warps that multiply a stage
 
     @staticmethod
     def fields(stages: int) -> Any:

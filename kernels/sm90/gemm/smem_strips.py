@@ -26,8 +26,7 @@ WARPS = 8
 class Strips:
     """`count` strips of shared memory for each multiplying warp."""
 
-    columns: int
-    """Columns of a strip: 64 or 32."""
+    columns: int  # columns of a strip: 64 or 32
     count: int
 
     @property

@@ -24,8 +24,7 @@ from cutlass import Int32
 from phalanx.kernels.sm90.exchange.waves import slice_tiles
 from phalanx.kernels.sm90.gemm.storage import array, struct
 
-SLOTS = 2
-"""Records in flight: that of the current tile and of the next one."""
+SLOTS = 2  # records in flight: that of the current tile and of the next one
 RECORD_INTS = 4
 """First row, row after the expert's last one, column tile, expert (-1: no tiles left); if sliced,
 the expert << `Scheduler.slice_bits` and its slice in place of the expert."""
@@ -56,10 +55,8 @@ def raster(index: Any, row_tiles: Any, column_tiles: Any, band: int, smaller: Ca
 class Schedule:
     """Compiled-in choices of the scheduler."""
 
-    tile_rows: int
-    """Rows of a tile."""
-    readers: int
-    """Warps of a CTA that read records: those that load and those that multiply."""
+    tile_rows: int  # rows of a tile
+    readers: int  # warps of a CTA that read records: those that load and those that multiply
     band: int = 8
     sliced: bool = False
     """Tiles of an expert come in slices of its rows, and records contain the slice."""

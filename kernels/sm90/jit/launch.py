@@ -33,15 +33,13 @@ from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
 from phalanx.kernels.sm90.jit.program import Program
 from phalanx.kernels.sm90.jit.stand_ins import compiler_fits
 
-ARCH = "sm_90a"
-"""Default target of compilation."""
+ARCH = "sm_90a"  # default target of compilation
 ARCHES = {(9, 0): ARCH, (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Targets by CUDA capability. Kernels with warpgroup instructions support the first alone; all
 others are the same for each."""
 _ALIGN = 16
 _HERE = Path(__file__).parents[1]
-PREFIX = "phalanx"
-"""Beginning of the names of a kernel's functions."""
+PREFIX = "phalanx"  # beginning of the names of a kernel's functions
 
 
 class Kernel(Protocol):

@@ -17,8 +17,7 @@ class Element(NamedTuple):
     """Element of a pointer argument."""
 
     dtype: Any
-    align: int
-    """Bytes."""
+    align: int  # bytes
 
 
 type Bf16Ptr = Annotated[cute.Pointer, Element(cutlass.BFloat16, 16)]
@@ -38,10 +37,8 @@ type LongPtr = Annotated[cute.Pointer, Element(cutlass.Int64, 8)]
 class Parameter(NamedTuple):
     """An argument of a kernel: one value, or a record."""
 
-    record: Any
-    """The record's class; None for one value."""
-    elements: tuple[Element | None, ...]
-    """Element of each of its pointers, None for an Int32."""
+    record: Any  # the record's class; None for one value
+    elements: tuple[Element | None, ...]  # element of each of its pointers, None for an Int32
 
 
 class Arguments(NamedTuple):

@@ -51,36 +51,29 @@ from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch, sms
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, LongPtr, WordVecPtr
 
-CLUSTERS = (1, 2, 4, 8)
-"""CTAs that may share a row: every Hopper GPU takes eight."""
+CLUSTERS = (1, 2, 4, 8)  # CTAs that may share a row: every Hopper GPU takes eight
 STAGES = 4
 """One is summed, one becomes a gradient, one is stored, one is loaded. Measured: three take a fifth
 more time, six 1 % less."""
 SLOTS = 2 * STAGES
-_COLUMNS = 8
-"""bf16 of a 16-byte access."""
-_WIDEST = 28_800
-"""Columns of a stage: four of them fill shared memory."""
+_COLUMNS = 8  # bf16 of a 16-byte access
+_WIDEST = 28_800  # columns of a stage: four of them fill shared memory
 _WARPS = 16
-_THREADS = 32 * _WARPS
-"""Threads for statistics, and as many for gradients."""
-_STATISTICS, _GRADIENTS = 1, 2
-"""Named barriers of the two halves; 0 belongs to sync_threads."""
+_THREADS = 32 * _WARPS  # threads for statistics, and as many for gradients
+_STATISTICS, _GRADIENTS = 1, 2  # named barriers of the two halves; 0 belongs to sync_threads
 _ROUNDS = 8
 """Clusters launched per cluster that the SMs hold. A GPU may hold fewer clusters than its SMs
 suggest, as GPCs differ in size; with several rounds that matters little."""
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
-_LOWEST = -1e30
-"""Largest logit of an empty part; finite, so that differences are no NaN."""
+_LOWEST = -1e30  # largest logit of an empty part; finite, so that differences are no NaN
 
 
 @dataclass(frozen=True)
 class CrossEntropyConfig:
     """Choices that are compiled into a `cross_entropy` kernel."""
 
-    cluster: int
-    """CTAs that share a row, of CLUSTERS."""
+    cluster: int  # CTAs that share a row, of CLUSTERS
 
 
 def configured(columns: int) -> CrossEntropyConfig | None:

@@ -27,8 +27,7 @@ from phalanx.kernels.sm90.routing.logits import (
     as_float,
 )
 
-MINUS_INFINITY = 0x007FFFFF
-"""Key of -inf, the score of an expert whose group is not chosen."""
+MINUS_INFINITY = 0x007FFFFF  # key of -inf, the score of an expert whose group is not chosen
 _LOW = 0xFFFFFFFF
 
 

@@ -20,13 +20,10 @@ from phalanx.kernels.sm90_limits import TOPK_GROUP_STEP
 from phalanx.kernels.sm90_limits import TOPK_GROUPS as MAX_GROUPS
 from phalanx.kernels.sm90_limits import TOPK_SLOTS as MAX_SLOTS
 
-WARPS = 8
-"""Warps, and tokens, of a CTA."""
+WARPS = 8  # warps, and tokens, of a CTA
 LANES = 32
-FOUR = TOPK_GROUP_STEP
-"""Logits of a vector; a lane holds every 32nd vector of its token's row."""
-TINY = 1e-20
-"""Added to the sum that normalises sigmoids."""
+FOUR = TOPK_GROUP_STEP  # logits of a vector; a lane holds every 32nd vector of its token's row
+TINY = 1e-20  # added to the sum that normalises sigmoids
 WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
 """Probabilities: softmax over the chosen or all logits, sigmoids plain or over their sum."""
 
@@ -35,14 +32,10 @@ WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
 class ExpertGroups:
     """Groups of experts that limit a token's choice, by their best scores."""
 
-    number: int
-    """2 to 32."""
-    size: int
-    """Experts of a group, a multiple of 4: a vector of logits belongs to one group."""
-    chosen: int
-    """Number of groups that a token chooses from, fewer than all."""
-    best: int
-    """Number of a group's best scores that are added, 1 or 2."""
+    number: int  # 2 to 32
+    size: int  # experts of a group, a multiple of 4: a vector of logits belongs to one group
+    chosen: int  # number of groups that a token chooses from, fewer than all
+    best: int  # number of a group's best scores that are added, 1 or 2
 
     def __post_init__(self) -> None:
         if not 2 <= self.number <= MAX_GROUPS or self.number * self.size > MAX_EXPERTS:
@@ -64,14 +57,10 @@ class TopkConfig:
     """Choices that are compiled into the kernels `topk` and `topk_backward`."""
 
     top_k: int
-    vectors: int
-    """Vectors of four logits that a lane holds: 1 for up to 128 experts, at most 4."""
-    bf16: bool
-    """Logits are bf16, not fp32."""
-    weights: str
-    """One of `WEIGHTS`."""
-    biased: bool = False
-    """Choose by sigmoid plus bias, not by the logit."""
+    vectors: int  # vectors of four logits that a lane holds: 1 for up to 128 experts, at most 4
+    bf16: bool  # logits are bf16, not fp32
+    weights: str  # one of `WEIGHTS`
+    biased: bool = False  # choose by sigmoid plus bias, not by the logit
     groups: ExpertGroups | None = None
     """Choose by the sigmoid, plus bias if biased, from some groups alone; None from all experts."""
 
@@ -96,8 +85,7 @@ class Logits:
     """A row of logits, for a warp: element i of vector v of lane l is expert 128 v + 4 l + i."""
 
     config: TopkConfig
-    row: cute.Pointer
-    """Pointer to the row, in words of 4 bytes."""
+    row: cute.Pointer  # pointer to the row, in words of 4 bytes
     experts: Int32
 
     @staticmethod

@@ -38,12 +38,9 @@ from phalanx.kernels.sm90_limits import PLAN_CAPACITIES as CAPACITIES
 
 THREADS = 512
 WARPS = THREADS // 32
-MAX_PAIRS = 1 << 24
-"""Most pairs: with the limit of slots, `_divide` is exact."""
-_BATCH = 4
-"""Pairs of a thread in flight: loads before the first is used."""
-_COUNT_BATCH = 8
-"""Counts of a thread in flight, of four experts each."""
+MAX_PAIRS = 1 << 24  # most pairs: with the limit of slots, `_divide` is exact
+_BATCH = 4  # pairs of a thread in flight: loads before the first is used
+_COUNT_BATCH = 8  # counts of a thread in flight, of four experts each
 _WARP_MASK = 0xFFFFFFFF
 
 
@@ -51,8 +48,7 @@ _WARP_MASK = 0xFFFFFFFF
 class PlanConfig:
     """Choices that are compiled into the two kernels of a plan."""
 
-    capacity: int
-    """Most local experts: 64, 256, 512 or 1024."""
+    capacity: int  # most local experts: 64, 256, 512 or 1024
     overlap: bool = True
     """Start the second kernel under the first one; it waits before it reads the counts."""
 

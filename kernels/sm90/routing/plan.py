@@ -27,8 +27,7 @@ from phalanx.kernels.sm90_limits import PLAN_EXPERTS as MAX_EXPERTS
 from phalanx.kernels.sm90_limits import PLAN_SLOTS as MAX_SLOTS
 
 MAX_ROWS = 1 << 30
-_BATCH = 4
-"""Pairs of a thread of `GatherKernel`."""
+_BATCH = 4  # pairs of a thread of `GatherKernel`
 
 
 class Chunks(NamedTuple):

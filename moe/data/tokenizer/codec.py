@@ -38,8 +38,7 @@ class Codec:
     """None for bytes of UTF-8; else the codec's own, whose settings change."""
     ends: tuple[int, ...]
     """Ids that end a document, that of the training data first; empty if none is known."""
-    special_text: str = PLAIN
-    """`choice` of the encoder."""
+    special_text: str = PLAIN  # `choice` of the encoder
 
     @cached_property
     def encoder(self) -> Encoder:

@@ -32,8 +32,7 @@ _LARGEST = 256 << 20  # bytes of an index or a configuration
 class SpecialTokens:
     """Special tokens of an exported folder."""
 
-    ids: Ids
-    """Known ones of `bos_token_id`, `eos_token_id`, `pad_token_id` of config.json."""
+    ids: Ids  # known ones of `bos_token_id`, `eos_token_id`, `pad_token_id` of config.json
     generation: dict[str, Any]
     """generation_config.json: the same ids, and all other fields of the model's file. Its
     `eos_token_id` may list more ids at which a text ends."""

@@ -61,12 +61,9 @@ def sizes(cfg: Config, world: int) -> TokenCounts:
 class LayerMemory:
     """Activation bytes of one layer."""
 
-    saved: int
-    """GPU memory held from the layer's forward pass until its backward pass."""
-    backward: int
-    """Peak of its backward pass on top of `saved`, recomputation included."""
-    offloaded: int = 0
-    """Bytes moved to host memory (`run.offload`), not counted in the other two."""
+    saved: int  # GPU memory held from the layer's forward pass until its backward pass
+    backward: int  # peak of its backward pass on top of `saved`, recomputation included
+    offloaded: int = 0  # bytes moved to host memory (`run.offload`), not counted in the other two
 
 
 _RECOMPUTED: dict[str, tuple[str, ...]] = {

@@ -20,8 +20,7 @@ from phalanx.moe.plan.cost.traffic import costs
 from phalanx.moe.plan.cost.weights import LayerKind
 from phalanx.moe.saved_tensors import TokenCounts, saves_fp8_inputs
 
-AUTO, OFF, ON, PAIRS = "auto", "off", "on", "pairs"
-"""Values of `parallel.delay_wgrad`."""
+AUTO, OFF, ON, PAIRS = "auto", "off", "on", "pairs"  # values of `parallel.delay_wgrad`
 
 
 def refusal(cfg: Config) -> str:

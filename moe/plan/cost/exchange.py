@@ -29,14 +29,11 @@ class Exchange:
     """Dispatch and combine of one token in one MoE layer, in seconds."""
 
     forward: float
-    backward: float
-    """Without the part that weight gradients hide."""
+    backward: float  # without the part that weight gradients hide
     hidden: bool
     """The forward pass of a micro-batch runs beside the backward pass of the one before it."""
-    taken: float = 0.0
-    """Part of a GPU that hidden exchanges take from the computation beside them."""
-    waiting_cost: float = 1.0
-    """Seconds by which a step is longer for a second that the GPU waits."""
+    taken: float = 0.0  # part of a GPU that hidden exchanges take from the computation beside them
+    waiting_cost: float = 1.0  # seconds by which a step is longer for a second that the GPU waits
     skew: float = 0.0
     """Seconds that a GPU waits for the others for a second in which it computes: each has its own
     clock at the power limit, and every exchange waits for the slowest."""

@@ -13,8 +13,7 @@ from phalanx.moe.plan.cost.step_time import step_time
 
 _FULL_LAYERS = ("moe", "full")
 _KNOBS = {"run.recompute": RECOMPUTE, "run.offload": OFFLOAD}
-Values = dict[str, list[str]]
-"""Values of run.recompute and run.offload."""
+Values = dict[str, list[str]]  # values of run.recompute and run.offload
 _NONE: Values = {"run.recompute": [], "run.offload": []}
 
 
@@ -24,10 +23,8 @@ class MemoryOption:
 
     knob: str
     name: str
-    saved: int
-    """Bytes saved on the stage that needs most."""
-    seconds: float
-    """Seconds added to a step."""
+    saved: int  # bytes saved on the stage that needs most
+    seconds: float  # seconds added to a step
 
 
 def memory_options(cfg: Config, world: int, machine: Machine) -> list[MemoryOption]:

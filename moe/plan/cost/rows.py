@@ -19,8 +19,7 @@ from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 class RowMemory:
     """Bytes of a number of expert rows, on a rank of the pipeline stage with most."""
 
-    rows: int
-    """S."""
+    rows: int  # S
     layer: int
     """Bytes that the experts of a layer save for its backward pass; 0 if it recomputes them."""
     rank: int

@@ -41,10 +41,8 @@ def heads_seconds(cfg: Config, machine: Machine, mixer: str) -> float:
 class ShardSeconds(NamedTuple):
     """Seconds of a token that tensor and context ranks share, for each layer."""
 
-    shared: float
-    """Collectives of tensor ranks around one module."""
-    gathered: float
-    """Keys and values of a layer."""
+    shared: float  # collectives of tensor ranks around one module
+    gathered: float  # keys and values of a layer
 
     def tensor(self, work: Work) -> float:
         """Seconds of a token on a stage: attention, and dense MLPs or shared experts."""

@@ -27,8 +27,7 @@ from phalanx.moe.plan.cost.weights import (
 )
 from phalanx.moe.plan.cost.wgrad_pairs import pairs
 
-_WORKSPACES = 128 * 2**20
-"""Approximate bytes that cuBLAS and Transformer Engine allocate."""
+_WORKSPACES = 128 * 2**20  # approximate bytes that cuBLAS and Transformer Engine allocate
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,13 @@ class StageMemory:
 
     stage: int
     weights: Weights
-    cached: int
-    """Placeholders of weight gradients, FP8 copies of weights, and workspaces."""
-    saved: int
-    """Activations saved for backward passes, of all micro-batches in flight."""
-    backward: int
-    """Peak of the largest backward pass on top of that."""
-    validation: int
-    """Bytes of a validation, which cannot use the memory of a captured step."""
-    host: int
-    """Bytes in host memory, of all micro-batches in flight (`run.offload`)."""
-    waiting: int = 0
-    """Operands of weight gradients that wait (`parallel.delay_wgrad`)."""
-    held: int = 0
-    """Number of backward passes whose weight gradients wait beyond a transfer."""
+    cached: int  # placeholders of weight gradients, FP8 copies of weights, and workspaces
+    saved: int  # activations saved for backward passes, of all micro-batches in flight
+    backward: int  # peak of the largest backward pass on top of that
+    validation: int  # bytes of a validation, which cannot use the memory of a captured step
+    host: int  # bytes in host memory, of all micro-batches in flight (`run.offload`)
+    waiting: int = 0  # operands of weight gradients that wait (`parallel.delay_wgrad`)
+    held: int = 0  # number of backward passes whose weight gradients wait beyond a transfer
 
     @property
     def states(self) -> int:

@@ -63,37 +63,26 @@ has it alone)."""
 _UPDATE_RATE = 1.3
 """Bytes a second of our AdamW's long passes over those of elementwise work: 3,800 to 4,100 GB/s on
 an H200 (the same file)."""
-_OVERLAPPED = 0.9
-"""Part of a pass beside which parameters are gathered or gradients reduced."""
+_OVERLAPPED = 0.9  # part of a pass beside which parameters are gathered or gradients reduced
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step on the slowest stage."""
 
-    gemm: float
-    """Attention projections, dense MLPs, shared experts, output layer."""
+    gemm: float  # attention projections, dense MLPs, shared experts, output layer
     experts: float
     attention: float
     elementwise: float
-    exchange: float
-    """Exposed part of dispatch and combine of expert tokens."""
-    heads: float
-    """All-to-all of heads between context ranks, of mixers without core attention."""
-    tensor: float
-    """Gathering and summing tokens around what tensor ranks share."""
-    context: float
-    """Gathering keys and values of the other context ranks."""
-    gaps: float
-    """Time between kernels."""
-    offload: float
-    """Exposed part of copies to and from host memory."""
-    skew: float
-    """Waiting for the slowest GPU at every exchange of expert tokens."""
-    waiting: float
-    """Pipeline bubble."""
-    gradients: float
-    """Exposed part of gradient reduction and parameter gathering."""
+    exchange: float  # exposed part of dispatch and combine of expert tokens
+    heads: float  # all-to-all of heads between context ranks, of mixers without core attention
+    tensor: float  # gathering and summing tokens around what tensor ranks share
+    context: float  # gathering keys and values of the other context ranks
+    gaps: float  # time between kernels
+    offload: float  # exposed part of copies to and from host memory
+    skew: float  # waiting for the slowest GPU at every exchange of expert tokens
+    waiting: float  # pipeline bubble
+    gradients: float  # exposed part of gradient reduction and parameter gathering
     optimizer: float
 
     @property
@@ -107,8 +96,7 @@ class Bound:
     """Lower bound of a step of a layout with any transport and overlap, at a machine's rates."""
 
     seconds: float
-    limit: str
-    """The bottleneck: `matrix products`, `network` or `links inside a node`."""
+    limit: str  # the bottleneck: `matrix products`, `network` or `links inside a node`
 
 
 _EXPERTS, _EXCHANGE = 1, 4
@@ -327,8 +315,7 @@ def network_busy(cfg: Config, world: int, machine: Machine) -> float:
     return bytes_ / (machine.network_gbs * 1e9) / step_time(cfg, world, machine).total
 
 
-_FP32_RATE = 0.1
-"""Rate of matrix products in fp32 relative to bf16."""
+_FP32_RATE = 0.1  # rate of matrix products in fp32 relative to bf16
 
 
 def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:

@@ -28,22 +28,14 @@ from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 class Traffic:
     """Expected traffic of one MoE layer and one token."""
 
-    ranks: float
-    """Ranks that hold one of the token's experts, its own rank included."""
-    nodes: float
-    """Nodes of `run.machine` that hold one of them."""
-    most_nodes: int
-    """Bound on these nodes, if the router chooses experts from some groups only."""
-    dispatch: Links
-    """Rows sent to the experts."""
-    combine: Links
-    """Rows sent back."""
-    there: Links
-    """Bytes of dispatch; of the gradients of sums as well."""
-    back: Links
-    """Bytes of combine; of the gradients of tokens as well."""
-    resent: Links
-    """Bytes of tokens and sums that the backward pass sends a second time."""
+    ranks: float  # ranks that hold one of the token's experts, its own rank included
+    nodes: float  # nodes of `run.machine` that hold one of them
+    most_nodes: int  # bound on these nodes, if the router chooses experts from some groups only
+    dispatch: Links  # rows sent to the experts
+    combine: Links  # rows sent back
+    there: Links  # bytes of dispatch; of the gradients of sums as well
+    back: Links  # bytes of combine; of the gradients of tokens as well
+    resent: Links  # bytes of tokens and sums that the backward pass sends a second time
 
     @property
     def forward(self) -> Links:

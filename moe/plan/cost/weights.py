@@ -56,33 +56,25 @@ _UNDIVIDED = {
 class WholeUpdates(NamedTuple):
     """Matrices of a stage that the optimizer updates as a whole, each on the rank that owns it."""
 
-    dense: int = 0
-    """Elements on a rank before the optimizer shards them."""
-    expert: int = 0
-    """Elements of experts, likewise."""
-    elements: int = 0
-    """Elements that the most loaded rank owns."""
+    dense: int = 0  # elements on a rank before the optimizer shards them
+    expert: int = 0  # elements of experts, likewise
+    elements: int = 0  # elements that the most loaded rank owns
     padding: int = 0
     """Elements of the buffers of gradients and of parameters that belong to no parameter."""
-    flops: float = 0.0
-    """FLOPs of that rank's update."""
-    touched: int = 0
-    """Bytes that these read and write."""
+    flops: float = 0.0  # FLOPs of that rank's update
+    touched: int = 0  # bytes that these read and write
 
 
 @dataclass(frozen=True)
 class Weights:
     """Weights, gradients and optimizer state of one rank."""
 
-    dense: int
-    """Parameters replicated over data parallel ranks."""
-    expert: int
-    """Parameters of this rank's experts."""
+    dense: int  # parameters replicated over data parallel ranks
+    expert: int  # parameters of this rank's experts
     parameter_bytes: int
     gradient_bytes: int
     """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
-    whole: "WholeUpdates"
-    """Matrices that the optimizer updates as a whole."""
+    whole: "WholeUpdates"  # matrices that the optimizer updates as a whole
     padding_bytes: int
     """Padding of both buffers, because ranks own unequal shares of these matrices."""
     optimizer_bytes: int
@@ -131,25 +123,18 @@ def split_masters(cfg: Config) -> bool:
 class LayerKind(NamedTuple):
     """Properties of a layer that decide its memory and time."""
 
-    dense: bool
-    """A dense MLP instead of experts."""
-    fp8: bool
-    """Linear layers in the recipe of the run."""
-    mixer: str = ATTENTION
-    """Name of the mixer (`configs.tables.layers`)."""
-    resident: bool = False
-    """FP8 copies of its weights last from one update to the next."""
+    dense: bool  # a dense MLP instead of experts
+    fp8: bool  # linear layers in the recipe of the run
+    mixer: str = ATTENTION  # name of the mixer (`configs.tables.layers`)
+    resident: bool = False  # FP8 copies of its weights last from one update to the next
 
 
 class Chunk(NamedTuple):
     """Layers of one model chunk."""
 
-    stage: int
-    """Pipeline stage of the chunk."""
-    letters: str
-    """Contents, in the letters of `parallel.pipeline_layout`."""
-    kinds: tuple[LayerKind, ...]
-    """Kinds of decoder layers, then of prediction layers."""
+    stage: int  # pipeline stage of the chunk
+    letters: str  # contents, in the letters of `parallel.pipeline_layout`
+    kinds: tuple[LayerKind, ...]  # kinds of decoder layers, then of prediction layers
 
     @property
     def mtp(self) -> int:

@@ -30,18 +30,13 @@ from phalanx.moe.plan.cost.wgrad_pairs import pairs
 class Flops(NamedTuple):
     """FLOPs of a token, forward and backward, without recomputation."""
 
-    projections: float
-    """Projections of one attention, average over the layers."""
-    core: float
-    """Core attention or what a mixer has in its place, average over the layers."""
-    mlp: float
-    """One dense MLP."""
+    projections: float  # projections of one attention, average over the layers
+    core: float  # core attention or what a mixer has in its place, average over the layers
+    mlp: float  # one dense MLP
     routed: float
     shared: float
-    head: float
-    """Output layer, of all losses."""
-    mtp_projection: float
-    """Input projection of a multi-token-prediction layer."""
+    head: float  # output layer, of all losses
+    mtp_projection: float  # input projection of a multi-token-prediction layer
 
 
 def flops(cfg: Config) -> Flops:
@@ -63,25 +58,16 @@ def flops(cfg: Config) -> Flops:
 class Work(NamedTuple):
     """Work of a micro-batch on one stage."""
 
-    seconds: tuple[float, float, float]
-    """Seconds of GEMMs, experts, core attention."""
-    delayed: float
-    """Seconds of weight gradients that wait for a pipeline's transfers."""
-    written: float
-    """Bytes that layers save if nothing is recomputed."""
-    refilled: float
-    """Bytes that selective recomputation restores."""
-    offloaded: float
-    """Bytes copied to host memory, and back."""
+    seconds: tuple[float, float, float]  # seconds of GEMMs, experts, core attention
+    delayed: float  # seconds of weight gradients that wait for a pipeline's transfers
+    written: float  # bytes that layers save if nothing is recomputed
+    refilled: float  # bytes that selective recomputation restores
+    offloaded: float  # bytes copied to host memory, and back
     layers: int
-    mlps: int
-    """Dense MLPs and shared experts."""
-    sparse: int
-    """MoE layers."""
-    mixers: Counter[str]
-    """Layers with each mixer."""
-    tokens: int
-    """Tokens of a rank; tensor ranks share the work on a sequence."""
+    mlps: int  # dense MLPs and shared experts
+    sparse: int  # MoE layers
+    mixers: Counter[str]  # layers with each mixer
+    tokens: int  # tokens of a rank; tensor ranks share the work on a sequence
 
 
 def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
@@ -185,10 +171,8 @@ def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind,
 class Wgrads(NamedTuple):
     """Picoseconds of a token's weight gradients in one layer: a third of its products."""
 
-    attention: float
-    """Projections."""
-    mlp: float
-    """Dense MLP or shared experts."""
+    attention: float  # projections
+    mlp: float  # dense MLP or shared experts
     experts: float
     """Routed experts, with the passes over their sums, which overlap products in part."""
 
@@ -219,10 +203,8 @@ class ExpertBytes(NamedTuple):
     They take longer than the products themselves where experts have few rows.
     """
 
-    weights: float
-    """Reads by the products of the forward pass and of the gradients of rows."""
-    sums: float
-    """Reads and writes of the sums that weight gradients are added to."""
+    weights: float  # reads by the products of the forward pass and of the gradients of rows
+    sums: float  # reads and writes of the sums that weight gradients are added to
 
 
 def expert_bytes(cfg: Config, world: int) -> ExpertBytes:

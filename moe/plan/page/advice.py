@@ -16,14 +16,11 @@ from phalanx.moe.plan.cost.stages import host_needed, needed
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
 
-_MOST_TOGETHER = 5
-"""Overrides in one suggestion."""
+_MOST_TOGETHER = 5  # overrides in one suggestion
 
-_FEW = 2
-"""With fewer single overrides that are enough, sets of several are searched too."""
+_FEW = 2  # with fewer single overrides that are enough, sets of several are searched too
 
-Need = Callable[[Config, int], int]
-"""Bytes that a valid configuration needs on a number of ranks."""
+Need = Callable[[Config, int], int]  # bytes that a valid configuration needs on a number of ranks
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,8 @@ class Suggestion:
     """Overrides that reduce memory."""
 
     overrides: str
-    size: int
-    """Bytes that the worst rank needs with them."""
-    tokens: float
-    """Expected tokens a second and GPU."""
+    size: int  # bytes that the worst rank needs with them
+    tokens: float  # expected tokens a second and GPU
 
 
 def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> list[Suggestion]:

@@ -18,8 +18,7 @@ from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
 
 _BF16: Mapping[str, Any] = {"precision.recipe": "bf16", "precision.dispatch": "auto"}
-_NOTABLE = 1.01
-"""Speeds that differ by less are not told apart."""
+_NOTABLE = 1.01  # speeds that differ by less are not told apart
 
 
 def fp8_gain(cfg: Config, world: int, machine: Machine) -> Choice | None:

@@ -28,8 +28,7 @@ from phalanx.moe.plan.free_memory import FreeMemory, free_gpu_memory, free_host_
 from phalanx.moe.plan.page.advice import Changes, enough, halvings
 from phalanx.moe.text.units import storage
 
-_NEAR = 0.9
-"""Fraction of free memory above which a run is warned."""
+_NEAR = 0.9  # fraction of free memory above which a run is warned
 
 
 def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:

@@ -14,8 +14,7 @@ from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.page.advice import needed
 
-_ROOMY = 2.0
-"""Capacity factor of the records with natural routing."""
+_ROOMY = 2.0  # capacity factor of the records with natural routing
 
 
 def opt_ins(

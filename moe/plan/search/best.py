@@ -34,18 +34,12 @@ _LEAST_OF_SETS = 0.95
 class Found:
     """A configuration that is valid and fits with the error of the estimate to spare."""
 
-    changes: Changes
-    """Values that differ from the configuration that was searched from."""
-    seconds: float
-    """Expected step."""
-    tokens: float
-    """Expected tokens a second and GPU."""
-    size: int
-    """Bytes that the worst rank needs."""
-    host: int
-    """Bytes of host memory that it needs."""
-    busy: float
-    """Part of a step in which its network is busy."""
+    changes: Changes  # values that differ from the configuration that was searched from
+    seconds: float  # expected step
+    tokens: float  # expected tokens a second and GPU
+    size: int  # bytes that the worst rank needs
+    host: int  # bytes of host memory that it needs
+    busy: float  # part of a step in which its network is busy
 
     def beside(self, others: Changes) -> "Found":
         """The same, found from a configuration that had `others` already."""

@@ -9,8 +9,7 @@ from phalanx.configs.knobs import Changes
 from phalanx.configs.schema import Config
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_CHUNKS, _MOST_MICRO_BATCH = 8, 8, 8, 4
-_MOST_EXPERT_NODES = 8
-"""Nodes of an expert-parallel group."""
+_MOST_EXPERT_NODES = 8  # nodes of an expert-parallel group
 
 
 class Layout(NamedTuple):
@@ -19,12 +18,10 @@ class Layout(NamedTuple):
     tensor: int
     context: int
     pipeline: int
-    chunks: int
-    """Model chunks of a stage."""
+    chunks: int  # model chunks of a stage
     expert: int
     micro_batch: int
-    overlap: bool
-    """Exchanges between nodes overlap another micro-batch."""
+    overlap: bool  # exchanges between nodes overlap another micro-batch
 
     def stagings(self, cfg: Config) -> list[Changes]:
         """Knobs with balanced stages, and with those of `cfg` if it lays out as many chunks."""

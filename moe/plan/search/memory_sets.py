@@ -38,10 +38,8 @@ _EACH = 0.002
 class MemorySet(NamedTuple):
     """One set."""
 
-    changes: Changes
-    """Its two knobs."""
-    relative: float
-    """Time of a step over that with the fastest set."""
+    changes: Changes  # its two knobs
+    relative: float  # time of a step over that with the fastest set
 
 
 def memory_sets(cfg: Config, world: int, machine: Machine) -> list[MemorySet]:

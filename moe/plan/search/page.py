@@ -17,8 +17,7 @@ from phalanx.moe.plan.search.best import Found, best, estimated
 from phalanx.moe.plan.search.layouts import layouts
 from phalanx.moe.text.units import model_size, storage
 
-WITH_PRECISION = "search_precision"
-"""Value of `run.dry_run` that compares bf16 with FP8."""
+WITH_PRECISION = "search_precision"  # value of `run.dry_run` that compares bf16 with FP8
 _SHOWN = 5
 
 

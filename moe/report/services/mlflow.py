@@ -10,10 +10,8 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.services.service import Service, parameters
 
-_LONGEST = 6000
-"""Characters of a value of a parameter."""
-_BATCH = 100
-"""Parameters that a server takes at once."""
+_LONGEST = 6000  # characters of a value of a parameter
+_BATCH = 100  # parameters that a server takes at once
 
 
 class Mlflow(Service):

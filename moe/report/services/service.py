@@ -20,10 +20,8 @@ from typing import Any
 
 from phalanx.configs.schema import Config
 
-_MOST = 1000
-"""Records that wait for a service in a thread before it is taken to be away."""
-_PATIENCE = 30.0
-"""Seconds that the end of a run waits for a service to take the last records."""
+_MOST = 1000  # records that wait for a service in a thread before it is taken to be away
+_PATIENCE = 30.0  # seconds that the end of a run waits for a service to take the last records
 
 _GROUPS = {
     "valid": ("valid_",),
@@ -64,12 +62,9 @@ class Service:
         sent: last step up to which the service surely has all records; later ones follow.
     """
 
-    name = ""
-    """Name in warnings."""
-    file = ""
-    """Begin of the names of its files in the run folder."""
-    threaded = False
-    """Calls may wait for a server: a thread makes them, the constructor's too."""
+    name = ""  # name in warnings
+    file = ""  # begin of the names of its files in the run folder
+    threaded = False  # calls may wait for a server: a thread makes them, the constructor's too
 
     def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
         raise NotImplementedError

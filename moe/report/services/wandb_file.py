@@ -12,10 +12,8 @@ from typing import Any
 
 _BLOCK = 32 << 10
 _PREAMBLE = 7
-_HEAD = struct.Struct("<IHB")
-"""Checksum, size and kind of a chunk."""
-_WHOLE, _LAST = 1, 4
-"""Kinds of chunks that end a record; 2 begins one, 3 goes on."""
+_HEAD = struct.Struct("<IHB")  # checksum, size and kind of a chunk
+_WHOLE, _LAST = 1, 4  # kinds of chunks that end a record; 2 begins one, 3 goes on
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

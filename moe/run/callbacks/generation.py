@@ -19,8 +19,7 @@ class Sampler:
         ValueError: a temperature, share or seed out of range.
     """
 
-    temperature: float = 0.0
-    """Divides the logits; 0 takes the most likely token."""
+    temperature: float = 0.0  # divides the logits; 0 takes the most likely token
     top_p: float = 1.0
     """Total probability of the most likely tokens, from which one is drawn (nucleus sampling,
     arXiv 1904.09751)."""

@@ -31,10 +31,8 @@ from phalanx.moe.run.step import Step
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.fault.activity import heartbeat, set_activity
 
-LENGTH = 64
-"""Largest number of new tokens of a sample."""
-PROMPT = 32
-"""Largest number of tokens of the prompt, which is at most half of a sequence."""
+LENGTH = 64  # largest number of new tokens of a sample
+PROMPT = 32  # largest number of tokens of the prompt, which is at most half of a sequence
 
 
 class SampleText(Callback):

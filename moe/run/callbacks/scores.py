@@ -23,10 +23,8 @@ class SourceSums(NamedTuple):
     """Sums over the samples of a source."""
 
     loss: float
-    labels: int
-    """Number of labels that count."""
-    samples: int
-    """Number of samples, counted once by each context rank."""
+    labels: int  # number of labels that count
+    samples: int  # number of samples, counted once by each context rank
 
 
 class SourceLosses:

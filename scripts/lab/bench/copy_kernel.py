@@ -8,8 +8,7 @@ fits next to it.
 import triton
 import triton.language as tl
 
-BLOCK = 8192
-"""2-byte elements per program and pass: about the rate at which an SM feeds NVLink."""
+BLOCK = 8192  # 2-byte elements per program and pass: about the rate at which an SM feeds NVLink
 
 
 @triton.jit

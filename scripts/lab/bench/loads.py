@@ -9,8 +9,7 @@ from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.scripts.lab.bench.models import Model
 from phalanx.scripts.lab.bench.problems import balanced, experts
 
-_HEAD_START_CYCLES = 60_000
-"""Head start of the load; about 30 us."""
+_HEAD_START_CYCLES = 60_000  # head start of the load; about 30 us
 _EXPERTS = 8
 _COPY_BYTES = 256 * 2**20
 _MAX_PASSES = 400_000

@@ -12,10 +12,8 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.scripts.lab.bench.problems import SWIGLU
 from phalanx.scripts.lab.bench.shapes import Shape
 
-GPUS = 8
-"""GPUs of a host; the targets below are for this number."""
-TOKENS = 8192
-"""Tokens of a rank; the targets below are for this number."""
+GPUS = 8  # GPUs of a host; the targets below are for this number
+TOKENS = 8192  # tokens of a rank; the targets below are for this number
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -29,12 +27,9 @@ class Model(NamedTuple):
     top_k: int
     activation: Activation = SWIGLU
     biases: bool = False
-    targets: Mapping[str, float] = _NOTHING
-    """TFLOP/s of a GPU, by pass."""
-    shared: int = 0
-    """FFN width of the shared expert; 0: none."""
-    exposed: bool = False
-    """Also measure the share of its exchanges that is not overlapped."""
+    targets: Mapping[str, float] = _NOTHING  # TFLOP/s of a GPU, by pass
+    shared: int = 0  # FFN width of the shared expert; 0: none
+    exposed: bool = False  # also measure the share of its exchanges that is not overlapped
 
     def shape(self, tokens: int) -> Shape:
         """T, D, F, E, K."""
@@ -76,22 +71,17 @@ TINY_FLASH = FLASH._replace(name="tiny, ungated", hidden=128, ffn=64, experts=8)
 
 FLASH_TOKENS = {4096: 0.6, 8192: 0.95, 16384: 1.7}
 """Tokens of a rank and the target milliseconds of the forward pass."""
-WIRE_SMS = (8, 16, 24, 32, 0)
-"""SMs that push; 0: all."""
+WIRE_SMS = (8, 16, 24, 32, 0)  # SMs that push; 0: all
 WIRE_TARGETS = {"16 SMs": 330, "16 SMs, beside a GEMM": 300}
 """Target GB/s leaving a GPU, with DeepSeek-V3's tokens."""
-PLAN_TARGET = 0.040
-"""Milliseconds."""
+PLAN_TARGET = 0.040  # milliseconds
 PLAN_RANKS = 8
 EXPOSED_TARGET = 0.4
-BETWEEN_TOKENS = 4096
-"""Tokens of a rank of suite `between`; its targets are for this number."""
+BETWEEN_TOKENS = 4096  # tokens of a rank of suite `between`; its targets are for this number
 BETWEEN_TARGETS = (0.6, 0.45)
 """Target and goal of the exposed part of the exchanges between nodes, over both passes."""
-SCALING_TARGET = 0.90
-"""Target of the time on two ranks over that on all."""
-SKEW_TARGET = 1 / 1.15
-"""Target of the experts' time over the layer's, all tokens on one rank."""
+SCALING_TARGET = 0.90  # target of the time on two ranks over that on all
+SKEW_TARGET = 1 / 1.15  # target of the experts' time over the layer's, all tokens on one rank
 REPLICATION_TARGETS = {
     "balanced": (1 / 1.01, 1.0),
     "Zipf": (1 / 1.12, 1 / 1.05),
@@ -99,15 +89,12 @@ REPLICATION_TARGETS = {
     "one rank": (1 / 1.5, 1 / 1.2),
 }
 """Target and goal of balanced time without replication over uneven time with it."""
-ROWS_TARGETS = (1.7, 1.9)
-"""Target and goal of a dispatch's time in bf16 over that in FP8."""
-PACK_WIRE = 50e9
-"""Bytes a second of the network that packing is compared with."""
+ROWS_TARGETS = (1.7, 1.9)  # target and goal of a dispatch's time in bf16 over that in FP8
+PACK_WIRE = 50e9  # bytes a second of the network that packing is compared with
 PACK_TARGETS = (0.05, 0.03)
 """Target and goal of the time to pack and unpack rows over that of both exchanges."""
 
-Case = tuple[Model, int]
-"""A layer and the tokens of a rank."""
+Case = tuple[Model, int]  # a layer and the tokens of a rank
 
 
 def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:

@@ -23,14 +23,11 @@ class Record:
 
     suite: str
     shape: tuple[int, ...]
-    side: str
-    """Implementation or condition that was measured."""
-    pass_name: str
-    """Pass or operation."""
+    side: str  # implementation or condition that was measured
+    pass_name: str  # pass or operation
     mode: str = "graph"
     """`graph`: replays of a CUDA graph. `eager`: including host time. `host`: host time alone."""
-    ms: float | None = None
-    """Median; p10 and p90 are the spread of the rounds."""
+    ms: float | None = None  # median; p10 and p90 are the spread of the rounds
     p10: float | None = None
     p90: float | None = None
     tflops: float | None = None
@@ -38,10 +35,8 @@ class Record:
     bar: float | None = None
     goal: float | None = None
     note: str = ""
-    failed: bool = False
-    """An error or a wrong result, not a missed bar."""
-    gbs: float | None = None
-    """Gigabytes per second that left a GPU."""
+    failed: bool = False  # an error or a wrong result, not a missed bar
+    gbs: float | None = None  # gigabytes per second that left a GPU
     ranks: tuple[float, ...] = ()
     """Medians of all ranks that measured together; `ms` is the largest."""
 

@@ -72,21 +72,17 @@ class Bench:
 
     clock: Cpu
     rounds: int
-    peers: tuple[str, ...] = ()
-    """Subset of `torch`, `te`, `sonic` to compare with."""
+    peers: tuple[str, ...] = ()  # subset of `torch`, `te`, `sonic` to compare with
     demanded: bool = False
     """Peers or transports were named one by one, so a missing one is an error."""
     backend: str = "fused"
-    shapes: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
-    """All shapes of each suite."""
-    warm: float = 0.0
-    """Seconds of warm-up rounds."""
+    shapes: Mapping[str, Sequence[Shape]] = field(default_factory=dict)  # all shapes of each suite
+    warm: float = 0.0  # seconds of warm-up rounds
     transports: tuple[str, ...] = ()
     """Names for `parallel.dispatcher.base.make_dispatcher`; only on ranks."""
     exchange: SymmOptions = SymmOptions()  # noqa: RUF009  (frozen)
     """Options of exchanges in a layer."""
-    connections: Connections = field(default_factory=Connections)
-    """Memory shared with other ranks."""
+    connections: Connections = field(default_factory=Connections)  # memory shared with other ranks
 
     @property
     def mode(self) -> str:
@@ -134,13 +130,10 @@ class Bench:
 class Case:
     """A call to time, and the record of its time."""
 
-    side: str
-    """Implementation or condition."""
+    side: str  # implementation or condition
     pass_name: str
-    call: Call | None = None
-    """None: the call of an earlier case with this side and pass."""
-    flops: float = 0
-    """Operations of the call."""
+    call: Call | None = None  # none: the call of an earlier case with this side and pass
+    flops: float = 0  # operations of the call
     against: float | str | Sequence[str] | None = None
     """Milliseconds to compare with, or the side, or the sides of which the fastest."""
     bars: tuple[float, float | None] | None = None
@@ -149,20 +142,15 @@ class Case:
     report: str = ""
     """Pass of the record, if not `pass_name`. `backward` after `both` or `<pass> backward` after
     `<pass> both` is the difference to `forward` or `<pass>`."""
-    forward_of: str = ""
-    """Side whose forward pass that difference is to, if not this one."""
-    mode: str = ""
-    """`eager` or `graph`; empty: that of the bench."""
-    ours: bool = True
-    """A capture that fails is a failure; a peer only has to run eagerly."""
+    forward_of: str = ""  # side whose forward pass that difference is to, if not this one
+    mode: str = ""  # `eager` or `graph`; empty: that of the bench
+    ours: bool = True  # a capture that fails is a failure; a peer only has to run eagerly
     check: Callable[[Any], str] | None = None
     """Returns why the result of the call is wrong; empty if it is right."""
-    load: BackgroundLoad | None = None
-    """Work that overlaps the call."""
+    load: BackgroundLoad | None = None  # work that overlaps the call
 
 
-Key = tuple[str, str, str]
-"""Side, pass and mode of a timed call."""
+Key = tuple[str, str, str]  # side, pass and mode of a timed call
 
 
 class Timings:

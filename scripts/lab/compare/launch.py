@@ -19,13 +19,10 @@ from phalanx.moe.report.metrics import steady
 from phalanx.scripts.lab import timeline
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
-COUNTED = 10
-"""Steps at the end of a run that are counted."""
-_CAPTURED = 3
-"""Steps that a graph needs before it is replayed."""
+COUNTED = 10  # steps at the end of a run that are counted
+_CAPTURED = 3  # steps that a graph needs before it is replayed
 _PROFILE = "run.profile"
-GRACE = 45.0
-"""Seconds between SIGTERM and SIGKILL: torchrun kills its ranks after 30."""
+GRACE = 45.0  # seconds between SIGTERM and SIGKILL: torchrun kills its ranks after 30
 POLL = 1.0
 
 
@@ -33,15 +30,12 @@ POLL = 1.0
 class Launch:
     """Options that all runs of a comparison are started with."""
 
-    nproc: int
-    """Ranks per node."""
+    nproc: int  # ranks per node
     steps: int
     device: str = "auto"
     nnodes: int = 1
-    endpoint: str = "localhost:0"
-    """Rendezvous endpoint of torchrun's agents, host:port."""
-    launcher: str = ""
-    """Command that contains `{command}`, or empty."""
+    endpoint: str = "localhost:0"  # rendezvous endpoint of torchrun's agents, host:port
+    launcher: str = ""  # command that contains `{command}`, or empty
     traced: bool = False
     """Profile a step before the counted ones, for the share of exposed communication."""
 

@@ -31,10 +31,8 @@ OWN = {
 class Point:
     """One configuration of a comparison."""
 
-    label: str
-    """Overrides in which points differ."""
-    overrides: tuple[str, ...]
-    """All overrides of the point."""
+    label: str  # overrides in which points differ
+    overrides: tuple[str, ...]  # all overrides of the point
 
 
 def expand(overrides: Sequence[str]) -> list[Point]:

@@ -173,8 +173,7 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
     return ""
 
 
-_WRAP = 80
-"""Width of a line of a reason."""
+_WRAP = 80  # width of a line of a reason
 
 
 def _stacked(label: str) -> str:

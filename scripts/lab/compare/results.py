@@ -9,18 +9,12 @@ from dataclasses import dataclass, field
 class Run:
     """Result of one run."""
 
-    point: int
-    """From 0."""
-    repeat: int
-    """From 0."""
-    figures: dict[str, float]
-    """See `launch.figures`; empty for a run that failed."""
-    reason: str = ""
-    """Why the run failed; empty if it did not."""
-    commit: str = "unknown"
-    """Commit of the tree that ran."""
-    seconds: float = 0.0
-    """Wall time of the run, including its start."""
+    point: int  # from 0
+    repeat: int  # from 0
+    figures: dict[str, float]  # see `launch.figures`; empty for a run that failed
+    reason: str = ""  # why the run failed; empty if it did not
+    commit: str = "unknown"  # commit of the tree that ran
+    seconds: float = 0.0  # wall time of the run, including its start
 
 
 @dataclass
@@ -28,34 +22,24 @@ class Row:
     """Means over the runs of a point; None for figures that no run has."""
 
     label: str
-    runs: int
-    """Number of successful runs."""
+    runs: int  # number of successful runs
     tokens_per_second_per_gpu: float | None = None
     tokens_per_second_per_gpu_sd: float | None = None
     """Standard deviation over runs; None for a single run."""
     tokens_per_second_per_gpu_steps_sd: float | None = None
     """Standard deviation over the counted steps of a run."""
-    speedup: float | None = None
-    """Rate over that of the first point."""
+    speedup: float | None = None  # rate over that of the first point
     tflops_per_gpu: float | None = None
-    mfu: float | None = None
-    """Model FLOP utilization, a fraction."""
-    memory: float | None = None
-    """Largest peak, GiB."""
-    loss: float | None = None
-    """Nats per token at the last step."""
-    loss_difference: float | None = None
-    """Loss minus that of the first point."""
-    loss_differs: bool = False
-    """True if the loss differs by more than the tolerance."""
-    exposed_communication: float | None = None
-    """Exposed share of the step, a fraction."""
-    load_max: float | None = None
-    """Tokens of the busiest expert over the mean, in the worst layer."""
+    mfu: float | None = None  # model FLOP utilization, a fraction
+    memory: float | None = None  # largest peak, GiB
+    loss: float | None = None  # nats per token at the last step
+    loss_difference: float | None = None  # loss minus that of the first point
+    loss_differs: bool = False  # true if the loss differs by more than the tolerance
+    exposed_communication: float | None = None  # exposed share of the step, a fraction
+    load_max: float | None = None  # tokens of the busiest expert over the mean, in the worst layer
     rank_load: float | None = None
     """Expert rows of the busiest rank over the mean, averaged over layers."""
-    dead_experts: float | None = None
-    """Number of experts without a token, over all layers."""
+    dead_experts: float | None = None  # number of experts without a token, over all layers
     notes: list[str] = field(default_factory=list)
 
 

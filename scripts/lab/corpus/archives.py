@@ -8,8 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-Member = tuple[str, bytes]
-"""Name with folders, and content."""
+Member = tuple[str, bytes]  # name with folders, and content
 
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 _ZIPS = (".whl", ".zip")

@@ -11,8 +11,7 @@ from phalanx.scripts.lab.corpus.archives import members
 from phalanx.scripts.lab.corpus.duplicates import NearDuplicates
 from phalanx.scripts.lab.corpus.packages import Package, is_license
 
-LEAST, MOST = 200, 65_536
-"""Bytes of a document: shorter files are left out, longer ones are cut."""
+LEAST, MOST = 200, 65_536  # bytes of a document: shorter files are left out, longer ones are cut
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,8 @@ class Document:
     """A text in the spool file."""
 
     domain: str
-    source: str
-    """Package and name of the file, with `#n` after it for the n-th part of a long one."""
-    unit: str
-    """Folder of the file in its package, or the file: all of it is held out, or nothing."""
+    source: str  # package and name of the file, with `#n` after it for the n-th part of a long one
+    unit: str  # folder of the file in its package, or the file: all of it is held out, or nothing
     sha256: str
     start: int
     size: int

@@ -9,12 +9,10 @@ Legend: N bytes of a text, B bins.
 
 import numpy as np
 
-SIMILAR = 0.7
-"""Estimated similarity from which a text counts as a near-duplicate."""
+SIMILAR = 0.7  # estimated similarity from which a text counts as a near-duplicate
 
 _BINS, _ROWS, _DOUBLINGS = 64, 4, 5
-_SHINGLE = 1 << _DOUBLINGS
-"""Characters of a shingle."""
+_SHINGLE = 1 << _DOUBLINGS  # characters of a shingle
 _EMPTY = np.iinfo(np.uint64).max
 _PRIME = 0x9E3779B97F4A7C15
 

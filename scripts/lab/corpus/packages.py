@@ -18,12 +18,10 @@ _LICENSES = ("copyright*", "license*", "licence*", "copying*")
 class Package:
     """A package, and the texts that are taken from it."""
 
-    manager: str
-    """`pip`, `apt`, or `file` with a path as the name."""
+    manager: str  # `pip`, `apt`, or `file` with a path as the name
     name: str
     license: str
-    version: str = ""
-    """Version that is downloaded; empty: the one that the package manager takes."""
+    version: str = ""  # version that is downloaded; empty: the one that the package manager takes
     domains: dict[str, list[str]] = field(default_factory=dict)
     """Patterns of file names by the domain of their texts."""
     without: list[str] = field(default_factory=list)

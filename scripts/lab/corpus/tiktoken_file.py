@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-END = "<|endoftext|>"
-"""Token that ends a document; its id follows those of the file, as in GPT-2."""
+END = "<|endoftext|>"  # token that ends a document; its id follows those of the file, as in GPT-2
 
 
 def convert(data: bytes) -> Tokenizer:

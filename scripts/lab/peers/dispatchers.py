@@ -21,8 +21,7 @@ class PeerDispatcher:
     source: str
     printed_gbs: dict[int, float]
     """Rate by number of nodes of eight GPUs, in bf16: the mean of dispatch and combine."""
-    sms: int
-    """SMs that its kernels take."""
+    sms: int  # SMs that its kernels take
 
     def network_gbs(self, nodes: int) -> float:
         """Rate over the network of one GPU, in units of 1e9 bytes a second.
@@ -51,8 +50,7 @@ DISPATCHERS: dict[str, PeerDispatcher] = {
 }
 """Packages by the name that records have in `stack.dispatcher`."""
 
-_SMS = 132
-"""SMs of a Hopper GPU."""
+_SMS = 132  # SMs of a Hopper GPU
 
 
 def peer_exchange(

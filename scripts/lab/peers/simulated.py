@@ -26,8 +26,7 @@ class Simulated:
 
     record: Published
     step: StepTime
-    tokens: float
-    """Expected tokens a second and GPU."""
+    tokens: float  # expected tokens a second and GPU
 
     @property
     def error(self) -> float:

@@ -14,10 +14,8 @@ import yaml
 
 from phalanx.moe.report.loggers import is_finite, lines, read
 
-START = 35.0
-"""Assumed seconds of a run beside its steps: imports, capture, validations."""
-REACHED = 0.8
-"""Assumed share of the speed of the dry run that a run reaches."""
+START = 35.0  # assumed seconds of a run beside its steps: imports, capture, validations
+REACHED = 0.8  # assumed share of the speed of the dry run that a run reaches
 
 _TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 _MIXTURE = "experiment=proof_moe"
@@ -29,8 +27,7 @@ class Experiment:
     """A run of train.py on one GPU."""
 
     name: str
-    model: str
-    """Model of the sweep, whose learning rate it takes."""
+    model: str  # model of the sweep, whose learning rate it takes
     steps: int
     overrides: tuple[str, ...]
     """Overrides of train.py without those that follow from the other fields."""
@@ -72,8 +69,7 @@ class Plan:
     """Experiments in the order in which they run."""
 
     experiments: tuple[Experiment, ...]
-    assumed: str
-    """Learning rate of models whose sweep has no result."""
+    assumed: str  # learning rate of models whose sweep has no result
 
     def sweep(self, model: str) -> list[Experiment]:
         """Runs of the sweep of a model."""

@@ -44,10 +44,8 @@ class Point:
     tokens: float
     flops: float
     seconds: float
-    bits: float
-    """Held-out bits per byte of all domains."""
-    domains: dict[str, float]
-    """Held-out bits per byte by domain."""
+    bits: float  # held-out bits per byte of all domains
+    domains: dict[str, float]  # held-out bits per byte by domain
 
 
 @may_leave

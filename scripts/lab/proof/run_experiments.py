@@ -31,12 +31,10 @@ from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.scripts.lab.proof.experiments import Experiment, Plan, expected_seconds, read_plan
 
-_STOPPING = 10.0
-"""Seconds that a run has to end after it is told to."""
+_STOPPING = 10.0  # seconds that a run has to end after it is told to
 _SAVING = 60.0
 """Seconds before the time is up at which a run that goes on later is told to save and end."""
-_WORTH = 120.0
-"""Seconds that have to be left for a run that goes on later."""
+_WORTH = 120.0  # seconds that have to be left for a run that goes on later
 _KEPT = ("metrics.jsonl", "console.log", "config.yaml", "output.txt")
 
 

@@ -17,8 +17,7 @@ from phalanx.scripts.lab.bench.timing import Bench
 _SIDES = ("grouped_mm", "sonicmoe", "eager")
 _CONVERTED = ", converted"
 """End of the name of a side whose weights are in the layout of the kernels."""
-_FUSED = ", fused norms"
-"""End of the name of a side whose norms are torch's fused ones."""
+_FUSED = ", fused norms"  # end of the name of a side whose norms are torch's fused ones
 _TINY: dict[str, Any] = dict(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )

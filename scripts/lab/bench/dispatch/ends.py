@@ -26,12 +26,10 @@ from phalanx.scripts.lab.bench.problems import BF16, random
 from phalanx.scripts.lab.bench.routing import fullest, probabilities
 from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, reason
 
-TIMEOUT = 120
-"""Seconds after which a missing rank ends the run."""
+TIMEOUT = 120  # seconds after which a missing rank ends the run
 ALL_SMS = SymmOptions(timeout=TIMEOUT)
 """Options of exchanges that use all SMs and have ended when they return."""
-CAPACITY_FACTOR = 1.25
-"""Least capacity factor, if no other is given."""
+CAPACITY_FACTOR = 1.25  # least capacity factor, if no other is given
 _SCALE = 0.2
 PLAN_NAMES = ("row_index", "row_prob", "offsets", "inverse", "needed")
 

@@ -43,8 +43,7 @@ from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.routing import KINDS, OF_EIGHT, bytes_sent, probabilities, routed
 from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing
 
-_LASTING = 3.0
-"""Duration of the GEMM that overlaps a push, over that of the push alone."""
+_LASTING = 3.0  # duration of the GEMM that overlaps a push, over that of the push alone
 
 
 def wire(bench: Bench, model: Model, tokens: int) -> list[Record]:

@@ -70,12 +70,9 @@ def rail(bench: Bench, model: Model, tokens: int) -> list[Record]:
 class _Load(NamedTuple):
     """Rows of a token that cross to other nodes, on average over all ranks."""
 
-    exact: float
-    """Rows that tokens need."""
-    sent: float
-    """Rows of the blocks, full or not."""
-    expected: float
-    """Rows of tokens that choose uniformly, by the cost model."""
+    exact: float  # rows that tokens need
+    sent: float  # rows of the blocks, full or not
+    expected: float  # rows of tokens that choose uniformly, by the cost model
 
     def __str__(self) -> str:
         rows = f"{self.exact:.2f} rows a token (expected {self.expected:.2f})"

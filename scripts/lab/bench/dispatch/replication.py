@@ -34,8 +34,7 @@ from phalanx.scripts.lab.bench.routing import KINDS, UNEVEN, fullest, routed, un
 from phalanx.scripts.lab.bench.timing import Bench, Case, differing
 
 _SLOTS = 2
-_WIDTH = 2
-"""Bytes of a weight when it is sent to a replica slot."""
+_WIDTH = 2  # bytes of a weight when it is sent to a replica slot
 
 
 def replication(bench: Bench, model: Model, tokens: int) -> list[Record]:

@@ -31,8 +31,7 @@ from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes, reaso
 
 BF16, EIGHT, PEER = "bf16", "fp8", "te"
 RECIPES = {BF16: None, EIGHT: Fp8Block()}
-TOLERANCE = 0.08
-"""Largest relative error: rounding to e4m3 costs 2 to 6 % of the norm."""
+TOLERANCE = 0.08  # largest relative error: rounding to e4m3 costs 2 to 6 % of the norm
 
 
 def mlp(p: Experts, spec: MLPSpec) -> Forward:

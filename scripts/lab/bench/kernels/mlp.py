@@ -29,10 +29,8 @@ from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import MLP, Shape
 from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes, reason
 
-Forward = Callable[[], Tensor]
-"""A forward pass that returns its output."""
-TOLERANCE = 0.02
-"""Largest relative error between two bf16 implementations."""
+Forward = Callable[[], Tensor]  # a forward pass that returns its output
+TOLERANCE = 0.02  # largest relative error between two bf16 implementations
 _OURS, _ADDED = "ours", "ours, fp32 +="
 _PEERS = ("torch", "te")
 

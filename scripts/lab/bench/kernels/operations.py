@@ -47,8 +47,7 @@ from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, passes
 
 MakeLoad = Callable[[int, float], BackgroundLoad]
 Launch = Callable[[LaunchOptions], object]
-_LASTING = 2.5
-"""Duration of the copies over that of the kernel on the remaining SMs."""
+_LASTING = 2.5  # duration of the copies over that of the kernel on the remaining SMs
 
 
 def with_margin(p: Experts) -> dict[str, tuple[Launch, float]]:

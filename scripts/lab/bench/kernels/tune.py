@@ -40,8 +40,7 @@ SHALLOW = (
     Problem(65536, 1536, 2048, 16),
     Problem(32768, 3072, 3072, 8),
 )
-CASES = (*SHALLOW, DEEP[0])
-"""Shapes of kinds that do not distinguish deep from shallow."""
+CASES = (*SHALLOW, DEEP[0])  # shapes of kinds that do not distinguish deep from shallow
 
 
 def cases_of(kind: str) -> tuple[Problem, ...]:

@@ -20,8 +20,7 @@ from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import WGRAD_PAIRS, Shape
 from phalanx.scripts.lab.bench.timing import Bench, Case
 
-_TOP_K = 4
-"""Experts of a token, for the number of tokens that rows are gathered from."""
+_TOP_K = 4  # experts of a token, for the number of tokens that rows are gathered from
 
 
 def suite(bench: Bench, shape: Shape) -> list[Record]:

@@ -35,8 +35,7 @@ class Row:
     library: str
     pass_name: str
     ours: float | None
-    theirs: float | None
-    """Milliseconds."""
+    theirs: float | None  # milliseconds
     gap: Gap | None
     note: str = ""
 
@@ -62,13 +61,10 @@ class Row:
 class Operation(NamedTuple):
     """One implementation of a differentiable operation, with its data."""
 
-    forward: Callable[[], Sequence[Tensor]]
-    """Function that returns the differentiable results."""
+    forward: Callable[[], Sequence[Tensor]]  # function that returns the differentiable results
     leaves: list[Tensor]
-    grads: list[Tensor]
-    """Gradients of the results."""
-    shown: Callable[[Tensor], Tensor] = lambda x: x
-    """Maps a result to the other side's layout."""
+    grads: list[Tensor]  # gradients of the results
+    shown: Callable[[Tensor], Tensor] = lambda x: x  # maps a result to the other side's layout
 
     def both(self) -> Sequence[Tensor]:
         """Run forward and backward; return gradients of the leaves."""

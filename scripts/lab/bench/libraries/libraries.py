@@ -45,8 +45,7 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     channels: int
-    biased: bool
-    """The projection has a bias."""
+    biased: bool  # the projection has a bias
 
 
 ROPE_HEADS = {"Qwen3": Heads(32, 4, 128, False), "GPT-OSS": Heads(64, 8, 64, True)}
@@ -58,8 +57,7 @@ class Sizes(NamedTuple):
     positions: int = 4096
     batches: tuple[int, ...] = (1, 4)
     parameters: int = 1 << 30
-    tensors: int = 64
-    """Number of tensors that the parameters are split into."""
+    tensors: int = 64  # number of tensors that the parameters are split into
 
 
 def drawn(*shape: int, device: torch.device, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:

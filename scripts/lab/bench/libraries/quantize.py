@@ -23,8 +23,7 @@ from phalanx.scripts.lab.bench.timing import Bench, Case
 
 ROWS = {"DeepSeek-V3": (65536, 7168, 32), "GPT-OSS": (32768, 2880, 4), "Qwen3": (65536, 2048, 16)}
 """S, C, L."""
-WEIGHTS = {"DeepSeek-V3 W1": (32, 4096, 7168)}
-"""L, O, I."""
+WEIGHTS = {"DeepSeek-V3 W1": (32, 4096, 7168)}  # L, O, I
 
 
 def quantizing(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
