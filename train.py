@@ -19,7 +19,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.moe.report.quiet import quiet
+from phalanx.moe.report.console import quiet
 from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.activity import set_activity, start_run
 from phalanx.parallel.fault.guard import Guard
@@ -49,15 +49,19 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
     # have huge pages: pages of 4 KiB are cleared one fault at a time, at 1 to 2 GB/s.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "--check" in argv:
+        from phalanx.moe.run.check import check
+
         return check(_configuration(argv))
+    from phalanx.moe.run.check import dry_run, set_vocabulary
+
     with Guard() as guard, StopSignal() as stop:
         cfg = _configuration(argv)
-        if problem := _vocabulary(cfg):
+        if problem := set_vocabulary(cfg):
             # On every host that lacks the data.
             _refuse(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
             return 2
         if cfg.run.dry_run:
-            return _dry_run(cfg, argv)
+            return dry_run(cfg, argv)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return _train(cfg, argv, stop, guard, ends_process)
@@ -92,8 +96,8 @@ def _train(
     from phalanx.configs.redact import redacted
     from phalanx.moe.report.console import Console
     from phalanx.moe.run.launch import Launch, announce, command_line
-    from phalanx.moe.run.preflight import newest_checkpoint, nothing_left
-    from phalanx.parallel.megatron.version import check_version
+    from phalanx.moe.run.preflight import finished_lines, newest_checkpoint
+    from phalanx.parallel.megatron.imports import check_version
 
     rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     console = Console(rank)
@@ -103,7 +107,9 @@ def _train(
         except ValueError as error:
             _refuse(error, speaks=rank == 0)
             return 2
-        if world == 1 and (lines := nothing_left(cfg)):  # rank 0 of several asks when they have met
+        if world == 1 and (
+            lines := finished_lines(cfg)
+        ):  # rank 0 of several asks when they have met
             for line in lines:
                 print(redacted(f"-- {line}"))
             return 0
@@ -123,104 +129,6 @@ def _train(
                 file=sys.stderr,
             )
             return 130
-
-
-def check(cfg: "Config") -> int:
-    """Say on stderr what would stop this run, as far as one process knows; the exit code."""
-    from phalanx.configs.redact import redacted
-    from phalanx.moe.data.vocabulary import shown
-    from phalanx.moe.run.preflight import exit_code, preflight
-
-    problem = _vocabulary(cfg)
-    if cfg.run.dry_run and not problem:
-        return 0
-    if problem:
-        cfg.model.vocab_size = 256  # to find what else is wrong
-    found = preflight(cfg)
-    if problem:
-        found.errors = [problem, *(e for e in found.errors if str(e) != str(problem))]
-    elif not found.errors and (line := shown(cfg)):
-        found.notes.append(f"vocabulary: {line}")
-    found.errors += _on_this_machine(cfg)
-    if os.environ.get("RANK", "0") == "0":
-        for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
-            print(redacted(line), file=sys.stderr)
-    return exit_code(found.errors[0]) if found.errors else 0
-
-
-def _vocabulary(cfg: "Config") -> Exception | None:
-    """Fill in that of the data, where the model leaves it to that; why it cannot be."""
-    from phalanx.moe.data.host_cache import DataError
-    from phalanx.moe.data.vocabulary import fill
-
-    try:
-        fill(cfg)
-    except DataError as error:
-        return error
-    return None
-
-
-def _on_this_machine(cfg: "Config") -> list[Exception]:
-    """Errors of a run that is to start on this machine, as the machine refuses it.
-
-    Choices that `auto` would not make, and sizes that are not small: only these import torch, which
-    takes seconds.
-    """
-    from phalanx.configs.validate import ConfigError
-    from phalanx.moe.run.preflight import asks_machine
-    from phalanx.parallel.megatron.version import check_version
-
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if cfg.parallel.world_size not in (0, world):
-        return []  # it is to run elsewhere
-    m, d = cfg.model, cfg.data
-    matrices = 3 * m.layers * (m.moe.experts * m.moe.ffn or m.dense_ffn) + m.vocab_size
-    logits = d.micro_batch * d.sequence_length * m.vocab_size
-    large, asks = matrices * m.hidden + logits >= _LARGE, asks_machine(cfg)
-    try:
-        check_version()
-        if not large and not asks:
-            return []
-        if cfg.run.device == "cpu":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        from phalanx.parallel.megatron.imports import importing_megatron
-
-        with importing_megatron():
-            from phalanx.moe.plan.facts import expected
-            from phalanx.moe.plan.page.memory_check import launch_refusal
-            from phalanx.moe.plan.resolve import resolve
-
-        if asks:
-            resolve(cfg, expected(cfg, world))
-        refusal = launch_refusal(cfg, world) if large else None
-    except ValueError as error:
-        return [error]
-    return [ConfigError(refusal)] if refusal else []
-
-
-_LARGE = 10**8  # parameters and logits, below which a run fits wherever torch does
-
-
-def _dry_run(cfg: "Config", argv: list[str]) -> int:
-    """Say what the run would take, or what layout is best; 0 if it fits, 2 if not."""
-    from phalanx.configs.redact import redacted
-    from phalanx.configs.validate import ConfigError
-    from phalanx.moe.data.host_cache import DataError
-    from phalanx.moe.plan.page.dry_run import dry_run
-    from phalanx.moe.plan.search.page import search_page
-    from phalanx.parallel.runtime import launcher_world
-
-    world = cfg.parallel.world_size or launcher_world()
-    try:
-        if cfg.run.dry_run is True:
-            page, code = dry_run(cfg, world)
-        else:
-            page, code = search_page(cfg, world, argv)
-    except (ConfigError, DataError) as error:
-        page, code = redacted(f"error: {error}\n"), 2
-    if os.environ.get("RANK", "0") == "0":
-        print(page, end="", file=sys.stderr if page.startswith("error") else sys.stdout)
-    return code
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,7 +1,4 @@
-"""Addresses of object stores (`s3://bucket/prefix`) where a knob may also name a folder.
-
-Only their form is judged here; `phalanx.parallel.object_store` reaches what they name.
-"""
+"""Addresses of object stores (`s3://bucket/prefix`) where a knob may also name a folder."""
 
 import re
 

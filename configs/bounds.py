@@ -1,7 +1,4 @@
-"""Checks of each knob by itself, by the facts of its field: choices of strings, bounds of numbers.
-
-`validate` makes these first, and applies the rules between knobs after.
-"""
+"""Checks of each knob by the facts of its field: choices of strings, bounds of numbers."""
 
 import difflib
 import math
@@ -53,7 +50,6 @@ def bound_problems(cfg: Config) -> Iterator[str]:
 
 
 def _meant(value: str, names: tuple[str, ...], *, is_switch: bool) -> str | bool:
-    """The one of `names`, or of a switch's truth values, that a text is likeliest to mean."""
     word = _SWITCHED.get(value.lower(), value.lower())
     near = [name for name in names if name.lower() == word]
     if not near and is_switch and word in ("on", "off"):
@@ -66,7 +62,6 @@ def _meant(value: str, names: tuple[str, ...], *, is_switch: bool) -> str | bool
 
 
 def _bound(knob: Knob, value: float) -> tuple[str, Any] | None:
-    """Return the bound that a number violates, and a value within it."""
     default, facts = knob.default, knob.facts
     if knob.type is not float:
         if value > _MOST:

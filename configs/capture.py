@@ -1,24 +1,19 @@
-"""Can forward and backward of a step be captured as one CUDA graph? One answer for all who ask.
+"""Can forward and backward of a step be captured as one CUDA graph? One answer for all who ask."""
 
-`validate` asks for a forced `run.graph`, the start of a run and the dry run for what `auto` comes
-to, with kernels, transport and device resolved by then.
-"""
-
-from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of
 from phalanx.configs.formats import quantizes
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.transports import TRANSPORTS
 
 CAPTURED, EAGER = "full_iteration", "off"
+WARM_STEPS = 2  # eager steps before the capture: lazy initialisations of libraries
 
 
 def not_capturable(cfg: Config) -> str | None:
     """Why the steps of a run cannot be captured; None if they can.
 
-    Args:
-        cfg: an `auto` of kernels, transport or device that is not resolved yet refuses nothing.
+    An `auto` of kernels, transport or device that is not resolved yet refuses nothing.
     """
     k, p, r = cfg.kernels, cfg.parallel, cfg.run
     transport, attention = TRANSPORTS.get(p.dispatch), attention_backend(k.attention)

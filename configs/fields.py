@@ -21,8 +21,7 @@ class KnobFacts:
     above_zero: bool = False  # the number must be above 0, whatever `at_least` is
     below_one: bool = False  # the number must be below 1
     largest_published: int | None = None  # largest size of any published model
-    formerly: str = ""
-    """Earlier name, dotted; a command line with it is answered with the present one."""
+    formerly: str = ""  # earlier name, dotted; a command line with it is told the present one
     group: str = ""  # option group that is set in place of the knob; empty: the knob itself is set
 
     @property
@@ -33,7 +32,6 @@ class KnobFacts:
 
     @property
     def meanings(self) -> dict[str, str]:
-        """Meanings of the entries of tables that state them, in Markdown."""
         tables = (table for table in self.choices if not isinstance(table, str))
         entries = itertools.chain.from_iterable(table.items() for table in tables)
         return {name: text for name, entry in entries if (text := getattr(entry, "meaning", ""))}

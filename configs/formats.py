@@ -1,7 +1,6 @@
 """Meaning of `precision` for everything else: bytes, layers that follow a recipe, and its rules.
 
-Others ask here and do not compare names of recipes. Whether a transport carries FP8 is in
-`configs.tables.transports`.
+Others ask here and do not compare names of recipes.
 """
 
 from collections.abc import Iterator
@@ -66,9 +65,7 @@ def grad_width(cfg: Config) -> int:
 def quantized_layer(cfg: Config, layer: int) -> bool:
     """Return whether a layer follows the recipe of the run.
 
-    Args:
-        layer: from 0, over all pipeline stages; those of multi-token prediction come after the
-            last decoder layer.
+    Layers are numbered from 0 over all stages, those of multi-token prediction last.
     """
     p, layers = cfg.precision, cfg.model.layers
     last = layers - p.bf16_last_layers <= layer < layers
@@ -78,8 +75,7 @@ def quantized_layer(cfg: Config, layer: int) -> bool:
 def resident_layers(cfg: Config) -> tuple[int, int]:
     """Number of layers that keep FP8 copies of weights between two updates, and of all layers.
 
-    Layers of multi-token prediction count as one, after the last decoder layer.
-    `precision.weights=auto` counts as `resident`.
+    Layers of multi-token prediction count as one. `precision.weights=auto` counts as `resident`.
     """
     wanted, layers = cfg.precision.weights, cfg.model.layers + (cfg.model.mtp_layers > 0)
     if isinstance(wanted, str):
@@ -88,10 +84,7 @@ def resident_layers(cfg: Config) -> tuple[int, int]:
 
 
 def is_resident(cfg: Config, layer: int) -> bool:
-    """A layer, numbered as for `quantized_layer`, is one of `resident_layers`.
-
-    They are spread evenly over the model, so that pipeline stages have as many as each other.
-    """
+    """Return whether a layer is one of `resident_layers`, spread evenly over pipeline stages."""
     kept, layers = resident_layers(cfg)
     return (layer + 1) * kept // layers > layer * kept // layers
 
@@ -127,10 +120,7 @@ def fp8_row(channels: int, parts: int = 1) -> int:
 
 
 def described(cfg: Config) -> str:
-    """`bf16`, or `fp8_block (hidden fp8, bf16_first_layers 1)`: switches away from the defaults.
-
-    Without `weights`, which changes no number.
-    """
+    """`bf16`, or `fp8_block (hidden fp8, bf16_first_layers 1)`: switches away from the defaults."""
     p, default = cfg.precision, PrecisionConfig()
     names = [f.name for f in fields(p) if f.name not in ("recipe", "weights")]
     switched = [f"{n} {getattr(p, n)}" for n in names if getattr(p, n) != getattr(default, n)]
@@ -158,7 +148,6 @@ def precision_problems(cfg: Config) -> Iterator[str]:
 
 
 def _runs(recipe: str) -> str:
-    """Backends that run a recipe."""
     entries = EXPERT_BACKENDS.items()
     multiply = [name for name, facts in entries if recipe in facts.multiplies]
     emulate = sorted(name for name, facts in entries if facts.emulates)
@@ -175,7 +164,6 @@ def _rows(cfg: Config) -> Iterator[str]:
 
 
 def _switches(cfg: Config) -> Iterator[str]:
-    """Switches that mean nothing to the recipe."""
     own = recipe_facts(cfg).switches
     for f in fields(cfg.precision):
         of = [recipe for recipe, facts in RECIPES.items() if f.name in facts.switches]

@@ -1,7 +1,6 @@
 """Faults that a run brings upon itself, for rehearsals: the texts of `run.inject`.
 
-`kind@step` on every rank, `kind@step:rankN` on one. Each happens once in the life of a run;
-`phalanx.moe.run.faults` has them happen.
+`kind@step` on every rank, `kind@step:rankN` on one. Each happens once in the life of a run.
 """
 
 import re
@@ -11,10 +10,8 @@ from dataclasses import dataclass
 from phalanx.configs.knobs import listed, repair, visible
 from phalanx.configs.schema import Config
 
-GRADIENT = {"nan": float("nan"), "spike": 1e4}
-"""Faults of numbers, and the factor by which each multiplies the gradients of its rank."""
-PROCESS = ("hang", "stop", "kill", "exit", "raise", "term")
-"""Faults of a process, in the order of the documentation."""
+GRADIENT = {"nan": float("nan"), "spike": 1e4}  # factors of gradients of a rank
+PROCESS = ("hang", "stop", "kill", "exit", "raise", "term")  # in the order of the documentation
 KINDS = (*GRADIENT, *PROCESS)
 _SHAPE = re.compile(r"([a-z]+)@([1-9][0-9]{0,8})(?::rank([0-9]{1,7}))?", re.ASCII)
 _KNOB = "run.inject"
@@ -33,11 +30,7 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """The fault of a text, as in `kill@12:rank0`.
-
-    Raises:
-        ValueError: it is none; why, to follow the text.
-    """
+    """The fault of a text, as in `kill@12:rank0`, or ValueError with a reason to follow it."""
     shape = _SHAPE.fullmatch(text)
     if shape is None:
         raise ValueError("is not <kind>@<step> or <kind>@<step>:rank<number>, as in kill@12:rank0")
@@ -68,7 +61,6 @@ def inject_problems(cfg: Config, ranks: int) -> Iterator[str]:
 
 
 def _misfit(fault: Fault, steps: int, ranks: int) -> str:
-    """Why a run of so many steps and ranks cannot have a fault; empty if it can."""
     if fault.step > steps:
         return f"comes after the last step (run.steps={steps})"
     if fault.rank is not None and fault.rank >= ranks:

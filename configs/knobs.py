@@ -1,7 +1,6 @@
 """The schema as a flat table: every knob by its dotted path, and near misses of a mistyped one.
 
-`load` answers mistakes with it, `validate` and `docs` walk it. A leaf of `schema.Config` is a knob,
-an inner dataclass a section.
+A leaf of `schema.Config` is a knob, an inner dataclass a section.
 """
 
 import difflib
@@ -43,8 +42,7 @@ class Removed:
     """A knob that no longer exists."""
 
     always: str  # clause on what is always done instead
-    value: Any = None
-    """The value that asked for just that, which a saved configuration may have. None: no value."""
+    value: Any = None  # asked for what is always done; None: no value
 
 
 REMOVED: dict[str, Removed] = {
@@ -116,8 +114,8 @@ def changed(config: Config, values: Mapping[str, Any]) -> Config:
 def repair(cfg: Config, path: str, reason: str, value: Any, at: str = "") -> str:
     """The line `<path>=<present value> <reason>; set <at or path>=<value>`; and sets it in `cfg`.
 
-    Rules read what earlier ones have repaired: a list of problems holds no consequences of others,
-    and all its overrides together give a valid configuration.
+    A list of problems so holds no consequences of others, and all its overrides together give a
+    valid configuration.
     """
     present = get(cfg, path)
     put(cfg, at or path, value)
@@ -155,7 +153,6 @@ def shown(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Return whether Hydra reads a text without quotes as that text."""
     if text.lower() in ("true", "false", "null") or not re.fullmatch(r"[\w./:@-]+", text, re.ASCII):
         return False
     try:

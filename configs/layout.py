@@ -1,7 +1,7 @@
 """How a configuration is laid out over ranks: resolved sizes, and the rules a layout must keep.
 
 Ranks are tensor x context x pipeline x data. Within a stage the same ranks are also expert x expert
-data: experts are spread over whatever ranks attention uses, and are never cut themselves.
+data; experts are never cut themselves.
 """
 
 import math
@@ -12,8 +12,7 @@ from typing import Any
 
 from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
 from phalanx.configs.arithmetic.batch_sizes import parse
-from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mlp_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of, mlp_layers
 from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
@@ -37,10 +36,7 @@ def data_parallel_size(cfg: Config, world: int) -> int:
 
 
 def expert_parallel_size(cfg: Config, world: int) -> int:
-    """`parallel.expert`; 0 is the largest size up to 8 that divides experts and stage ranks.
-
-    It is 1 for a dense model.
-    """
+    """`parallel.expert`, 1 if dense; 0: the largest up to 8 that divides experts and ranks."""
     if cfg.parallel.expert:
         return cfg.parallel.expert
     if not has_experts(cfg.model):
@@ -73,7 +69,7 @@ def micro_batches(cfg: Config, world: int) -> int:
 def replica_slots(cfg: Config, world: int) -> int:
     """Replica slots of a rank: `parallel.expert_replication`.
 
-    None where `auto` is left to the transport, or the experts of a layer are on one rank.
+    None where `auto` is left to the transport, or experts are on one rank.
     """
     wanted = cfg.parallel.expert_replication
     return 0 if isinstance(wanted, str) or expert_parallel_size(cfg, world) == 1 else wanted
@@ -103,7 +99,7 @@ def largest_divisor(n: int, at_most: int) -> int:
 def pipeline_chunks(cfg: Config) -> list[str]:
     """Contents of each model chunk, in the letters of `parallel.pipeline_layout`.
 
-    Chunk i is on stage i % pipeline. Without a layout the work of stages is balanced.
+    Chunk i is on stage i % pipeline. Without a layout the work is balanced.
     """
     p, m = cfg.parallel, cfg.model
     if p.pipeline_layout:
@@ -135,16 +131,10 @@ def ranks_of_experiment(experiment: str) -> int:
 
 
 def fit_to_ranks(cfg: Config, world: int) -> dict[str, Any] | None:
-    """Values by knob with which `cfg` fits `world` ranks, all of them together.
+    """Values by knob with which `cfg`, which stays as it is, fits `world` ranks; None if none fits.
 
     Parallel sizes stay as near to its own as they can, in steps of 2, and none grows; of sets that
     are as near the one with the fewest values is taken.
-
-    None if none fits, as where `cfg` has a transport without the replication that it asks for.
-
-    Args:
-        cfg: stays as it is.
-        world: ranks.
     """
     found = []
     for values in _layouts(cfg, world):
@@ -158,12 +148,7 @@ def fit_to_ranks(cfg: Config, world: int) -> dict[str, Any] | None:
 
 
 def ranks_that_fit(cfg: Config, world: int) -> int:
-    """The fewest ranks above `world` that the layout of `cfg` fits, else the most below; 0 if none.
-
-    Args:
-        cfg: stays as it is.
-        world: ranks that it does not fit.
-    """
+    """The fewest ranks above `world` that the layout fits, else the most below; 0 if none."""
     p = cfg.parallel
     replica, found = p.tensor * p.context * p.pipeline, 0
     # So many replicas have ranks for all experts, whatever else divides them.
@@ -209,7 +194,6 @@ def _layouts(cfg: Config, world: int) -> Iterator[dict[str, Any]]:
 
 
 def _stagings(cfg: Config, pipeline: int) -> Iterator[tuple[int, str]]:
-    """Chunks of a stage and pipeline layouts for so many stages: its own text, or balanced ones."""
     p, layers = cfg.parallel, cfg.model.layers
     if p.pipeline_layout:
         chunks = len(_unrolled(p.pipeline_layout))
@@ -235,7 +219,6 @@ def layout_problems(cfg: Config, world: int) -> Iterator[str]:
 
 
 def _tensor(cfg: Config, world: int) -> Iterator[str]:
-    """Everything that tensor parallelism cuts."""
     size, m, a = cfg.parallel.tensor, cfg.model, cfg.model.attention
     cut = {"model.vocab_size": m.vocab_size, "model.attention.heads": a.heads, "world_size": world}
     if mlp_layers(m)[0]:
@@ -286,7 +269,6 @@ def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
 
 
 def _fewer_stages(cfg: Config, ranks: int) -> int:
-    """Stages that divide `ranks` and, without a layout of their own, are no more than layers."""
     p, layers = cfg.parallel, cfg.model.layers
     return largest_divisor(ranks, p.pipeline if p.pipeline_layout else min(p.pipeline, layers))
 
@@ -332,7 +314,6 @@ def _layout_text(cfg: Config) -> Iterator[str]:
 
 
 def _unrolled(text: str) -> list[str]:
-    """The letters of each chunk of a layout."""
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
@@ -368,7 +349,6 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
 
 
 def _replication(cfg: Config, ranks: int) -> Iterator[str]:
-    """Yield the reasons against replicas of experts; `ranks` share those of a layer."""
     p, path, experts = cfg.parallel, "parallel.expert_replication", cfg.model.moe.experts
     if p.expert_replication in (0, "auto"):
         return
@@ -432,11 +412,7 @@ def _round_up(n: int, multiple: int) -> int:
 def not_overlappable(cfg: Config) -> str | None:
     """Reason that a forward pass cannot run beside another micro-batch's backward pass, or None.
 
-    `validate` asks for a forced `parallel.overlap_microbatches`, the start of a run and the dry run
-    for what `auto` comes to, with kernels and transport resolved by then.
-
-    Args:
-        cfg: an `auto` of kernels or transport that is not resolved yet refuses nothing.
+    An `auto` of kernels or transport that is not resolved yet refuses nothing.
     """
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
     if not has_experts(cfg.model):

@@ -1,8 +1,8 @@
 """From a command line to `schema.Config`: YAML groups and overrides, composed by Hydra, typed.
 
-Overrides are first checked one by one against the schema, so that all mistakes are reported at
-once, each with the near miss that was meant. Hydra's compose API takes the place of `@hydra.main`:
-nothing is written, no folder is entered and logging stays ours, however many ranks read the line.
+Overrides are first checked one by one against the schema: all mistakes are reported at once, each
+with the near miss that was meant. Hydra's compose API takes the place of `@hydra.main`: nothing is
+written, no folder is entered and logging stays ours, however many ranks read the line.
 """
 
 import argparse
@@ -67,8 +67,7 @@ class Ended(SystemExit):
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code)
-        self.text = text
-        """The answer, which rank 0 has printed."""
+        self.text = text  # printed by rank 0
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,7 @@ class Composed:
             raise ConfigError(_explain(error)) from error
 
     def typed(self) -> Config:
-        """The configuration.
-
-        Raises:
-            ConfigError: a value of a YAML file is of another type than its knob.
-        """
+        """The configuration, or ConfigError if a value of a YAML file is of another type."""
         try:
             config = OmegaConf.to_object(self.tree)
         except OmegaConfBaseException as error:
@@ -101,16 +96,12 @@ class Composed:
 
 
 def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
-    """Configuration of the command line `argv`, valid on `world_size` ranks.
-
-    Args:
-        argv: overrides and options, without the program's name.
-        world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
+    """Configuration of the command line `argv` (no program's name), valid on `world_size` ranks.
 
     Raises:
         Ended: 0 after `--help`, `--cfg job`, which say nothing with `--check`, or a layout for
-            other ranks than these (`parallel.world_size`) that is neither checked nor estimated;
-            2 after mistakes, each on its own line on stderr. Only rank 0 prints.
+            other ranks than these (`parallel.world_size`) that is neither checked nor estimated; 2
+            after mistakes, each on its own line on stderr. Only rank 0 prints.
     """
     try:
         ranks = _launched() if world_size is None else world_size
@@ -143,20 +134,16 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
 def load(words: Sequence[str]) -> Config:
     """Typed configuration of overrides, as in ["model=tiny", "run.steps=20"]; not yet validated.
 
-    Raises:
-        ConfigError: one line per mistake: unknown option, unknown knob, wrong type.
+    Raises ConfigError, one line per mistake: unknown option, unknown knob, wrong type.
     """
     return compose(words).typed()
 
 
 def compose(words: Sequence[str]) -> Composed:
-    """config.yaml and its groups under the overrides `words`.
+    """config.yaml and its groups under the overrides `words`; ConfigError: one line per mistake.
 
     A vocabulary that the data determines (`model.vocab_size=0`) is filled in where no file needs to
-    be read for it; else `moe.data.vocabulary` does that.
-
-    Raises:
-        ConfigError: one line per mistake.
+    be read for it; else `moe.data.blend` does that.
     """
     words = [_bracketed(word) for word in words]
     mistakes = [visible(line) for line in _mistakes(words)]
@@ -207,7 +194,6 @@ def _store_schema() -> None:
 
 @functools.cache
 def _defaults() -> bytes:
-    """Defaults of the schema with their types, as a pickled tree."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
@@ -279,7 +265,6 @@ def _lay_out(config: Config, experiment: str) -> str:
 
 
 def _layout(config: Config) -> str:
-    """One line on a layout that was only checked."""
     world = config.parallel.world_size
     return (
         f"{pluralize(world, 'rank')}: {layout_line(config, world)}, "
@@ -288,7 +273,6 @@ def _layout(config: Config) -> str:
 
 
 def _launched() -> int:
-    """Ranks that the launcher started, by its environment; 1 without a launcher."""
     numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
     for name in numbers:
         text = os.environ.get(name, str(numbers[name]))
@@ -317,7 +301,6 @@ def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
 
 
 def _mistakes(words: Sequence[str]) -> Iterator[str]:
-    """Return the problems of the words of a command line."""
     left = list(words)
     tree: DictConfig = pickle.loads(_defaults())
     while left:
@@ -332,10 +315,7 @@ def _mistakes(words: Sequence[str]) -> Iterator[str]:
 
 
 def _spread(words: Sequence[str]) -> tuple[int, str]:
-    """Number of first words that are one override with spaces at its sign, and its value.
-
-    It is 1 where they are not.
-    """
+    """Number of first words that are one override, with spaces at its sign; and its value."""
     first, *rest = words[:3]
     name, names = first.removesuffix("="), (*knobs(), *GROUPS)
     if name not in names or not rest:
@@ -350,7 +330,6 @@ def _spread(words: Sequence[str]) -> tuple[int, str]:
 
 @functools.cache
 def _parsed(word: str) -> Override:
-    """One override as Hydra reads it."""
     return OverridesParser.create().parse_override(word)
 
 
@@ -464,7 +443,6 @@ def _listed(knob: str, value: Any) -> Any:
 
 
 def _bracketed(word: str) -> str:
-    """`<knob>=a,b` as `<knob>=[a,b]`, where a list of names is asked for."""
     knob, _, value = word.partition("=")
     bare = "," in value and value[0] not in "[{'\"$"
     return f"{knob}=[{value}]" if bare and _takes_names(knob) else word
@@ -501,7 +479,6 @@ def _explain(error: Exception) -> str:
 
 
 def _undecodable() -> str:
-    """Name of the YAML file that is no text."""
     for path in FOLDER.rglob("*.yaml"):
         try:
             path.read_text(encoding="utf-8")
@@ -513,7 +490,7 @@ def _undecodable() -> str:
 def _expected(knob: str, value: Any = None, *, in_file: bool = False) -> str:
     """`expected an integer, as in run.steps=100`, or in a YAML file as in `steps: 100`.
 
-    A text `value` where a list of texts is expected is the one in the example.
+    The example of a list of texts has `value`, if that is a text.
     """
     names: dict[Any, str] = {
         int: "an integer",

@@ -46,7 +46,6 @@ def memory_problems(cfg: Config) -> Iterator[str]:
 
 
 def _impossible(cfg: Config) -> dict[str, str]:
-    """Yield the parts that this model or backend cannot recompute, and the reasons."""
     found = {}
     if cfg.model.attention.kind != "mla":
         found["mla_up"] = "is of model.attention.kind=mla"

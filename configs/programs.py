@@ -1,7 +1,7 @@
 """How the project's programs are called here: scripts of a checkout, or commands of a package.
 
-Texts of manuals and errors name the scripts; `here` turns them into what exists on this machine.
-Imports nothing of the project, so that every module may advise; `command` imports what it runs.
+`here` turns names of scripts in manuals and errors into what exists on this machine. Imports
+nothing of the project; `command` imports what it runs.
 """
 
 import argparse

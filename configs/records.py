@@ -1,17 +1,16 @@
 """Training throughput that others published and that we measured: the records below docs/.
 
-docs/published/training.yaml lists numbers as their source printed them; we did not run them. Each
-docs/measured/training/own_*.yaml is one measurement of ours, written by
-scripts/lab/record_anchor.py. Both kinds carry TFLOP/s by the convention of
-configs.arithmetic.accounting, so that they compare. `python -m configs.records` prints them all as
-a table.
+docs/published/training.yaml lists numbers as their source printed them. Each
+docs/measured/training/own_*.yaml is one measurement of ours, by scripts/lab/record_anchor.py. Both
+carry TFLOP/s by the convention of configs.arithmetic.accounting, so that they compare. `python -m
+configs.records` prints them all as a table.
 """
 
 import functools
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.configs.knobs import copied
+from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.load import load
-from phalanx.configs.schema import Config
+from phalanx.configs.schema import Config, ModelConfig
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 PUBLISHED = _DOCS / "published" / "training.yaml"
@@ -34,28 +34,20 @@ class Record:
     """Fields that published and own records share."""
 
     model: str = MISSING  # option of `model=`
-    overrides: list[str] = field(default_factory=list)
-    """How the measured model differs from that option."""
-    system: str = MISSING
-    """Name of the framework; our own records also name the backend of the experts."""
+    overrides: list[str] = field(default_factory=list)  # differences of the measured model
+    system: str = MISSING  # framework; our own records name the experts' backend too
     date: str = MISSING  # day of the measurement, or of the page that printed it: YYYY-MM-DD
     hardware: str = MISSING  # number and kind of GPUs: `8 x H200`
     gpus: int = MISSING  # number of GPUs
     dtype: str = MISSING  # option of `precision=`: `bf16`, `fp32`, `fp8_block`, ..
     sequence_length: int = MISSING  # tokens in a sequence
-    micro_batch: int | None = None
-    """Sequences of a rank in one forward pass; null where the source does not say."""
-    global_batch: int | None = None
-    """Sequences in an optimizer step; null where the source does not say."""
+    micro_batch: int | None = None  # sequences of a rank in a pass; null: not said
+    global_batch: int | None = None  # sequences in a step; null: not said
     layout: str = MISSING  # sizes of the parallel groups, and what is recomputed
-    routing: str = MISSING
-    """`natural` (the router's choice), `replayed` (recorded of a trained model) or `forced`
-    (perfectly balanced)."""
+    routing: str = MISSING  # `natural`, `replayed` (of a trained model) or `forced` (balanced)
     data: str = MISSING  # `real` text or `mock` tokens
-    tokens_per_second_per_gpu: float = MISSING
-    """Number printed by the source of a published record; mean of steps 41-50 of our own."""
-    tflops_per_gpu: float = MISSING
-    """`tokens_per_second_per_gpu` times the FLOPs of a token by configs.arithmetic.accounting."""
+    tokens_per_second_per_gpu: float = MISSING  # as printed; mean of steps 41-50 of our own
+    tflops_per_gpu: float = MISSING  # by configs.arithmetic.accounting
     note: str = ""  # facts that a reader needs to compare this record with others
 
 
@@ -63,9 +55,8 @@ class Record:
 class Stack:
     """Facts about the framework of a published run that its estimate needs (scripts.lab.peers)."""
 
-    dispatcher: str = MISSING
-    """Package that exchanges tokens: a key of scripts.lab.peers.dispatchers."""
-    attention: str = "cudnn"  # library of core attention: one of configs.arithmetic.core_attention
+    dispatcher: str = MISSING  # package: a key of scripts.lab.peers.dispatchers
+    attention: str = "cudnn"  # library of core attention: one of configs.arithmetic.rates
     overlap: bool = False  # exchanges run beside the computation of another micro-batch
     graphs: bool = False  # CUDA graphs launch layers, or parts of them
 
@@ -75,8 +66,7 @@ class Published(Record):
     """A number as its source printed it. Not run by us."""
 
     source: str = MISSING  # address of the page or file
-    tflops_per_gpu_printed: float = MISSING
-    """TFLOP/s as the source prints them, by its own convention."""
+    tflops_per_gpu_printed: float = MISSING  # by the source's own convention
     settings: list[str] = field(default_factory=list)
     """Overrides that lay the run out here, as near as our knobs come (FSDP is data parallel)."""
     stack: Stack | None = None  # the framework, where its source says enough to estimate its speed
@@ -94,41 +84,30 @@ class OwnRecord(Record):
     step_time: float = MISSING  # seconds, mean of steps 41-50
     step_time_sd: float = MISSING  # standard deviation over steps 41-50
     loss_at_50: float = MISSING  # nats a token at step 50
-    load_max_at_50: float = MISSING
-    """Tokens of the busiest expert over the mean, in the worst layer at step 50."""
+    load_max_at_50: float = MISSING  # tokens of the busiest expert over the mean, worst layer
     rank_load_at_50: float | None = None
     """Expert rows of the busiest rank over the mean at step 50, on average over layers; null where
     that was not recorded or the experts are on one rank."""
     dead_experts_at_50: int = MISSING  # experts without a token at step 50, over all layers
     reruns: int = MISSING  # steps that overflowed the budget of expert rows and ran again
-    capacity_factor: float | None = None
-    """Capacity factor at the end of the run; null where that was not recorded."""
+    capacity_factor: float | None = None  # at the end of the run; null: not recorded
     peak_memory_gib: float = MISSING  # largest allocation of rank 0
 
 
 def published(path: Path = PUBLISHED) -> list[Published]:
-    """Records that others published, in the order of the file.
-
-    Raises:
-        ValueError: a record does not fit the schema.
-    """
+    """Records that others published, in the order of the file; ValueError: one does not fit."""
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [_typed(Published, row, f"{path.name}, record {i}") for i, row in enumerate(rows, 1)]
 
 
 def own(folder: Path = MEASURED) -> dict[str, OwnRecord]:
-    """Our own records by file name, without .yaml.
-
-    Raises:
-        ValueError: a file does not fit the schema.
-    """
+    """Our own records by file name, without .yaml; ValueError: one does not fit."""
     files = sorted(folder.glob("own_*.yaml"))
     return {path.stem: _own(path.read_text(encoding="utf-8"), path.name) for path in files}
 
 
 @functools.cache
 def _own(text: str, name: str) -> OwnRecord:
-    """Record of a file's text, which pages of dry runs and tests ask for again and again."""
     return _typed(OwnRecord, yaml.safe_load(text), name)
 
 
@@ -157,7 +136,6 @@ def configured(record: Record) -> tuple[Config, int]:
 
 @functools.cache
 def _loaded(*overrides: str) -> Config:
-    """Composed once, as a page of a dry run asks for several records and a report for all."""
     return load(overrides)
 
 
@@ -173,8 +151,7 @@ def write(record: OwnRecord, path: Path) -> None:
 def launch(command: str) -> tuple[int, list[str]]:
     """Ranks and overrides of a `torchrun ... train.py ...` or `python train.py ...` command line.
 
-    Raises:
-        ValueError: it does not run train.py, or torchrun is not told how many ranks to start.
+    Raises ValueError without train.py, or without the number of ranks that torchrun starts.
     """
     words = shlex.split(command, comments=True)
     if "train.py" not in words:
@@ -204,7 +181,6 @@ def _typed[T: Record](kind: type[T], row: Any, where: str) -> T:
 
 
 def _ranks(words: Sequence[str]) -> int:
-    """Processes that the words before train.py start."""
     if not any(word.endswith("torchrun") for word in words):
         return 1
     given = {}
@@ -223,3 +199,67 @@ _SIZES = {"--nnodes": "1", "--nproc-per-node": ""}
 if __name__ == "__main__":
     everything = [*published(), *own().values()]
     sys.stdout.write(table(everything) + "\n\n* with changes, which the record names\n")
+
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Match:
+    """A record of the same model, sequence length and precision."""
+
+    record: Record
+    source: str  # address of a published one, file of an own one
+    same_layout: bool  # on as many GPUs, with parallel groups of the same sizes
+    same_kernels: bool  # measured here with the same kernels of experts
+
+
+def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:
+    """Records that come nearest: measured with the same kernels, then others, the fastest first.
+
+    All of the same layout (at most three), whatever the GPU; without one the fastest of each kind,
+    published and own, on GPUs of the kind `gpu` (`configs.tables.machines`) if there are any. If
+    none of these was measured with the same kernels, the fastest that was is first.
+    """
+    found = [
+        match
+        for source, record in _everything()
+        if record.model == cfg.model.name and (match := _match(cfg, world, record, source))
+    ]
+    found.sort(key=lambda m: (m.same_kernels, m.record.tokens_per_second_per_gpu), reverse=True)
+    near = [m for m in found if gpu.startswith(m.record.hardware.split(" x ")[1])] or found
+    kinds = (Published, OwnRecord)
+    fastest = [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
+    chosen = [m for m in found if m.same_layout] or fastest
+    ours = [m for m in near if m.same_kernels][:1]
+    if not any(m.same_kernels for m in chosen):
+        chosen = ours + chosen
+    return sorted(chosen, key=lambda m: not m.same_kernels)[:_SHOWN]
+
+
+@functools.cache
+def _everything() -> list[tuple[str, Record]]:
+    theirs: list[tuple[str, Record]] = [(r.source, r) for r in published()]
+    return theirs + [(f"docs/measured/training/{name}.yaml", r) for name, r in own().items()]
+
+
+def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None:
+    other, ranks = configured(record)
+    same = _model(other) == _model(cfg) and other.precision.recipe == cfg.precision.recipe
+    if not same or other.data.sequence_length != cfg.data.sequence_length:
+        return None
+    # The system of an own record ends in the kernels that `auto` took.
+    ours = isinstance(record, OwnRecord) and record.system.endswith(f" {cfg.kernels.backend}")
+    return Match(record, source, _layout(other, ranks) == _layout(cfg, world), ours)
+
+
+def _model(cfg: Config) -> ModelConfig:
+    """Without forced or replayed choices, which a record tells apart."""
+    router = replace(cfg.model.moe.router, force_balance=False, replay="")
+    return replace(cfg.model, moe=replace(cfg.model.moe, router=router))
+
+
+def _layout(cfg: Config, world: int) -> tuple[int, ...]:
+    p = cfg.parallel
+    expert = expert_parallel_size(cfg, world)
+    return world, p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert

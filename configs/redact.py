@@ -13,8 +13,7 @@ _SECRET_NAME = re.compile(
 )
 _OF_A_PLACE = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # such as AWS_SHARED_CREDENTIALS_FILE
 _LONG = 8  # characters; shorter values are found in any text, so that only whole words are replaced
-_SHORTEST = 4
-"""Characters; shorter values are flags and numbers, and replacing them would blank all text."""
+_SHORTEST = 4  # characters; replacing shorter values would blank all text
 _FLAGS = {"true", "false", "none", "null"}  # as of HF_HUB_DISABLE_IMPLICIT_TOKEN
 # A password may have slashes in it, a user none.
 _IN_ADDRESS = re.compile(r"(?<=://)([^/@\s:]*:[^@\s]*|[^/@\s]+)(@[^/@\s]+)*(?=@)")
@@ -24,10 +23,9 @@ _IN_QUERY = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|signature)[\w.-]
 def redacted[T](value: T) -> T:
     """`value` with `***` for every secret in its texts, in lists and dictionaries as well.
 
-    Secrets are user and password of an address (`scheme://user:password@host`), signed parts of
-    its query, and the values of environment variables that are named like keys or passwords,
-    whatever they look like; of a value with several lines each line. Values shorter than 8
-    characters are replaced as whole words, those shorter than 4 stay.
+    Secrets are user and password of an address (`scheme://user:password@host`), signed parts of its
+    query, and each line of environment variables that are named like keys or passwords. Values
+    shorter than 8 characters are replaced as whole words, those shorter than 4 stay.
     """
     return _redacted(value, _any_of(_environment()))
 
@@ -44,7 +42,6 @@ def _redacted(value: Any, secrets: re.Pattern[str]) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _any_of(secrets: frozenset[str]) -> re.Pattern[str]:
-    """Pattern of each of them, in an address as well, where other characters stand for some."""
     written = secrets | {quote(secret, safe="") for secret in secrets}
     words = [_whole(word) for word in sorted(written, key=len, reverse=True)]
     return re.compile("|".join(words) or r"(?!)")

@@ -1,8 +1,7 @@
 """Checks of a composed configuration: every problem at once, each with the override that fixes it.
 
 First every knob by itself (`bounds`), then the rules between knobs (here) and those of the layout
-(`layout`), each read with the problems before it repaired. Needs no machine: a layout of 1024 ranks
-is checked anywhere.
+(`layout`), each read with the problems before it repaired. Needs no machine.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,7 @@ from phalanx.configs.arithmetic import batch_sizes
 from phalanx.configs.arithmetic.accounting import core_layers
 from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after
 from phalanx.configs.arithmetic.data_stages import is_number, stage_problems
-from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
 from phalanx.configs.inject import inject_problems
@@ -86,9 +84,7 @@ _NO_EFFECT = {
 """Further values that a dense model may have."""
 
 _BETA_OF_BF16 = 0.99
-_POSITIONS = 2**24
-"""Longest sequence: rotary embedding multiplies positions in fp32, which rounds whole numbers
-beyond."""
+_POSITIONS = 2**24  # longest sequence: rotary embedding rounds later positions, in fp32
 _OF_ALL = "a folder for all of a run is run.dir"
 
 
@@ -104,14 +100,13 @@ def validate(
     any_ranks: bool = False,
     laid_out: bool = True,
 ) -> None:
-    """Raise ConfigError with every problem of `cfg` on `world_size` ranks.
+    """Raise ConfigError with every problem of `cfg`, which stays as it is, on `world_size` ranks.
 
     Args:
-        cfg: stays as it is.
         world_size: ranks; `parallel.world_size`, where set, is laid out instead.
         experiment: that the command line took. On another number of ranks than its own all problems
             of the layout are one, whose overrides together give a layout, unless its own ranks have
-            all of them too.
+            them too.
         any_ranks: nothing is started, so that another number of ranks is as good a remedy.
         laid_out: False leaves out the problems of the layout, which is going to be another one.
     """
@@ -209,7 +204,6 @@ def _attention(cfg: Config) -> Iterator[str]:
 
 
 def _heads(cfg: Config) -> Iterator[str]:
-    """Heads that are turned in part, or normalised together."""
     a, at = cfg.model.attention, "model.attention"
     if a.kind == "gqa" and a.rotary_dim:
         if a.rotary_dim > a.head_dim:
@@ -341,7 +335,6 @@ def _blend(cfg: Config) -> Iterator[str]:
 
 
 def _documents(cfg: Config) -> Iterator[str]:
-    """Yield the problems of packed documents."""
     d, path = cfg.data, "data.document_mask"
     if d.document_mask and d.source == "synthetic":
         reason = "needs documents, and random tokens (data.source=synthetic) have none"
@@ -424,7 +417,6 @@ def _schedule(cfg: Config) -> Iterator[str]:
     wsd, warmup = o.schedule == "WSD", o.warmup_steps
 
     def knob(name: str, steps: int) -> tuple[str, float]:
-        """The knob of an end of the schedule, and its value for a number of steps."""
         if getattr(o, f"{name}_tokens"):
             tokens = samples_after(data, steps) * data.sequence_length
             return f"optim.{name}_tokens", float(tokens)
@@ -458,7 +450,6 @@ def _run(cfg: Config) -> Iterator[str]:
 
 
 def _recorded(cfg: Config) -> Iterator[str]:
-    """Routing that is written or read."""
     backend = cfg.kernels.backend
     if cfg.run.record_routing and expert_backend(backend).own_router:
         reason = f"is not possible with kernels.backend={backend}"
@@ -480,7 +471,6 @@ def _folders(cfg: Config) -> Iterator[str]:
 
 
 def _addresses(cfg: Config) -> Iterator[str]:
-    """Yield the problems of object stores."""
     for path in ("run.checkpoints", "run.resume"):
         value = get(cfg, path)
         if path == "run.checkpoints" and value and not is_address(value):

@@ -1,18 +1,21 @@
 """The public interface of the kernels: experts and routers for models of any framework.
 
-It imports torch alone, and no Megatron-Core. Names keep their meaning between minor versions; all
-others of `phalanx.kernels` may change.
+It imports torch alone. Names keep their meaning between minor versions; all others of
+`phalanx.kernels` may change.
 """
 
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.functional.choice import BackendChoice
-from phalanx.kernels.functional.experts import grouped_experts, grouped_experts_sorted
+from phalanx.kernels.functional.experts import (
+    grouped_experts,
+    grouped_experts_sorted,
+    resolve_backend,
+)
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
 from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
-from phalanx.kernels.functional.resolve import resolve_backend
 from phalanx.kernels.functional.router import RouterOptions, router_topk
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.registry import KernelUnavailable

@@ -1,4 +1,4 @@
-"""Predicates of `configs.tables.backends`: which implementation can run on a machine with a model.
+"""Predicates of `configs.tables.backends`: why an implementation cannot run here, or None.
 
 They depend on `Facts` alone and import no implementation.
 """
@@ -8,11 +8,14 @@ import torch
 from phalanx.configs import programs
 from phalanx.configs.formats import is_microscaling
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.kernels.core_attention.limits import unsupported_heads
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import (
+    COMBINE_SLOTS,
+    PLAN_EXPERTS,
+    Refusal,
+    unsupported_heads,
+    unsupported_width,
+)
 from phalanx.kernels.registry import Facts
-from phalanx.kernels.rms_norm.limits import unsupported_width
-from phalanx.kernels.sm90_limits import COMBINE_SLOTS, PLAN_EXPERTS
 
 
 def always(facts: Facts) -> Refusal:
@@ -72,7 +75,7 @@ def fa4(facts: Facts) -> Refusal:
 
 
 FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
-"""Requirement of `kernels.core_attention.fa4` and `kernels.rms_norm.quack`, as pip knows it."""
+"""Requirement of `kernels.core_attention.fa4` and `kernels.rms_norm.quack` for pip."""
 
 
 def quack(facts: Facts) -> Refusal:
@@ -146,7 +149,7 @@ def fused_experts(facts: Facts) -> Refusal:
 
 
 CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
-"""Requirement of `kernels.sm90`: its compiler, as pip knows it."""
+"""Requirement of `kernels.sm90`: its compiler, for pip."""
 
 
 def torch_experts(facts: Facts) -> Refusal:
@@ -177,8 +180,7 @@ def torch_experts_on_cpu(facts: Facts) -> Refusal:
     return "on a CPU slower than reference, which skips padding"
 
 
-_LOOPED_EXPERTS = 32
-"""Experts of a rank up to which, on a CPU, a loop over them costs less than rows of padding."""
+_LOOPED_EXPERTS = 32  # on a CPU, a loop over no more experts costs less than padding
 
 
 def sdpa(facts: Facts) -> Refusal:
@@ -208,7 +210,7 @@ def flex(facts: Facts) -> Refusal:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Short name of a dtype."""
+    """Name of a dtype, such as `bf16`."""
     return next((name for known, name in _SHORT.items() if known == dtype), str(dtype))
 
 

@@ -1,9 +1,9 @@
 """Compiled kernels on disk: an entry is a file of bytes under a name that identifies its content.
 
-The name (see `name_of`) decides when a kernel is recompiled; this module knows nothing about
-compilers or GPUs. Entries are written to a temporary file and renamed, and carry a checksum; a
-damaged one is rebuilt. Of several processes that miss an entry one builds it, the others wait for
-it. A folder that cannot be written costs compilations, never a run.
+The name (`name_of`) decides when a kernel is recompiled; this module knows nothing about compilers
+or GPUs. Entries are written to a temporary file and renamed, and carry a checksum; a damaged one is
+rebuilt. Of several processes that miss an entry one builds it, the others wait. A folder that
+cannot be written costs compilations, never a run.
 """
 
 import contextlib
@@ -33,8 +33,7 @@ _log = logging.getLogger(__name__)
 class Statistics:
     """Counters of this process."""
 
-    loaded: int = 0
-    """Entries found on disk, including those that another process built in the meantime."""
+    loaded: int = 0  # found on disk, also if another process built it meanwhile
     compiled: int = 0
     seconds: float = 0.0  # time spent compiling, or waiting for another process to compile
 
@@ -52,10 +51,7 @@ def statistics() -> Statistics:
 
 @contextlib.contextmanager
 def watched(on_lookup: Callable[[str], None]) -> Iterator[None]:
-    """Inside, call `on_lookup` with the label of each entry before its lookup.
-
-    A lookup may take a compilation.
-    """
+    """Inside, call `on_lookup` with an entry's label before its lookup, which may compile."""
     _WATCHING.append(on_lookup)
     try:
         yield
@@ -106,10 +102,7 @@ class Cache:
         self.folder, self.patience = folder, patience
 
     def fetch(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The entry `name`, or the result of `make`, which is then stored.
-
-        Raises whatever `make` raises.
-        """
+        """The entry `name`, or the result of `make`, which is then stored."""
         with self.claimed(name) as data:
             if data is None:
                 data = make()
@@ -118,10 +111,7 @@ class Cache:
 
     @contextlib.contextmanager
     def claimed(self, name: str) -> Iterator[bytes | None]:
-        """The entry `name`, or None: then the block builds it and calls `write`.
-
-        Meanwhile other processes that need it wait.
-        """
+        """The entry `name`, or None: then the block builds it and calls `write`; others wait."""
         for on_lookup in _WATCHING:
             on_lookup(name[: -len("-.o") - _DIGITS])
         data = self.read(name)
@@ -135,11 +125,10 @@ class Cache:
             _count(compiled=missed, loaded=1 - missed, seconds=time.monotonic() - start)
 
     def has(self, name: str) -> bool:
-        """True if an intact entry exists."""
         return self.read(name) is not None
 
     def read(self, name: str) -> bytes | None:
-        """The entry, or None if it does not exist or is not intact; the latter is logged."""
+        """The entry, or None if it does not exist or is not intact, which is logged."""
         path = self.folder / name
         try:
             content = path.read_bytes()
@@ -157,7 +146,6 @@ class Cache:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Store an entry; failures are only logged."""
         path = self.folder / name
         temporary = path.with_name(f".{name}.{secrets.token_hex(8)}")
         try:

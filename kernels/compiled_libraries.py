@@ -2,7 +2,7 @@
 
 `scripts/lab/release/build_wheel.py` links them from the objects of `jit.objects`, each with the
 functions through which an object calls CUDA (`runtime_calls.c`), which CuTe DSL has elsewhere. The
-CUDA runtime is the one that torch has loaded.
+CUDA runtime is that of torch.
 """
 
 import ctypes

@@ -19,17 +19,11 @@ def first_order(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """The op as a function that is differentiable once.
+    """The op as a function of the same arguments that is differentiable once.
 
-    Args:
-        op: result of `torch.library.custom_op`, to which the derivative is registered.
-        name: of the public function, for errors.
-        backward, setup_context: as `torch.library.register_autograd` takes them. Without them the
-            op is itself a derivative, and has none.
-
-    Returns:
-        Function of the op's arguments in their order. It raises RuntimeError for derivatives of
-        second order, and for those in forward mode.
+    It raises RuntimeError, with `name`, for derivatives of second order, and for those in forward
+    mode. `backward` and `setup_context` are those of `torch.library.register_autograd`; without
+    them the op is itself a derivative, and has none.
     """
 
     def refuse_second(ctx: Any, *_: Any) -> NoReturn:
@@ -83,12 +77,7 @@ def transformed() -> bool:
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
-    """Raise RuntimeError for derivatives other than those of torch.autograd, which alone works.
-
-    Args:
-        name: of the public function, for errors.
-        tensors: its differentiable arguments.
-    """
+    """Raise RuntimeError for derivatives of `tensors` other than those of torch.autograd."""
     if transformed():
         raise RuntimeError(
             f"{name} does not work inside of torch.func (grad, vjp, jacrev, vmap, jvp): use "

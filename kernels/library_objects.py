@@ -1,7 +1,6 @@
 """Kernels that libraries compile with CuTe DSL, as entries of `kernels.cache`.
 
-Kernels are exported with a host function for the processor that they are compiled on, which the
-names of entries therefore hold too.
+Exported kernels have a host function for this processor, which the names of entries hold too.
 """
 
 import contextlib
@@ -51,7 +50,6 @@ def loaded(data: bytes) -> Any:
 
 @functools.cache
 def _host() -> tuple[str, str]:
-    """Machine type and features of this processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -1,9 +1,9 @@
 """Which implementation of each op runs here, and why the better ones do not.
 
-A run resolves `kernels.*` of its config against the facts of this machine and model when it starts,
-and prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the
-first that can run, unless a later one is faster here, and reports what it passed over. Predicates
-depend on `Facts` alone and import nothing.
+A run resolves `kernels.*` of its config against the facts of machine and model when it starts, and
+prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the first
+that can run, unless a later one is faster here, and reports what it passed over. Predicates depend
+on `Facts` alone and import nothing.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from phalanx.configs.tables.backends import (
 )
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.kernels import compiled_libraries as libraries
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 
 
 def installed() -> frozenset[str]:
@@ -71,8 +71,7 @@ class Facts:
     ffn: int = 0  # F, width of one expert
     experts: int = 0  # L, experts of a rank
     slots: int = 0  # expert ids of a token: K, or with token rounding more
-    activation: str = ""
-    """Kind of the experts' activation (`configs.tables.activations`); empty is unknown and fits."""
+    activation: str = ""  # a key of `configs.tables.activations`; empty: unknown, fits
     activation_alpha: float = 1.702
     activation_limit: float = 0.0
     activation_offset: float = 0.0  # constants of the activation
@@ -81,13 +80,10 @@ class Facts:
     head_dim: int = 0  # channels of a query or key head
     v_dim: int = 0  # channels of a value head
     norms: tuple[int, ...] = ()  # channels that are normalised together, of each kind of norm
-    documents: bool = False
-    """Attention stops at the ends of documents inside a sequence (`data.document_mask`)."""
+    documents: bool = False  # attention stops at ends of documents (`data.document_mask`)
     context: int = 1  # context parallel size: above 1, attention sees fewer queries than keys
-    max_logits: bool = False
-    """The largest attention logits are measured (`optim.qk_clip`, `optim.max_logit_every`)."""
+    max_logits: bool = False  # `optim.qk_clip` or `optim.max_logit_every` need the largest logits
     packages: frozenset[str] = field(default_factory=installed)
-    """Optional packages that are installed here."""
     compiles: bool = field(default_factory=compiles)  # torch.compile is switched on
 
 
@@ -99,7 +95,7 @@ class Choice:
     backend: str
     reason: str
     passed_over: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Reasons why `auto` took none of the implementations before this one, by their names."""
+    """Reasons why `auto` took none of the implementations before, by their names."""
 
 
 class KernelUnavailable(ValueError):
@@ -125,15 +121,10 @@ _OPS = {
 
 
 def resolve(op: str, wanted: str, facts: Facts) -> Choice:
-    """Pick the implementation of `op`.
-
-    Args:
-        op: `grouped_mlp`, `attention`, `norm` or a mixer of `configs.tables.layers`.
-        wanted: a backend of the op, or `auto`.
-        facts: this machine and model.
+    """Pick the implementation of an op: of `grouped_mlp`, `attention`, `norm` or a mixer.
 
     Raises:
-        KernelUnavailable: `wanted` cannot run here.
+        KernelUnavailable: the backend `wanted` cannot run here; `auto` always can.
         ValueError: unknown op or backend.
     """
     if op not in _OPS:
@@ -157,12 +148,7 @@ def order(op: str) -> list[str]:
 
 
 def table(choices: Sequence[Choice], width: int = 96) -> str:
-    """The choices as aligned text with a heading; each clause of a reason starts a line.
-
-    Args:
-        choices: of `resolve`.
-        width: columns that no line exceeds.
-    """
+    """The choices as aligned text, at most `width` columns; each clause of a reason is a line."""
     heads = ("op", "backend", "reason")
     op, backend = (
         max([len(head), *(len(getattr(choice, head)) for choice in choices)]) for head in heads[:2]

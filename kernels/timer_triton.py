@@ -1,7 +1,7 @@
 """Waits on the GPU's clock, in Triton: what follows on a stream starts no earlier than a moment.
 
-A wait ends by itself, since the clock goes on, and takes one warp of one SM. Both kernels can be
-captured in a CUDA graph, whose replays read the clock anew.
+A wait ends by itself and takes one warp of one SM. Both kernels can be captured in a CUDA graph,
+whose replays read the clock anew.
 """
 
 import torch
@@ -33,11 +33,9 @@ def stamp(device: torch.device) -> Tensor:
 
 
 def wait_after(stamp: Tensor, seconds: float) -> None:
-    """Have the current stream wait until `seconds` have passed since a `stamp`, which it uses up.
+    """Have the current stream wait until at most 2 `seconds` have passed since a `stamp`.
 
-    Args:
-        stamp: int64 [1].
-        seconds: at most 2.
+    It overwrites the stamp, int64 [1].
     """
     if not 0 <= seconds <= 2:
         raise ValueError(f"a wait of {seconds} s: at most 2 s fit")

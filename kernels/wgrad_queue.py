@@ -1,19 +1,17 @@
 """Weight gradients that wait until a backward pass has sent what others need, or for another pass.
 
-A pipeline stage computes the gradient of its input, sends it, and computes the gradients of its
-weights while it would wait for the next transfer (zero-bubble pipelines, arXiv 2401.10241). Without
-stages a layer sends the gradients of tokens to the ranks of these, and computes the gradients of
-its weights beside that exchange; those that it submits beside another exchange are computed there.
-Backward passes submit the work here; whoever runs the schedule opens a queue. Without an open queue
-work runs at once.
+A pipeline stage computes and sends the gradient of its input, and computes those of its weights
+while it would wait for the next transfer (zero-bubble pipelines, arXiv 2401.10241). Without stages
+a layer sends the gradients of tokens to their ranks, and computes those of its weights beside that
+exchange; those that it submits beside another exchange are computed there. Backward passes submit
+the work; whoever runs the schedule opens a queue. Without an open queue work runs at once.
 
-Work runs in the order in which it was submitted. All writes of a gradient buffer, and all that
-follows them, such as the reduction of the buffer, go through the queue, so that results are the
-same bit for bit.
+Work runs in the order of submission. All writes of a gradient buffer, and all that follows them,
+such as its reduction, go through the queue, so that results are the same bit for bit.
 
-A queue may also pair work: the gradients of two backward passes that go to the same parameters are
-then computed together, when the second one's turn has come, and their sums are rounded once for
-both (`PairedWork`). What is left without a partner runs alone.
+A queue may also pair work (`PairedWork`): the gradients of two backward passes for the same
+parameters are computed together when the second one's turn has come, and their sums are rounded
+once. What is left without a partner runs alone.
 """
 
 from collections import deque
@@ -35,11 +33,9 @@ class PairedWork(Protocol):
         """Parameters whose gradients it computes; at least one."""
         ...
 
-    def __call__(self) -> object:
-        """Run it alone."""
-        ...
+    def __call__(self) -> object: ...
 
-    def together(self, later: Any) -> object:
+    def run_with(self, later: Any) -> object:
         """Run it and work of a later backward pass for the same parameters."""
         ...
 
@@ -54,11 +50,10 @@ class Waiting(NamedTuple):
     """Events for which the work of a queue waits."""
 
     held: int | None = None
-    """Number of backward passes whose work may wait beyond a pipeline's transfer. As many as there
-    are stages before this one make the bubble smallest, and balance memory: an earlier stage saves
-    that many more micro-batches. None: work waits for no transfer."""
-    exchanges: bool = False
-    """Work waits for the next exchange of the backward pass; not with `held`."""
+    """Number of backward passes whose work may wait beyond a pipeline's transfer; None: no work
+    waits for one. As many as there are stages before this one make the bubble smallest, and
+    balance memory: an earlier stage saves that many more micro-batches."""
+    exchanges: bool = False  # for the next exchange of the backward pass; not with `held`
     pairs: bool = False  # work that can be paired waits for a partner
 
 
@@ -72,18 +67,14 @@ class WgradQueue:
         self.waiting = waiting
         self._passes: deque[list[_Entry]] = deque()
         self._current: list[_Entry] = []
-        self._alone: dict[int, PairedWork] = {}
-        """Work without a partner yet, by the identity of each of its parameters."""
-        self.in_flight = 0
-        """Number of exchanges that work need not wait for: they have started, and not ended."""
+        self._alone: dict[int, PairedWork] = {}  # by identity of each parameter
+        self.in_flight = 0  # exchanges started and not ended: work need not wait
 
     @property
     def delays(self) -> bool:
-        """True if work of any kind waits."""
         return self.waiting.held is not None or self.waiting.exchanges
 
     def append(self, entry: _Entry) -> None:
-        """Add work of the current backward pass."""
         if self.delays and not self.in_flight:
             self._current.append(entry)
         else:
@@ -98,7 +89,6 @@ class WgradQueue:
             self._run_pass(self._passes.popleft())
 
     def run_all(self) -> None:
-        """Run all work."""
         while self._passes:
             self._run_pass(self._passes.popleft())
         self._run_pass(self._current)
@@ -121,7 +111,7 @@ class WgradQueue:
 
     def _pair(self, work: PairedWork) -> None:
         if (earlier := self._take(id(work.parameters[0]))) is not None:
-            earlier.together(work)
+            earlier.run_with(work)
         else:
             self._alone |= {id(parameter): work for parameter in work.parameters}
 
@@ -138,8 +128,7 @@ class WgradQueue:
         return work
 
 
-_open: WgradQueue | None = None
-"""One for the process: backward passes run on a thread of autograd's."""
+_open: WgradQueue | None = None  # one for the process: autograd has threads
 
 
 def delays() -> bool:
@@ -148,11 +137,9 @@ def delays() -> bool:
 
 
 def submit(work: Work, follows: Iterable[Tensor] = ()) -> None:
-    """Run `work`, or leave it to the open queue.
+    """Run `work`, which is not to be paired, or leave it to the open queue.
 
-    Args:
-        work: not to be paired.
-        follows: parameters whose gradients, as far as they were submitted, are computed before.
+    Gradients of the parameters in `follows`, as far as they were submitted, are computed before.
     """
     if _open is None:
         work()
@@ -175,7 +162,7 @@ def run_all() -> None:
 
 
 def waits_for_exchange() -> bool:
-    """True if work of the open queue waits for the next exchange of the backward pass."""
+    """True if work waits for the next exchange of the backward pass."""
     return _open is not None and _open.waiting.exchanges
 
 

@@ -25,16 +25,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.formats import fp8_row, width
-from phalanx.configs.schema import Config, MoEConfig
-from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import expert_backend
-from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.main_grad import facts_of
 from phalanx.kernels.expert_mlp.mlp_spec import ChannelOrder, MLPSpec, MLPWeights
-from phalanx.kernels.parameter_facts import facts_of
-from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
-from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.transport_class import Received
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 
 _CHECKPOINT_NAMES = {
@@ -43,13 +37,6 @@ _CHECKPOINT_NAMES = {
     "w2": "linear_fc2.weight",
     "b2": "linear_fc2.bias",
 }
-
-
-def activation_of(moe: MoEConfig) -> Activation:
-    """Activation of all MLPs of a model."""
-    return Activation(
-        moe.activation, moe.activation_alpha, moe.activation_limit, moe.activation_offset
-    )
 
 
 class Experts(MegatronModule):
@@ -146,7 +133,7 @@ class Experts(MegatronModule):
                 if memory.offloads("expert_h")
                 else None,
                 experts=received.experts,
-                stays=received.stays,
+                inputs_persist=received.inputs_persist,
             )
 
     def sharded_state_dict(
@@ -215,41 +202,3 @@ def _in_runs(
         return torch.cat(runs).view(parameter.shape)
 
     return ShardedTensorFactory(canonical.key, parameter, build, merge, canonical.replica_id)
-
-
-def saved_tensors(cfg: Config, counts: TokenCounts, *, fp8: bool) -> SavedTensors:
-    """Saved bytes of the experts of a layer in FP8 or not: h, and the plan of the rows.
-
-    The inputs are saved by the dispatcher or by the norm before the router.
-    """
-    return {"expert_h": h_bytes(cfg, counts, fp8=fp8), "moe": 8 * counts.rows}
-
-
-def h_bytes(cfg: Config, counts: TokenCounts, *, fp8: bool) -> int:
-    """Bytes of the first projection of all expert rows."""
-    e, parts = cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
-    if fp8 and cfg.precision.hidden == "fp8":
-        return counts.rows * fp8_row(parts * e.ffn, parts)
-    return counts.rows * width(cfg) * parts * e.ffn
-
-
-def backward_bytes(cfg: Config, counts: TokenCounts, local: int) -> int:
-    """Peak of the backward pass of `local` experts, over its steps in their order."""
-    m, e, k = cfg.model, cfg.model.moe, cfg.kernels
-    parts, element = ACTIVATIONS[e.activation].halves, width(cfg)
-    row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
-    fused, facts = k.gradient_accumulation_fusion, expert_backend(k.backend)
-    grads = 0 if fused and facts.joint_placeholder else local
-    w1, w2 = (grads * n * m.hidden * e.ffn * element for n in (parts, 1))
-    dh, tokens = parts * row_f, counts.received * m.hidden * element
-    copies = int(not facts.fuses_gather)  # gathered rows, bf16 weight gradients
-    # In FP8 all operands of weight gradients are transposed while x's gradient is live.
-    transposed = row_f + row_d if saves_fp8_inputs(cfg) and facts.fuses_gather else 0
-    dw2 = 0 if fused else w2
-    return max(
-        copies * row_d + row_f + dh + row_f * copies,
-        copies * (row_d + w2) + dh + row_f,
-        copies * (row_d + w1) + dh + dw2,
-        dh + row_d + tokens + transposed + (w1 + w2 if dw2 else 0),
-        tokens + w1 + w2,  # placeholders for autograd, or gradients
-    )

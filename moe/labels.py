@@ -1,9 +1,8 @@
-"""Number of labels that count in a step.
+"""Number of labels that count in a step, and the losses that are divided by it.
 
 A loss is the sum over the labels of the global batch that count, divided by their number, however
-the batch is split into micro-batches and over ranks. The number is known on the device before the
-first micro-batch: gradients are right from the start, of the magnitude that they have without
-masks, and need no pass that divides them. Without masks it is a constant.
+the batch is split. The number is known on the device before the first micro-batch: gradients are
+right from the start and need no pass that divides them. Without masks it is a constant.
 
 Megatron-Core averages the results of micro-batches and ranks. Each returns its sum divided by the
 mean number of labels of a micro-batch of a rank: the mean of these is the sum over all labels
@@ -64,3 +63,42 @@ def _number(batch: Batch, kinds: int) -> Tensor:
         mask_BS = mask_BS.roll(-1, 1) & continues_BS
         numbers.append(mask_BS.sum())
     return torch.stack(numbers)
+
+
+def mean_loss(
+    loss_BS: torch.Tensor,
+    mean: torch.Tensor,
+    mask_BS: torch.Tensor | None = None,
+    ahead: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
+
+    Args:
+        loss_BS: loss of each token; with a mask in any shape of the same size.
+        mean: mean number of labels of a micro-batch of a rank, by which the sum is divided; the
+            count is 1.
+        mask_BS: tokens that count, bool; None counts all.
+        ahead: losses of multi-token prediction, for the report.
+    """
+    loss_BS = loss_BS.float()
+    total = (loss_BS if mask_BS is None else loss_BS.view(mask_BS.shape) * mask_BS).sum() / mean
+    report = {"loss": total.detach().clone()}  # Megatron-Core divides in place
+    if ahead:
+        report["ahead"] = torch.stack(list(ahead))
+    return total, torch.ones((), dtype=torch.int32, device=loss_BS.device), report
+
+
+def sample_losses(
+    loss_BS: torch.Tensor,
+    mean: torch.Tensor,
+    mask_BS: torch.Tensor | None = None,
+    ahead: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """`mean_loss` with `samples` in the report.
+
+    They are, fp32 [2, B], the sum of each sample's losses on this rank, and its labels that count.
+    """
+    total, count, report = mean_loss(loss_BS, mean, mask_BS, ahead)
+    mask_BS = torch.ones_like(loss_BS, dtype=torch.bool) if mask_BS is None else mask_BS
+    loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
+    return total, count, report | {"samples": torch.stack((loss_BS.sum(1), mask_BS.sum(1)))}

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from phalanx.configs.schema import MoEConfig
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
 from phalanx.moe.experts import Experts
 from phalanx.moe.router.router import Router
 from phalanx.moe.shared_experts import SharedExperts
@@ -33,8 +33,7 @@ from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import LoadCounts
-from phalanx.parallel.dispatcher.transport_class import Transport
+from phalanx.parallel.dispatcher.transport_class import LoadCounts, Transport
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
@@ -58,6 +57,10 @@ class MoEOptions:
     """Counts of the transports of any rank in the load statistics."""
     fp8_dense: bool = True
     """Shared experts, dense MLPs and projections use the recipe of the routed experts."""
+
+    def with_recipe(self, recipe: Recipe | None, *, dense: bool) -> "MoEOptions":
+        """A copy with a recipe, which linear layers beside the experts have if `dense`."""
+        return replace(self, spec=replace(self.spec, recipe=recipe), fp8_dense=dense)
 
     @property
     def dense(self) -> MLPSpec:
@@ -120,7 +123,9 @@ class MoE(MoELayer):
             connections=options.connections,
         )
         # If nothing is sent back, the last kernel of fused experts adds what combine would.
-        self._adds = options.spec.facts.adds_in_combine and not self.dispatcher.sends_back
+        self._combine_in_experts = (
+            options.spec.facts.adds_in_combine and not self.dispatcher.sends_back
+        )
         self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)
         if moe.shared_ffn:
             self.shared_experts = SharedExperts(
@@ -184,10 +189,10 @@ class MoE(MoELayer):
 
         # 3. The weighted sum of this rank's experts for every received token. The fused experts add
         # shared experts and residual as well, if there is nothing to combine.
-        added = _addends(shared_fc2, residual_TD) if self._adds else ()
+        added = _addends(shared_fc2, residual_TD) if self._combine_in_experts else ()
         with record_function("moe/experts"):
             out_ND = self.experts(received, added, memory)
-        if self._adds:
+        if self._combine_in_experts:
             return out_ND.view_as(hidden_SBD)
 
         # 4. Rows go back, and those of a token are added, with shared experts and residual.

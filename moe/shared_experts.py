@@ -17,8 +17,8 @@ from torch.profiler import record_function
 
 from phalanx.kernels.expert_mlp.dense_mlp import DenseFc1, dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
-from phalanx.moe.model.dense_mlp import uses_expert_kernels
-from phalanx.parallel.megatron.gathered import gathered
+from phalanx.moe.model.kernel_facts import uses_expert_kernels
+from phalanx.parallel.megatron.param_gather import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
@@ -27,7 +27,6 @@ MEGATRON = partial(
     SharedExpertMLP,
     submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
 )
-"""Megatron-Core's shared experts over its own linear layers."""
 
 
 class SharedExperts(SharedExpertMLP):
@@ -35,17 +34,12 @@ class SharedExperts(SharedExpertMLP):
 
     Parameters and checkpoints are the same. Where `uses_expert_kernels` says no, Megatron-Core
     computes all of it in the second part, its GEMMs by the recipe.
-
-    Args:
-        spec: kernels and recipe.
-        kwargs: arguments of Megatron-Core's class.
     """
 
     def __init__(self, *, spec: MLPSpec, **kwargs: Any) -> None:
         super().__init__(submodules=MEGATRON.keywords["submodules"], **kwargs)
         ffn = self.config.moe_shared_expert_intermediate_size
-        self.spec = for_widths(spec, ffn)
-        """Kernels and recipe where the MLP is computed in two parts."""
+        self.spec = for_widths(spec, ffn)  # where the MLP is computed in two parts
         self._splits = uses_expert_kernels(spec, ffn=ffn, tensor=self.tp_group.size(), bias=False)
         if spec.recipe is not None and not self._splits:
             compute_by(spec, self)

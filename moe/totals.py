@@ -35,18 +35,17 @@ class Totals(NamedTuple):
     """Totals of a step over all ranks, identical on every rank."""
 
     loss: float  # mean over all labels of the global batch that count; NaN without one
-    mtp_loss: float
-    """Mean loss of the tokens further ahead, mean over distances; NaN without any label."""
+    mtp_loss: float  # of the tokens further ahead, mean over distances; NaN without any label
     labels: int  # number of labels of the global batch that count, for the next token
     norm: float  # gradient norm before clipping; 0 without gradients
     stopping: bool  # a rank was asked to stop
     reruns: tuple[Growth, ...]  # enlarged capacities, for each of which the step was rerun
-    late_R: Tensor  # seconds that each rank took until its device had the step: fp64, on the host
+    ready_seconds_R: (
+        Tensor  # seconds that each rank took until its device had the step: fp64, on the host
+    )
     load: Tensor
-    """Table of the routers since the last reset (`balance.Collector.read`); empty without
-    gradients."""
-    max_logits: Tensor
-    """Largest attention logit of each layer, fp64, on the host; -inf if not measured."""
+    """Table of the routers since the last reset; empty without gradients."""
+    max_logits: Tensor  # of each layer, fp64, on the host; -inf if not measured
 
 
 def unpack(read: Tensor) -> tuple[list[float], list[float], Tensor]:
@@ -65,12 +64,11 @@ def totals_of(
         sums: numbers of `Sums`, in their order.
         rest: fp64 [R + load + layers], on the host.
         reruns: enlarged capacities of the step.
-        ranks: R.
         layers: number of layers with a largest logit; 0 if there are none in the tensor.
     """
     loss, with_loss, mtp_loss, labels, stopping, squares = sums
     count = round(labels / with_loss)
-    late_R, load, max_logits = rest.split([ranks, len(rest) - ranks - layers, layers])
+    ready_seconds_R, load, max_logits = rest.split([ranks, len(rest) - ranks - layers, layers])
     return Totals(
         loss=loss / with_loss if count else math.nan,
         mtp_loss=mtp_loss / with_loss,
@@ -78,7 +76,7 @@ def totals_of(
         norm=math.sqrt(squares),
         stopping=stopping > 0,
         reruns=reruns,
-        late_R=late_R,
+        ready_seconds_R=ready_seconds_R,
         load=load,
         max_logits=max_logits,
     )

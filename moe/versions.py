@@ -10,7 +10,6 @@ _PACKAGES = (
     *("torch", "megatron-core", "nvidia-cutlass-dsl", "transformer-engine", "triton", "numpy"),
     *("flash-attn-4", "quack-kernels", "fla-core", "emerging-optimizers", "nvidia-cudnn-frontend"),
 )
-"""Packages whose versions affect the results of a run."""
 
 
 def code() -> tuple[str, bool]:

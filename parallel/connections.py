@@ -1,9 +1,8 @@
 """Memory that ranks share, with one owner in each process and a lifetime.
 
-A `Runtime` owns those of its process, and whoever builds transports passes them on. The memory has
-to go before the process groups that made it, which end with the runtime. It never goes by itself: a
-process that ends after its device has failed could not free it, and an error in a destructor would
-end it without a word.
+A `Runtime` owns those of its process, and whoever builds transports passes them on. The memory goes
+before the process groups that made it, and never by itself: a process whose device has failed could
+not free it, and an error in a destructor would end it without a word.
 """
 
 import gc
@@ -19,8 +18,7 @@ class Connected(Protocol):
     def begin(self) -> None:
         """Barrier of all ranks on their streams, where the resource needs one."""
 
-    def release(self) -> None:
-        """Free the memory, though something may still refer to this."""
+    def release(self) -> None: ...
 
     def missing(self) -> str:
         """Error text on the rank that a wait timed out for; empty if none did."""
@@ -44,17 +42,14 @@ class Connections:
         return len(self._resources)
 
     def get[C: Connected](self, key: Hashable, make: Callable[[], C]) -> C:
-        """The resource of a key, created at the first call, by all ranks of a group together."""
+        """Connections with resources of this process, kept alive until their release."""
         if key not in self._resources:
             self._resources[key] = make()
             self.unreleased.add(self)
         return cast(C, self._resources[key])
 
     def begin(self) -> None:
-        """Call `Connected.begin` of all.
-
-        Captured first in a CUDA graph, whose exchanges need not fill all buffers at its end.
-        """
+        """Call `begin` of all: first in a captured graph, at whose end buffers may be half full."""
         for resource in self._resources.values():
             resource.begin()
 
@@ -62,11 +57,8 @@ class Connections:
         """Free the memory of all resources, in the order of creation.
 
         Graphs captured with them must not be replayed any more. It waits for this rank's work but
-        for no other rank, which may be dead. A rank that still writes, because it was interrupted
-        in a step, does no harm: the memory itself is freed with the last mapping of it.
-
-        Raises:
-            RuntimeError: the device has failed, so that its memory cannot be freed.
+        for no other rank, which may be dead. A rank that still writes does no harm: the memory
+        itself is freed with the last mapping of it. Raises RuntimeError if the device has failed.
         """
         if not self._resources:
             return
@@ -77,5 +69,4 @@ class Connections:
         gc.collect()  # a layer's last call may refer to them in a cycle
 
     def missing(self) -> str:
-        """Error text on the rank that a wait timed out for; empty if none did."""
         return next((text for c in self._resources.values() if (text := c.missing())), "")

@@ -1,14 +1,12 @@
 """A training step as two CUDA graphs: from tokens to reduced gradients, and the update.
 
-The host reads the totals of the step between them, and decides whether there is an update.
+Between them the host reads the totals of the step and decides whether there is an update. The first
+steps run eagerly, which compiles every kernel and fills every cache; then the step is captured once
+and replayed with new inputs, bit for bit as an eager one: epochs and counters live on the device.
 
-The first steps run eagerly, which compiles and loads every kernel and fills every cache; then the
-step is captured once and replayed with new inputs. A replay does what the eager step does, bit for
-bit: nothing in it is decided by the host, epochs and counters live on the device.
-
-Capture asks for one stream: model, optimizer, first steps and the graph itself have to be on it,
-since autograd and Megatron-Core's wrapper remember where they were made (`own_stream`). Passes on
-other streams are branches that begin and end there.
+Capture asks for one stream (`own_stream`): model, optimizer, first steps and the graph have to be
+on it, since autograd and Megatron-Core's wrapper remember where they were made. Passes on other
+streams are branches that begin and end there.
 """
 
 import gc
@@ -22,17 +20,16 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from phalanx.configs.capture import WARM_STEPS
 from phalanx.parallel.fault.agreement import gather
 
 Inputs = list[dict[str, Tensor]]  # tensors of each micro-batch, by name
-WARM_STEPS = 2
 
 
 class CaptureFailed(RuntimeError):
-    """A step or an update cannot be captured, and nothing of it was computed.
+    """A step or an update (`work`) cannot be captured, and nothing of it was computed.
 
-    Raised on all ranks alike. The message is the first failing rank's error in one line, with the
-    line of code that raised it. `work` says what cannot be captured.
+    Raised on all ranks alike, with the first failing rank's error and its line of code.
     """
 
     def __init__(self, reason: str, work: str = "the step") -> None:
@@ -72,21 +69,17 @@ class StepGraph:
 
     @property
     def count(self) -> int:
-        """Number of graphs: 1 when the step has been captured, 0 before."""
         return int(self._graph is not None)
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of the captured step; 0 before."""
         return len(self._inputs)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Results of the step for `inputs`, whose shapes are those of the first call.
 
-        The tensor is the graph's own: the next call overwrites it.
-
-        Raises:
-            CaptureFailed: on all ranks, if one of them cannot capture the step.
+        The tensor is the graph's own: the next call overwrites it. Raises `CaptureFailed` on all
+        ranks.
         """
         if self._graph is None and self._warm < WARM_STEPS:
             self._warm += 1
@@ -115,7 +108,6 @@ class StepGraph:
 
     @property
     def pool(self) -> Any:
-        """Memory pool of the graph; None without a graph."""
         return None if self._graph is None else self._graph.pool()
 
     def _capture(self, inputs: Inputs) -> None:
@@ -146,10 +138,9 @@ class StepGraph:
 
 
 class UpdateGraphs:
-    """Calls of the update that follows a captured step, replayed from graphs.
+    """Calls of the update that follows a captured step, replayed from a graph for each decision.
 
-    There is a graph for each decision of the host. They share the memory pool of the step's graph,
-    since they never run at the same time.
+    They share the memory pool of the step's graph, since they never run at the same time.
     """
 
     def __init__(self) -> None:
@@ -158,7 +149,6 @@ class UpdateGraphs:
 
     @property
     def count(self) -> int:
-        """Number of graphs."""
         return len(self._graphs)
 
     def __call__(
@@ -171,14 +161,10 @@ class UpdateGraphs:
         """Update eagerly the first time, which compiles; later by a graph.
 
         Args:
-            decision: everything in the update that the host decides, but its numbers.
-            update: the update, which changes tensors in place. It calls `prepare`, but not while
-                it is captured.
+            decision: what the host decides in the update, but its numbers.
+            update: changes tensors in place; calls `prepare`, but not while it is captured.
             prepare: brings the numbers of this update to the device.
             pool: of the graph of the step, from which gradients come; None: an eager update.
-
-        Raises:
-            CaptureFailed: on all ranks, if one of them cannot capture the update.
         """
         if pool is None or decision not in self._seen:
             self._seen.add(decision)
@@ -201,11 +187,7 @@ class UpdateGraphs:
 def _captured[Result](
     work: Callable[[], Result], pool: Any, name: str
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Graph of `work`, called `name` in errors, on the current stream, and its result.
-
-    Raises:
-        CaptureFailed: on all ranks, if one of them cannot capture it.
-    """
+    """Graph of `work`, called `name` in errors, on the current stream, and its result."""
     graph, result, error = _attempted(work, pool)
     if isinstance(error, torch.OutOfMemoryError):
         raise error  # which nothing eager would spare
@@ -222,7 +204,6 @@ def _captured[Result](
 def _attempted[Result](
     work: Callable[[], Result], pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, Result | None, Exception | None]:
-    """Graph of `work` and its result; or why it cannot be captured."""
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     # Megatron-Core forks to these where ranks of a tensor group might draw. Transformer Engine's
@@ -254,7 +235,6 @@ def _attempted[Result](
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line, with the line of code that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first} ({Path(frame.filename).name}:{frame.lineno})"

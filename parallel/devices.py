@@ -27,7 +27,6 @@ def names() -> list[str]:
 
 
 def _ask() -> list[str]:
-    """The same, in this process, by CUDA's driver (cuda.h)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Room for checkpoints on the disk of a run folder, which is looked at before a run starts.
+"""Room for checkpoints on the disk of a run folder, looked at before a run starts.
 
 A checkpoint is complete before the one that it replaces is deleted, so that a run needs room for
 one more than it keeps. Quotas that the file system does not count as free space are not seen.
@@ -19,7 +19,7 @@ class Room(NamedTuple):
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user can write to the disk of a folder, or of the one that it will be in.
+    """Bytes that this user can write to the disk of a folder, which need not exist.
 
     None: the file system does not tell, as some of object stores. Raises OSError.
     """
@@ -31,15 +31,7 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def room(root: Path, keep_every: int) -> Room | None:
-    """Room in the folder of a run's checkpoints; None if the file system does not tell.
-
-    Args:
-        root: of the checkpoints; need not be there.
-        keep_every: `run.keep_every`.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Room in the folder of a run's checkpoints; None if the file system does not tell it."""
     if (free := free_bytes(root)) is None:
         return None
     unfinished = commit.with_suffix(root, ".tmp")
@@ -50,13 +42,7 @@ def room(root: Path, keep_every: int) -> Room | None:
 
 
 def saves(first: int, last: int, interval: int) -> int:
-    """Number of checkpoints that a run saves from step `first` to step `last`.
-
-    Args:
-        first: step that it goes on from.
-        last: its last step, which is always saved.
-        interval: `run.save_interval`.
-    """
+    """Number of checkpoints that a run saves from step `first` to step `last`."""
     if first >= last or interval < 0:
         return 0
     if not interval:

@@ -1,7 +1,6 @@
 """Megatron-Core's data parallel wrapper, optimizer, schedule and learning rate, as one object.
 
-The engine owns everything between "micro-batches in" and "parameters updated". It knows nothing of
-the model but its chunks, and nothing of the loss but the function that returns it.
+It knows nothing of the model but its chunks, and nothing of the loss but its function.
 """
 
 import math
@@ -33,17 +32,15 @@ from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels import wgrad_queue
-from phalanx.kernels.elementwise.square_sum import square_sum
-from phalanx.kernels.expert_mlp.fp8 import copies as fp8_copies
+from phalanx.kernels.elementwise.sums import square_sum
+from phalanx.kernels.expert_mlp import fp8
 from phalanx.parallel.learning_rate import Curve
-from phalanx.parallel.megatron import adam, patches, rescale
-from phalanx.parallel.megatron.averages import Averages
+from phalanx.parallel.megatron import adam, patches
 from phalanx.parallel.megatron.param_gather import ParamGather, gather_once
-from phalanx.parallel.megatron.updated import parts
+from phalanx.parallel.megatron.updated import Averages, Factors, after_updates, parts
 
 type RunUpdate = Callable[[Hashable, Callable[[], None], Callable[[], None]], None]
-"""Runs an update: from what the host decides in it, the update, and what brings its numbers to the
-device; see `parallel.cuda_graph.UpdateGraphs`."""
+"""Runs an update (`parallel.cuda_graph.UpdateGraphs`): decision, update, preparation."""
 
 
 class Diverged(RuntimeError):
@@ -54,13 +51,10 @@ class Engine:
     """Model chunks of this rank, ready to train.
 
     Args:
-        config: Megatron-Core's config that the chunks were built with.
         chunks: bare model chunks, already initialised. Weight decay spares vectors, biases and
             parameters with a true attribute `no_weight_decay`.
         parallel: overlap, optimizer sharding and gradient dtype.
         optim: kind of optimizer, the dtype of moments, and schedule.
-        steps: optimizer steps of the run.
-        device: where parameters live.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches.
         wgrads: events for which weight gradients wait.
     """
@@ -124,11 +118,9 @@ class Engine:
             patches.without_masters(settings)
         moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
         adam.install(moments, setup.kind, **setup.options())
-        self._clips_in_update = optim.moments == "bf16"
-        """`parallel.megatron.adam.AdamW` does with moments in bf16."""
+        self._clips_in_update = optim.moments == "bf16"  # so does AdamW with moments in bf16
         self._clip_coef = torch.ones((), device=device)
-        self._scales_gradients = False
-        """The update begins with a pass that clips the gradients."""
+        self._scales_gradients = False  # the update begins with a pass that clips
         self._rescales: Callable[[], bool] = lambda: False
         undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
         self.optimizer = get_megatron_optimizer(
@@ -160,23 +152,16 @@ class Engine:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def rescale_after_updates(
         self,
         parameters: Sequence[torch.Tensor],
-        factors: rescale.Factors,
+        factors: Factors,
         now: Callable[[], bool],
     ) -> None:
-        """Have updates followed by one of `parameters`: see `parallel.megatron.rescale`.
-
-        Args:
-            parameters: matrices or vectors.
-            factors: their factors; None changes none.
-            now: whether they are to change any after this step.
-        """
-        rescale.after_updates(self.optimizer, parameters, factors)
+        """Have updates followed by `after_updates` of `parameters`, if `now()` says so."""
+        after_updates(self.optimizer, parameters, factors)
         self._rescales = now
 
     def zero_grad(self) -> None:
@@ -187,7 +172,6 @@ class Engine:
         self._gather.invalidate()  # a graph gathers all parameters, whatever has before
 
     def abandon_step(self) -> None:
-        """Forget what a step that ended in an error has begun."""
         for chunk in self.chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.grad_reduce_handle = None
@@ -208,17 +192,15 @@ class Engine:
         Args:
             forward_step: (iterator, chunk) -> (output, loss function), as the schedules call it.
             batches: one iterator of micro-batches per chunk.
-            microbatches: micro-batches in the step.
             sequence: tokens in a sequence, whole.
             micro_batch: sequences in a micro-batch.
-            forward_only: validation.
 
         Returns:
             What the loss function reported, one dict per micro-batch; empty but on the last stage.
         """
         parameters = [p for module in self.modules for p in module.parameters()]
         queued = nullcontext() if forward_only else _queued(self._wgrads)
-        with fp8_copies.within_a_step(parameters), queued, self._gather.meanwhile():
+        with fp8.within_a_step(parameters), queued, self._gather.meanwhile():
             if self._overlapped is not None and not forward_only:
                 return self._overlapped(
                     forward_step,
@@ -262,14 +244,11 @@ class Engine:
         return total
 
     def step(self, norm: float | None = None, run: "RunUpdate | None" = None) -> float:
-        """Clip, update parameters and learning rate.
+        """Clip, update parameters and learning rate; returns the norm before clipping.
 
         Args:
             norm: global gradient norm, if `grad_squares` of this step has been read already.
             run: runs the update, as from a CUDA graph; None calls it.
-
-        Returns:
-            The global gradient norm before clipping.
 
         Raises:
             Diverged: the norm is not finite. Nothing was changed.
@@ -300,7 +279,6 @@ class Engine:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update parameters as the last `step` has decided."""
         if self._scales_gradients:
             for part in parts(self.optimizer):
                 if grads := [p.grad for p in part.get_parameters() if p.grad is not None]:
@@ -317,17 +295,14 @@ class Engine:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def train(self) -> None:
-        """Training mode of every chunk."""
         for chunk in self.chunks:
             chunk.train()
 
     def eval(self) -> None:
-        """Evaluation mode of every chunk."""
         for chunk in self.chunks:
             chunk.eval()
 
     def parameter_bytes(self) -> tuple[int, int]:
-        """(parameters of this rank, bytes of them)."""
         count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
         return sum(n for n, _ in count), sum(n * b for n, b in count)
 
@@ -342,7 +317,6 @@ def _queued(wgrads: wgrad_queue.Waiting) -> Iterator[None]:
 
 
 def _finalize(*given: Any, **named: Any) -> None:
-    """Complete the gradients of a step."""
     wgrad_queue.run_all()
     finalize_model_grads(*given, **named)
 

@@ -20,29 +20,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.derivatives import refuse_transforms
+from phalanx.kernels.elementwise.rows import as_int32
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.functional.arguments import (
-    check_channels,
-    check_choices,
-    check_device,
-    check_float,
-    check_parameters,
-)
 from phalanx.kernels.functional.choice import Problem, specification
-from phalanx.kernels.functional.experts import grouped_experts, operands
+from phalanx.kernels.functional.experts import grouped_experts, operands, resolve_backend
 from phalanx.kernels.functional.layouts import in_kernel_layout
+from phalanx.kernels.functional.module import ExpertParameters
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
     activation_named,
+    check_channels,
+    check_choices,
+    check_device,
+    check_float,
     check_module_options,
+    check_parameters,
     constants,
 )
-from phalanx.kernels.functional.parameters import ExpertParameters
-from phalanx.kernels.functional.resolve import resolve_backend
-from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
@@ -68,14 +65,11 @@ class ExpertParallelGroup:
     ranks of the job, each of which is in one such group; so is every method but `grow`.
 
     Args:
-        group: process group of gloo or NCCL; None: the whole job.
         transport: `symm`, which pushes tokens over NVLink (bf16, one host, Hopper), `hier`, which
             sends a token once to each node (groups over several), `alltoall`, which runs
             everywhere, or `auto`: the first of them that can run.
         capacity_factor: rows of a rank's buffers over the balanced load T * K. None: R, with which
             every row that could arrive has room.
-        dtype: dtype of tokens, on which the choice of the transport depends.
-        device: device of tokens; None: this process's GPU, or the CPU if it has none.
         comm_sms: SMs that `symm` takes for pushes beside the experts' kernels; 0: none beside them.
         timeout: seconds after which a wait for another rank in `symm` is an error.
 
@@ -152,19 +146,17 @@ class ExpertParallelGroup:
             x: [..., D], with as many tokens on every rank of the group.
             topk_idx: [..., K] ids of experts of all ranks; others count as none.
             topk_prob: [..., K] their weights, used in fp32.
-            w1: [L, 2F or F, D], of this rank's experts, as are the following.
-            w2: [L, D, F].
-            b1: [L, 2F or F].
-            b2: [L, D].
-            options: as `ExpertOptions` describes them.
+            w1: [L, 2F or F, D] of this rank's experts; w2 [L, D, F], b1 [L, 2F or F] and b2 [L, D]
+                too.
+            options: see `ExpertOptions`.
 
         Returns:
             [..., D] in x's dtype, under torch.autocast in that of autocast.
 
         Raises:
             TypeError: an option that does not exist.
-            ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option,
-                or kernels that cannot run here.
+            ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option, or
+                kernels that cannot run here.
         """
         check_choices(x, topk_idx, topk_prob)
         refuse_transforms("expert parallelism", x, topk_prob, w1, w2, b1, b2)
@@ -204,17 +196,11 @@ class ExpertParallelGroup:
         return dispatcher.combine(out_ND, received)
 
     def overflowed(self) -> bool:
-        """True if a layer of any rank lacked rows since the last call, so that tokens were dropped.
-
-        The host waits for the device.
-        """
+        """True if a layer of any rank lacked rows since the last call, for which the host waits."""
         return self.budget.exceeded(self.budget.record(self.group).tolist())
 
     def grow(self) -> None:
-        """After an overflow, enlarge the budget so that the same step fits, with some room.
-
-        Captured graphs have to be captured again.
-        """
+        """Enlarge the budget after an overflow, for the same step; recapture graphs."""
         if any(growth.between_nodes for growth in self.budget.grow()):
             self.connections.release()  # their buffers have the size of a node's blocks
 
@@ -258,15 +244,8 @@ class ExpertParallelMoE(ExpertParameters):
     the tokens of all ranks of the group, and are not to be averaged over it.
 
     Args:
-        group: what the layers share.
-        experts: E.
-        hidden: D.
-        ffn: F.
-        top_k: K.
         activation: its kind, or with constants an `Activation`.
-        bias: biases in both layers of the experts.
         device, dtype: of the parameters.
-        options: as `KernelOptions` describes them.
 
     Raises:
         ValueError: invalid sizes, or an unknown activation or recipe.
@@ -304,16 +283,7 @@ class ExpertParallelMoE(ExpertParameters):
     def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
         """Weighted sum of each token's experts, wherever they are; collective over the group.
 
-        Args:
-            x: [..., D], with as many tokens on every rank of the group.
-            topk_idx: [..., K] ids of experts of all ranks; others count as none.
-            topk_prob: [..., K] their weights, used in fp32.
-
-        Returns:
-            [..., D] in x's dtype, under torch.autocast in that of autocast.
-
-        Raises:
-            ValueError: shapes, dtypes or devices that do not fit, or kernels that cannot run here.
+        Arguments, result and errors are as in `ExpertParallelGroup.experts`.
         """
         return self.group.experts(
             x,
@@ -329,13 +299,9 @@ class ExpertParallelMoE(ExpertParameters):
 
     @property
     def resolved_backend(self) -> str:
-        """Backend of a call with tokens on the parameters' device and of their dtype.
+        """Backend of a call with tokens of the parameters' device, and dtype or autocast's.
 
-        Under torch.autocast the dtype is that of autocast. `resolve_backend` also says why it is
-        that one.
-
-        Raises:
-            ValueError: a backend that cannot run there.
+        `resolve_backend` also says why. Raises ValueError for one that cannot run there.
         """
         return resolve_backend(
             self.w1,
@@ -347,7 +313,6 @@ class ExpertParallelMoE(ExpertParameters):
         ).backend
 
     def extra_repr(self) -> str:
-        """Sizes and choices."""
         local, hidden, ffn = self.w2.shape
         return (
             f"experts={self.experts} ({local} of this rank), hidden={hidden}, ffn={ffn}, "

@@ -1,10 +1,10 @@
 """One run at a time in a run folder, on file systems that hosts share too.
 
-The lock is a file with the owner in it: host, process, since when. It appears by link(2), which
-exists or does not on NFS and Lustre as well. Its first line is a counter, which the owner's guard
-raises every `BEAT` seconds. Whether an owner lives is known by its process on the same machine, and
-otherwise by that counter alone: mtimes and clocks of other hosts are not compared, and contents are
-read through a new open, which NFS does not answer from its cache.
+The lock is a file with its owner: host, process, since when. It appears by link(2), which exists or
+does not on NFS and Lustre as well. Its first line is a counter, which the owner's guard raises
+every `BEAT` seconds. Whether an owner lives is known by its process on the same machine, otherwise
+by that counter alone: clocks of other hosts are not compared, and contents are read through a new
+open, which NFS does not answer from its cache.
 
 A dead owner's lock is replaced by one rename, by the process that holds the right to: a lock of the
 same kind with the dead owner's token in its name. So of many only one goes on.
@@ -80,12 +80,7 @@ def here() -> Owner:
 
 
 class Claim:
-    """An attempt to get a lock, in as many steps as it takes.
-
-    Args:
-        path: of the lock, in a folder that is there.
-        say: tells the user a line.
-    """
+    """An attempt to get a lock, in as many steps as it takes."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say, self.me = path, say, here()
@@ -96,9 +91,7 @@ class Claim:
     def step(self) -> bool:
         """Try to take the lock and return whether that succeeded; if not, retry in a moment.
 
-        Raises:
-            InUse: its owner lives.
-            OSError: the folder cannot be written.
+        Raises `InUse` if its owner lives, OSError if the folder cannot be written.
         """
         if _appears(self._path, self.me):
             return True
@@ -116,7 +109,6 @@ class Claim:
         return False
 
     def _is_still(self, seen: bytes, owner: Owner | None) -> bool:
-        """Return whether the lock has been unchanged for `DEAD` seconds, as this process saw it."""
         now = time.monotonic()
         if self._seen is None or _owner(self._seen) != owner:
             self._since = now
@@ -159,9 +151,7 @@ class Claim:
 def look(path: Path) -> str:
     """See whether a run has a lock, without taking it; a line if that cannot be known for sure.
 
-    Raises:
-        InUse: its owner lives.
-        OSError: it cannot be read.
+    Raises `InUse` if its owner lives, OSError if it cannot be read.
     """
     seen = _read(path)
     owner = _owner(seen) if seen is not None else None
@@ -191,10 +181,9 @@ class FolderLock:
         self._looked = _clock()
 
     def check(self) -> None:
-        """Costs a look at the file every `BEAT` seconds; to be called before anything is written.
+        """Raise `Taken` if the lock is another one's now; to be called before anything is written.
 
-        Raises:
-            Taken: this process did not run for long, and the lock is another one's now.
+        Costs a look at the file every `BEAT` seconds.
         """
         if _clock() - self._looked < BEAT:
             return
@@ -235,7 +224,6 @@ class Keeper:
                 os.close(handle)
 
     def release(self) -> None:
-        """The run has ended."""
         self._over.set()
         release(self._path, self._token)
         with suppress(OSError):
@@ -314,7 +302,6 @@ def _owner(contents: bytes) -> Owner | None:
 
 
 def _born(pid: int) -> int:
-    """-1 if there is no such process."""
     status = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(status[19]) if status and status[0] not in "ZX" else -1
 

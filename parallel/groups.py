@@ -32,7 +32,6 @@ class Groups:
 
     @property
     def data_rank(self) -> int:
-        """Rank among the replicas that read different samples."""
         return int(ps.get_data_parallel_rank())
 
     def table(self) -> str:
@@ -64,13 +63,12 @@ def create(
 ) -> Groups:
     """Build the process groups over the initialised world; replaces an earlier layout.
 
-    Their collectives have the world's own time limit, which comes after the watchdog's.
+    Their collectives have the world's time limit, after the watchdog's.
 
     Args:
         tensor, context, pipeline, virtual_pipeline, expert: sizes.
-        embedding_stages: pipeline stages that hold a copy of the word embedding, whose gradients
-            are summed over them: all that do, and no other, or copies drift apart or training
-            hangs. First and last by default.
+        embedding_stages: all pipeline stages that hold a copy of the word embedding and no other,
+            or copies drift apart or training hangs. First and last by default.
 
     Raises:
         ValueError: the sizes do not divide the world (configs.validate names the override).

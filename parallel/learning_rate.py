@@ -1,7 +1,6 @@
 """The learning rate over a run, by Megatron-Core's scheduler, and what resuming does to it.
 
-Where: the engine steps the scheduler before each update; the trainer asks for `change` once a
-checkpoint is loaded. Steps count optimizer steps from 1.
+Steps count optimizer steps from 1.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -49,7 +48,6 @@ class Curve:
 
     @classmethod
     def of(cls, optim: OptimConfig, steps: int) -> "Curve":
-        """Return the curve of a run of `steps`."""
         decay = max(optim.decay_steps or steps, 1)
         return cls(
             lr=optim.lr,
@@ -60,7 +58,6 @@ class Curve:
         )
 
     def scheduler(self, optimizer: Any, weight_decay: float = 0.0) -> OptimizerParamScheduler:
-        """Megatron-Core's, which sets the rates of all parameter groups of `optimizer`."""
         return _Scheduler(
             optimizer,
             init_lr=0.0,
@@ -80,23 +77,18 @@ class Curve:
         )
 
     def at(self, step: int) -> float:
-        """Learning rate of a step."""
         scheduler = self.scheduler(SimpleNamespace(param_groups=[]))
         scheduler.step(step)
         return float(scheduler.get_lr({}))
 
 
 def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> str:
-    """How a resumed run departs from the learning rate that it was on, and what keeps that.
+    """A line on how a resumed run departs from its learning rate, and what keeps that; or empty.
 
     Args:
         saved: configuration of the checkpoint, as a plain nested dict.
         optim: this run's optimizer, with warm-up and decay in steps.
-        steps: this run's length.
         done: steps done at the checkpoint.
-
-    Returns:
-        One line on the next step, whose learning rate is another one now; else empty.
     """
     known = understood(saved).values
     if "optim.lr" not in known or "run.steps" not in known or done >= steps:

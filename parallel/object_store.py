@@ -1,10 +1,9 @@
 """Objects of a store (S3 and all else that fsspec knows) by their addresses.
 
-For checkpoints (parallel.checkpoint.remote) and tokens (moe.data.remote_files). A store has no
-folders and no rename: one PUT of one object is whole or absent, and all that is built here rests on
-that alone. Nothing that a store lists is cached. Whatever goes wrong there is an OSError of one
-line, without secrets. Credentials are those that the store's own library finds: the environment,
-or its files. Imports neither torch nor, before an address is used, fsspec.
+A store has no folders and no rename: one PUT of one object is whole or absent, and all that is
+built here rests on that alone. Nothing that a store lists is cached. Whatever goes wrong is an
+OSError of one line, without secrets. Credentials are those that the store's own library finds.
+Imports neither torch nor, before an address is used, fsspec.
 """
 
 import errno
@@ -27,11 +26,11 @@ from phalanx.configs.redact import redacted
 CHUNK = 16 << 20  # bytes of one request of a longer read
 TOGETHER = 8  # requests of a longer read that are on their way at once
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds between attempts at what a run depends on, besides those of the store's library."""
+"""Seconds between attempts at what a run depends on, besides those of the library."""
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, ImportError, ValueError)
 _SAME_VERSION = ("s3fs", "gcsfs")
-"""Packages that are released together with fsspec, and need just its version."""
+"""Packages that need the version of fsspec that they are released with."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class Remote:
         return Remote(self.address.rpartition("/")[0])
 
     def resolve(self) -> "Remote":
-        """Itself: there are no links."""
         return self
 
     def objects(self) -> dict[str, Entry]:
@@ -83,7 +81,6 @@ class Remote:
         return {k.removeprefix(top): _entry(v) for k, v in found.items() if k.startswith(top)}
 
     def entry(self) -> Entry:
-        """Return the entry of the object itself."""
         with self._asked("read") as (fs, path):
             info = fs.info(path)
             if info["type"] != "file":
@@ -91,7 +88,6 @@ class Remote:
             return _entry(info)
 
     def is_file(self) -> bool:
-        """Return whether there is an object of this name."""
         try:
             self.entry()
         except FileNotFoundError:
@@ -99,7 +95,6 @@ class Remote:
         return True
 
     def is_dir(self) -> bool:
-        """Return whether there are objects below."""
         with self._asked("list") as (fs, path), suppress(FileNotFoundError):
             if any(fs.ls(path, detail=False)):
                 return not fs.isfile(path)
@@ -115,7 +110,6 @@ class Remote:
             fs.info(f"{path.rstrip('/')}/none")
 
     def exists(self) -> bool:
-        """Return whether there is an object or a folder of this name."""
         return self.is_file() or self.is_dir()
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
@@ -132,12 +126,10 @@ class Remote:
         return b"".join(parts)
 
     def write(self, data: bytes) -> None:
-        """Make or replace the object, at once."""
         with self._asked("write") as (fs, path):
             fs.pipe_file(path, data)
 
     def upload(self, file: Path) -> None:
-        """Make or replace the object with the contents of a file."""
         with self._asked("write") as (fs, path):
             fs.put_file(str(file), path)
 
@@ -176,8 +168,7 @@ class Refused(OSError):
         self.again = not isinstance(cause, _FINAL) and "Credentials" not in type(cause).__name__
 
 
-type Place = Path | Remote
-"""A folder of a file system, or a prefix of an object store."""
+type Place = Path | Remote  # a folder of a file system, or a prefix of an object store
 
 
 def place(text: str) -> Place:
@@ -217,8 +208,7 @@ def folder_argument(text: str) -> Path:
 def persist[T](work: Callable[[], T]) -> T:
     """`work()`, tried again for half a minute while the store does not answer as it should.
 
-    Raises:
-        OSError: of the last attempt, or of one that no other could mend.
+    Raises OSError of the last attempt, or of one that no other could mend.
     """
     for wait in WAITS:
         try:
@@ -236,13 +226,9 @@ def in_order[A, T](
 ) -> Iterator[Iterator[T]]:
     """`work` of each item in their order, some ahead of the one that is asked for.
 
-    A context, whose end waits for its threads: the garbage collector would otherwise do it, within
-    whatever thread it runs in, and hang where that one is itself being started.
-
-    Args:
-        work: may run in several threads.
-        items: all of them.
-        size: bytes of a result; no more than `TOGETHER` chunks, or one item, are held.
+    A context, whose end waits for its threads: the garbage collector would do it within whatever
+    thread it runs in, and hang where that one is being started. `work` runs in several threads; of
+    results, `size` bytes each, at most `TOGETHER` chunks, or one item, are held.
     """
 
     def results() -> Iterator[T]:
@@ -272,7 +258,6 @@ def _entry(info: dict[str, Any]) -> Entry:
 
 
 def _reason(error: Exception, address: str) -> str:
-    """One line, without secrets."""
     if isinstance(error, ImportError):
         return _missing(address.partition("://")[0])
     if isinstance(error, ValueError) and "Protocol not known" in str(error):
@@ -285,7 +270,6 @@ def _reason(error: Exception, address: str) -> str:
 
 
 def _missing(scheme: str) -> str:
-    """Return the package to install for addresses of a scheme."""
     import fsspec
     from fsspec.registry import known_implementations
 

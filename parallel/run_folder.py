@@ -16,15 +16,10 @@ from phalanx.parallel.folder_lock import NAME, Claim, FolderLock, InUse
 
 
 def lock(folder: Path, guard: Guard, say: Callable[[str], None]) -> FolderLock:
-    """Lock a run folder until this process ends, however it does; collective.
+    """Lock a run folder, which is created, until this process ends, however it does; collective.
 
-    Args:
-        folder: created.
-        guard: of this process.
-        say: tells the user a line, on rank 0.
-
-    Raises:
-        ValueError: a run that lives has it, or it cannot be written.
+    `say` tells the user a line, on rank 0. Raises ValueError if a run that lives has it, or it
+    cannot be written.
     """
     path = folder.absolute() / NAME
     claims: list[Claim] = []  # on rank 0
@@ -59,8 +54,7 @@ def lock(folder: Path, guard: Guard, say: Callable[[str], None]) -> FolderLock:
 def check_shared(folder: Path) -> None:
     """See on every host what rank 0 writes to a run folder, which is there; collective.
 
-    Raises:
-        ValueError: a host does not see it: the folder of this name is another one there.
+    Raises ValueError if the folder of this name is another one on a host.
     """
 
     def write() -> tuple[str, str]:

@@ -1,8 +1,7 @@
 """Rank, device, process group and determinism of a process.
 
 The launcher is torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT); without it the process is a world of one. `start()` is called once, before any model
-is built.
+MASTER_PORT); without it the process is a world of one.
 """
 
 import datetime
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron import cpu, weight_grad
-from phalanx.parallel.megatron.version import check_version
+from phalanx.parallel.megatron.imports import check_version
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Runtime:
     world: int
     local_rank: int
     device: torch.device
-    connections: Connections = field(default_factory=Connections)
-    """Memory shared with other ranks, until `stop`."""
+    connections: Connections = field(default_factory=Connections)  # shared with other ranks
 
     @property
     def is_main(self) -> bool:
@@ -41,16 +39,12 @@ class Runtime:
 
 
 def launcher_world() -> int:
-    """Ranks that the launcher started, 1 without a launcher."""
+    """Number of ranks that the launcher started, 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def device_here(local_rank: int) -> torch.device:
-    """The device of a rank; on a CPU with Megatron-Core's substitutes.
-
-    Raises:
-        ValueError: this host has no GPU for the rank.
-    """
+    """The device of a rank, on a CPU with Megatron-Core's substitutes; ValueError without a GPU."""
     if cpu.install():
         return torch.device("cpu")
     weight_grad.install()
@@ -71,10 +65,10 @@ def start(
 ) -> Runtime:
     """Join the job: device, process group, random state, Megatron-Core's substitutes.
 
+    Called once, before any model is built.
+
     Args:
-        seed: of Python, NumPy and torch; the same on every rank.
         timeout: seconds before a stuck collective raises.
-        deterministic: use deterministic algorithms only.
         met: called with the job's store as soon as there is one, before there are groups.
 
     Raises:
@@ -125,11 +119,7 @@ def start(
 
 
 def _meet(rank: int, world: int, limit: datetime.timedelta) -> dist.Store:
-    """The job's store, in rank 0 or its launcher.
-
-    Raises:
-        ValueError: its port is in use, or this rank cannot reach it.
-    """
+    """The job's store, in rank 0 or its launcher; ValueError: port in use, or no connection."""
     if world == 1 and "MASTER_ADDR" not in os.environ:
         return dist.TCPStore("localhost", 0, 1, is_master=True, timeout=limit)
     if lacking := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
@@ -156,7 +146,7 @@ _LAUNCH = (
 def stop(runtime: Runtime) -> None:
     """Leave the job: first the memory that ranks share, then the process groups that made it.
 
-    It waits for no other rank to free the memory, and destroys the groups in any case.
+    It waits for no other rank, and destroys the groups in any case.
     """
     try:
         runtime.connections.release()
@@ -168,8 +158,8 @@ def stop(runtime: Runtime) -> None:
 def end(runtime: Runtime) -> None:
     """Wait until no rank needs this process any more, which then ends with all that it holds.
 
-    NCCL takes four seconds to destroy the groups of a run (two H100s), and its peers may read this
-    rank's memory until the last collective is over on all of them.
+    NCCL takes four seconds to destroy a run's groups (two H100s), and peers may read this rank's
+    memory until the last collective is over.
     """
     if runtime.world == 1:
         return

@@ -1,8 +1,8 @@
 """Limits on what files from elsewhere may ask of memory: no more than their own bytes.
 
-Both formats of a checkpoint's plain objects let a file of a few bytes ask for gigabytes: a pickle
-names places of a table, which Python's reader makes as large as the highest of them, and an archive
-may be compressed. What `pickle` and `torch.save` write does neither.
+A file of a few bytes could ask for gigabytes: a pickle names places of a table, which Python's
+reader makes as large as the highest of them, and an archive may be compressed. What `pickle` and
+`torch.save` write does neither.
 """
 
 import io
@@ -16,8 +16,7 @@ _PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 def check_pickle(data: bytes) -> None:
     """Read a pickle without building anything.
 
-    Raises:
-        ValueError: it is damaged, or names a place that is beyond the number of its opcodes.
+    Raises ValueError if it is damaged, or names a place beyond the number of its opcodes.
     """
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name in _PUTS and int(argument or 0) > number:
@@ -26,9 +25,6 @@ def check_pickle(data: bytes) -> None:
 
 def check_archive(data: bytes | IO[bytes]) -> zipfile.ZipFile:
     """Open an archive of `torch.save`, whose members are as they are in memory.
-
-    Args:
-        data: of the archive, or a file that has nothing else in it.
 
     Raises:
         ValueError: a member is compressed, or members share bytes.

@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.kernels.cache import Cache, folder
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.scripts.output.reader import may_leave
 
 if TYPE_CHECKING:
-    from phalanx.kernels.core_attention.fa4_shipped import AttentionLayer
+    from phalanx.kernels.core_attention.fa4 import AttentionLayer
     from phalanx.kernels.rms_norm.quack_library import Rows
 
 
@@ -64,15 +64,14 @@ class Target:
 def targets(sizes: Sizes | None = None) -> list[Target]:
     """All kernels that the library can choose, in the same order in every process.
 
-    Args:
-        sizes: of one run; None: those of the models in configs/model.
+    `sizes` of one run; None: those of the models in configs/model.
     """
-    from phalanx.kernels.core_attention import fa4_shipped
+    from phalanx.kernels.core_attention import fa4
     from phalanx.kernels.rms_norm import quack_library
     from phalanx.kernels.sm90.jit import launch
     from phalanx.kernels.sm90.jit.shipped import SHIPPED, with_capabilities
 
-    layers, norms = sizes or Sizes(fa4_shipped.SHIPPED, quack_library.SHIPPED)
+    layers, norms = sizes or Sizes(fa4.SHIPPED, quack_library.SHIPPED)
     found = [
         Target(
             f"{kernel.__name__} {config}",
@@ -82,8 +81,8 @@ def targets(sizes: Sizes | None = None) -> list[Target]:
         for kernel, config in with_capabilities(SHIPPED)
     ]
     for layer in layers:
-        entries = partial(fa4_shipped.entries, layer)
-        found.append(Target(f"flash-attn-4 {layer}", entries, partial(fa4_shipped.build, layer)))
+        entries = partial(fa4.entries, layer)
+        found.append(Target(f"flash-attn-4 {layer}", entries, partial(fa4.build, layer)))
     for rows in norms:
         make = partial(quack_library.build, rows)
         found.append(Target(f"QuACK {rows}", partial(_entry, rows), make))
@@ -91,21 +90,17 @@ def targets(sizes: Sizes | None = None) -> list[Target]:
 
 
 def sizes_of(overrides: Sequence[str]) -> Sizes:
-    """Keys of the kernels that a run with these overrides launches.
-
-    Raises:
-        SystemExit: 2 after mistakes in the overrides, each on its own line on stderr.
-    """
+    """Keys of the kernels that a run with these overrides launches; SystemExit 2 after mistakes."""
     from phalanx.configs.load import from_argv
     from phalanx.kernels.registry import KernelUnavailable
-    from phalanx.moe.report.quiet import quiet
+    from phalanx.moe.report.console import quiet
 
     quiet()
     cfg = from_argv(["--check", *overrides])  # for the ranks of the run, not of this machine
     from phalanx.parallel.megatron.imports import importing_megatron
 
     with importing_megatron():
-        from phalanx.moe.compiled_shapes import attention_layers, norm_rows
+        from phalanx.moe.model.kernel_facts import attention_layers, norm_rows
     try:
         return Sizes(attention_layers(cfg), norm_rows(cfg))
     except KernelUnavailable as error:
@@ -126,10 +121,7 @@ def _build(build: Callable[..., object], kernel: Any, config: Any, cache_folder:
 
 
 def build(number: int, sizes: Sizes | None, cache_folder: Path) -> tuple[float, str]:
-    """Build `targets(sizes)[number]` in a worker process, which imports the compiler once.
-
-    Returns seconds, and the error or an empty string.
-    """
+    """Build `targets(sizes)[number]` in a worker process; returns seconds, and the error or ""."""
     started, why = time.monotonic(), ""
     try:
         targets(sizes)[number].build(cache_folder)
@@ -139,7 +131,6 @@ def build(number: int, sizes: Sizes | None, cache_folder: Path) -> tuple[float, 
 
 
 def reason(error: BaseException) -> str:
-    """An error as one line, without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"

@@ -154,7 +154,6 @@ def _conclude(args: argparse.Namespace, cluster: "Cluster", *, shown: bool) -> i
 
 
 def _emit(text: str) -> None:
-    """Tell the user and the launcher."""
     print(text, file=sys.stderr, flush=True)
     launcher.tell(text)
 

@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Command-line parser."""
     top = programs.parser("checkpoint", (__doc__ or "").splitlines()[0])
     commands = top.add_subparsers(required=True, metavar="list | verify | inspect | average")
     one = "of a checkpoint, or of a run: "
@@ -122,8 +121,7 @@ def list_run(folder: Place) -> Iterator[str]:
 def verify(folder: Place) -> Iterator[str]:
     """Read all files of one checkpoint or of all checkpoints of a run.
 
-    Raises:
-        Invalid: files differ from their checksums; raised after all have been read.
+    Raises Invalid if files differ from their checksums, after all have been read.
     """
     paths = _meant(folder)
     problems = []

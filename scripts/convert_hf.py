@@ -79,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser(
         "convert_hf",
         "Convert between Hugging Face safetensors and checkpoints.",
@@ -128,7 +127,6 @@ def _tokens(p: argparse.ArgumentParser, replaced: str) -> None:
 
 
 def _ids(text: str) -> list[int]:
-    """Ids of an option; an empty list for `none`."""
     try:
         return [] if text == "none" else [int(word) for word in text.split(",")]
     except ValueError:
@@ -136,7 +134,6 @@ def _ids(text: str) -> list[int]:
 
 
 def special_tokens(args: argparse.Namespace) -> dict[str, int | list[int] | None]:
-    """Special tokens that the options name."""
     options_ = {name: getattr(args, name) for name in TOKENS}
     return {
         name: ids[0] if len(ids) == 1 else ids or None
@@ -164,7 +161,6 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Export one checkpoint."""
     import torch
 
     from phalanx.moe.hf.convert import export_checkpoint
@@ -192,12 +188,10 @@ def export(args: argparse.Namespace) -> None:
 
 
 def configured(determined_knobs: dict[str, Any], option: str | None) -> tuple[Config, list[str]]:
-    """A configuration with the knobs `found` below `model.`, and the overrides that produce it.
+    """A configuration with the determined knobs below `model.`, and the overrides that produce it.
 
-    Args:
-        found: knobs that a Hugging Face folder determines.
-        option: option of configs/model for the other knobs; default: the nearest one, of the same
-            family if there is one, with the fewest other values.
+    `option` of configs/model has the other knobs; by default the nearest one, of the same family if
+    there is one, with the fewest other values.
     """
     candidates = []
     for name in [option] if option else options("model"):
@@ -229,12 +223,7 @@ def _option(name: str) -> Config:
 
 
 def training_notes(cfg: Config, determined_knobs: dict[str, Any]) -> str:
-    """Lines on training knobs that config.json sets, and on those that are left to the user.
-
-    Args:
-        cfg: configuration of a run from the import, without further overrides.
-        found: knobs that the Hugging Face folder determines.
-    """
+    """Lines on training knobs that config.json sets, and on those that are left to the user."""
     losses = [
         f"model.{knob}" for knob in determined_knobs if knob in BALANCING and determined_knobs[knob]
     ]
@@ -263,10 +252,9 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def bars() -> Iterator[Callable[..., Advance]]:
-    """Progress bars on stderr, one at a time.
+    """Progress bars on stderr, one at a time, as two would move the cursor.
 
-    Each appears with its first progress and is closed when the next one appears, as two at a time
-    would move the cursor.
+    Each appears with its first progress and is closed when the next one appears.
     """
     with ExitStack() as open_one:
 

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.moe.data.sidecars import check_pair, sidecars
 from phalanx.moe.data.text_rows import read_keys
 from phalanx.moe.data.tokenizer.encoder import PLAIN, listed
+from phalanx.moe.data.tokenizer.special_tokens import check_pair, sidecars
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
-from phalanx.moe.text.table import aligned
+from phalanx.moe.text import aligned
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.reader import may_leave
 
@@ -47,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = command.parser("evaluate", __doc__, PLAIN)
     add = p.add_argument
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
@@ -77,11 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Print a row for each file, and one for all of them.
-
-    Raises:
-        ValueError, CheckpointError, OSError: reported by `report_errors`.
-    """
+    """Print a row for each file, and one for all of them; `report_errors` tells errors."""
     positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
     if args.json and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
@@ -139,7 +134,6 @@ def _batch_on_cpu(context: int) -> int:
 
 
 def table(scores: dict[str, "Score"]) -> str:
-    """A row for each file, and one for all if there are several."""
     rows = [["file", "tokens", "bytes", "loss", "perplexity", "bits/byte"]]
     entries = list(scores.items())
     if len(scores) > 1:

@@ -69,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("plot_run", __doc__)
     add = p.add_argument
     add("run", type=folder_argument, metavar="RUN", help="folder of a run, or its metrics.jsonl")
@@ -85,11 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chosen(records: list[Record], path: Path, steps: list[int] | None) -> list[Record]:
-    """The records from the first to the last of `steps`.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The records from the first to the last of `steps`, or ValueError."""
     values = [r for r in records if steps is None or steps[0] <= r["step"] <= steps[1]]
     if not records:
         raise ValueError(f"{path} has no steps: give the folder of a run that has logged some")
@@ -124,10 +119,7 @@ def hosts(folder: Path) -> dict[str, str]:
 def summary(records: list[Record], spent: list[dict[str, float]], names: dict[str, str]) -> str:
     """Newest step, loss and rate, goodput, and a row for each late rank.
 
-    Args:
-        records: of the steps.
-        spent: seconds by kind until each line of the run.
-        names: host of each rank.
+    `spent`: seconds by kind until each line of the run; `names`: host of each rank.
     """
     losses, rates = series(records, "loss"), series(records, "tokens_per_second_per_gpu")
     rows = [f"steps {records[0]['step']} to {records[-1]['step']}"]
@@ -155,7 +147,6 @@ def summary(records: list[Record], spent: list[dict[str, float]], names: dict[st
 
 
 def series(records: list[Record], key: str) -> dict[int, float]:
-    """Finite values of a number, by step."""
     values = {r["step"]: r[key] for r in records if isinstance(r.get(key), int | float)}
     return {step: value for step, value in values.items() if math.isfinite(value)}
 
@@ -164,11 +155,7 @@ def series(records: list[Record], key: str) -> dict[int, float]:
 
 
 def plot(records: list[Record], path: Path, heading: str) -> None:
-    """Six panels over the same steps, two more each with attention logits and with goodput.
-
-    Raises:
-        ValueError: there is no matplotlib.
-    """
+    """Six panels over the same steps, two more each with attention logits and with goodput."""
     pictures = pyplot()
     measured = [r for r in records if r.get("max_logits")]
     timed = [r for r in records if r.get("seconds")]
@@ -264,8 +251,8 @@ def _image(
 ) -> None:
     """Draw layers over steps as colours, from the step and a number per layer of each record.
 
-    A column shows the largest value of its records. The colour scale starts at `low` or below; with
-    `counts` its ticks are integers.
+    A column shows the largest value of its records. The colour scale starts at `low` or below;
+    ticks of `counts` are integers.
     """
     names = sorted({int(layer) for _, values in steps for layer in values})
     size = -(-len(steps) // _COLUMNS)

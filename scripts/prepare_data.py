@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
-from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing
 from phalanx.moe.data.documents import (
     Counts,
     Shard,
@@ -43,9 +42,8 @@ from phalanx.moe.data.documents import (
     write_shard,
 )
 from phalanx.moe.data.host_cache import DataError, digest, sync
-from phalanx.moe.data.inputs import find_inputs
-from phalanx.moe.data.packed_files import NAMES
-from phalanx.moe.data.text_rows import read_keys
+from phalanx.moe.data.inputs import NAMES, find_inputs
+from phalanx.moe.data.text_rows import Limit, TooManyBad, by_reason, listing, read_keys
 from phalanx.moe.data.token_files import (
     BYTES,
     BYTES_EOD,
@@ -54,8 +52,15 @@ from phalanx.moe.data.token_files import (
     tokenizer_beside,
     write_index,
 )
-from phalanx.moe.data.tokenizer.encoder import CHOICES, HELP, PLAIN, SPECIAL, listed
-from phalanx.moe.data.tokenizer.files import load_tokenizer, meaning
+from phalanx.moe.data.tokenizer.encoder import (
+    CHOICES,
+    HELP,
+    PLAIN,
+    SPECIAL,
+    listed,
+    load_tokenizer,
+    meaning,
+)
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.reader import may_leave
@@ -98,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser(
         "prepare_data",
         "Tokenize text into Megatron .bin/.idx files for data.source=indexed.",
@@ -251,7 +255,6 @@ def plan_of(
 
 
 def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
-    """Id of the --eod token."""
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     shown = ", ".join(sorted(special)[:20]) or "none"
     if token is None:
@@ -267,14 +270,8 @@ def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
 def is_done(output: Path, plans: tuple[str, str], overwrite: bool, limit: Limit) -> bool:
     """True if a complete result of the same command exists.
 
-    Args:
-        output: prefix of the result.
-        plans: of the command, and of the same one with --special-text special.
-        overwrite: no result counts.
-        limit: of bad rows.
-
-    Raises:
-        DataError: files of another command, or a result without more bad rows than `limit` allows.
+    `plans` are of the command, and with --special-text special. Raises DataError for files of
+    another command, or a result with more bad rows than `limit`.
     """
     existing = [path for path in output_files(output) if path.exists()]
     if overwrite or not existing:
@@ -307,7 +304,6 @@ def output_files(output: Path) -> tuple[Path, Path, Path]:
 
 @contextlib.contextmanager
 def parts_folder(output: Path, plan: str, overwrite: bool) -> Iterator[Path]:
-    """Folder of shards, locked by this process."""
     folder = Path(f"{output}.parts")
     try:
         folder.mkdir(parents=True, exist_ok=True)

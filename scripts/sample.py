@@ -39,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = command.parser("sample", __doc__, SPECIAL)
     add = p.add_argument
     add(
@@ -69,16 +68,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sample(args: argparse.Namespace) -> None:
-    """Print a continuation of every prompt.
-
-    Raises:
-        ValueError, CheckpointError, OSError: reported by `report_errors`.
-    """
+    """Print a continuation of every prompt; `report_errors` tells errors."""
     positive(tokens=args.tokens, context=args.context)
     import torch
 
     from phalanx.moe.data.tokenizer.codec import codec_of, shown
-    from phalanx.moe.run.callbacks.generation import Sampler, generate
+    from phalanx.moe.run.callbacks.samples import Sampler, generate
 
     sampler = Sampler(args.temperature, args.top_p, args.seed)
     with predictor_of(args) as predictor:
@@ -111,13 +106,8 @@ def sample(args: argparse.Namespace) -> None:
 def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
     """Ids of a prompt, preceded by an end-of-document token if one is known.
 
-    Args:
-        codec: of the model.
-        prompt: text, may be empty.
-        alone: in training no document attends to the one before it.
-
-    Raises:
-        ValueError: there is no token to start from.
+    `alone`: in training no document attends to the one before it. Raises ValueError without any
+    token.
     """
     ids = [*codec.ends[: 0 if alone else 1], *codec.encode(prompt)]
     if not ids and alone:
@@ -128,15 +118,9 @@ def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
 
 
 def write(codec: "Codec", ids: Iterable[int], before: list[int]) -> int:
-    """Print the text of ids as they come, whole characters at a time.
+    """Print the text of ids as they come, whole characters at a time; returns their number.
 
-    Args:
-        codec: of the model.
-        ids: new ids.
-        before: ids of the prompt, whose text is not printed.
-
-    Returns:
-        The number of new ids.
+    The text of `before`, ids of the prompt, is not printed.
     """
     seen: list[int] = []
     shown = ""

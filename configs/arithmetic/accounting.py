@@ -1,10 +1,9 @@
 """Parameters, FLOPs and peak rates in closed form, from the model's configuration alone.
 
-Parameters are those of the model that `moe.model.gpt.build` makes; a test counts both. FLOPs follow
-the convention of Megatron-LM and Megatron-Bridge, so that rates compare with published ones: matrix
-products of forward and backward (a multiply-add is two), the causal half of attention, sliding
-windows exact, linear mixers as their recurrence, multi-token prediction counted; no embedding,
-router, norms or recompute.
+FLOPs follow the convention of Megatron-LM and Megatron-Bridge, so that rates compare with published
+ones: matrix products of forward and backward (a multiply-add is two), the causal half of attention,
+sliding windows exact, linear mixers as their recurrence, multi-token prediction counted; no
+embedding, router, norms or recompute.
 """
 
 from dataclasses import dataclass, fields
@@ -15,9 +14,9 @@ from phalanx.configs.arithmetic.layers import (
     is_dense,
     mixer,
     mixer_layers,
+    mixer_of,
     mlp_layers,
 )
-from phalanx.configs.arithmetic.mixers import mixer_of
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 
@@ -38,7 +37,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
@@ -97,8 +95,7 @@ def core_layers(model: ModelConfig) -> list[int]:
 def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
     """FLOPs of forward and backward of each layer for one token, as in `flops_per_token`.
 
-    Layers of multi-token prediction come after the last decoder layer, and are counted without
-    their input projections.
+    Layers of multi-token prediction come last, without their input projections.
     """
     m, a, e = model, model.attention, model.moe
     sparse = mlp_weights(m, e.ffn) * e.top_k + mlp_weights(m, e.shared_ffn)
@@ -175,7 +172,6 @@ def mlp_weights(m: ModelConfig, ffn: int) -> int:
 
 
 def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:
-    """Keys that a query of `layer` (from 0) attends to, on average over the sequence."""
     if not has_window(a, layer) or a.window >= length:
         return length / 2
     return a.window - a.window * (a.window - 1) / (2 * length)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from phalanx.configs.arithmetic.mixers import Mixer
+from phalanx.configs.arithmetic.layers import Mixer
 from phalanx.configs.schema import AttentionConfig, ModelConfig
 
 
@@ -12,7 +12,6 @@ class Attention(Mixer):
     core = True
 
     def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         return list(projections(m.hidden, m.attention))
 
     def input_parts(self, m: ModelConfig) -> list[tuple[int, int]]:
@@ -57,7 +56,6 @@ def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
 
 
 def _query_key_value(a: AttentionConfig) -> int:
-    """Outputs of the projection of grouped attention, gates of the output with them."""
     queries = 2 * a.heads if a.output_gate else a.heads
     return (queries + 2 * a.kv_heads) * a.head_dim
 

@@ -1,8 +1,8 @@
 """Sizes of the global batch over a run, and what steps and tokens are by them.
 
 `data.batch_warmup` has texts such as `64:1e9`: 64 sequences a step up to 1 billion tokens. The size
-of a step follows from the samples of the steps before it alone, so that a resumed run has the sizes
-of one that went on, and one that was rolled back those of one that was not.
+of a step follows from the samples of the steps before it alone, so that a run that was resumed or
+rolled back has the sizes of one that went on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,7 @@ class BatchSize:
 
 
 def parse(text: str) -> BatchSize:
-    """The size of a text, as in `64:1e9`.
-
-    Raises:
-        ValueError: it is none; why, to follow the text.
-    """
+    """The size of a text, as in `64:1e9`, or ValueError with a reason to follow the text."""
     size, _, tokens = text.partition(":")
     if not (size.isascii() and size.isdecimal() and is_number(tokens)):
         raise ValueError("is not <sequences>:<tokens>, as in 64:1e9")
@@ -64,10 +60,7 @@ def spans(data: DataConfig) -> list[tuple[int, int]]:
 
 
 def model_input(data: DataConfig) -> tuple[int, int]:
-    """(tokens of a sequence, sequences) of a micro-batch as the model has it.
-
-    Packed sequences are one, in which documents end.
-    """
+    """(tokens of a sequence, sequences) of a micro-batch for the model; packed ones are one."""
     if data.document_mask:
         return data.sequence_length * data.micro_batch, 1
     return data.sequence_length, data.micro_batch

@@ -1,7 +1,7 @@
 """Blends that change on the way: the texts of `data.stages`, as in `80e9:0.5/0.5`.
 
-A stage begins at a number of tokens, not at a share of the run, so that a longer run starts with
-the same samples. The weights of `data.blend` hold before the first stage.
+A stage begins at a number of tokens, so that a longer run starts with the same samples. The weights
+of `data.blend` hold before the first.
 """
 
 import math
@@ -23,16 +23,11 @@ class Stage:
     weights: tuple[float, ...]  # weight of each source; a source with 0 is not read
 
     def first(self, sequence: int) -> int:
-        """Number of the first sample, for samples of `sequence` tokens."""
         return -(-self.tokens // sequence)
 
 
 def parse(text: str) -> Stage:
-    """The stage of a text, as in `80e9:0.5/0.5`.
-
-    Raises:
-        ValueError: it is none; why, to follow the text.
-    """
+    """The stage of a text, as in `80e9:0.5/0.5`, or ValueError with a reason to follow the text."""
     start, _, rest = text.partition(":")
     words = [start, *rest.split("/")]
     if not all(map(is_number, words)):
@@ -83,7 +78,6 @@ def stage_problems(cfg: Config) -> Iterator[str]:
 
 
 def _misfit(stage: Stage, sources: int, last: int, sequence: int) -> str:
-    """Why a stage cannot follow one that begins at sample `last`; empty if it can."""
     if len(stage.weights) != sources:
         given = pluralize(len(stage.weights), "weight")
         return f"has {given} for {pluralize(sources, 'source')} of data.blend"

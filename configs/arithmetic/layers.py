@@ -1,8 +1,17 @@
-"""Which layers of a model have a dense MLP, which experts, which mixer and which a window."""
+"""Layers with a dense MLP, experts, a mixer or a window; and the numbers of a mixer.
 
+Layers are numbered from 0. Those of multi-token prediction come after the last decoder layer, with
+`model.attention`, and with experts unless the model has none.
+"""
+
+import functools
 from collections import Counter
+from collections.abc import Iterator
+from pkgutil import resolve_name
+from typing import Any, cast
 
-from phalanx.configs.schema import AttentionConfig, ModelConfig
+from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
+from phalanx.configs.tables.layers import MIXERS
 
 
 def has_experts(m: ModelConfig) -> bool:
@@ -11,13 +20,7 @@ def has_experts(m: ModelConfig) -> bool:
 
 
 def is_dense(m: ModelConfig, layer: int) -> bool:
-    """Return whether a layer has a dense MLP instead of experts.
-
-    Args:
-        m: the model.
-        layer: from 0; layers of multi-token prediction come after the last decoder layer, and have
-            what the last decoder layer would have: experts, unless the model has none.
-    """
+    """Return whether a layer has a dense MLP instead of experts."""
     return not has_experts(m) or layer < m.moe.dense_layers
 
 
@@ -25,13 +28,7 @@ ATTENTION = "attention"  # the mixer of a layer that has no other: `model.attent
 
 
 def mixer(m: ModelConfig, layer: int) -> str:
-    """Name of the mixer of a layer, a key of `configs.tables.layers.MIXERS`.
-
-    Args:
-        m: the model.
-        layer: from 0; layers of multi-token prediction come after the last decoder layer, and have
-            `model.attention`.
-    """
+    """Name of the mixer of a layer, a key of `configs.tables.layers.MIXERS`."""
     every = m.linear_attention.full_attention_interval
     return "linear_attention" if layer < m.layers and (layer + 1) % every else ATTENTION
 
@@ -42,7 +39,7 @@ def mixer_layers(m: ModelConfig, *, mtp: bool = True) -> Counter[str]:
 
 
 def has_window(a: AttentionConfig, layer: int) -> bool:
-    """Return whether the attention of a layer (from 0) has a sliding window.
+    """Return whether the attention of a layer has a sliding window.
 
     Megatron-Core counts layers of multi-token prediction from 0 again.
     """
@@ -54,3 +51,67 @@ def mlp_layers(m: ModelConfig, *, mtp: bool = True) -> tuple[int, int]:
     layers = m.layers + (m.mtp_layers if mtp else 0)
     dense = m.moe.dense_layers if has_experts(m) else layers
     return dense, layers - dense
+
+
+class Mixer:
+    """Arithmetic of a mixer (`configs.tables.layers`), without torch.
+
+    The defaults are those of a mixer without such a part or limit.
+    """
+
+    core = False  # it has core attention: its queries see the keys of all context ranks
+
+    def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
+        """(inputs, outputs) of its projections; that of the output comes last."""
+        raise NotImplementedError
+
+    def input_parts(self, m: ModelConfig) -> list[tuple[int, int]]:
+        """(number, outputs) of matrices that the first projection joins; empty if it is one."""
+        return []
+
+    def vectors(self, m: ModelConfig) -> int:
+        return 0
+
+    def norms(self, m: ModelConfig) -> int:
+        """Elements of its norms."""
+        return 0
+
+    def products(self, m: ModelConfig) -> int:
+        """Multiply-adds of a token beside projections and core attention."""
+        return 0
+
+    def heads(self, m: ModelConfig) -> dict[str, int]:
+        """Heads that tensor and context ranks share out, by knob."""
+        return {}
+
+    def exchanged_channels(self, m: ModelConfig) -> int:
+        """Channels of a token that context ranks exchange between tokens and heads, in and out."""
+        return 0
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Problems of a configuration with it; repairs `cfg` on the way."""
+        return iter(())
+
+    def not_capturable(self, cfg: Config) -> str | None:
+        """Reason why a CUDA graph cannot capture it, or None."""
+        return None
+
+    def not_in_fp8_of_megatron(self, m: ModelConfig) -> str | None:
+        """Reason why Megatron-Core takes no FP8 recipe for a model with it, or None."""
+        return None
+
+    def megatron_fields(self, m: ModelConfig) -> dict[str, Any]:
+        """Fields of Megatron-Core's TransformerConfig."""
+        return {}
+
+    def weights(self, m: ModelConfig) -> int:
+        return sum(inputs * outputs for inputs, outputs in self.matrices(m))
+
+    def parameters(self, m: ModelConfig) -> int:
+        return self.weights(m) + self.vectors(m)
+
+
+@functools.cache
+def mixer_of(name: str) -> Mixer:
+    """The arithmetic of a mixer by its name in `configs.tables.layers`."""
+    return cast(Mixer, resolve_name(MIXERS[name].counts)())

@@ -1,7 +1,7 @@
 """Layers of pipeline chunks such that no stage has more work than it must.
 
 The output layer of a small model with a large vocabulary is as much work as many layers: of
-GPT-OSS-20B with 8 layers it is a third. Dealt out evenly, its stage has two thirds of the work.
+GPT-OSS-20B with 8 layers it is a third.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,10 @@ from functools import lru_cache
 from itertools import accumulate
 
 _LAYER_COST = 1.3
-"""Seconds of a FLOP in a layer, relative to the output layer: beside its products a layer has
-norms, attention, exchanges and sums. From the dry run of GPT-OSS-20B, Moonlight and Qwen3-30B."""
+"""Seconds of a FLOP in a layer, relative to the output layer: a layer has norms, attention,
+exchanges too. From the dry run of GPT-OSS-20B, Moonlight and Qwen3-30B."""
 _BUBBLE = 0.2  # chunks during which a stage waits in a step, for one during which it works: some
-_EVEN_ENOUGH = 0.02
-"""Layers are dealt out evenly if that costs at most so much: stages then need like memory."""
+_EVEN_ENOUGH = 0.02  # most cost of an even deal that is taken for it: stages then need like memory
 
 
 def layer_seconds(flops: Sequence[float]) -> tuple[float, ...]:
@@ -33,10 +32,8 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
 
     Args:
         layers: FLOPs of each layer.
-        last: those of the output layer and the layers of multi-token prediction, which are in the
-            last chunk.
-        pipeline: number of stages.
-        chunks: number of chunks, at most that of the layers; a multiple of `pipeline`.
+        last: FLOPs of the last chunk besides: output layer and multi-token prediction.
+        chunks: at most the number of layers; a multiple of `pipeline`.
     """
     costs = layer_seconds(layers)
     start = even(len(layers), chunks)
@@ -55,10 +52,7 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
 
 
 def _moves(counts: Sequence[int]) -> list[list[int]]:
-    """All that one layer more in a chunk and one less in another leaves, none of them empty.
-
-    The last chunk may have none, as it has the output layer.
-    """
+    """Counts with a layer moved from one chunk to another; only the last may become empty."""
     trials = []
     for i in range(len(counts)):
         if counts[i] <= (i < len(counts) - 1):
@@ -77,9 +71,8 @@ def _loads(
 ) -> tuple[int, float]:
     """Values to minimize, in order: time, and the sum of squares.
 
-    Time is that of the busiest stage and a part of the largest chunk, over the means. It is in
-    percent, so that a fraction of a percent, as between layers with and without a window, does not
-    decide over evenness.
+    Time is that of the busiest stage and a part of the largest chunk, over the means; in percent,
+    so that a fraction of one does not decide over evenness.
     """
     ends = list(accumulate(counts))
     sums = [0.0, *accumulate(costs)]

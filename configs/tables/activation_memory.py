@@ -1,7 +1,7 @@
 """Parts of a layer that can be recomputed or moved to host memory, by name.
 
-The names are values of `run.recompute` and `run.offload`; `parallel.memory` does it,
-`moe.plan.page` knows bytes and seconds of each.
+They are values of `run.recompute` and `run.offload`; `moe.plan.page` knows bytes and seconds of
+each.
 """
 
 RECOMPUTE: dict[str, str] = {

@@ -1,8 +1,7 @@
 """Implementations of the kernels' operations: one entry each, best first.
 
-Allowed values, rules between knobs, the choice of `auto`, the model and estimates derive from these
-tables. An entry names functions by import path, `module:function`, so that reading it imports
-neither torch nor a library. No other file compares the name of an implementation.
+An entry names functions by import path, `module:function`, so that reading it imports neither torch
+nor a library. No other file compares the name of an implementation.
 """
 
 from dataclasses import dataclass
@@ -22,21 +21,17 @@ class Implementation:
     """Facts that all operations' implementations have."""
 
     unavailable: str
-    """Path of `(facts: kernels.registry.Facts) -> str | None`: the reason why it cannot run on a
-    machine with a model, or None."""
+    """Path of `(facts: kernels.registry.Facts) -> str | None`: why it cannot run, or None."""
     meaning: str = ""  # short description, in Markdown, for the documentation
     package: Package | None = None  # package that only this implementation needs
     auto: bool = True  # `auto` considers it
     limits: str = ""
-    """Path of a function like `unavailable`, asked where that has no reason: an extra is not
-    imported on machines that cannot run it."""
+    """Path of a function like `unavailable`, asked after it: an extra is not imported in vain."""
     slower: str = ""
-    """Path of a function like `unavailable`: the reason why `auto` prefers a later entry although
-    this one can run. Empty: never."""
+    """Path of a function like `unavailable`: why `auto` prefers a later entry. Empty: never."""
     cuda: bool = False  # runs only on GPUs
     bf16: bool = False  # runs only in bf16
-    per_model: bool = False
-    """Its kernels are compiled for sizes of a model, which `moe.compiled_shapes` lists."""
+    per_model: bool = False  # compiled for sizes of a model (`moe.model.kernel_facts`)
 
 
 @dataclass(frozen=True)
@@ -44,8 +39,7 @@ class ExpertBackend(Implementation):
     """An implementation of the experts, `kernels.backend`."""
 
     provider: str = ""
-    """Path of `(options: kernels.expert_mlp.providers.Options) -> Backend`. Empty: not a backend of
-    the expert MLP."""
+    """Path of `(options: kernels.expert_mlp.backend.Options) -> Backend`. Empty: it has none."""
     layer: str = ""
     """Path of the class of a MoE layer in place of `moe.layer.MoE`, built from the same options."""
     config_fields: str = ""
@@ -57,55 +51,42 @@ class ExpertBackend(Implementation):
     saved_tensors: str = ""
     """Path of `(cfg, counts, *, fp8) -> SavedTensors` of its experts. Empty: those of ours."""
     machine_rates: str = ""
-    """Path of `(model: ModelConfig, machine: Machine) -> Machine` with the measured rates of its
-    experts, passes over weight gradients included. Empty: those of ours."""
+    """Path of `(model: ModelConfig, machine: Machine) -> Machine` with rates of its experts, passes
+    over weight gradients included. Empty: those of ours."""
     beside_products: str = ""
     """Path of a function for the seconds of a layer beside these products, with the signature of
-    `extras.baseline.rates.beside_products`. Empty: none."""
+    `extras.baseline.rules.beside_products`. Empty: none."""
     own_exchange: str = ""
     """Path of `(cfg: Config, group: GroupTopology) -> TransportCosts` of its own dispatcher. Empty:
     tokens travel as `parallel.dispatch` says."""
     maker: str = ""  # name of whose experts they are in messages, if not ours
     own_fp8: str = ""
-    """Sentence for the start page on FP8 copies that its library keeps. Linear layers beside its
-    experts stay in bf16. Empty: all follow the recipe of the run."""
-    own_router: bool = False
-    """Routes by itself: routing is not recorded, and rows of an expert are not rounded."""
-    row_budget: bool = True
-    """Expert rows have a budget (`parallel.capacity_factor`); else it takes what arrives."""
+    """Sentence for the start page on its library's FP8 copies; linear layers beside its experts
+    stay in bf16. Empty: all follow the recipe of the run."""
+    own_router: bool = False  # routing is not recorded, rows of an expert not rounded
+    row_budget: bool = True  # expert rows have a budget; else it takes what arrives
     recomputes: tuple[str, ...] = ("expert_h",)
     """Tensors of experts that `run.recompute` can name, and `run.offload` if it has them."""
-    delays_wgrad: bool = True
-    """Weight gradients can wait for transfers; else it computes them in the backward pass."""
-    joint_placeholder: bool = False
-    """One placeholder stands for the gradients of all experts with fused accumulation."""
+    delays_wgrad: bool = True  # weight gradients can wait for transfers
+    joint_placeholder: bool = False  # one for gradients of all experts, fused accumulation
     bf16_on_cuda: bool = False  # on GPUs, runs only in bf16
-    host_counts: bool = False
-    """Reads numbers of rows on the host, which a CUDA graph cannot capture."""
-    waits_for_rows: bool = False
-    """Its kernels start with the rows that have arrived, so that exchanges overlap experts."""
+    host_counts: bool = False  # reads numbers of rows, which no CUDA graph can capture
+    waits_for_rows: bool = False  # kernels start with rows that arrived, beside exchanges
     fuses_router: bool = False  # its router is one kernel, where the options of the router allow it
-    fuses_gather: bool = False
-    """Its GEMMs gather rows and accumulate weight gradients in place: no copies of either."""
-    pairs_wgrad: bool = False
-    """Its weight gradients of two micro-batches are one pass over the sums."""
-    adds_in_combine: bool = False
-    """The sum of a token's expert rows takes shared experts and residual, before it is rounded."""
+    fuses_gather: bool = False  # GEMMs gather rows and accumulate weight gradients
+    pairs_wgrad: bool = False  # weight gradients of two micro-batches in one pass
+    adds_in_combine: bool = False  # its sum takes shared experts and residual, then rounds
     orders_experts: bool = False  # its plans have an order of experts
     replicates: bool = True  # takes replicas of other ranks' experts
     channel_order: str = ""
-    """Path of the class of its order of fc1's channels in memory, a
-    `kernels.expert_mlp.mlp_spec.ChannelOrder`. Empty: [gate; up]."""
+    """Path of its `kernels.expert_mlp.mlp_spec.ChannelOrder` of fc1 in memory. Empty: [gate; up].
+    """
     pads_rows_to: int = 1  # multiple to which the rows of each expert are padded
-    dense_multiple: int = 0
-    """Divisor of the widths of dense layers that it runs too, such as shared experts; 0: none."""
-    dense: str = ""
-    """Implementation of dense layers where its own needs rows grouped by expert. Empty: its own."""
-    multiplies: tuple[str, ...] = ()
-    """Recipes of `precision.recipe` whose quantized operands its GEMMs read."""
+    dense_multiple: int = 0  # divisor of widths of dense layers that it runs; 0: none
+    dense: str = ""  # for dense layers, where its own needs rows by expert
+    multiplies: tuple[str, ...] = ()  # recipes whose operands its GEMMs read
     emulates: bool = False  # runs all recipes by multiplying dequantized values in bf16
-    placeholder_grads: bool = True
-    """With fused gradient accumulation, autograd gets cached placeholders for gradients."""
+    placeholder_grads: bool = True  # cached, for gradients with fused accumulation
 
 
 @dataclass(frozen=True)
@@ -113,34 +94,26 @@ class AttentionBackend(Implementation):
     """An implementation of core attention, `kernels.attention`."""
 
     layer: str = ""
-    """Path of `(whole_with_sinks: bool) -> module spec` of its core attention; empty: ours, over
-    `kernels.core_attention.core`."""
+    """Path of `(whole_with_sinks: bool) -> module spec` of its core attention; empty: ours."""
     graph: bool = True  # steps can be captured in a CUDA graph
-    other_mixers: str = "auto"
-    """Implementation of other mixers (`configs.tables.layers`) that goes with it."""
+    other_mixers: str = "auto"  # implementation of other mixers that goes with it
     documents: bool = True  # attends within documents of a sequence
     documents_over_ranks: bool = True  # the same for sequences that context-parallel ranks share
     document_bounds: bool = False  # takes the bounds of documents, of a fixed number
-    max_logits_over_ranks: bool = True
-    """Its largest logits are measured for sequences that context-parallel ranks share."""
-    graph_over_ranks: bool = True
-    """Steps can be captured where context-parallel ranks share sequences."""
-    copies_heads: bool = False
-    """Copies the queries and values that it reads out of a fused projection with norms."""
-    reads_projection: bool = False
-    """Reads values where the fused projection has them, which therefore stays."""
+    max_logits_over_ranks: bool = True  # measured also with context parallelism
+    graph_over_ranks: bool = True  # steps can be captured with context parallelism
+    copies_heads: bool = False  # copies queries and values out of a fused projection with norms
+    reads_projection: bool = False  # reads values in the fused projection, which stays
 
 
 @dataclass(frozen=True)
 class NormBackend(Implementation):
     """An implementation of RMSNorm, `kernels.norm`."""
 
-    implementation: str = ""
-    """Module with `rms_norm` and `fork`, as `kernels.rms_norm.rms_norm` describes them."""
+    implementation: str = ""  # module with `rms_norm` and `fork`
     layer: str = ""
     """Path of `() -> module`, built by a layer spec; empty: ours, over `implementation`."""
-    copies_heads: bool = False
-    """Copies the queries and keys that it normalises, and saves the copies."""
+    copies_heads: bool = False  # copies and saves what it normalises
 
 
 _AVAILABILITY = "phalanx.kernels.availability"
@@ -150,7 +123,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
     "fused": ExpertBackend(
         f"{_AVAILABILITY}:fused_experts",
         "CuTe DSL kernels for Hopper",
-        provider="phalanx.kernels.sm90.provider:fused",
+        provider="phalanx.kernels.sm90.experts.backend:fused",
         cuda=True,
         bf16_on_cuda=True,
         waits_for_rows=True,
@@ -167,7 +140,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         "cuDNN's fused grouped GEMMs for Blackwell",
         package=Package("nvidia_cudnn_frontend", "cudnn", "gemm/cutedsl/grouped"),
         limits="phalanx.extras.blackwell.availability:runs_here",
-        provider="phalanx.extras.blackwell.provider:cudnn",
+        provider="phalanx.extras.blackwell.backend:cudnn",
         cuda=True,
         bf16_on_cuda=True,
         replicates=False,
@@ -205,10 +178,10 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         config_fields=f"{_BASELINE}.rules:config_fields",
         problems=f"{_BASELINE}.rules:problems",
         described=f"{_BASELINE}.rules:described",
-        saved_tensors=f"{_BASELINE}.saved_tensors:saved_tensors",
-        machine_rates=f"{_BASELINE}.rates:with_grouped_products",
-        beside_products=f"{_BASELINE}.rates:beside_products",
-        own_exchange=f"{_BASELINE}.rates:exchange_costs",
+        saved_tensors=f"{_BASELINE}.rules:saved_tensors",
+        machine_rates=f"{_BASELINE}.rules:with_grouped_products",
+        beside_products=f"{_BASELINE}.rules:beside_products",
+        own_exchange=f"{_BASELINE}.rules:exchange_costs",
         maker="Megatron-Core",
         own_fp8="Transformer Engine keeps its own; dense linear layers are bf16",
         own_router=True,

@@ -1,53 +1,41 @@
-"""Optional capabilities that a knob turns on: where their parts are.
-
-Paths are import paths, `module:name`, so that a run which does not use a capability does not import
-it.
-"""
+"""Optional capabilities that a knob turns on: import paths, `module:name`, of their parts."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ReplicationParts:
-    """Parts of expert replication, `parallel.expert_replication` above 0.
-
-    The transports that replicate are in `configs.tables.transports`.
-    """
+    """Parts of expert replication, `parallel.expert_replication` above 0."""
 
     rule: str
-    """Planner rule `(cfg, transport, *, world, ranks, rates) -> Transport`, which gives a transport
-    options of replication among so many ranks. Raises ValueError if it cannot replicate."""
+    """Rule `(cfg, transport, *, world, ranks, rates) -> Transport` with options of replication
+    among so many ranks, or ValueError."""
     line: str
-    """`(wanted, transport) -> kernels.registry.Choice`: line of the start page on a transport that
-    replicates."""
+    """`(wanted, transport) -> kernels.registry.Choice`: line of the start page, if it replicates.
+    """
 
 
 REPLICATION = ReplicationParts(
-    rule="phalanx.extras.replication.choice:replicated",
-    line="phalanx.extras.replication.choice:replication_line",
+    rule="phalanx.extras.replication.options:replicated",
+    line="phalanx.extras.replication.options:replication_line",
 )
 
 
 @dataclass(frozen=True)
 class OverlapParts:
-    """Parts of passes of two micro-batches beside each other, `parallel.overlap_microbatches=on`.
-
-    The transports that allow it are in `configs.tables.transports`.
-    """
+    """Parts of passes beside each other, `parallel.overlap_microbatches=on`."""
 
     gain: str
-    """`(cfg, world, machine) -> effect`: estimated effect, with its parts and as a text. The knob's
-    `auto` takes it if `effect.worthwhile` and `effect.needed`, the bytes of a rank, fit."""
+    """`(cfg, world, machine) -> effect`: estimate, with its parts and as a text. The knob's `auto`
+    takes it if `effect.worthwhile` and `effect.needed`, the bytes of a rank, fit."""
     ahead: str
-    """`(stage, stages, chunks) -> int`: number of forward passes of a pipeline stage before the one
-    beside its first backward pass."""
+    """`(stage, stages, chunks) -> int`: forward passes of a stage before the first overlapped one.
+    """
     passes: str  # `parallel.dispatcher.collectives.Passes`
     exchanges: str
-    """`(options: SymmOptions, wanted: int | str) -> SymmOptions`: options of exchanges, from those
-    of passes in turn and `parallel.comm_sms`."""
+    """`(options: SymmOptions, wanted: int | str) -> SymmOptions`, with `parallel.comm_sms`."""
     schedule: str
-    """`(chunks, device) -> schedule` of the micro-batches of a step, to be called like the forward
-    and backward passes of `parallel.engine`."""
+    """`(chunks, device) -> schedule` of a step, called like the passes of `parallel.engine`."""
 
 
 OVERLAP = OverlapParts(
@@ -62,5 +50,4 @@ WIRE = "phalanx.extras.overlap.paced:paced"
 """`(group, x, *, spreads) -> context` of a collective on the slow network of PHALANX_WIRE."""
 
 KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)
-"""Paths of `() -> (kernel class, configuration), ...`: kernels for Hopper that are built ahead of
-time with those of `kernels.sm90.jit.shipped`."""
+"""Paths of `() -> (kernel class, configuration), ...`: for Hopper, built ahead of time."""

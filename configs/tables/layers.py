@@ -1,8 +1,7 @@
 """The mixers of a layer, which let its tokens see each other: one entry each.
 
-Parameters, FLOPs, rules, estimates and the model derive from this table. An entry names what it
-needs by import path, so that reading it imports neither torch nor code of mixers that a model does
-not have. Which layers have which is in `configs.arithmetic.layers`.
+An entry names what it needs by import path, so that reading it imports neither torch nor code of
+other mixers.
 """
 
 from collections.abc import Mapping
@@ -16,23 +15,20 @@ class MixerFacts:
     """Facts of a mixer."""
 
     meaning: str  # its name in messages
-    counts: str  # `module:class`, a subclass of `configs.arithmetic.mixers.Mixer`
+    counts: str  # `module:class`, a subclass of `configs.arithmetic.layers.Mixer`
     saved_tensors: str
     """Path of `(cfg: Config, counts: moe.saved_tensors.TokenCounts) -> SavedTensors`."""
     backward_bytes: str = ""
     """Path of `(cfg: Config, counts: TokenCounts) -> int`: peak of its backward pass beside the
     saved tensors. Empty: less than that of an MLP."""
     spec: str = ""
-    """Path of `(backend: str) -> ModuleSpec`. Empty: core attention between projections, which
-    `moe.model.gpt` builds."""
-    backends: Mapping[str, Implementation] = field(default_factory=dict)
-    """Implementations that its spec takes, best first."""
+    """Path of `(backend: str) -> ModuleSpec`. Empty: core attention between projections."""
+    backends: Mapping[str, Implementation] = field(default_factory=dict)  # of its spec, best first
     regions: str = ""
     """Path of `(m: ModelConfig, key: str, name: str) -> Iterator[moe.hf.weights.TensorRegion]`:
     its tensors of a checkpoint and of a folder of Hugging Face. Empty: those of core attention."""
     quantized: bool = True  # its projections follow `precision.dense`; else they stay in bf16
-    tiny: str = ""
-    """Option of `model=` of a model with it that a CPU can train. Empty: any."""
+    tiny: str = ""  # `model=` of one that a CPU can train; empty: any
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ MIXERS: dict[str, MixerFacts] = {
     "attention": MixerFacts(
         "attention",
         counts="phalanx.configs.arithmetic.attention:Attention",
-        saved_tensors="phalanx.moe.model.grouped_attention:attention_saved_tensors",
+        saved_tensors="phalanx.moe.saved_tensors:attention_saved",
     ),
     "linear_attention": MixerFacts(
         "linear attention",
@@ -57,7 +53,7 @@ MIXERS: dict[str, MixerFacts] = {
         spec="phalanx.extras.linear_attention.gated_delta_net:spec",
         backends={
             "fla": LinearAttentionBackend(
-                "phalanx.extras.linear_attention.availability:fla",
+                "phalanx.extras.linear_attention.fla:fla",
                 "flash-linear-attention",
                 package=Package("flash_linear_attention", "fla"),
                 implementation="phalanx.extras.linear_attention.fla",
@@ -71,7 +67,7 @@ MIXERS: dict[str, MixerFacts] = {
                 implementation="phalanx.extras.linear_attention.torch_delta",
             ),
         },
-        regions="phalanx.extras.linear_attention.regions:regions",
+        regions="phalanx.extras.linear_attention.facts:regions",
         quantized=False,
         tiny="tiny_qwen3_next",
     ),

@@ -1,8 +1,8 @@
 """GPUs that `run.dry_run` knows: memory, and rates that training reaches on them.
 
-Rates are what we measured on H200s and what is published for H100s, not data sheets: sustained GEMM
-rates at the clocks of a long run, copies between GPUs with all of them busy. Line rates of links
-are those of the data sheets (NVLink 4, one port of 400 Gb/s a GPU): for bounds.
+Rates are what we measured on H200s and what is published for H100s: sustained GEMM rates at the
+clocks of a long run, copies between GPUs with all of them busy. Line rates of links are those of
+the data sheets (NVLink 4, one port of 400 Gb/s a GPU): for bounds.
 """
 
 from dataclasses import dataclass
@@ -23,32 +23,26 @@ class Machine:
     memory_gib: float  # memory that the driver reports
     dense_tflops: float  # large bf16 matrix products of attention and dense layers
     head_tflops: float  # bf16 products of the output layer, which are the largest
-    expert_tflops: float
-    """Grouped products of experts, forward and backward, with what is fused into them."""
+    expert_tflops: float  # grouped products of experts, with what is fused into them
     dense_fp8_tflops: float  # large FP8 products in blocks, of operands that are quantized already
-    expert_fp8_tflops: float
-    """Grouped products of experts in FP8, without the quantization of their rows."""
+    expert_fp8_tflops: float  # the same in FP8, without the quantization of rows
     attention_tflops: float
-    """Core attention of models with linear attention in some layers, its causal half counted. Other
-    models have it by the shape of their heads (`configs.arithmetic.core_attention`), as measured on
-    an H200, times this over an H200's."""
+    """Core attention beside linear attention, its causal half counted. Other models have it by the
+    shape of their heads (`configs.arithmetic.rates`), as on an H200, times this over an H200's."""
     memory_gbs: float  # elementwise work: bytes read and written a second, in units of 1e9
     node_gbs: float  # exchange with the other GPUs of a host
     network_gbs: float  # exchange with GPUs of other hosts
     node_line_gbs: float = 450.0  # line rate of the links inside a host
     network_line_gbs: float = 50.0  # line rate of the network
     host_gbs: float = 50.0
-    """Copies to host memory, and as much from it at once: PCIe 5 with 16 lanes. An assumption, of
-    a data sheet's 63, with all GPUs of a host copying."""
-    host_gib: float = 200.0
-    """Pinned host memory that a rank may take. An assumption: hosts of 2 TiB."""
+    """Copies to host memory and from it at once, all GPUs busy: an assumption, of 63 of PCIe 5 x16.
+    """
+    host_gib: float = 200.0  # pinned memory of a rank; an assumption: hosts of 2 TiB
     node_gpus: int = 8  # GPUs of a host
-    reserved_gib: float = 4.0
-    """CUDA context, NCCL, libraries' workspaces and what the allocator cannot hand out again."""
+    reserved_gib: float = 4.0  # CUDA context, NCCL, workspaces, fragmentation
 
     @property
     def room(self) -> int:
-        """Bytes that a rank may need."""
         return int((self.memory_gib - self.reserved_gib) * 2**30)
 
     @property
@@ -69,13 +63,13 @@ class Rates:
     expert_tflops: float
     node_gbs: float
     copies_us: float = 400
-    """Fixed cost of copies for a layer, in microseconds: launches for few rows, and rows that
-    travel by themselves. Measured as the time of layers of Qwen3-30B-A3B and DeepSeek-V3 on two
-    H200s beyond that of the rows and weights that moved (docs/dispatch.md)."""
+    """Fixed cost of copies for a layer: launches for few rows, and rows that travel by themselves.
+    The time of layers of Qwen3-30B-A3B and DeepSeek-V3 on two H200s beyond that of the rows and
+    weights that moved (docs/dispatch.md)."""
 
 
 CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0, copies_us=0)
-"""Processes of one host with gloo: a core's bf16 products in fp32, and copies by way of memory."""
+"""Processes of one host with gloo: a core's bf16 products in fp32, copies by way of memory."""
 
 
 def rates_of(device: str, otherwise: str) -> Rates:

@@ -1,8 +1,7 @@
 """The optimizers: one entry each, with the class that sets it up.
 
-Allowed values and their documentation, rules between knobs, estimates and the engine derive from
-this table, so that no other file compares the name of an optimizer. An entry names its class by
-import path, so that reading it does not import torch.
+No other file compares the name of an optimizer. An entry names its class by import path, so that
+reading it does not import torch.
 """
 
 from dataclasses import dataclass
@@ -14,18 +13,14 @@ class OptimizerFacts:
 
     implementation: str  # `module:class`, a subclass of `parallel.megatron.adam.Setup`
     meaning: str  # short description, in Markdown, for the documentation
-    moments: int = 2
-    """Number of moments of a parameter; of one whose matrix is updated as a whole, it is 1."""
-    decay_rates: tuple[str, ...] = ("beta1", "beta2")
-    """Knobs of `optim` that are decay rates of moments."""
-    whole_matrices: bool = False
-    """Updates matrices as a whole: a rank of the sharded optimizer owns whole parameters."""
+    moments: int = 2  # of a parameter; 1 of one whose matrix is updated as a whole
+    decay_rates: tuple[str, ...] = ("beta1", "beta2")  # knobs of moments
+    whole_matrices: bool = False  # a rank of the sharded optimizer owns whole parameters
     estimate: str = ""
     """Path of `(cfg: Config, world: int, chunks: Sequence[moe.plan.cost.weights.Chunk]) ->
     moe.plan.cost.weights.WholeUpdates`, of one pipeline stage. Empty: it updates elements."""
     own_state: str = ""
-    """State that parameters have with no other optimizer, by which its checkpoints are recognised;
-    empty: it has that of AdamW or less."""
+    """State of this optimizer alone, which tells its checkpoints; empty: that of AdamW or less."""
     package: str = ""  # package that it needs; empty: none but torch
 
 
@@ -51,6 +46,6 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 AFTER_UPDATES = {"qk_clip": "phalanx.extras.muon.qk_clip:QKClip"}
 """Rescaling of parameters after an update, by the knob of `optim` that switches it on.
 
-Each is a `module:class` that is built from model chunks, their TransformerConfig, process groups, a
-`moe.model.max_logits.MaxLogits` and the value of the knob, and has `parameters` and `factors()`.
+A `module:class`, built from model chunks, their TransformerConfig, process groups, a
+`moe.model.max_logits.MaxLogits` and the knob's value, has `parameters` and `factors()`.
 """

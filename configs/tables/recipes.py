@@ -1,8 +1,7 @@
 """The recipes of `precision.recipe`: one entry each, from which rules, estimates and models derive.
 
 An entry names the function that builds its kernel recipe by import path, so that reading it does
-not import torch. Which backends multiply its operands is in `configs.tables.backends`;
-`configs.formats` answers questions about a configuration.
+not import torch. `configs.formats` answers questions about a configuration.
 """
 
 from dataclasses import dataclass
@@ -13,19 +12,16 @@ class RecipeFacts:
     """Facts of a recipe."""
 
     meaning: str  # short description, in Markdown, for the documentation
-    bf16: bool = True
-    """Weights and activations are bf16, with fp32 masters in the optimizer; else all is fp32."""
+    bf16: bool = True  # bf16 weights with fp32 masters; else all is fp32
     build: str = ""
-    """`module:function` from `configs.schema.PrecisionConfig` to `kernels.quantize.recipe.Recipe`.
-    Empty: linear layers are not quantized."""
+    """`module:function` from `configs.schema.PrecisionConfig` to `kernels.quantize.recipe.Recipe`;
+    empty: none."""
     emulation: str = ""
     """Path of `(exact: Backend, recipe: Recipe) -> Backend`: the recipe over a backend without it.
     """
     switches: tuple[str, ...] = ()  # knobs of `precision` that the recipe has
-    fp8_blocks: bool = False
-    """Operands are FP8 in blocks of 128: tokens can travel in FP8, and weights have FP8 copies."""
-    microscaling: bool = False
-    """Operands are in blocks along the contraction, with scales that Blackwell applies."""
+    fp8_blocks: bool = False  # operands of FP8 in blocks of 128, also of tokens in transit
+    microscaling: bool = False  # blocks along the contraction, scales by Blackwell
 
 
 _MICROSCALING = "phalanx.extras.microscaling"
@@ -38,7 +34,7 @@ RECIPES: dict[str, RecipeFacts] = {
         "e4m3, whose scales are powers of two, for 128 channels of a token and for 128 x 128 of "
         "weights (DeepSeek-V3, arXiv 2412.19437)",
         build="phalanx.kernels.quantize.recipe:fp8_block",
-        emulation="phalanx.kernels.expert_mlp.fp8.emulated:EmulatedFP8",
+        emulation="phalanx.kernels.expert_mlp.fp8:EmulatedFP8",
         switches=(*_SWITCHES, "grad_format", "hidden", "dispatch", "weights"),
         fp8_blocks=True,
     ),

@@ -1,8 +1,6 @@
 """The transports of tokens to experts: one entry each, with the class that does all the rest.
 
-Allowed values and their documentation, rules between knobs, the choice of `auto`, the start page
-and estimates derive from this table and from the classes that it names by import path, so that
-reading it does not import torch.
+Classes are named by import path, so that reading the table does not import torch.
 """
 
 from dataclasses import dataclass
@@ -12,33 +10,22 @@ from dataclasses import dataclass
 class TransportFacts:
     """Properties of a transport that the rules of a configuration ask for."""
 
-    implementation: str
-    """`module:class`, a subclass of `parallel.dispatcher.transport_class.Dispatcher`."""
+    implementation: str  # subclass of `transport_class.Dispatcher`, `module:class`
     meaning: str  # description for the documentation, in Markdown
     auto: bool = True  # `auto` takes the first transport of the table that can run and has this
-    one_rank: bool = False
-    """All experts are on one rank: it serves no group of several, and `auto` takes it there."""
+    one_rank: bool = False  # all experts on one rank, where `auto` takes it
     takes_sms: bool = False  # the number of SMs that exchange can be set
     graph: bool = True  # it can be captured in a CUDA graph: the host waits for nothing
-    replicated: str = ""
-    """`module:class` of the transport with expert replication (`parallel.expert_replication`)."""
+    replicated: str = ""  # `module:class` with `parallel.expert_replication`
     inside: tuple[str, ...] = ()
-    """Transports that it takes inside each node, the first that can run, where experts are
-    replicated by that one. Its ranks then refuse nothing themselves, and its groups only what
-    `parallel.dispatcher.nodes.refuse` does."""
-    overlaps_microbatches: bool = False
-    """`parallel.overlap_microbatches` is allowed: exchanges of two passes may be in flight."""
-    collective: bool = False
-    """Exchanges are collectives of NCCL or gloo, which weight gradients hide in backward passes."""
-    fp8: bool = False
-    """Tokens and gradients may travel in FP8 with scales (`precision.dispatch`).
-
-    A transport with `auto` must.
-    """
+    """Transports inside each node, of which the first that can run replicates experts. The ranks
+    then refuse nothing themselves, and groups only what `parallel.dispatcher.nodes.refuse` does."""
+    overlaps_microbatches: bool = False  # exchanges of two passes may be in flight
+    collective: bool = False  # by NCCL or gloo; weight gradients hide it in backward passes
+    fp8: bool = False  # rows in FP8 (`precision.dispatch`), which `auto` must take
 
     @property
     def over_nodes(self) -> bool:
-        """True if it takes another transport inside each node."""
         return bool(self.inside)
 
     @property
@@ -54,7 +41,7 @@ AUTO_SMS = 16  # number of SMs that `auto` takes for pushes, as in docs/performa
 
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(
-        "phalanx.parallel.dispatcher.local:Local",
+        "phalanx.parallel.dispatcher.base:Local",
         "nothing is sent; needs `parallel.expert` = 1",
         one_rank=True,
         fp8=True,

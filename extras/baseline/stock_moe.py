@@ -24,13 +24,13 @@ from torch import Tensor
 
 from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.megatron_config import QUICK_GELU_SLOPE
 from phalanx.moe.router import balance
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
+from phalanx.moe.router.forced import Replay
 from phalanx.moe.router.fused_topk import forces_choice
-from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.router import forced_choice
 from phalanx.moe.shared_experts import MEGATRON
 
@@ -137,7 +137,6 @@ class StockRouter(KeepsPrecision, TopKRouter):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Record the loss and attach it to the probabilities."""
         name = _LOSS_NAMES[aux_loss_name]
         self.statistics.add_loss(name, aux_loss / getattr(self.options, name))
         return super().attach_and_log_load_balancing_loss(
@@ -145,7 +144,6 @@ class StockRouter(KeepsPrecision, TopKRouter):
         )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Record the loss and attach it to the logits."""
         if self.options.z_loss and self.training and torch.is_grad_enabled():
             share = balance.z_loss(logits.detach()) / self.tp_cp_group.size()
             self.statistics.add_loss("z_loss", share)
@@ -234,7 +232,6 @@ class StockMoE(MoELayer):
 
 
 def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
-    """The model's config with the fusions that Transformer Engine brings, where it is installed."""
     config = copy.copy(config)
     config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
     # The fused router knows no choice but its own.

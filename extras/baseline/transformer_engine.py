@@ -41,11 +41,7 @@ def attention(whole_with_sinks: bool) -> Any:
 
 @functools.cache
 def core_attention() -> Any:
-    """Transformer Engine's core attention class, under the layer's memory plan.
-
-    The largest logits are recorded by our kernel, for sequences that are not split over ranks
-    (kernels.registry).
-    """
+    """Transformer Engine's attention under our memory plan; our kernel records largest logits."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class TEAttention(TEDotProductAttention):  # type: ignore[misc]

@@ -2,11 +2,11 @@
 
 Ranks with the same local rank exchange over a rail (`extras.between_nodes`). A token is sent once
 to each node that holds one of its experts, with its routing, in blocks of C rows for each node
-(`extras.between_nodes.rail_blocks`). Each rank then holds the rows of its blocks like tokens of its
-own, and sends them to the ranks of its node by the transport inside: `symm` where that can run,
-which sends a row only to the ranks that hold one of its experts, or else `alltoall`. C is at most
-T; the budget has its own capacity for it (`parallel.dispatcher.capacity`). If groups of experts are
-whole nodes, the router's `group_topk` is a bound on the nodes of a token.
+(`extras.between_nodes.rail_blocks`). Each rank then sends the rows of its blocks like tokens of its
+own to the ranks of its node by the transport inside: `symm` where that can run, which sends a row
+only to the ranks that hold one of its experts, or else `alltoall`. C is at most T; the budget has
+its own capacity for it (`parallel.dispatcher.capacity`). If groups of experts are whole nodes, the
+router's `group_topk` is a bound on the nodes of a token.
 
 On the way back a token's expert rows are added by the experts of each rank, these sums over the
 ranks of a node in their order, and those over the nodes in their order: each time in fp32, rounded
@@ -18,8 +18,8 @@ ranks. The plan is computed from routing in the order of ranks, in which rows of
 order of their tokens, so that expert rows are those of every other transport; it then names rows by
 their positions. Rows of blocks without a token have no experts, and are never read.
 
-Legend: T tokens per rank, D hidden, K expert ids of a token, M nodes, G ranks of each, R = M * G,
-C rows of a block, B = M * C rows of a rail, N = R * C received rows.
+Legend: T tokens per rank, D hidden, K expert ids of a token, M nodes, G ranks of each, R = M * G, C
+rows of a block, B = M * C rows of a rail, N = R * C received rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,41 +29,45 @@ import torch
 from torch import Tensor
 
 from phalanx.extras.between_nodes import rows as rail_rows
-from phalanx.extras.between_nodes.collective import CollectiveRail, Rail
 from phalanx.extras.between_nodes.rail_blocks import RailBlocks, plan_blocks
-from phalanx.extras.between_nodes.rows import RailCall, send_routing
+from phalanx.extras.between_nodes.rows import CollectiveRail, Rail, RailCall, send_routing
 from phalanx.kernels.derivatives import in_backward
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.alltoall import AllToAll
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
+from phalanx.parallel.dispatcher.costs import (
+    NOTHING,
+    GroupTopology,
+    Links,
+    TopKSampling,
+    TransportCosts,
+    owner_probabilities,
+)
 from phalanx.parallel.dispatcher.fp8_rows import ForwardedRows, RailRows
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.received import Planner, Received
-from phalanx.parallel.dispatcher.sampling import TopKSampling, owner_probabilities
 from phalanx.parallel.dispatcher.symm import EXPOSED, Symm
 from phalanx.parallel.dispatcher.transport import build
-from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
+from phalanx.parallel.dispatcher.transport_class import (
+    DispatchContext,
+    Dispatcher,
+    Planner,
+    Received,
+)
 
 Inside = Symm | AllToAll  # transports inside a node, which forward rows that arrived in FP8
 
 
 class _Sent(NamedTuple):
-    """Tokens on their way over the rail."""
-
     call: RailCall
     rows_BD: Tensor
     prob_BK: Tensor
-    forwarded: ForwardedRows | None
-    """Format in which rows go on inside the node; None: they travel as they are."""
+    forwarded: ForwardedRows | None  # format in which rows go on inside the node; None: as they are
     tokens: int  # T
 
 
 class _Route(NamedTuple):
-    """State that the way back needs."""
-
     call: RailCall
     inside: Any  # state of the transport inside the node
 
@@ -72,13 +76,10 @@ class Hier(Dispatcher):
     """The transport `hier`; `parallel.dispatcher.base` states the contract.
 
     Args:
-        nodes: nodes of the expert-parallel group.
         plan: planner of the received routing.
         budget: budget of the rows of blocks.
         sampling: choice of a token's experts.
-        rail: the rail of this rank.
-        local: number of experts of a rank.
-        local_slots: number of expert slots of a rank.
+        local, local_slots: numbers of experts and of expert slots of a rank.
         inside: function that builds the transport inside a node from its planner, the same on all
             nodes.
         recipe: recipe of rows that travel in FP8, inside nodes too.
@@ -105,7 +106,6 @@ class Hier(Dispatcher):
             owner_probabilities(sampling, [sampling.experts // nodes.count] * nodes.count)
         )
         self._node_experts = nodes.size * local
-        """Number of experts of a node."""
         first_slot = nodes.index * nodes.size * local_slots
         self._node_plan = _NodePlanner(plan, nodes, first_slot)
         self._inside = inside(self._node_plan)
@@ -144,8 +144,7 @@ class Hier(Dispatcher):
         share = reach.block / reach.tokens
         wanted = reach.wanted_ranks if reach.pushes else reach.ranks * share
         rows = Links(wanted * (size - 1) / size, (reach.nodes - 1) * share)
-        sent = 2 * rail
-        """Rows sent to other nodes and received from them."""
+        sent = 2 * rail  # rows sent to other nodes and received from them
         if not reach.pushes:
             back = Links(reach.rows_back * rows.near, rows.far)
             return TransportCosts(rows, back, saved=received, backward=received + sent)
@@ -191,7 +190,6 @@ class Hier(Dispatcher):
         return rail_rows.receive_sums(received.route.call, sent, addends)
 
     def _blocks(self, idx_TK: Tensor, prob_TK: Tensor) -> RailBlocks:
-        """Blocks of the rank's tokens, within the budget."""
         tokens, nodes = len(idx_TK), self._nodes.count
         rows = self._budget.block_rows(tokens, self._share)
         blocks = plan_blocks(idx_TK, prob_TK, nodes=nodes, experts=self._node_experts, rows=rows)
@@ -209,8 +207,7 @@ class _NodePlanner:
     expert slots, and `first` is the first of the node.
     """
 
-    tokens: int
-    """Number of tokens of a rank in the call in progress, which blocks need not hold all of."""
+    tokens: int  # of a rank in the call in progress; blocks need not hold all of them
 
     def __init__(self, plan: Planner, nodes: Nodes, first: int) -> None:
         self._plan, self._first = plan, first

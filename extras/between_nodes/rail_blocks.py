@@ -5,8 +5,8 @@ their order, and then empty rows: an empty row has token -1 and expert ids -1, i
 undefined. C is static, and no host reads how many rows a block needs. Rows in excess are left out,
 which `needed` tells. Triton kernels on a GPU; torch elsewhere, with the same bits.
 
-Legend: T tokens of a rank, K expert ids of a token, D columns, M nodes, C rows of a block,
-B = M * C rows of all blocks.
+Legend: T tokens of a rank, K expert ids of a token, D columns, M nodes, C rows of a block, B = M *
+C rows of all blocks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.elementwise.sums import block_sum
 
 
 class RailBlocks(NamedTuple):
@@ -33,14 +33,9 @@ class RailBlocks(NamedTuple):
 def plan_blocks(
     idx_TK: Tensor, prob_TK: Tensor, *, nodes: int, experts: int, rows: int
 ) -> RailBlocks:
-    """Assign the tokens of a rank to rows of its blocks.
+    """Assign the tokens of a rank to rows of its blocks: `nodes` M, of `experts` each, `rows` C.
 
-    Args:
-        idx_TK: int32 expert ids; others than those of an expert, such as -1, go to no node.
-        prob_TK: fp32.
-        nodes: M.
-        experts: number of experts of a node.
-        rows: C.
+    `idx_TK` are int32 expert ids; those of no expert, such as -1, go to no node. `prob_TK` is fp32.
     """
     if idx_TK.is_cuda:
         from phalanx.extras.between_nodes.rail_blocks_triton import plan_blocks_in_triton
@@ -89,13 +84,8 @@ def pack_rows(x_TD: Tensor, token_B: Tensor) -> Tensor:
 def sum_rows(rows_BD: Tensor, row_TM: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
     """Sums of each token's rows, one of each node, as `block_sum` of blocks with zeros elsewhere.
 
-    Args:
-        rows_BD: bf16 or fp32.
-        row_TM: rows of tokens, as in `RailBlocks`.
-        addends: up to two [T, D], as in `block_sum`.
-
-    Returns:
-        [T, D] in the dtype of the rows, summed in fp32 in the order of nodes.
+    Rows, bf16 or fp32, are summed in fp32 in the order of nodes, with up to two addends [T, D],
+    into [T, D] of their dtype.
     """
     if rows_BD.is_cuda:
         from phalanx.extras.between_nodes.rail_blocks_triton import sum_rows_in_triton

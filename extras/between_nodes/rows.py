@@ -1,29 +1,71 @@
 """Rows over a rail, with gradients: tokens to the nodes of their experts, sums of nodes back.
 
-Both directions send the same blocks (`extras.between_nodes.rail_blocks`), so that only the first of
-four exchanges in both passes sends routing. Each of two pairs of functions starts an exchange in
-one pass and ends one in the other, so that shared experts and weight gradients compute in between:
+A rail connects the ranks with the same local rank on the M nodes of a group. Blocks are of equal,
+static size, so that no host needs a count, and a CUDA graph can capture the exchange. Both
+directions send the same blocks (`extras.between_nodes.rail_blocks`), so that only the first of four
+exchanges in both passes sends routing. Each of two pairs of functions starts an exchange in one
+pass and ends one in the other, so that shared experts and weight gradients compute in between:
 
                 send_tokens         receive_tokens      send_sums           receive_sums
     forward     sends tokens        waits for them      sends sums          waits for them, adds
     backward    waits, adds         sends gradients     waits for           sends gradients of
                                     of tokens           gradients of sums   sums
 
-Legend: T tokens of a rank, D hidden, K expert ids of a token, M nodes, B rows of the blocks of all
-nodes.
+Legend: T tokens of a rank, D hidden, K expert ids of a token, M nodes, C rows of a block, B = M *
+C.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.extras.between_nodes.collective import Rail, Started, swap
 from phalanx.extras.between_nodes.rail_blocks import RailBlocks, pack_rows, sum_rows
 from phalanx.kernels import wgrad_queue
+from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.fp8_rows import RailRows
+
+
+class Started(NamedTuple):
+    """An exchange that has started."""
+
+    received: Tensor  # rows that arrive, [M * C, ...] with block m from node m, after `wait`
+    sent: Tensor  # rows that are being sent, referenced until then
+    wait: Callable[[], None]  # function that lets the current stream wait for the exchange
+
+
+class Rail(Protocol):
+    """Exchange of blocks between the ranks of a rail."""
+
+    def start(self, blocks: Tensor) -> Started:
+        """Start to send block m of M to node m: [M * C, ...]. Collective over the rail."""
+        ...
+
+
+def swap(rail: Rail, blocks: Tensor) -> Tensor:
+    """`Rail.start`, for which the current stream waits: [M * C, ...], with block m from node m."""
+    started = rail.start(blocks)
+    started.wait()
+    return started.received
+
+
+class CollectiveRail:
+    """A rail of one even all-to-all of gloo or NCCL, its ranks in the order of nodes."""
+
+    def __init__(self, ranks: Collectives) -> None:
+        self._ranks = ranks
+
+    def start(self, blocks: Tensor) -> Started:
+        blocks = blocks.contiguous()
+        received = torch.empty_like(blocks)
+
+        def exchange(group: dist.ProcessGroup) -> None:
+            dist.all_to_all_single(received, blocks, group=group)
+
+        return Started(received, blocks, self._ranks.start(blocks, exchange))
 
 
 class SentBlocks(NamedTuple):
@@ -44,12 +86,9 @@ def send_routing(rail: Rail, blocks: RailBlocks) -> SentBlocks:
 
 
 class RailCall:
-    """State of one call over a rail.
+    """State of one call over a rail, for blocks whose routing has been sent.
 
-    Args:
-        rail: the rail.
-        blocks: blocks of the tokens, whose routing has been sent.
-        fp8: format in which tokens and gradients of sums travel; None: they travel as they are.
+    `fp8` is the format in which tokens and gradients of sums travel; None: as they are.
     """
 
     def __init__(self, rail: Rail, blocks: SentBlocks, fp8: RailRows | None = None) -> None:
@@ -75,7 +114,6 @@ class RailCall:
         self._hidden = True
 
     def wait(self) -> None:
-        """Let the current stream wait for all that was started."""
         if self._hidden:
             wgrad_queue.end_exchange()
             self._hidden = False
@@ -89,27 +127,16 @@ class RailCall:
 
 
 def send_tokens(call: RailCall, x_TD: Tensor, prob_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Start to send tokens to the nodes of their experts.
-
-    Args:
-        call: the call.
-        x_TD: tokens.
-        prob_TK: fp32 probabilities, which have been sent; their gradient returns here.
-
-    Returns:
-        The arguments of `receive_tokens`.
-    """
+    """Start to send tokens for `receive_tokens`; the gradient of sent `prob_TK` returns here."""
     rows_BD, prob_BK = _SendTokens.apply(x_TD, prob_TK, call)
     return rows_BD, prob_BK
 
 
 def receive_tokens(call: RailCall, rows_BD: Tensor, prob_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """Wait for tokens.
+    """Wait for tokens that other ranks sent, [B, D], and their probabilities, fp32 [B, K].
 
-    Returns:
-        Rows of the tokens that other ranks sent, [B, D], or without data if they are in `call.fp8`,
-        and probabilities, fp32 [B, K]. Gradients of both return to the tokens' ranks and are summed
-        there in fp32.
+    Rows are without data if they are in `call.fp8`. Gradients of both return to the tokens' ranks
+    and are summed there in fp32.
     """
     rows_BD, prob_BK = _ReceiveTokens.apply(rows_BD, prob_BK, call)
     return rows_BD, prob_BK
@@ -126,7 +153,6 @@ def receive_sums(call: RailCall, sums_BD: Tensor, addends: Sequence[Tensor] = ()
 
 
 def _needed(ctx: Any, of: Callable[[Tensor], Tensor], *grads: Tensor) -> list[Tensor | None]:
-    """`of` gradients of outputs, where the input of the same place needs a gradient."""
     pairs = zip(grads, ctx.needs_input_grad, strict=False)
     return [of(grad) if needs else None for grad, needs in pairs]
 

@@ -4,12 +4,27 @@ import torch
 
 from phalanx.configs.formats import is_microscaling
 from phalanx.extras.blackwell import glu
-from phalanx.extras.blackwell.limits import PACKAGE as CUDNN_FRONTEND
-from phalanx.extras.blackwell.limits import unsupported_sizes
 from phalanx.kernels.availability import short
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.registry import Facts
+
+ROWS = 256  # multiple at which an expert's rows start and end
+CHANNELS = 64  # divisor of the width of an expert and of the residual stream
+EXPERTS = 1024  # maximum number of experts on a rank
+PACKAGE = "nvidia-cudnn-frontend==1.32.0"  # what the adapter is written and tested against
+
+
+def unsupported_sizes(hidden: int, ffn: int, experts: int) -> Refusal:
+    """Reason why experts of these sizes cannot run, or None; a size of 0 is unknown and fits."""
+    if hidden % CHANNELS or ffn % CHANNELS:
+        return (
+            f"needs whole runs of {CHANNELS} channels: model.hidden={hidden} and "
+            f"model.moe.ffn={ffn} must be multiples of {CHANNELS}"
+        )
+    if experts > EXPERTS:
+        return f"needs at most {EXPERTS} experts on a rank, not {experts}: raise parallel.expert"
+    return None
 
 
 def runs_here(facts: Facts) -> Refusal:
@@ -30,5 +45,5 @@ def runs_here(facts: Facts) -> Refusal:
         ):
             return why
     if "nvidia_cudnn_frontend" not in facts.packages:
-        return f"needs cuDNN's frontend: pip install {CUDNN_FRONTEND}"
+        return f"needs cuDNN's frontend: pip install {PACKAGE}"
     return None

@@ -8,7 +8,7 @@ kernel has its constants compiled in; block-scaled kernels, and all backward one
 from typing import Any, NamedTuple
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 
 BUILT_IN = dict(alpha=1.702, limit=7.0)  # constants of the forward kernel in bf16
 _NEVER = 3.0e38  # a clamp that no value reaches: clamps must be finite
@@ -18,8 +18,7 @@ class Epilogue(NamedTuple):
     """Keyword arguments of cuDNN's wrappers for an activation."""
 
     forward: dict[str, Any]  # arguments of the forward wrapper
-    backward: dict[str, Any]
-    """Arguments of the backward wrapper, which also recomputes the activations."""
+    backward: dict[str, Any]  # of the backward wrapper, which also recomputes the activations
 
 
 def unsupported(act: Activation, *, block_scaled: bool) -> Refusal:
@@ -38,11 +37,7 @@ def unsupported(act: Activation, *, block_scaled: bool) -> Refusal:
 
 
 def epilogue(act: Activation, *, block_scaled: bool) -> Epilogue:
-    """The epilogue of an activation.
-
-    Raises:
-        ValueError: the activation is unsupported.
-    """
+    """The epilogue of an activation, or a ValueError."""
     if why := unsupported(act, block_scaled=block_scaled):
         raise ValueError(f"kernels=cudnn {why}: set model.moe.activation, or kernels=torch")
     limit = act.limit or _NEVER

@@ -1,10 +1,9 @@
 """The order of fc1's output channels in memory: canonical, or that of cuDNN's fused kernels.
 
-A gated fc1 has F gate channels and F up channels. Checkpoints, conversions and every other backend
-store them one after the other, [gate; up]. The fused kernels read a gate channel and its up channel
-from one tile, so they alternate runs of 32: 32 gate channels, 32 up channels, the next 32 gate
-channels. `Interleaved` is the only place that knows this order; weights stored in it, with their
-gradients and optimizer states, are converted here.
+A gated fc1 has F gate and F up channels. Checkpoints, conversions and every other backend store
+them one after the other, [gate; up]. The fused kernels read a gate channel and its up channel from
+one tile, so they alternate runs of 32 of each. `Interleaved` alone knows this order; weights stored
+in it, with their gradients and optimizer states, are converted here.
 
 Legend: L experts, F expert width, H = 2F, B = F / 32 runs of gate and of up channels.
 """
@@ -36,7 +35,6 @@ class Interleaved:
         return runs.transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
 
     def runs(self, channels: int) -> Iterator[Run]:
-        """Runs of H channels, in memory order."""
         for block in range(channels // (2 * self.run)):
             for half in range(2):
                 first = block * self.run

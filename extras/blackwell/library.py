@@ -2,8 +2,8 @@
 
 Its kernels are compiled for the sizes of weights at the first call with them (seconds each, kept
 for the process), so a step has to run before a capture. The SM margin is a number of clusters of
-two in an environment variable of the process, which a call reads and compiles in: `call` sets it
-around a call. Weight gradients, whose grid covers all tiles, leave no SM free.
+two in an environment variable, which a call reads and compiles in: `call` sets it around a call.
+Weight gradients, whose grid covers all tiles, leave no SM free.
 """
 
 import os

@@ -1,21 +1,74 @@
-"""Operands of cuDNN's block-scaled grouped GEMMs, for the recipes of Blackwell.
+"""Operands of cuDNN's grouped GEMMs: padded rows of experts, and block-scaled formats.
 
-Elements and scales are those of `extras.microscaling.mxfp8` and `extras.microscaling.nvfp4`, the
-scales packed by `extras.blackwell.scales`. Every operand is quantized from unquantized values.
+The rows of every expert are padded to 256 with zeros: a plan of `kernels.expert_mlp.expert_plan`
+with `align` has index -1 and probability 0 there. Elements and scales are those of
+`extras.microscaling.mxfp8` and `extras.microscaling.nvfp4`. Every operand is quantized from
+unquantized values.
 
-Legend: S expert rows, C channels, L experts, T tokens in whole blocks of an expert, O and I
-channels out and in.
+Scales are packed in the order of the tensor cores. 128 rows by 4 blocks along the contraction are
+an atom of 512 bytes: row r, block b of it is at (r % 32) * 16 + (r // 32) * 4 + b (PTX ISA,
+tcgen05.mma, scale factor layout). Atoms of the same 128 rows are contiguous along the contraction,
+followed by those of the next 128 rows. In a weight gradient, which contracts over tokens, every
+expert has its own matrix, one after the other.
+
+Legend: N rows of x, S expert rows, C channels, L experts, T tokens in whole blocks of an expert, O
+and I channels out and in, R rows, B blocks along the contraction.
 """
 
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.extras.blackwell.limits import ROWS
-from phalanx.extras.blackwell.scales import pack, pack_columns, unpack
+from phalanx.extras.blackwell.availability import ROWS
 from phalanx.extras.microscaling import mxfp8, nvfp4
+from phalanx.kernels.expert_mlp.calls import Operand
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
+
+_ROWS, _BLOCKS = 128, 4
+
+
+def pack(scale: Tensor) -> Tensor:
+    """[..., R, B] of one byte -> [bytes], every matrix padded to full atoms with zeros."""
+    return _atoms(scale).flatten()
+
+
+def unpack(packed: Tensor, rows: int, blocks: int) -> Tensor:
+    """The inverse of `pack`, [rows, blocks], of one matrix."""
+    columns = -(-blocks // _BLOCKS)
+    atoms = packed.view(-1, columns, 32, _ROWS // 32, _BLOCKS)
+    padded = atoms.permute(0, 3, 2, 1, 4).reshape(-1, columns * _BLOCKS)
+    return padded[:rows, :blocks]
+
+
+def pack_columns(scale_CB: Tensor, offsets: Tensor, block: int) -> Tensor:
+    """[C, B] of one byte, blocks of `block` tokens -> [bytes], expert after expert.
+
+    `offsets`, int32 [L + 1], are the first token of each expert: multiples of 4 blocks.
+    """
+    atoms = _atoms(scale_CB).flatten(2)  # [C / 128, B / 4, bytes]
+    num_rows, num_columns = atoms.shape[:2]
+    starts = offsets // (block * _BLOCKS)
+    atom_B = torch.arange(num_columns, dtype=torch.int32, device=atoms.device)
+    # Atoms after the last expert are never read.
+    expert_B = torch.searchsorted(starts[1:], atom_B, right=True)
+    starts = F.pad(starts, (0, 1), value=num_columns)
+    first_B, count_B = starts[expert_B], (starts[expert_B + 1] - starts[expert_B])
+    row = torch.arange(num_rows, dtype=torch.int32, device=atoms.device)[:, None]
+    index = num_rows * first_B + row * count_B + atom_B - first_B
+    packed = torch.empty_like(atoms).flatten(0, 1)
+    packed[index.flatten().long()] = atoms.flatten(0, 1)
+    return packed.flatten()
+
+
+def _atoms(scale: Tensor) -> Tensor:
+    """[..., R / 128, B / 4, 32, 4, 4]."""
+    missing = -scale.shape[-1] % _BLOCKS, -scale.shape[-2] % _ROWS
+    padded = F.pad(scale, (0, missing[0], 0, missing[1]))
+    atoms = padded.unflatten(-1, (-1, _BLOCKS)).unflatten(-3, (-1, _ROWS // 32, 32))
+    return atoms.movedim(-2, -4).transpose(-3, -2).contiguous()
 
 
 class Packed(NamedTuple):
@@ -65,7 +118,6 @@ class MXFP8(Format):
         return Packed(*as_one_kernel(_mxfp8_rows, w_LOI))
 
     def values(self, rows: Packed) -> Tensor:
-        """fp32 [S, C] of rows."""
         S, C = rows.data.shape
         codes = unpack(rows.scale.view(-1).view(torch.uint8), S, -(-C // self.block))
         return mxfp8.dequantize(mxfp8.MXFP8(rows.data, codes))
@@ -112,3 +164,37 @@ def _pairs(code: Tensor) -> Tensor:
 
 def _bytes(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e4m3fn)
+
+
+_ALIGN = 16  # alignment in bytes that cuDNN requires of every operand
+
+
+def gathered(x: Operand, plan: ExpertPlan) -> Tensor:
+    """The expert rows of an operand: zeros where a plan's index is -1."""
+    if not x.gather or plan.row_index_S is None:
+        rows: Tensor = x.matrix
+        return rows
+    if not len(x.matrix):
+        return x.matrix.new_zeros(len(plan.row_index_S), x.matrix.shape[1])
+    x_SC: Tensor = as_one_kernel(_gather, x.matrix, plan.row_index_S)
+    return x_SC
+
+
+def _gather(x_NC: Tensor, index_S: Tensor) -> Tensor:
+    x_SC = x_NC.index_select(0, index_S.clamp(min=0))
+    return torch.where((index_S >= 0)[:, None], x_SC, 0.0)
+
+
+def ends(plan: ExpertPlan) -> Tensor:
+    """int32 [L], aligned: the row after each expert's last; a view of this backend's own plans."""
+    ends_L = plan.offsets[1:]
+    return ends_L if ends_L.data_ptr() % _ALIGN == 0 else ends_L.clone()
+
+
+def real(values_S: Tensor, plan: ExpertPlan) -> Tensor:
+    """The values of rows with a token, and 0 for all others, even if they are NaN."""
+    row_S = torch.arange(len(values_S), dtype=torch.int32, device=values_S.device)
+    used_S = row_S < plan.offsets[-1]
+    if plan.row_index_S is not None:
+        used_S = used_S & (plan.row_index_S >= 0)
+    return torch.where(used_S, values_S, 0.0)

@@ -1,4 +1,4 @@
-"""Arithmetic of linear attention: sizes, parameters, FLOPs, bytes and limits of a configuration.
+"""Arithmetic of linear attention: sizes, parameters, FLOPs, bytes, limits, tensors in checkpoints.
 
 It imports neither torch nor Megatron-Core.
 """
@@ -6,11 +6,12 @@ It imports neither torch nor Megatron-Core.
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.configs.arithmetic.mixers import Mixer
+from phalanx.configs.arithmetic.layers import Mixer
 from phalanx.configs.formats import in_bf16, width
 from phalanx.configs.knobs import repair
 from phalanx.configs.layout import largest_divisor
 from phalanx.configs.schema import Config, LinearAttentionConfig, ModelConfig
+from phalanx.moe.hf.weights import TensorPart, TensorRegion, rows_of, same
 from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 
 HEAD_DIM = 128  # channels of a query, key or value head of every published model
@@ -25,11 +26,7 @@ def qkv_dim(a: LinearAttentionConfig) -> int:
 
 
 def input_dim(a: LinearAttentionConfig) -> int:
-    """Outputs of the input projection.
-
-    Queries, keys, values, gates of the output, and two numbers per value head: how much it writes
-    and forgets.
-    """
+    """Outputs of the input projection: queries, keys, values, gates, two numbers per value head."""
     return qkv_dim(a) + a.value_heads * (HEAD_DIM + 2)
 
 
@@ -37,23 +34,19 @@ class LinearAttention(Mixer):
     """Gated DeltaNet (`extras.linear_attention.gated_delta_net`)."""
 
     def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
-        """See `Mixer`."""
         a = m.linear_attention
         return [(m.hidden, input_dim(a)), (a.value_heads * HEAD_DIM, m.hidden)]
 
     def input_parts(self, m: ModelConfig) -> list[tuple[int, int]]:
-        """Queries and keys, values and gates, and two numbers per value head."""
         a = m.linear_attention
         heads = [(2, n * HEAD_DIM) for n in (a.key_heads, a.value_heads)]
         return [*heads, (2, a.value_heads)]
 
     def vectors(self, m: ModelConfig) -> int:
-        """The convolution, and two numbers per value head."""
         a = m.linear_attention
         return TAPS * qkv_dim(a) + 2 * a.value_heads
 
     def norms(self, m: ModelConfig) -> int:
-        """One norm for all heads."""
         return HEAD_DIM
 
     def products(self, m: ModelConfig) -> int:
@@ -62,7 +55,6 @@ class LinearAttention(Mixer):
         return TAPS * qkv_dim(a) + 4 * a.value_heads * HEAD_DIM**2
 
     def heads(self, m: ModelConfig) -> dict[str, int]:
-        """See `Mixer`."""
         a = m.linear_attention
         return {f"{_AT}.key_heads": a.key_heads, f"{_AT}.value_heads": a.value_heads}
 
@@ -72,7 +64,6 @@ class LinearAttention(Mixer):
         return input_dim(a) + a.value_heads * HEAD_DIM
 
     def problems(self, cfg: Config) -> Iterator[str]:
-        """See `Mixer`."""
         a = cfg.model.linear_attention
         if a.value_heads % a.key_heads:
             fits = largest_divisor(a.value_heads, a.key_heads)
@@ -83,13 +74,11 @@ class LinearAttention(Mixer):
             yield repair(cfg, "model.bias", reason, False)
 
     def not_capturable(self, cfg: Config) -> str | None:
-        """See `Mixer`."""
         if in_bf16(cfg):
             return None
         return "linear attention in fp32 is that of torch, for checks of eager steps"
 
     def not_in_fp8_of_megatron(self, m: ModelConfig) -> str | None:
-        """See `Mixer`."""
         channels = input_dim(m.linear_attention)
         if channels % 16 == 0:
             return None
@@ -111,8 +100,7 @@ class LinearAttention(Mixer):
 def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
     """Saved bytes of flash-linear-attention and the modules around it.
 
-    The same with context parallelism: gradients in flight between ranks take less than the kernels
-    did before.
+    Context parallelism changes nothing: gradients in flight take less than the kernels did before.
     """
     a, values = cfg.model.linear_attention, cfg.model.linear_attention.value_heads * HEAD_DIM
     keys = 2 * a.key_heads * HEAD_DIM
@@ -133,3 +121,33 @@ def backward_bytes(cfg: Config, counts: TokenCounts) -> int:
     states = 2 * heads * HEAD_DIM**2 // _CHUNK
     tokens = counts.tokens // cfg.parallel.tensor
     return tokens * width(cfg) * (states + 6 * heads * HEAD_DIM)
+
+
+def regions(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+    """Regions by prefixes: grouped by key head in a folder (`name`), by kind in a checkpoint."""
+    a, d, name = m.linear_attention, HEAD_DIM, f"{name}linear_attn."
+    shared = a.value_heads // a.key_heads
+    joint = {
+        "in_proj_qkvz": {"query": d, "key": d, "value": shared * d, "z": shared * d},
+        "in_proj_ba": {"beta": shared, "alpha": shared},
+    }
+    for theirs, kinds in joint.items():
+        shape = (a.key_heads * sum(kinds.values()), m.hidden)
+        start = 0
+        for head in range(a.key_heads):
+            for kind, rows in kinds.items():
+                part = TensorPart(f"{name}{theirs}.weight", shape, (start, start + rows), same)
+                ours = (f"{key}in_proj.weight.{kind}", (a.key_heads * rows, m.hidden))
+                yield TensorRegion(*ours, (head * rows, (head + 1) * rows), (part,))
+                start += rows
+    start, taps = 0, (qkv_dim(a), 1, TAPS)
+    for kind, heads in (("query", a.key_heads), ("key", a.key_heads), ("value", a.value_heads)):
+        rows = heads * d
+        part = TensorPart(f"{name}conv1d.weight", taps, (start, start + rows), same)
+        yield TensorRegion(f"{key}conv1d.weight.{kind}", (rows, 1, TAPS), (0, rows), (part,))
+        start += rows
+    for vector in ("A_log", "dt_bias"):
+        yield from rows_of(f"{key}{vector}", (a.value_heads,), f"{name}{vector}")
+    yield from rows_of(f"{key}out_norm.weight", (d,), f"{name}norm.weight")
+    out = (m.hidden, a.value_heads * d)
+    yield from rows_of(f"{key}out_proj.weight", out, f"{name}out_proj.weight")

@@ -21,7 +21,29 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from phalanx.kernels.availability import dotted, short
+from phalanx.kernels.limits import Refusal
+from phalanx.kernels.registry import Facts
+
+
+def fla(facts: Facts) -> Refusal:
+    """Reason why flash-linear-attention cannot run, or None."""
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability is None or facts.capability < (8, 0):
+        return f"needs CUDA capability 8.0 or more, not {dotted(facts.capability)}"
+    if facts.dtype != torch.bfloat16:
+        return f"needs bf16, not {short(facts.dtype)}"
+    if not {"flash_linear_attention", "triton"} <= facts.packages:
+        return f"needs flash-linear-attention: pip install {FLASH_LINEAR_ATTENTION}"
+    return None
+
+
+FLASH_LINEAR_ATTENTION = "fla-core==0.6.0"  # requirement of this module, as pip knows it
+
 
 FORGET = -100.0
 """Logarithm of a decay: e to this power is 0 in fp32. In a chunk of 64 documents the logarithms sum
@@ -29,7 +51,7 @@ to -6400, where fp32 is exact to 2.4e-4, a sixteenth of a rounding to bf16."""
 
 
 def causal_conv(x_BSC: Tensor, weight_CW: Tensor, position_BS: None = None) -> Tensor:
-    """`extras.linear_attention.gated_delta.causal_conv` for sequences of one document."""
+    """`gated_delta.causal_conv` for sequences of one document."""
     out_BSC: Tensor = _library().conv(x_BSC, weight_CW, activation="silu")[0]
     return out_BSC
 
@@ -42,7 +64,7 @@ def gated_delta_rule(
     beta_BSV: Tensor,
     position_BS: Tensor | None,
 ) -> Tensor:
-    """`extras.linear_attention.gated_delta.gated_delta_rule` by the library."""
+    """`gated_delta.gated_delta_rule` by the library."""
     if position_BS is not None:
         log_decay_BSV = log_decay_BSV.masked_fill((position_BS == 0)[..., None], FORGET)
     out_BSVd: Tensor = _library().rule(
@@ -52,7 +74,7 @@ def gated_delta_rule(
 
 
 def gated_rms_norm(x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """`extras.linear_attention.gated_delta.gated_rms_norm` by the library."""
+    """`gated_delta.gated_rms_norm` by the library."""
     out_BSVd: Tensor = _library().norm(x_BSVd, gate_BSVd, weight_d, None, eps=eps)
     return out_BSVd
 
@@ -96,6 +118,5 @@ with 4 for Hopper (fla-org/flash-linear-attention, issue 984)."""
 
 
 def _distance(config: Any, warps: int) -> tuple[float, ...]:
-    """Distance of a configuration from `warps` warps, two stages and tiles of 64."""
     tiles = (abs(size - 64) for _, size in sorted(config.kwargs.items()))
     return abs(config.num_warps - warps), abs(config.num_stages - 2), *tiles

@@ -3,12 +3,13 @@
     short causal convolution -> normalised queries and keys -> gated delta rule -> gated RMSNorm
 
 Backends: `torch` (`extras.linear_attention.torch_delta`), which runs everywhere and in any dtype,
-and `fla`, the chunked kernels of flash-linear-attention in Triton, for bf16 on GPUs. No function
-reads the device on the host: a step can be captured in a CUDA graph, and documents inside a
-sequence are distinguished only by the positions of tokens.
+and `fla`, the chunked kernels of flash-linear-attention in Triton, for bf16 on GPUs; another one is
+a ValueError. No function reads the device on the host: a step can be captured in a CUDA graph, and
+documents inside a sequence are distinguished only by the positions of tokens, `position_BS`: int64,
+of each token in its document. None: a sequence is one document.
 
-Shape legend: B sequences, S positions, C channels, W taps of the convolution, K key heads,
-V value heads, d channels of a head.
+Shape legend: B sequences, S positions, C channels, W taps of the convolution, K key heads, V value
+heads, d channels of a head.
 """
 
 from importlib import import_module
@@ -25,18 +26,8 @@ def causal_conv(
 ) -> Tensor:
     """SiLU of a depthwise causal convolution: of each channel with the W - 1 tokens before it.
 
-    Args:
-        x_BSC: bf16 or fp32; any strides with contiguous channels.
-        weight_CW: in the dtype of x; the last tap is of the token itself.
-        position_BS: int64, of each token in its document; taps stop at the first. None: a sequence
-            is one document.
-        backend: `torch` or `fla`.
-
-    Returns:
-        [B, S, C] in the dtype of x.
-
-    Raises:
-        ValueError: unknown backend.
+    `x_BSC` is bf16 or fp32, of any strides with contiguous channels; `weight_CW` and the result
+    have its dtype. The last tap is of the token itself; taps stop at the first token of a document.
     """
     facts = _facts(backend)
     # flash-linear-attention's kernel finds documents by tables that the host builds.
@@ -61,23 +52,15 @@ def gated_delta_rule(
         state_t = decay_t (I - beta_t k_t k_t^T) state_(t-1) + beta_t k_t v_t^T
         out_t = q_t^T state_t / sqrt(d)
 
-    of a value head, with q and k of its key head divided by their norms.
+    of a value head, with q and k of its key head divided by their norms. The initial state of a
+    document is zero.
 
     Args:
         q_BSKd, k_BSKd: bf16 or fp32.
-        v_BSVd: in the dtype of q; V is a multiple of K, and value heads that share a key head are
-            contiguous.
+        v_BSVd: in the dtype of q, which the result [B, S, V, d] has too; V is a multiple of K, and
+            value heads that share a key head are contiguous.
         log_decay_BSV: fp32, 0 or less.
         beta_BSV: in (0, 1), of any floating dtype.
-        position_BS: int64, of each token in its document, whose initial state is zero. None: a
-            sequence is one document.
-        backend: `torch` or `fla`.
-
-    Returns:
-        [B, S, V, d] in the dtype of v.
-
-    Raises:
-        ValueError: unknown backend.
     """
     out_BSVd: Tensor = _module(backend).gated_delta_rule(
         q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS
@@ -88,19 +71,10 @@ def gated_delta_rule(
 def gated_rms_norm(
     x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float, *, backend: str = "torch"
 ) -> Tensor:
-    """RMSNorm of every head, times its weight, times SiLU of the gate.
+    """RMSNorm of every head, times its weight, times SiLU of the gate: [B, S, V, d].
 
-    Args:
-        x_BSVd, gate_BSVd: bf16 or fp32.
-        weight_d: in the dtype of x.
-        eps: added to the mean square.
-        backend: `torch` or `fla`.
-
-    Returns:
-        [B, S, V, d] in the dtype of x.
-
-    Raises:
-        ValueError: unknown backend.
+    `x_BSVd` and `gate_BSVd` are bf16 or fp32, `weight_d` and the result in the dtype of x; `eps` is
+    added to the mean square.
     """
     out_BSVd: Tensor = _module(backend).gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
     return out_BSVd

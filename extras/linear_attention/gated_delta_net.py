@@ -5,35 +5,84 @@ Megatron-Core's needs flash-linear-attention on any device, repeats queries and 
 head, and finds documents by bounds that it reads on the host. Here a backend computes everything
 between the two projections, and documents are distinguished by positions, on the device.
 
-The recurrence runs along a whole sequence. Under context parallelism a rank therefore computes some
-of the heads over whole sequences between the projections, which work token by token.
+The recurrence runs along a whole sequence. Under context parallelism ranks that share sequences
+therefore share out the heads, which do not know of each other, between the projections, which work
+token by token: one exchange there and one back; gradients take the same ways in reverse. Of the 2 R
+chunks of a sequence, Megatron-Core deals rank r chunks r and 2 R - 1 - r, which balances causal
+attention. Here the order of tokens is restored, and cut again after. Sizes are static and nothing
+is read on the host.
 
-Shape legend: S positions, B batch, D hidden, I outputs of the input projection, C channels of the
-convolution, K key heads, V value heads, d channels of a head.
+Shape legend: S positions, in two chunks of s, B batch, D hidden, I outputs of the input projection,
+C channels of the convolution, K key heads, V value heads, d channels of a head, R context ranks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.extras.linear_attention.context_parallel import (
-    own_heads,
-    own_tokens,
-    whole_sequences,
-)
 from phalanx.extras.linear_attention.gated_delta import (
     causal_conv,
     gated_delta_rule,
     gated_rms_norm,
 )
 from phalanx.moe.model.norm import RMSNorm
-from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.imports import without
+from phalanx.parallel.megatron.param_gather import gathered
+
+
+def whole_sequences(x_BSC: Tensor, sections: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's heads at all tokens of the sequences, from all heads at this rank's tokens.
+
+    Args:
+        x_BSC: of any floating dtype and strides.
+        sections: channels of each kind, as queries, keys and values; ranks share out the heads of
+            each, in their order. All are multiples of R.
+
+    Returns:
+        [B, R S, C / R], contiguous, with the same sections, each 1 / R as wide.
+    """
+    ranks = group.size()
+    x_B2sC = x_BSC.unflatten(1, (2, -1))
+    sent_R2Bsc = torch.cat(
+        [
+            part.unflatten(-1, (ranks, -1)).permute(3, 1, 0, 2, 4)
+            for part in x_B2sC.split(list(sections), -1)
+        ],
+        -1,
+    )
+    came = all_to_all(group, sent_R2Bsc).flatten(0, 1).unbind()
+    dealt = _dealt(ranks)
+    return torch.stack([came[dealt.index(n)] for n in range(2 * ranks)], 1).flatten(1, 2)
+
+
+def own_tokens(x_BTc: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `whole_sequences` for one section: [B, R S, C / R] -> [B, S, C]."""
+    ranks = group.size()
+    chunks = x_BTc.unflatten(1, (2 * ranks, -1)).unbind(1)
+    sent = torch.stack([chunks[n] for n in _dealt(ranks)])
+    came_R2Bsc = all_to_all(group, sent.unflatten(0, (ranks, 2)))
+    return came_R2Bsc.permute(2, 1, 3, 0, 4).flatten(3).flatten(1, 2)
+
+
+def own_heads(x: Tensor, sections: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's heads of parameters [C, ...] with the sections of `whole_sequences`.
+
+    Its gradient is zero for other ranks' heads; the sum over the ranks is that of all.
+    """
+    parts = x.split(list(sections))
+    return torch.cat([part.chunk(group.size())[group.rank()] for part in parts])
+
+
+def _dealt(ranks: int) -> list[int]:
+    return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
 
 
 def _gated_delta_net() -> Any:
@@ -61,12 +110,7 @@ class OutputNorm(RMSNorm):
 
 
 class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
-    """Megatron-Core's GatedDeltaNet for training on whole sequences; parameters are the same.
-
-    Args:
-        backend: backend of `extras.linear_attention.gated_delta`.
-        args, kwargs: arguments of Megatron-Core's class.
-    """
+    """Megatron-Core's GatedDeltaNet over a `backend`, for whole sequences; same parameters."""
 
     def __init__(self, *args: Any, backend: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +127,7 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of one layer.
+        """Attention of one layer: output in the shape of hidden_states, and no bias.
 
         Args:
             hidden_states: [S, B, D], under sequence parallelism S / tensor of them; under context
@@ -92,9 +136,6 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
             packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
             attention_mask, kwargs: part of Megatron-Core's protocol, not used: linear attention is
                 always causal and has no rotary angles.
-
-        Returns:
-            Output in the shape of hidden_states, and no bias.
         """
         mixed_SBI, _ = self.in_proj(hidden_states)
         with record_function("attention/linear"):
@@ -115,10 +156,7 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         return out, bias
 
     def _between(self, mixed_BSI: Tensor, position_BS: Tensor | None) -> Tensor:
-        """Input of the output projection [B, S, V, d], from the output of the input projection.
-
-        Both are of this context rank's heads over whole sequences.
-        """
+        """Input of the output projection, from the output of the input projection, of own heads."""
         d = self.value_head_dim
         keys, values = (n // self.cp_size for n in (self.qk_dim_local_tp, self.v_dim_local_tp))
         qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
@@ -140,18 +178,13 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         return gated_rms_norm(out_BSVd, gate_BSVd, norm.weight, norm.eps, backend=self.backend)
 
     def _local(self, parameter: Tensor, *sections: int) -> Tensor:
-        """Part of a parameter that belongs to this context rank's heads; one section by default."""
         if self.cp_size == 1:
             return parameter
         return own_heads(parameter, sections or (len(parameter),), self.pg_collection.cp)
 
 
 def spec(backend: str) -> ModuleSpec:
-    """Layer spec of linear attention.
-
-    Args:
-        backend: backend of `extras.linear_attention.gated_delta`.
-    """
+    """Layer spec of linear attention by a backend of `extras.linear_attention.gated_delta`."""
     submodules = _MEGATRON.GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=OutputNorm, out_proj=RowParallelLinear
     )

@@ -4,7 +4,7 @@ flash-linear-attention's kernel of this step transposes the result of a product 
 multiply with it. Triton from 3.4 to before 3.7.1 compiles that wrongly for Hopper, and the library
 refuses to run it there (fla-org/flash-linear-attention, issue 640); torch 2.11 has Triton 3.6. Here
 the transpose is a separate product of transposed inputs. `register` replaces the library's kernel
-through the library's registry.
+through its registry.
 
 Shape legend: B sequences, S positions, K key heads, V value heads, N chunks of L positions; d
 channels of query and key, e of value, in blocks of D and E.
@@ -48,11 +48,10 @@ def delta_rule_gradients(  # type: ignore[no-untyped-def]
     """One block of D channels of one chunk of one value head.
 
     g is the base-2 logarithm of the decay since the start of the chunk. With s_ij = scale do_i.v_j
-    2^(g_i - g_j) for keys j up to query i:
+    2^(g_i - g_j) for keys j up to query i, and dg from the factors of these:
         dq_i = scale 2^g_i h do_i + sum_j s_ij k_j
         dk_j = 2^(g_last - g_j) dh v_j + sum_i s_ij q_i
         dw_i = -h dv_i
-    and dg from the factors of these.
     """
     block, chunk = tl.program_id(0), tl.program_id(1)
     sequence, head = (tl.program_id(2) // V).to(tl.int64), tl.program_id(2) % V
@@ -133,14 +132,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """flash-linear-attention's `chunk_bwd_dqkwg` for sequences of one document with decays.
 
-    Args:
-        q, k: [B, S, K, d], contiguous, as all are.
-        v: [B, S, V, e], the values written to the state; do and dv have its shape.
-        h, dh: [B, N, V, d, e], states at the starts of chunks and gradients at their ends.
-        w: [B, S, V, d].
-        g: [B, S, V] fp32.
-        scale: of the queries.
-        chunk_size: L.
+    All are contiguous: q and k [B, S, K, d]; v, the values written to the state, do and dv [B, S,
+    V, e]; h and dh [B, N, V, d, e], states at the starts of chunks and gradients at their ends; w
+    [B, S, V, d]; g [B, S, V] fp32. `scale` is of the queries, `chunk_size` L.
 
     Returns:
         dq and dk [B, S, K, d], dw [B, S, V, d] and dg [B, S, V], fp32.

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-EPS = 1e-6
-"""Added to the sum of squares of a query or key, as flash-linear-attention and transformers do."""
+EPS = 1e-6  # on the sum of squares, as flash-linear-attention and transformers do
 
 
 def causal_conv(x_BSC: Tensor, weight_CW: Tensor, position_BS: Tensor | None) -> Tensor:
-    """`extras.linear_attention.gated_delta.causal_conv` in torch."""
+    """`gated_delta.causal_conv` in torch."""
     x, weight, taps = _at_least_fp32(x_BSC), _at_least_fp32(weight_CW), weight_CW.shape[1]
     total = x * weight[:, -1]
     for back in range(1, min(taps, x.shape[1])):
@@ -31,7 +30,7 @@ def causal_conv(x_BSC: Tensor, weight_CW: Tensor, position_BS: Tensor | None) ->
 
 
 def gated_rms_norm(x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """`extras.linear_attention.gated_delta.gated_rms_norm` in torch."""
+    """`gated_delta.gated_rms_norm` in torch."""
     normed = F.rms_norm(_at_least_fp32(x_BSVd), weight_d.shape, _at_least_fp32(weight_d), eps)
     return (normed * F.silu(_at_least_fp32(gate_BSVd))).to(x_BSVd.dtype)
 
@@ -44,7 +43,7 @@ def gated_delta_rule(
     beta_BSV: Tensor,
     position_BS: Tensor | None,
 ) -> Tensor:
-    """`extras.linear_attention.gated_delta.gated_delta_rule` in torch."""
+    """`gated_delta.gated_delta_rule` in torch."""
     shared, length = v_BSVd.shape[2] // q_BSKd.shape[2], v_BSVd.shape[1]
     q, k = (_normalised(_at_least_fp32(x)).repeat_interleave(shared, 2) for x in (q_BSKd, k_BSKd))
     q = q * q.shape[-1] ** -0.5
@@ -96,9 +95,8 @@ def _chunks(x_BSVc: Tensor) -> Tensor:
 def _masks(position_BS: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, ...]:
     """Causal and document masks of chunks: bool, to be broadcast with [B, V, N, L, L].
 
-    Returns:
-        Keys that a query sees; queries that see the incoming state; keys that the outgoing state
-        contains; and whether it contains anything of the incoming state.
+    Keys that a query sees; queries that see the incoming state; keys that the outgoing state
+    contains; and whether it contains anything of the incoming state.
     """
     causal_LL = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril()
     if position_BS is None:

@@ -1,4 +1,4 @@
-"""`extras.microscaling.emulate` by its Triton kernels, and their inputs.
+"""`extras.microscaling.emulated` by its Triton kernels, and their inputs.
 
 The expert of a row or a block is computed on the device: the host knows nothing.
 
@@ -11,17 +11,16 @@ from torch import Tensor
 
 from phalanx.extras.microscaling import emulate_triton, mxfp8, nvfp4
 from phalanx.extras.microscaling.emulate_triton import Scales
-from phalanx.extras.microscaling.stochastic import low
+from phalanx.extras.microscaling.nvfp4 import low
 from phalanx.kernels.quantize.blocks import column_offsets, column_rows
 
-type ValuesAndAmax = tuple[Tensor, Tensor | None]
-"""Values, and amax [L] for NVFP4."""
+type ValuesAndAmax = tuple[Tensor, Tensor | None]  # amax [L] is for NVFP4
 
 
 def rows(
     x_SC: Tensor, offsets: Tensor, form: str, parts: int = 1, *, stochastic: bool = False
 ) -> ValuesAndAmax:
-    """`emulate.rows`."""
+    """`emulated.rows`."""
     if form == "mxfp8":
         return emulate_triton.rows(x_SC, parts, block=mxfp8.BLOCK), None
     L = len(offsets) - 1
@@ -38,7 +37,7 @@ def rows(
 
 
 def columns(x_SC: Tensor, offsets: Tensor, form: str, *, stochastic: bool = False) -> ValuesAndAmax:
-    """`emulate.columns`."""
+    """`emulated.columns`."""
     block, L = (mxfp8 if form == "mxfp8" else nvfp4).BLOCK, len(offsets) - 1
     T = column_rows(len(x_SC), L, block)
     starts = column_offsets(offsets, block)
@@ -62,7 +61,7 @@ def columns(x_SC: Tensor, offsets: Tensor, form: str, *, stochastic: bool = Fals
 
 
 def weights(w_LOI: Tensor, form: str, parts: int = 1, parts_in: int = 1) -> ValuesAndAmax:
-    """`emulate.weights`."""
+    """`emulated.weights`."""
     if not w_LOI.is_contiguous() and form == "nvfp4":  # blocks are those of the transpose
         values, amax_L = weights(w_LOI.mT.contiguous(), form, parts_in, parts)
         return values.mT, amax_L
@@ -104,15 +103,7 @@ def _of_weights(w_LOI: Tensor, parts: int, block: int) -> Tensor:
 def _scales(
     amax: Tensor, keys: Tensor, expert: Tensor, experts: int, stochastic: bool
 ) -> tuple[Tensor, Scales]:
-    """fp32 amax [L] of each expert's tensor and the scales that kernels take.
-
-    Args:
-        amax: bits of the largest magnitudes of parts of the tensors.
-        keys: the keys of these parts.
-        expert: expert of each part; L for none.
-        experts: L.
-        stochastic: round stochastically.
-    """
+    """fp32 amax [L] and the scales that kernels take, from bits of amax and keys of parts."""
     index, bits = expert.long(), amax.new_zeros(experts + 1)
     bits.scatter_reduce_(0, index, amax, "amax")
     amax_L, key_L = bits[:experts].view(torch.float32), None

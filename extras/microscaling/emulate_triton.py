@@ -1,4 +1,4 @@
-"""`extras.microscaling.emulate` on an NVIDIA GPU, in Triton: one read and one write of an operand.
+"""`extras.microscaling.emulated` on an NVIDIA GPU, in Triton: one read and one write of an operand.
 
 NVFP4 needs another read first, for the largest magnitude of each tensor and the key of its random
 bits. Rounding adds and subtracts a power of two, and scales are built from exponent bits: all is
@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.extras.microscaling.nvfp4 import LARGEST, SIGNS
-from phalanx.extras.microscaling.stochastic import GOLDEN, MURMUR
-from phalanx.kernels.quantize.rows_triton import locate
+from phalanx.extras.microscaling.nvfp4 import GOLDEN, LARGEST, MURMUR, SIGNS
+from phalanx.kernels.quantize.blocks_triton import locate
 
 _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 _ELEMENTS = 2048  # elements per program of `row_blocks`
@@ -95,7 +94,7 @@ def nvfp4_values(x, amax, factor, inverse, random, STOCHASTIC: tl.constexpr, LAR
 
 @triton.jit
 def uniform(key, element, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`stochastic.uniform`; element is uint32."""
+    """`nvfp4.uniform`; element is uint32."""
     h = element * GOLDEN + key.to(tl.uint32, bitcast=True)
     h = (h ^ (h >> 16)) * FIRST
     h = (h ^ (h >> 13)) * SECOND
@@ -104,7 +103,7 @@ def uniform(key, element, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.
 
 @triton.jit
 def checksum(x, element, GOLDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """uint32: what elements add to `stochastic.keys`."""
+    """uint32: what elements add to `nvfp4.keys`."""
     bits = x.to(tl.uint32, bitcast=True)
     return (bits ^ (bits >> 16)) * ((element * GOLDEN) | 1)
 
@@ -384,10 +383,8 @@ def rows(
     Args:
         x_SC: bf16 or fp32 with contiguous channels.
         parts: equal ranges of C.
-        block: 32 for MXFP8, 16 for NVFP4.
-        scales: for NVFP4.
-        expert_S: int32, expert whose scales a row takes.
-        row_in_S: int32, index of each row in its tensor.
+        block: 32 for MXFP8, 16 for NVFP4, with `scales`.
+        expert_S, row_in_S: int32, expert whose scales a row takes, and its index in the tensor.
     """
     (S, C), out = x_SC.shape, torch.empty_like(x_SC, memory_format=torch.contiguous_format)
     width = C // parts
@@ -435,16 +432,14 @@ def columns(
     scales: Scales | None = None,
     of_weights: bool = False,
 ) -> None:
-    """Values of blocks along rows, or of squares, written to `to_TC`.
+    """Values of blocks along rows, or of squares, written to contiguous `to_TC`.
 
     Args:
         x_SC: bf16 or fp32 with contiguous channels.
         table_5G: int32, for each group of `block` rows: its first row in x, its number of rows, its
             first row in the result, its expert, and the index of its first row in that tensor.
-        to_TC: contiguous.
         parts: equal ranges of C.
-        block: 32 for MXFP8, 16 for NVFP4.
-        scales: for NVFP4.
+        block: 32 for MXFP8, 16 for NVFP4, with `scales`.
         of_weights: NVFP4 has squares and no rotation, and rows that a group lacks are not written.
     """
     C, G = x_SC.shape[1], table_5G.shape[1]

@@ -8,9 +8,9 @@ along another dimension too is quantized again from the original, never from qua
 A NaN stays one in its element and has no part in amax. An infinity becomes 448 with the scale
 2^127, which is infinite again in fp32.
 
-Legend: R rows, C channels, L experts, S expert rows, T rows of S with every expert's padded to
-full blocks; B_X is X in blocks of BLOCK, the last of which may be short. `parts` are equal ranges
-of channels, whose borders no block crosses.
+Legend: R rows, C channels, L experts, S expert rows, T rows of S with every expert's padded to full
+blocks; B_X is X in blocks of BLOCK, the last of which may be short. `parts` are equal ranges of
+channels, whose borders no block crosses.
 """
 
 from typing import NamedTuple
@@ -33,13 +33,7 @@ class MXFP8(NamedTuple):
 
 
 def quantize(x: Tensor, parts: int = 1) -> MXFP8:
-    """Blocks along the last dimension.
-
-    Args:
-        x: [..., R, C] in bf16 or fp32: rows, or weights [L, O, I] that are contracted over I; for a
-            contraction over O give their transpose.
-        parts: of C.
-    """
+    """Blocks along the last dimension; for a contraction of weights over O give the transpose."""
     x = split_parts(x.float(), parts)
     amax = tile_amax(x.abs().nan_to_num(nan=0.0, posinf=torch.inf), _TILE)
     scale = e8m0(amax * (1 / 448))
@@ -59,8 +53,8 @@ def quantize_columns(x_SC: Tensor, offsets: Tensor, align: int = BLOCK) -> MXFP8
     Args:
         x_SC: bf16 or fp32; rows from offsets[L] on are not read.
         offsets: int32 [L + 1], first row of each expert.
-        align: multiple at which an expert's tokens start, `blocks.column_offsets(offsets, align)`;
-            a multiple of BLOCK. Columns between experts are 0.
+        align: multiple at which an expert's tokens start, and of BLOCK. Columns between experts are
+            0.
     """
     return quantize(padded(x_SC, offsets, align).T)
 

@@ -15,11 +15,16 @@ product. A NaN or an infinity spreads to its whole tensor through amax.
 
 Both operands of a weight gradient, whose contraction runs over tokens, are rotated before they are
 quantized: 16 tokens at a time by a Hadamard matrix with fixed signs, which cancels in the product.
-Gradients may be rounded stochastically, by `extras.microscaling.stochastic`.
+
+Gradients may be rounded stochastically. A tensor's key is a checksum of its bits, and the random
+bits of an element a hash of key and index. There is no generator and no state: the same tensor is
+rounded the same way in a resumed run, in the replay of a CUDA graph, on a CPU and on a GPU; another
+tensor, of another step, layer or micro-batch, in another way. All is in 32-bit integers, whose sums
+do not depend on order.
 
 Legend: S expert rows, C channels, L experts, O and I channels out and in, T rows of S with every
-expert's padded to full blocks; B_X is X in blocks of BLOCK, the last of which may be short.
-`parts` are equal ranges of channels, whose borders no block crosses.
+expert's padded to full blocks; B_X is X in blocks of BLOCK, the last of which may be short. `parts`
+are equal ranges of channels, whose borders no block crosses.
 """
 
 from typing import NamedTuple
@@ -27,7 +32,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.extras.microscaling.stochastic import elements, keys, uniform
 from phalanx.kernels.quantize.blocks import (
     column_offsets,
     join_parts,
@@ -36,6 +40,48 @@ from phalanx.kernels.quantize.blocks import (
     spread,
     tile_amax,
 )
+
+GOLDEN = 0x9E3779B1
+MURMUR = (0x85EBCA6B, 0xC2B2AE35)
+"""Odd multipliers: 2^32 over the golden ratio, and those of MurmurHash3's finalizer."""
+
+
+def keys(x_SC: Tensor, group_S: Tensor, element_SC: Tensor, groups: int) -> Tensor:
+    """int32 [groups]: checksums of the fp32 rows of each group; later ids are of none."""
+    bits = x_SC.contiguous().view(torch.int32)
+    bits = bits ^ _shifted(bits, 16)  # bf16 has nothing in the low half
+    sums_S = (bits * (_wrapped(element_SC, GOLDEN) | 1)).sum(1, dtype=torch.int64)
+    total = torch.zeros(groups + 1, dtype=torch.int64, device=x_SC.device)
+    return low(total.index_add_(0, group_S.clamp(max=groups), sums_S)[:groups])
+
+
+def elements(row_S: Tensor, channels: int) -> Tensor:
+    """int32 [S, C]: index of each element in its expert's tensor, from its row there."""
+    channel_C = torch.arange(channels, dtype=torch.int64, device=row_S.device)
+    return low(row_S.long()[:, None] * channels + channel_C)
+
+
+def uniform(key: Tensor, element: Tensor) -> Tensor:
+    """fp32 multiples of 2^-24 in [0, 1); key and element are int32 and broadcast."""
+    h = _wrapped(element, GOLDEN) + key
+    for shift, factor in zip((16, 13), MURMUR, strict=True):
+        h = _wrapped(h ^ _shifted(h, shift), factor)
+    return _shifted(h ^ _shifted(h, 16), 8).float() * 2**-24
+
+
+def _wrapped(x: Tensor, factor: int) -> Tensor:
+    return x * (factor - (1 << 32))
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << (32 - by)) - 1)
+
+
+def low(x: Tensor) -> Tensor:
+    """int64 -> int32 of the lower half."""
+    half = x & 0xFFFFFFFF
+    return torch.where(half < 1 << 31, half, half - (1 << 32)).int()
+
 
 BLOCK = 16  # elements of a side of a block, and tokens that are rotated together
 
@@ -65,7 +111,6 @@ def quantize_rows(
     Args:
         x_SC: bf16 or fp32; rows from offsets[L] on are not read, and become 0.
         offsets: int32 [L + 1], first row of each expert.
-        parts: of C.
         stochastic: round elements stochastically, without bias.
     """
     x, expert_S, row_S = _of_experts(x_SC, offsets)
@@ -86,10 +131,8 @@ def quantize_columns(
 ) -> NVFP4:
     """Rotated expert rows for a contraction over tokens: code [C, T], scale [C, T / BLOCK].
 
-    Args:
-        x_SC, offsets, stochastic: as for `quantize_rows`.
-        align: multiple at which an expert's tokens start, `blocks.column_offsets(offsets, align)`;
-            a multiple of BLOCK. Rows of 0 that pad a block take part in its rotation.
+    An expert's tokens start at multiples of `align`, which is one of BLOCK. Rows of 0 that pad a
+    block take part in its rotation. See `quantize_rows`.
     """
     x_TC = rotate(padded(x_SC, offsets, align)).float()
     starts, L = column_offsets(offsets, align), len(offsets) - 1
@@ -108,11 +151,6 @@ def quantize_weights(w_LOI: Tensor, parts: int = 1, parts_in: int = 1) -> NVFP4:
     """Weights in blocks of 16 x 16: code [L, O, I], scale [L, parts * B_O/.., parts_in * B_I/..].
 
     The transpose has the same codes and scales.
-
-    Args:
-        w_LOI: bf16 or fp32.
-        parts: of O.
-        parts_in: of I.
     """
     L = len(w_LOI)
     w = w_LOI.float()
@@ -146,10 +184,7 @@ def rotate(x_TC: Tensor) -> Tensor:
     """bf16: 16 rows at a time, y = H diag(SIGNS) x / 4 with Sylvester's Hadamard matrix H.
 
     In fp32 and four stages, each of which adds and subtracts the rows whose numbers differ in one
-    bit, the lowest first; rounded once.
-
-    Args:
-        x_TC: bf16; T is a multiple of 16.
+    bit, the lowest first; rounded once. T is a multiple of 16.
     """
     groups = x_TC.float().unflatten(0, (-1, BLOCK))
     rows = [row * sign for row, sign in zip(groups.unbind(1), SIGNS, strict=True)]
@@ -202,9 +237,7 @@ def packed(code: Tensor) -> Tensor:
 def expert_amax(x_SC: Tensor, expert_S: Tensor, experts: int) -> Tensor:
     """fp32 [L]: the largest magnitude of each expert's rows, with NaN as the largest of all.
 
-    Args:
-        x_SC: fp32.
-        expert_S: int64; L and more for rows without an expert.
+    `expert_S` is int64; L and more for rows without an expert.
     """
     rows_S = _amax_of(x_SC.abs()) if x_SC.numel() else x_SC.new_zeros(len(x_SC))
     bits = torch.zeros(experts + 1, dtype=torch.int32, device=x_SC.device)
@@ -248,5 +281,4 @@ def _matrices(w_LOI: Tensor, parts: int, parts_in: int) -> Tensor:
 
 
 def _from_matrices(w: Tensor) -> Tensor:
-    """The inverse of `_matrices`."""
     return w.transpose(2, 3).flatten(3).flatten(1, 2)

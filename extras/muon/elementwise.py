@@ -2,8 +2,8 @@
 
 Momentum is a running mean of gradients, in fp32 or bf16; the arithmetic is fp32. Gradients are
 clipped as they are read. A master copy may be held as weight and remainder, as in
-`kernels.elementwise.adam`. Triton kernels on NVIDIA GPUs, 8 bytes of traffic a parameter before
-and 12 after with all in bf16, where torch's operations take 42 and 52; elsewhere torch.
+`kernels.elementwise.adam`. Triton kernels on NVIDIA GPUs, 8 bytes of traffic a parameter before and
+12 after with all in bf16, where torch's operations take 42 and 52; elsewhere torch.
 """
 
 import torch
@@ -22,19 +22,15 @@ def momentum(
     clip_coef: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Add a gradient to the running mean.
+    """Add a gradient to the running mean; returns the matrix to orthogonalize.
+
+    That is the mean, not rounded to the buffer's dtype, or Nesterov's form of it, in `dtype`.
 
     Args:
         grad: fp32 or bf16, contiguous, of any shape.
         buffer: fp32 or bf16, like `grad`; overwritten with keep * buffer + (1 - keep) * grad.
-        keep: decay rate of the mean.
         nesterov: the gradient is mixed in again, as in Nesterov's method.
         clip_coef: factor on the gradient; or fp32 [] on its device, which a CUDA graph reads anew.
-        dtype: dtype of the result, fp32 or bf16.
-
-    Returns:
-        The matrix to orthogonalize: the mean, not rounded to the buffer's dtype, or Nesterov's form
-        of it, of the same shape.
     """
     _check(grad, buffer)
     if grad.is_cuda:
@@ -58,13 +54,11 @@ def move_(
     rate: float | Tensor,
     remainder: Tensor | None = None,
 ) -> None:
-    """kept * param - rate * update, in place.
+    """kept * param - rate * update, in place; both factors are numbers or fp32 [] on the device.
 
     Args:
         param: fp32, or bf16 with a remainder; contiguous, of any shape.
         update: fp32 or bf16, like `param`.
-        kept: factor on the parameter, by weight decay; a number or a tensor as in `momentum`.
-        rate: factor on the update, likewise.
         remainder: int16 low bits of the master copy of `param`, which is updated.
     """
     _check(param, update, *(() if remainder is None else (remainder,)))

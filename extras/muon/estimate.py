@@ -8,7 +8,7 @@ and pads the buffers of all ranks to the largest; this module does the same.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import mixer_of
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, optimizer_shards
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -31,7 +31,6 @@ class Stack(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of all matrices."""
         return sum(number * rows * columns for number, rows, columns in self._shapes())
 
     @property
@@ -52,18 +51,11 @@ class Share(NamedTuple):
 
     elements: int
     flops: float  # FLOPs of one Newton-Schulz iteration
-    padding: int
-    """Elements of the buffers of gradients and of parameters that belong to no parameter."""
+    padding: int  # elements of the buffers that belong to no parameter
 
 
 def whole_updates(cfg: Config, world: int, chunks: Sequence[Chunk]) -> WholeUpdates:
-    """Matrices of a stage, and the share of its most loaded rank.
-
-    Args:
-        cfg: valid.
-        world: ranks.
-        chunks: model chunks of the stage, in the order of their layers.
-    """
+    """Matrices of a stage of these model chunks, and the share of its most loaded rank."""
     held = [stack for chunk in chunks for stack in _stacks(cfg, world, chunk)]
     share = _largest_share(cfg, world, held)
     return WholeUpdates(
@@ -77,7 +69,6 @@ def whole_updates(cfg: Config, world: int, chunks: Sequence[Chunk]) -> WholeUpda
 
 
 def _stacks(cfg: Config, world: int, chunk: Chunk) -> list[Stack]:
-    """Matrices of a chunk."""
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
     h = m.hidden
     mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
@@ -93,7 +84,6 @@ def _stacks(cfg: Config, world: int, chunk: Chunk) -> list[Stack]:
 
 
 def _mixer_stacks(m: ModelConfig, name: str) -> list[Stack]:
-    """Matrices of a layer's mixer."""
     mixer = mixer_of(name)
     found = [Stack(1, rows, columns) for columns, rows in mixer.matrices(m)]
     if parts := mixer.input_parts(m):
@@ -104,7 +94,6 @@ def _mixer_stacks(m: ModelConfig, name: str) -> list[Stack]:
 
 
 def _largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
-    """Largest share of a rank of a stage; all of it if nothing is sharded."""
     p = cfg.parallel
     of_dense, of_experts = optimizer_shards(cfg, world)
     bucket = max(_BUCKET, _BUCKET_OF_RANK * data_parallel_size(cfg, world)) if p.overlap else None
@@ -117,10 +106,7 @@ def _largest_share(cfg: Config, world: int, held: Sequence[Stack]) -> Share:
 
 
 def _assigned(sizes: list[tuple[int, float]], ranks: int, bucket: int | None) -> Share:
-    """Largest share of parameters of some (elements, FLOPs), assigned in buckets to ranks.
-
-    A bucket has at least `bucket` elements; None makes one bucket.
-    """
+    """Largest share of parameters of some (elements, FLOPs) in buckets; None makes one bucket."""
     most, flops, waiting = 0, 0.0, list[tuple[int, float]]()
     for i, size in enumerate(reversed(sizes)):
         waiting.append(size)

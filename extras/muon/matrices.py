@@ -8,8 +8,7 @@ a parameter. Here a parameter is a stack of matrices, by its name.
 Its layer-wise layout of buffers (`LayerWiseDistributedOptimizer`), by which one data parallel rank
 owns the whole of a parameter, is used as it is; its layer-wise optimizer is not: it cannot keep
 AdamW's share of expert parameters (biases) sharded, has no fp32 runs, and writes checkpoints that
-one number of ranks can read. With that layout the distributed optimizer that AdamW has does all
-this.
+one number of ranks can read. With that layout the distributed optimizer of AdamW does all this.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.kernels.parameter_facts import facts_of
+from phalanx.kernels.expert_mlp.main_grad import facts_of
 
 _OF_ADAMW = ("word_embeddings", "position_embeddings", "output_layer", "router")
 """Modules whose matrices AdamW updates."""
@@ -74,15 +73,10 @@ def layout(
 ) -> FullParamLayout:
     """Places in the buffers of data parallelism, with each Muon parameter whole on one rank.
 
-    The data parallel wrapper reads a tag on the parameters when it is built with this;
-    `untag` takes it off, since Megatron-Core would then leave their gathering to its own layer-wise
-    optimizer.
-
-    Args:
-        module: a marked chunk, in the dtypes that it trains in.
-        config: of the model.
-        ddp: of the wrapper.
-        one_bucket: the wrapper gets `disable_bucketing`.
+    The data parallel wrapper reads a tag on the parameters when it is built with this; `untag`
+    takes it off, since Megatron-Core would then leave their gathering to its own layer-wise
+    optimizer. `module` is a marked chunk, in the dtypes that it trains in; with `one_bucket` the
+    wrapper gets `disable_bucketing`.
     """
     groups = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp)
     # The wrapper's own choice, which it makes with the layout that it would compute.

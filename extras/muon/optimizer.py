@@ -6,8 +6,8 @@ emerging-optimizers, whose optimizers, and Megatron-Core's over them, take param
 one at a time. Stacks of whole matrices are made orthogonal here: its function takes and returns
 fp32, and adds a X to each product, in passes that cost as much as half of the products. Here the
 multiple of X is in the matrix that multiplies it, which errs as little, and symmetric matrices are
-computed by half (`extras.muon.newton_schulz`).
-The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
+computed by half (`extras.muon.newton_schulz`). The recipe is Moonlight's (arXiv 2502.16982): an
+update has the root mean square of AdamW's.
 
 Nothing of an update is decided by the host but the numbers of `StepNumbers`, so that it is captured
 as a CUDA graph.
@@ -42,8 +42,8 @@ from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 from phalanx.parallel.megatron.updated import parts, updated
 
 _COEFFICIENTS, _ABC = "simple", (3.4445, -4.7750, 2.0315)
-"""Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers and as a, b and
-c in X <- (a I + b A + c A^2) X with A = X X^T."""
+"""Moonlight's, by their name in emerging-optimizers and as a, b and c in X <- (a I + b A + c A^2) X
+with A = X X^T."""
 _RMS = 0.2
 """RMS of an update before the learning rate, about that of AdamW: factor on the orthogonal matrix,
 beside sqrt(max(M, N))."""
@@ -95,7 +95,6 @@ class Muon(AdamW):
         self._move(waiting, numbers)
 
     def _slices(self, p: Tensor, matrices: Matrices) -> Iterator["_Slice"]:
-        """A parameter in slices of whole stacks."""
         shape = (matrices.batch, -1, matrices.columns)
         state = self.state[p]
         tensors = [p, getattr(p, self._grad), state[self.own_state]]
@@ -161,9 +160,6 @@ def orthogonal(stack_BMN: Tensor, steps: int, dtype: torch.dtype, scale: float) 
         steps: number of iterations, at least 1.
         dtype: bf16 or fp32, of the products' operands and of the result; sums are fp32.
         scale: applied in the last product, before its result is rounded.
-
-    Returns:
-        [B, M, N] of `dtype`, contiguous.
     """
     x_BMN, scale_B = stack_BMN.to(dtype), None
     tall = x_BMN.shape[1] > x_BMN.shape[2]
@@ -208,8 +204,6 @@ class MuonSetup(Setup):
 
 
 class _Slice(NamedTuple):
-    """Slice of a parameter and its state."""
-
     weight: Tensor
     grad: Tensor
     buffer: Tensor
@@ -218,8 +212,6 @@ class _Slice(NamedTuple):
 
 @dataclass
 class _Move:
-    """A slice of a parameter that is to be moved."""
-
     weight: Tensor
     remainder: Tensor | None
     matrices: Matrices
@@ -228,8 +220,6 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Library:
-    """Functions of emerging-optimizers that are used."""
-
     newton_schulz_tp: Any
     scale: Any
     precision: Any

@@ -33,7 +33,6 @@ class QKClip:
 
     Args:
         chunks: model chunks of this rank, wrapped or not.
-        config: their TransformerConfig.
         pg: the `tp` group splits the rows of projections.
         tops: the largest logits of a step.
         limit: tau, the largest logit allowed.
@@ -59,7 +58,7 @@ class QKClip:
                 self._positions.append((name, layer_index(layer, config), local))
 
     def factors(self) -> list[Tensor] | None:
-        """Factors of the rows of each of `parameters`, fp32; None if the step measured no logits.
+        """fp32 factors of the rows of each of `parameters`; None if the step measured no logits.
 
         They are 1 where nothing is clipped. No host read.
         """
@@ -77,7 +76,6 @@ def clip_factors(most_LH: Tensor, limit: float) -> Tensor:
 
 
 def _projections(attention: Any) -> Iterator[tuple[str, Tensor]]:
-    """The projections to queries and keys of heads, with their biases."""
     for name in ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
         projection = getattr(attention, name, None)
         for parameter in () if projection is None else (projection.weight, projection.bias):
@@ -86,10 +84,7 @@ def _projections(attention: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _grouped_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
-    """Factors [L, rows] of grouped queries.
-
-    The rows of a group are its R query heads, their R gates if any, its key and its value.
-    """
+    """[L, rows]: a group has R query heads, their R gates if any, its key and its value."""
     L, G, channels = gamma_LH.size(0), config.num_query_groups, config.kv_channels
     query_LGR = gamma_LH.view(L, G, -1)
     gates_LGR = torch.ones_like(query_LGR if config.attention_output_gate else query_LGR[..., :0])
@@ -102,10 +97,7 @@ def _grouped_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def _latent_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
-    """Factors [L, rows] of latent attention.
-
-    The rows of a head are its part without position, then the rotary part, or the value.
-    """
+    """[L, rows]: a head has its part without position, then the rotary part, or the value."""
     root = _spread(gamma_LH.sqrt(), config.qk_head_dim)
     query = torch.cat((root, _spread(gamma_LH, config.qk_pos_emb_head_dim)), -1)
     value = _spread(torch.ones_like(gamma_LH), config.v_head_dim)
@@ -118,5 +110,4 @@ def _latent_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def _spread(factor: Tensor, channels: int) -> Tensor:
-    """Factors [..., channels], equal for all channels of a head."""
     return factor[..., None].expand(*factor.shape, channels)

@@ -7,10 +7,9 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.stages import needed
 from phalanx.moe.plan.cost.step_time import step_time
-from phalanx.moe.text.units import storage
+from phalanx.moe.text import storage
 
-_WORTHWHILE = 0.03
-"""Smallest part of a step that `auto` overlaps micro-batches for: estimates are no better."""
+_WORTHWHILE = 0.03  # smallest part of a step that `auto` overlaps for: estimates are no better
 
 
 class OverlapEffect(NamedTuple):
@@ -23,7 +22,6 @@ class OverlapEffect(NamedTuple):
 
     @property
     def worthwhile(self) -> bool:
-        """True if it saves more than estimates may err."""
         return self.saved >= _WORTHWHILE
 
     def __str__(self) -> str:
@@ -32,13 +30,7 @@ class OverlapEffect(NamedTuple):
 
 
 def overlap_effect(cfg: Config, world: int, machine: Machine) -> OverlapEffect:
-    """Effect for a configuration whose micro-batches can overlap.
-
-    Args:
-        cfg: valid on `world` ranks, without `auto` in kernels, transport and device.
-        world: ranks.
-        machine: rates of the estimate.
-    """
+    """Effect for a configuration, valid and without `auto`, whose micro-batches can overlap."""
     off, on = (changed(cfg, {"parallel.overlap_microbatches": v}) for v in ("off", "on"))
     before, after = (step_time(trial, world, machine) for trial in (off, on))
     saved, needs = before.exchange - after.exchange, needed(on, world)

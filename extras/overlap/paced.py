@@ -26,16 +26,11 @@ class Wire(NamedTuple):
     latency: float  # seconds
 
     def seconds(self, crossing: float) -> float:
-        """Seconds in which that many bytes of a GPU cross."""
         return self.latency + crossing / self.bandwidth
 
 
 def wire() -> Wire | None:
-    """The network of PHALANX_WIRE, if it is set.
-
-    Raises:
-        ValueError: its value is not two positive numbers.
-    """
+    """The network of PHALANX_WIRE, if it is set; a ValueError unless it is two positive numbers."""
     text = os.environ.get("PHALANX_WIRE", "")
     return _parsed(text) if text else None
 
@@ -68,10 +63,7 @@ def swapped(x: Tensor, ranks: int, node_ranks: int) -> float:
 def paced(group: dist.ProcessGroup, x: Tensor, *, spreads: bool) -> Iterator[None]:
     """Inside, a collective of `x` on the current stream takes at least the time of the wire.
 
-    Args:
-        group: its ranks.
-        x: what a rank sends.
-        spreads: all of it goes to every rank, not a block of it to each.
+    With `spreads` all of it goes to every rank, not a block of it to each.
     """
     network, crossing = wire(), gathered if spreads else swapped
     crossed = 0.0 if network is None else crossing(x, group.size(), _node_ranks(group))
@@ -92,7 +84,6 @@ def paced(group: dist.ProcessGroup, x: Tensor, *, spreads: bool) -> Iterator[Non
 
 
 def _node_ranks(group: dist.ProcessGroup) -> int:
-    """Number of ranks of the group on this rank's node."""
     ranks = dist.get_process_group_ranks(group)
     here = names_here(dist.get_rank())[1]
     return sum(names_here(rank)[1] == here for rank in ranks)

@@ -36,7 +36,6 @@ class TwoPasses:
     beside: bool = True
 
     def groups(self, group: dist.ProcessGroup) -> Group:
-        """New process groups of the ranks of this one for each kind of pass."""
         mine = tuple(dist.get_process_group_ranks(group))
         everyone = sorted({*gather(mine)})
         return self.each(lambda _: {ranks: _new(ranks) for ranks in everyone}[mine])
@@ -59,11 +58,6 @@ def _new(ranks: tuple[int, ...]) -> Any:
 
 
 def two_pass_options(options: SymmOptions, wanted: int | str) -> SymmOptions:
-    """Options of exchanges beside the pass of another micro-batch; pushes take reserved SMs alone.
-
-    Args:
-        options: those of passes in turn.
-        wanted: `parallel.comm_sms`.
-    """
+    """`options` with `parallel.comm_sms` as wanted, where pushes take reserved SMs alone."""
     sms = wanted if isinstance(wanted, int) and wanted else EXCHANGE_SMS
     return replace(options, comm_sms=sms, two_passes=True)

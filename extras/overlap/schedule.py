@@ -3,23 +3,20 @@
     stream 0:  F0  B0 ------  F2  B2 ------
     stream 1:      F1         B1  F3         B3        B1 beside F2, B2 beside F3
 
-The exchanges of one pass then run under the computation of the other (arXiv 2412.19437,
-section 3.2.1). `extras.overlap.slots` says which passes are beside each other, also with
-pipeline stages. The host issues the backward pass of a slot, then its forward pass: without stages
-that is the order of Megatron-Core's schedule, F0 B0 F1 B1 ... The i-th forward pass is on stream
-i % 2, its backward pass too, as autograd runs it where its forward pass was; the two passes of a
-slot are always on different streams. Each kind of pass comes in the order of Megatron-Core's
-schedules, so results are theirs bit for bit, and a CUDA graph captures both streams as branches. On
-a CPU, which has no streams, passes follow one another.
-
-Forward passes follow one another, and so do backward passes, by events. At most one forward and one
-backward pass run beside each other.
+The exchanges of one pass then run under the computation of the other (arXiv 2412.19437, section
+3.2.1). `extras.overlap.slots` says which passes are beside each other, also with pipeline stages.
+The host issues the backward pass of a slot, then its forward pass: without stages that is the order
+of Megatron-Core's schedule, F0 B0 F1 B1 ... The i-th forward pass is on stream i % 2, its backward
+pass too, as autograd runs it where its forward pass was; the two passes of a slot are always on
+different streams. Each kind of pass comes in the order of Megatron-Core's schedules, so results are
+theirs bit for bit, and a CUDA graph captures both streams as branches. Passes of a kind follow one
+another by events: at most one forward and one backward pass run beside each other. On a CPU, which
+has no streams, all follow one another.
 
 After each slot pipeline stages send activations and gradients at once, on a third stream, which
-waits for both passes, and which the passes of the next slot wait for. They depend on both passes of
-this slot in any case: the forward pass on the one before it and on the last pass of its stream. The
-memory of what arrives belongs to that stream. It is free when the host has issued the backward pass
-that reads it, which the next transfer waits for.
+waits for both passes, and which the passes of the next slot wait for. These depend on both passes
+of this slot in any case. The memory of what arrives belongs to that stream. It is free when the
+host has issued the backward pass that reads it, which the next transfer waits for.
 
 A forward pass does a third of the work, and by itself would be over when half of the exchanges
 beside it are still to come. So it follows the backward pass at two places of each layer: attention
@@ -37,14 +34,13 @@ comes later on another rank. Shared state, and the reason that two passes at a t
 
 - Parameters, and FP8 copies of weights, which the first forward pass makes, are only read.
 - Gradient buffers are written by backward passes alone, each on its own stream
-  (`parallel.megatron.patches.accumulate_on_own_stream`), and reduced in the last one of a
-  chunk.
+  (`parallel.megatron.patches.accumulate_on_own_stream`), and reduced in the last one of a chunk.
 - Counts, losses and biases of routers, and the largest attention logits, are written by forward
   passes alone, or, if layers are recomputed, by backward passes alone.
 - The record of the budget of expert rows is written by forward passes alone.
 - Counters of kernels that claim tiles belong to a stream, or to a launch of a graph
-  (`kernels.sm90.jit.arguments`); workspaces of cuBLAS belong to a stream, those of other kernels to
-  a call. Transposes (`kernels.sm90.fp8.transpose_overlap`) are on a stream of backward passes.
+  (`kernels.sm90.jit.launch`); workspaces of cuBLAS belong to a stream, those of other kernels to a
+  call. Transposes (`kernels.sm90.fp8.transpose_overlap`) are on a stream of backward passes.
 - Tables that are computed once (rotary angles, masks) are made by a forward pass before the first
   backward pass ends, and every other pass waits for that one.
 - Megatron-Core's scales of auxiliary losses are set by each forward pass, to the same value.
@@ -68,20 +64,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from phalanx.extras.overlap.places import Places
 from phalanx.extras.overlap.slots import Pass, Slots
-from phalanx.extras.overlap.streams import TRANSFERS, Streams
-from phalanx.extras.overlap.transfers import Arrived, StageTransfers
+from phalanx.extras.overlap.streams import TRANSFERS, Arrived, Places, StageTransfers, Streams
 from phalanx.kernels import wgrad_queue
 
 
 class OverlappedSchedule:
     """Forward and backward passes of the micro-batches of one step, two at a time.
 
-    Args:
-        chunks: model chunks of this rank, after
-            `parallel.megatron.patches.accumulate_on_own_stream`.
-        device: device of the chunks.
+    `chunks` are this rank's, after `parallel.megatron.patches.accumulate_on_own_stream`.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], device: torch.device) -> None:
@@ -108,13 +99,12 @@ class OverlappedSchedule:
         Args:
             forward_step: (iterator, chunk) -> (output, loss function).
             batches: the micro-batches, an iterator for each chunk.
-            microbatches: their number.
             sequence: tokens in a sequence, whole.
             micro_batch: sequences in a micro-batch.
 
         Returns:
             What the loss function reported, one entry per micro-batch, on the caller's stream;
-            empty but on the last stage.
+                empty but on the last stage.
         """
         config, groups = get_model_config(self._chunks[0]), schedules._build_default_pg_collection()
         slots = Slots(groups.pp.rank(), groups.pp.size(), len(self._chunks), microbatches)
@@ -169,8 +159,6 @@ class OverlappedSchedule:
 
 
 class _Passes:
-    """Passes of one step on their streams, and what waits for what."""
-
     def __init__(
         self,
         chunks: Sequence[DistributedDataParallel],
@@ -183,8 +171,7 @@ class _Passes:
         self._chunks, self._streams, self._slots = chunks, streams, slots
         self._forward_step, self._batches = forward_step, batches
         self._config, self._context = get_model_config(chunks[0]), context
-        self.reports: list[Any] = []
-        """Reports of the loss function."""
+        self.reports: list[Any] = []  # of the loss function
         self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
         """Input and output of forward passes until their backward pass, by `Pass.number`."""
         self._forward_end = self._backward_end = self._transferred = streams.event()
@@ -213,12 +200,7 @@ class _Passes:
         return None if last else output
 
     def backward(self, pass_: Pass, gradient: Tensor | None) -> Tensor | None:
-        """Gradient for the previous stage; None on the first one.
-
-        Args:
-            pass_: the pass.
-            gradient: gradient of its output; None on the last stage.
-        """
+        """Gradient for the previous stage; None on the first one, as `gradient` is on the last."""
         input_, output = self._in_flight.pop(pass_.number)
         reduces = self._slots.reduces(pass_) or self._config.no_sync_func is None
         syncs = nullcontext() if reduces else self._chunks[pass_.chunk].no_sync()
@@ -246,5 +228,4 @@ class _Passes:
                 schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def wait(self) -> None:
-        """Have the current stream wait for all passes and transfers so far."""
         self._streams.wait(self._forward_end, self._backward_end, self._transferred)

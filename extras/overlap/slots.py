@@ -23,14 +23,7 @@ class Pass(NamedTuple):
 
 
 class Slots:
-    """Slots of one stage.
-
-    Args:
-        stage: from 0.
-        stages: number of pipeline stages.
-        chunks: model chunks of each stage.
-        microbatches: number of micro-batches; with several chunks a multiple of `stages`.
-    """
+    """Slots of the `stage` from 0; with several chunks `microbatches` is a multiple of `stages`."""
 
     def __init__(self, stage: int, stages: int, chunks: int, microbatches: int) -> None:
         self._stage, self._stages, self._chunks = stage, stages, chunks
@@ -43,21 +36,17 @@ class Slots:
         return self._passes + passes_ahead(0, self._stages, self._chunks)
 
     def forward(self, slot: int) -> Pass | None:
-        """Forward pass in a slot, if there is one."""
         k = slot - self._stage
         return self._pass(k, self._chunk(k)) if 0 <= k < self._passes else None
 
     def backward(self, slot: int) -> Pass | None:
-        """Backward pass in a slot, if there is one."""
         k = slot - self._stage - self._ahead
         return self._pass(k, self._chunks - 1 - self._chunk(k)) if 0 <= k < self._passes else None
 
     def first(self, pass_: Pass) -> bool:
-        """True if a pass is of the model's first chunk."""
         return self._stage == 0 and pass_.chunk == 0
 
     def last(self, pass_: Pass) -> bool:
-        """True if a pass is of the model's last chunk."""
         return self._stage == self._stages - 1 and pass_.chunk == self._chunks - 1
 
     def reduces(self, pass_: Pass) -> bool:
@@ -68,7 +57,6 @@ class Slots:
         return k // self._stages % self._chunks
 
     def _pass(self, k: int, chunk: int) -> Pass:
-        """The k-th pass of a kind, which is of a chunk."""
         group, place = k // (self._stages * self._chunks), k % self._stages
         number = (group * self._chunks + chunk) * self._stages + place
         return Pass(number, chunk, group * self._stages + place)

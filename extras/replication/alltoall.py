@@ -1,9 +1,8 @@
-"""Expert replication over dense collectives.
+"""Expert replication over dense collectives; `extras.replication.options` has the contract.
 
-The contract is in `extras.replication.options`. It runs everywhere and shows the
-computation; it is not fast. Every rank has all tokens, as without replication, and gathers its rows
-from them. On the way back every row is sent one by one, with one collective per expert id of a
-token, where a rank otherwise sends one sum a token.
+It runs everywhere and shows the computation; it is not fast. Every rank has all tokens, as without
+replication, and gathers its rows from them. On the way back every row is sent one by one, with one
+collective per expert id of a token, where a rank otherwise sends one sum a token.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T received rows, S
 expert rows, L own experts, G replica slots, P = L + G expert slots of a rank.
@@ -18,27 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.extras.replication.counts import ReplicaCounts
 from phalanx.extras.replication.kernels.experts import ReplicatedExperts
 from phalanx.extras.replication.kernels.replication_plan import ReplicationPlan
-from phalanx.extras.replication.options import ReplicationOptions, plan_replicas
-from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.extras.replication.options import ReplicaCounts, ReplicationOptions, plan_replicas
+from phalanx.kernels.elementwise.sums import block_sum
+from phalanx.kernels.expert_mlp.expert_plan import gather_rows
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
-from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_routing, all_rows, sum_to_owner
 from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.dispatcher.transport_class import DispatchContext
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Received
 
 
 class ReplicatedAllToAll(AllToAll):
-    """The transport `alltoall` with expert replication.
-
-    Args:
-        context: arguments of the transport, with a planner of expert slots and options of
-            replication.
-    """
+    """The transport `alltoall` with expert replication, and a planner of expert slots."""
 
     load_counts = ReplicaCounts()
 
@@ -93,13 +85,10 @@ class ReplicatedAllToAll(AllToAll):
 
 
 class _Route(NamedTuple):
-    """Ranks and rows of the pairs of a micro-batch."""
-
     group: dist.ProcessGroup
     ranks: Collectives  # collectives of the group
     row_index_S: Tensor  # received row of each expert row
-    inverse_NK: Tensor
-    """Expert row of each pair of all ranks on this rank, -1 for pairs of other ranks."""
+    inverse_NK: Tensor  # expert row of all ranks' pairs on this rank, -1 for those of others
     offsets: Tensor
     holder_TK: Tensor  # rank that computes each pair of this rank's tokens; any for the id -1
     owner_TK: Tensor  # rank of the pair's expert; negative for the id -1
@@ -107,7 +96,6 @@ class _Route(NamedTuple):
 
 
 def _send(x_TD: Tensor, route: _Route) -> Tensor:
-    """Gather the tokens of this rank's expert rows, packed or not: [S, ...]."""
     return gather_rows(all_rows(x_TD, route.ranks), route.row_index_S, route.offsets)
 
 
@@ -243,7 +231,6 @@ class _Replicas:
 
 
 def _each(weights: MLPWeights, fn: Callable[[Tensor], Tensor]) -> MLPWeights:
-    """`fn` of each weight that is not None."""
     w1, w2, b1, b2 = weights
     return MLPWeights(
         fn(w1), fn(w2), None if b1 is None else fn(b1), None if b2 is None else fn(b2)

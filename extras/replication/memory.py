@@ -15,13 +15,13 @@ from torch import Tensor
 
 from phalanx.extras.replication.kernels.rows import ReturnPlan
 from phalanx.kernels.expert_mlp.mlp_spec import LAYERS, Layer, MLPWeights, layer_pair
-from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     MAX_WAVES,
     SEEN_BYTES,
     STATE,
     WAVES,
+    ExchangeOptions,
     PeerBuffers,
     wave_begins,
 )
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows
 
 _ALIGN = 256
-FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)
-"""Bytes of the flags of weights, and of gradients (`extras.replication.kernels.weights_triton`)."""
+FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)  # of weights, and of gradients
 
 
 class _SharedMemory:
@@ -53,18 +52,12 @@ class _SharedMemory:
         del self._peers
 
     def _addresses(self, offset: int) -> Tensor:
-        """Addresses of byte `offset` of the memory of all ranks, int64 [R]."""
         bases = torch.tensor(self._peers.addresses, dtype=torch.int64)
         return (bases + offset).to(self._peers.memory.device)
 
 
 class UnreducedMemory(_SharedMemory):
-    """Memory of `extras.replication.transfers.UnreducedRowsMemory` over NVLink.
-
-    Args:
-        group: the expert-parallel group.
-        tokens, hidden, slots: T, D and K.
-    """
+    """Memory of `extras.replication.transfers.UnreducedRowsMemory` over NVLink: T, D and K."""
 
     def __init__(self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> None:
         super().__init__(group, max(2 * slots * tokens * hidden, _ALIGN))
@@ -87,14 +80,12 @@ class UnreducedMemory(_SharedMemory):
 class ReplicaLayout(NamedTuple):
     """Offsets of replicas' w1, w2, b1 and b2 and their gradients in a rank's memory."""
 
-    weights: tuple[int, ...]
-    """Offsets in bytes of the weights of G slots; 0 bytes long if there is no such weight."""
+    weights: tuple[int, ...]  # offsets in bytes; 0 bytes long if there is no such weight
     grads: tuple[int, ...]  # offsets in bytes of the gradients in fp32
     total: int
 
     @classmethod
     def of(cls, sizes: Sequence[int], width: int) -> "ReplicaLayout":
-        """Layout of weights of `sizes` elements in all slots, of `width` bytes each."""
         ends = [2 * FLAG_BYTES]
         for size in (*(width * n for n in sizes), *(4 * n for n in sizes)):
             ends.append(ends[-1] + -(-size // _ALIGN) * _ALIGN)
@@ -106,7 +97,6 @@ class ReplicaMemory(_SharedMemory):
     """Slots of every rank for weights of replicas, and for their gradients.
 
     Args:
-        group: the expert-parallel group.
         slots: G, at least one.
         own: weights with the shapes and dtype of a layer's.
         options: number of SMs that copy in overlap, and the timeout of a wait for other ranks.
@@ -138,7 +128,7 @@ class ReplicaMemory(_SharedMemory):
         begins_W = torch.tensor(wave_begins(slots, waves), dtype=torch.int32)
         self._begins_W, self._last_wave = begins_W.to(self._peers.memory.device), waves - 1
         self.ready = self._ready_words(slots, waves)
-        """Flags (`kernels.sm90.exchange.ready`) of the weights of the layer that was sent first."""
+        """Flags of the weights of the layer that was sent first."""
 
     def _flags(self, offset: int) -> PeerBuffers:
         device, report = self._peers.memory.device, torch.zeros(4, dtype=torch.int32)
@@ -154,7 +144,7 @@ class ReplicaMemory(_SharedMemory):
         )
 
     def _ready_words(self, slots: int, waves: int) -> Tensor:
-        from phalanx.kernels.sm90.exchange.ready import ready_words
+        from phalanx.kernels.sm90.exchange.waves import ready_words
 
         return ready_words(
             self._peers.memory.data_ptr(),
@@ -207,11 +197,7 @@ class ReplicaMemory(_SharedMemory):
     ) -> None:
         """Add gradients of replicas to own gradients, in place, once all ranks have signalled.
 
-        Args:
-            layer: layer of the gradients.
-            own: gradients of weight and bias of own experts.
-            expert_RG: expert in each slot.
-            overlapped: True to leave most SMs to other kernels.
+        `expert_RG` is the expert in each slot; `overlapped` leaves most SMs to other kernels.
         """
         from phalanx.extras.replication.kernels.weights_triton import reduce_grads
 
@@ -227,7 +213,6 @@ class ReplicaMemory(_SharedMemory):
                 )
 
     def wait_reducing(self) -> None:
-        """Let the current stream wait until `reduce_grads` has its SMs."""
         from phalanx.extras.replication.kernels.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
 

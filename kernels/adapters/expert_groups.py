@@ -13,17 +13,10 @@ _groups: dict[Any, ExpertParallelGroup] = {}
 def group_of(
     ranks: dist.ProcessGroup, dtype: torch.dtype, capacity_factor: float | None = None
 ) -> ExpertParallelGroup:
-    """The exchange between these ranks: `symm`, or with gloo `alltoall`; created by the first call.
+    """The exchange between these ranks: `symm`, or with gloo `alltoall`.
 
-    That is collective over all ranks of the job.
-
-    Args:
-        ranks: process group.
-        dtype: dtype of tokens.
-        capacity_factor: as for `ExpertParallelGroup`.
-
-    Raises:
-        ValueError: on all ranks: the exchange cannot run between them, or has another capacity.
+    The first call creates it, collectively over all ranks of the job. `dtype`: of tokens.
+    ValueError, on all ranks, if it cannot run between them or has another capacity.
     """
     if ranks in _groups:
         wanted = float(ranks.size()) if capacity_factor is None else capacity_factor

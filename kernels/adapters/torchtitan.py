@@ -31,17 +31,13 @@ _W13, _W1, _W2, _W3 = "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD"
 
 
 class Experts(GroupedExperts):
-    """SwiGLU experts of torchtitan over the kernels.
-
-    Parameters: w13_E2FD [E, 2, F, D], gate and up, and w2_EDF [E, D, F].
-    """
+    """SwiGLU experts: w13_E2FD [E, 2, F, D], gate and up, and w2_EDF [E, D, F]."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         """Sizes of torchtitan's experts, and the kernels."""
 
-        backend: str = "auto"
-        """`backend` of `kernels.api.grouped_experts`."""
+        backend: str = "auto"  # of `kernels.api.grouped_experts`
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -61,12 +57,10 @@ class Experts(GroupedExperts):
 
     @property
     def resolved_backend(self) -> str:
-        """Backend of the kernels for sorted rows on the parameters' device."""
         w1, w2 = self.weights()
         return resolve_backend(w1, w1, w2, backend=self.backend).backend
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """[R, D] outputs of the experts of sorted rows, in the dtype of x."""
         out_RD = grouped_experts_sorted(
             x_RD.bfloat16(), num_tokens_per_expert_E, None, *self.weights(), backend=self.backend
         )
@@ -78,7 +72,7 @@ class Routed(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """Experts and dispatcher, as torchtitan's."""
+        """Sizes of torchtitan's experts, and its dispatcher."""
 
     def forward(
         self,
@@ -87,7 +81,6 @@ class Routed(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """Sum of each token's experts by their scores, [B, L, D] in the dtype of x."""
         K, experts = topk_scores_BLK.shape[-1], self.inner_experts
         out_TD = grouped_experts(
             x_BLD.bfloat16().flatten(0, 1),
@@ -101,10 +94,7 @@ class Routed(RoutedExperts):
 
 @override(target=GroupedExperts.Config, exact=True, description="Experts of phalanx, fused.")
 def experts(cfg: GroupedExperts.Config, *, backend: str = "auto") -> GroupedExperts.Config:
-    """The config of the kernels' experts in place of torchtitan's.
-
-    Subclasses of torchtitan's experts, such as GPT-OSS's, stay.
-    """
+    """The config of the kernels' experts; subclasses such as GPT-OSS's stay torchtitan's."""
     made = derive(cfg, Experts.Config, backend=backend, param_init=_inits(cfg.param_init))
     if cfg.sharding_config is not None:
         layouts = dict(cfg.sharding_config.state_shardings)
@@ -126,7 +116,6 @@ def routed_experts(cfg: RoutedExperts.Config, *, backend: str = "auto") -> Route
 
 
 def _inits(inits: dict[str, Callable[[Tensor], Any]] | None) -> dict[str, Any] | None:
-    """Initializers with one for both halves, each of which has its own."""
     if inits is None or _W1 not in inits or _W3 not in inits:
         return inits
     gate, up = inits[_W1], inits[_W3]

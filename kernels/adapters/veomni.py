@@ -24,27 +24,16 @@ from phalanx.kernels.api import Activation, ExpertOptions, grouped_experts
 
 __all__ = ["NAME", "forward", "groups", "release"]
 
-NAME = "phalanx"
-"""Name of the kernel; `moe_implementation` has the prefix `fused_`."""
+NAME = "phalanx"  # `moe_implementation` has the prefix `fused_`
 
 
 def forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Weighted sum of each token's experts, as VeOmni's models call an implementation.
+    """Weighted sum of each token's experts [T, D], as VeOmni's models call an implementation.
 
-    Args:
-        experts: a module with gate_up_proj [E, 2F, D] and down_proj [E, D, F], of this rank's
-            experts.
-        hidden_states: [T, D].
-        top_k_index: [T, K] ids of all experts.
-        top_k_weights: [T, K].
-
-    Returns:
-        [T, D] in the dtype of the input.
-
-    Raises:
-        ValueError: the activation is not SiLU.
+    `experts` has gate_up_proj [E, 2F, D] and down_proj [E, D, F] of this rank's experts;
+    `top_k_index` [T, K] has ids of all experts. ValueError if the activation is not SiLU.
     """
     function = getattr(experts, "act_fn", torch.nn.functional.silu)
     if not _is_silu(function):
@@ -72,8 +61,6 @@ def _is_silu(function: Any) -> bool:
 
 
 def _bind(original: Any) -> Any:
-    """VeOmni's choice of a kernel by name, which knows this one too."""
-
     @functools.wraps(original)
     def apply(fused_moe_kernel: str = "triton") -> None:
         if fused_moe_kernel != NAME:

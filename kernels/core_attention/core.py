@@ -1,16 +1,15 @@
 """Core attention as one function: softmax(scale * q @ k^T + mask) @ v, causal, windows and sinks.
 
-moe/model/attention.py calls it between the query-key-value and the output projection. Backends:
-`reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels),
-`flex` (FlexAttention compiled to Triton: windows and sinks at fused speed) and `fa4` (flash-attn-4
-for Hopper). All of them differentiate through q, k, v and the sinks, and read no device value on
-the host. In a packed sequence a query sees only its own document
+Backends: `reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused
+kernels), `flex` (FlexAttention compiled to Triton: windows and sinks at fused speed) and `fa4`
+(flash-attn-4 for Hopper). All differentiate through q, k, v and the sinks, and read no device value
+on the host. In a packed sequence a query sees only its own document
 (`kernels.core_attention.documents`).
 
-Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
-d channels of query and key, v channels of value. The queries are the last S of T positions:
-query i is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p).
-With documents there is one sequence, B = 1; `documents.before` of its keys precede the queries.
+Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S), d
+channels of query and key, v channels of value. The queries are the last S of T positions: query i
+is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p). With
+documents there is one sequence, B = 1; `documents.before` of its keys precede the queries.
 """
 
 import functools
@@ -45,9 +44,9 @@ def attention(
     """Causal attention with grouped queries, an optional sliding window and optional sinks.
 
     Args:
-        q_BHSd: queries, any strides with contiguous channels, bf16 or fp32.
-        k_BGTd: keys; query head h uses key-value head h // (H / G).
-        v_BGTv: values; v may differ from d (multi-head latent attention).
+        q_BHSd: any strides with contiguous channels, bf16 or fp32.
+        k_BGTd: query head h uses key-value head h // (H / G).
+        v_BGTv: v may differ from d (multi-head latent attention).
         scale: factor on q @ k^T.
         window: keys that a query sees, itself included; 0 is no limit.
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
@@ -99,8 +98,6 @@ def visible_ST(
 
 
 class _Call(NamedTuple):
-    """The arguments of `attention` beside queries, keys and values, for a backend."""
-
     scale: float
     window: int
     sinks_H: Tensor | None
@@ -108,7 +105,6 @@ class _Call(NamedTuple):
     top: MaxLogit | None
 
     def visible_ST(self, q: Tensor, k: Tensor) -> Tensor:
-        """`visible_ST` for these queries and keys."""
         return visible_ST(q.size(2), k.size(2), self.window, q.device, self.documents)
 
 
@@ -164,7 +160,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
 def _with_sink_key(
     q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with an additional key: its logit is a head's sink, its value is 0.
+    """An additional key, whose logit is a head's sink and whose value is 0.
 
     The heads of a group share keys: the sink is two channels of the queries, in which that key has
     1 and all others have 0. The second holds the rounding error of the first. Values get two
@@ -258,8 +254,8 @@ def block_mask(queries: int, keys: int, window: int, device: torch.device) -> Bl
 def document_block_mask(documents: Documents, window: int) -> BlockMask:
     """FlexAttention's sparse form of `visible_ST` within documents, built once for all layers.
 
-    First visible keys never decrease from one query to the next, so tiles are classified by their
-    corners here too. The number of tiles is static; which are visible is known only on the device.
+    First visible keys never decrease, so tiles are classified by their corners here too. Their
+    number is static; which are visible is known only on the device.
     """
     if window in documents.masks:
         cached: BlockMask = documents.masks[window]
@@ -288,7 +284,6 @@ def _block_mask(
     visible: Callable[..., Tensor],
     size: tuple[int, int],
 ) -> BlockMask:
-    """The mask of tiles with some or only (`full`) visible pairs, and a test of each pair."""
     partial_blocks, full_blocks = _rows(some & ~full), _rows(full)
     return BlockMask.from_kv_blocks(
         *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
@@ -310,11 +305,6 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
 
 
 def _with_max_logits(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`attend` after a separate pass that records the largest logits.
-
-    fa4 has its own pass, which skips rows by the forward pass's softmax denominators.
-    """
-
     def attend_and_record(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         if call.top is not None:
             raise_max_logits(

@@ -6,30 +6,40 @@ narrower than keys, sliding windows and learnable sinks with their gradient; few
 are the last of them. In deterministic mode the backward pass sums in a fixed order; otherwise the
 gradient of the queries, and with grouped queries those of keys and values, are summed by atomics.
 
-Packed documents take its interface for sequences of various lengths, `cu_seqlens_q` and
-`cu_seqlens_k` of `flash_attn_varlen_func`: bounds on the device, and tensors [T, H, d] of one
-sequence. The number of bounds is fixed; entries after the last document start and end at T, which
-is an empty sequence. All sizes and launches follow from shapes and from the bound of a document's
+Packed documents take its interface for sequences of various lengths (`flash_attn_varlen_func`):
+bounds on the device, and tensors [T, H, d] of one sequence. Entries after the last document start
+and end at T, an empty sequence. Sizes and launches follow from shapes and the bound of a document's
 length, so that a graph can be replayed with other documents. The backward pass needs 128 rows of
 fp32 scratch memory for each possible document.
 
-`scripts/lab/bench_libraries.py attention` compares it with cuDNN's and torch's kernels.
+Kernels for the models in configs/model (`SHIPPED`) are compiled ahead of time without a GPU, for
+the tensors of a `FakeTensorMode`, which have no memory. A kernel serves any batch, any number of
+heads and any sequence longer than its tile. Others are compiled at their first launch.
 
-Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
-d channels of query and key, v channels of value.
+Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S), d
+channels of query and key, v channels of value.
 """
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.cache import use_folder
 from phalanx.kernels.core_attention.documents import Documents
-from phalanx.kernels.core_attention.fa4_library import calling
-from phalanx.kernels.core_attention.limits import unsupported_heads
+from phalanx.kernels.core_attention.fa4_library import calling, library, named
 from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 from phalanx.kernels.core_attention.rope import dense
+from phalanx.kernels.library_objects import ARCH, replaced
+from phalanx.kernels.limits import unsupported_heads
 
 
 def attention(
@@ -43,19 +53,13 @@ def attention(
     documents: Documents | None = None,
     top: MaxLogit | None = None,
 ) -> Tensor:
-    """Causal attention; query i is at position T - S + i.
+    """Causal attention as `kernels.core_attention.core.attention`; returns o_SBHv, contiguous.
 
     Args:
         q_SBHd, k_TBGd, v_TBGv: bf16 on a Hopper GPU; read in place if channels are contiguous and
             every row is aligned to 16 bytes, copied otherwise.
-        sinks_H: a logit per head in the softmax denominator (arXiv 2508.10925), bf16 or fp32.
-        scale: factor on q @ k^T.
-        window: keys that a query sees, itself included; 0 is no limit.
+        sinks_H: bf16 or fp32.
         documents: with bounds, for the S = T tokens of one sequence.
-        top: records the largest logit of each head.
-
-    Returns:
-        o_SBHv, contiguous.
 
     Raises:
         ValueError: tensors that the kernels do not support.
@@ -82,10 +86,7 @@ def run_forward(
     window: int,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the logarithm of the softmax denominator of each row.
-
-    The latter is fp32 [B, H, S], or [H, T] with documents.
-    """
+    """`attention`, and fp32 log-sums of the softmax: [B, H, S], or [H, T] with documents."""
     out, lse = _outputs(q, v)
     lse, layout = (lse, _batch_first) if documents is None else (lse[0], _single_sequence)
     with calling() as library:
@@ -110,10 +111,7 @@ def run_backward(
     deterministic: bool,
     documents: Documents | None = None,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, contiguous, and of the sinks if there are any.
-
-    `saved`: q, k, v and the two results of `run_forward`.
-    """
+    """Gradients of q, k, v, contiguous, and of the sinks; `saved`: q, k, v, out and log-sums."""
     q, k, v, out, lse = saved
     gradients = _gradients(q, k, v)
     layout = _batch_first if documents is None else _single_sequence
@@ -176,7 +174,6 @@ class _Attention(torch.autograd.Function):
 
 
 def _mask(window: int) -> dict[str, Any]:
-    """Arguments of the causal mask; the window counts keys before and after the query's."""
     if not window:
         return dict(causal=True)
     return dict(causal=True, window_size_left=window - 1, window_size_right=0)
@@ -212,3 +209,88 @@ def _single_sequence(x_T1Hd: Tensor) -> Tensor:
 def _readable(x: Tensor) -> Tensor:
     """x without strides of 0, for which other kernels would be compiled."""
     return x.contiguous() if 0 in x.stride() else dense(x)
+
+
+_H100_SMS = 132  # asked for in any case, and used on Blackwell
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """Key of an attention layer's compiled kernels."""
+
+    group: int  # query heads per key-value head
+    d: int  # channels of query and key
+    v: int  # channels of value
+    window: bool = False
+    sinks: bool = False
+    deterministic: bool = False
+    documents: bool = False  # attention within documents of a sequence
+
+
+_LAYERS = (
+    AttentionLayer(1, 128, 128),  # OLMoE
+    AttentionLayer(4, 128, 128),  # Mixtral-8x7B
+    AttentionLayer(6, 128, 128),  # Mixtral-8x22B, MiniMax-M2
+    AttentionLayer(8, 128, 128),  # Qwen3-30B
+    AttentionLayer(12, 128, 128),  # GLM-4.5
+    AttentionLayer(16, 128, 128),  # Qwen3-235B
+    AttentionLayer(8, 64, 64, sinks=True),  # GPT-OSS
+    AttentionLayer(8, 64, 64, window=True, sinks=True),
+    AttentionLayer(1, 192, 128),  # DeepSeek, Kimi-K2, Moonlight
+    AttentionLayer(8, 256, 256),  # Qwen3-Next
+)
+SHIPPED = tuple(
+    AttentionLayer(**vars(layer) | dict(deterministic=deterministic))
+    for deterministic, layer in product((False, True), _LAYERS)
+)
+
+
+def entries(layer: AttentionLayer) -> set[str]:
+    """Names in a `Cache` of the forward and backward kernels of a layer."""
+    with named() as names:
+        _call(layer)
+    return names
+
+
+def build(layer: AttentionLayer, cache_folder: Path) -> None:
+    """Compile the kernels of a layer that are not in a folder yet; needs no GPU."""
+    with use_folder(cache_folder):
+        _call(layer)
+
+
+def _call(layer: AttentionLayer) -> None:
+    S, B, G, H = 1024, 1 if layer.documents else 2, 2, 2 * layer.group
+    with without_gpu(), FakeTensorMode():
+        bf16 = partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+        q, k, v = bf16(S, B, H, layer.d), bf16(S, B, G, layer.d), bf16(S, B, G, layer.v)
+        sinks = bf16(H) if layer.sinks else None
+        window = S // 2 if layer.window else 0
+        documents = None
+        if layer.documents:
+            position = torch.empty(S, dtype=torch.int64, device="cuda")
+            documents = Documents(position, places=16, longest=S)
+        out, lse = run_forward(q, k, v, sinks, 1.0, window, documents)
+        saved, options = [q, k, v, out, lse], (1.0, window, layer.deterministic, documents)
+        run_backward(torch.empty_like(out), saved, sinks, *options)
+
+
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """Inside, the GPU's properties that library, compiler and torch query are constants."""
+    from cutlass.cute.runtime import from_dlpack
+    from cutlass.cutlass_dsl import CuTeDSL
+    from flash_attn.cute import utils
+
+    interface, settings = library(), CuTeDSL._get_dsl().envar
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (interface, "_get_device_arch", lambda: 90),
+            (interface, "get_num_sms_for_selection", lambda *args: _H100_SMS),
+            (settings, "_arch", ARCH),
+            # torch's export of a tensor queries the current device.
+            (utils, "from_dlpack", partial(from_dlpack, enable_tvm_ffi=True)),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        # If Megatron-Core runs on this process's CPU, "cuda" is redirected to it, but not in here.
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield

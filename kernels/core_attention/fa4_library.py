@@ -1,10 +1,10 @@
 """flash-attn-4 with its compiled kernels in the cache of `kernels.cache`.
 
-The library stores compiled kernels in four dictionaries, one for each kernel of an attention layer,
-with a key of all choices that are compiled in. Here `Programs` replaces them: a key is looked up in
-this process, then on disk, where compiled kernels are stored. Of several processes that miss an
-entry one compiles it. The library's own cache on disk would let all of them compile, fails when a
-lock is held for 15 seconds, and fails if its folder cannot be written.
+The library has four dictionaries of compiled kernels, one for each kernel of an attention layer, by
+keys of all choices that are compiled in. `Programs` replaces them: a key is looked up in this
+process, then on disk, and of several processes that miss an entry one compiles it. The library's
+own cache on disk would let all of them compile, and fails when a lock is held for 15 seconds or its
+folder cannot be written.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Programs(dict[Any, Any]):
         self._claims: dict[Any, contextlib.ExitStack] = {}
 
     def __contains__(self, key: Any) -> bool:
-        """True if the function is cached, which then stays so; otherwise the caller compiles it."""
+        """True if it is cached, which then stays so; otherwise the caller compiles it."""
         if super().__contains__(key):
             return True
         with contextlib.ExitStack() as claim:
@@ -62,7 +62,6 @@ class Programs(dict[Any, Any]):
         super().__setitem__(key, function)
 
     def release(self, error: BaseException) -> None:
-        """Let other processes compile kernels that this one failed to compile."""
         while self._claims:
             _, claim = self._claims.popitem()
             claim.__exit__(type(error), error, error.__traceback__)
@@ -85,7 +84,7 @@ class _Names(dict[Any, Any]):
 
 @contextlib.contextmanager
 def named() -> Iterator[set[str]]:
-    """Inside a `FakeTensorMode`, collect the names of looked up entries, without compiling."""
+    """Inside a `FakeTensorMode`, collect names of entries that are looked up; compiles nothing."""
     names: set[str] = set()
     with contextlib.ExitStack() as stack:
         for function, label in _KERNELS.items():
@@ -108,7 +107,6 @@ def calling() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence the compiler's warning about an empty tuple of a class of the library's."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted")
         yield

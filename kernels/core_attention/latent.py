@@ -1,19 +1,19 @@
 """Keys and values of multi-head latent attention (arXiv 2405.04434), one pass over them on a GPU.
 
-A key is a part per head, from the up-projection that has the values too, followed by a rotary part
-that all heads share. On CUDA `kernels.core_attention.latent_triton` rotates the shared part and
-writes both, and the values; in the backward pass it writes the gradient of the up-projection, and
-sums that of the shared part over heads in fp32 before it is rotated back and rounded. Elsewhere it
-is Megatron-Core's composition on `kernels.core_attention.rope`.
+A key is a part per head, from the up-projection that has the values too, and a rotary part that all
+heads share. On CUDA `kernels.core_attention.latent_triton` rotates the shared part and writes both,
+and the values; its backward pass writes the gradient of the up-projection, and sums that of the
+shared part over heads in fp32 before it is rotated back and rounded. Elsewhere it is
+Megatron-Core's composition on `kernels.core_attention.rope`.
 
-Megatron-Core has Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`. They support
-only YaRN, need widths that are powers of two, take cosines and sines in bf16, and round the sum
-over heads before it is rotated. On an H200 they take 0.87 to 0.96 of the time of these in the
-backward pass. In the forward pass they took 1.4 to 1.6 times as long when these left out the
-values, which Megatron-Core's attention then copied (docs/measured/kernels/libraries.md).
+Megatron-Core's Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`, support only YaRN,
+need widths that are powers of two, take cosines and sines in bf16, and round the sum over heads
+before it is rotated. On an H200 they take 0.87 to 0.96 of the time of these in the backward pass;
+forward they took 1.4 to 1.6 times as long when these left out the values, which Megatron-Core's
+attention then copied (docs/measured/kernels/libraries.md).
 
-Legend: S positions, B batch, H heads, n channels of a key's part per head, F shared and rotated,
-d = n + F, v channels of a value, m = n + v.
+Legend: S positions, B batch, H heads, n channels of a key's part per head, F shared and rotated, d
+= n + F, v channels of a value, m = n + v.
 """
 
 from typing import Any
@@ -28,18 +28,14 @@ from phalanx.kernels.core_attention.rope import check_angles, dense, rope
 def keys_values(
     kv_SBHm: Tensor, shared_SBF: Tensor, freqs_S11F: Tensor, *, nope: int, mscale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Keys whose shared part is rotated, and values.
+    """Keys whose shared part is rotated, and values: k_SBHd and v_SBHv, on CUDA contiguous.
 
     Args:
         kv_SBHm: up-projection, any strides with contiguous channels, bf16 or fp32.
         shared_SBF: in the dtype of kv, any strides; channels 2i and 2i + 1 form a pair, which
             becomes n + i and n + i + F / 2 of the keys.
         freqs_S11F: fp32 angles in radians for all F channels; both halves are the same.
-        nope: n.
         mscale: factor on the rotated channels (YaRN, arXiv 2309.00071).
-
-    Returns:
-        k_SBHd and v_SBHv; on CUDA contiguous, as Megatron-Core's attention requires.
 
     Raises:
         ValueError: shapes, dtypes or angles that do not fit.

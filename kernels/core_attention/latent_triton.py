@@ -1,11 +1,10 @@
 """Keys and values of latent attention joined, and their gradients split, in Triton.
 
 A program has the heads of a few positions, so that their shared part is read and rotated once for
-many of them; in the backward pass it iterates over all heads and sums without atomics, in a fixed
-order.
+many of them; backward it iterates over all heads and sums in a fixed order, without atomics.
 
-Legend: S positions, B batch, H heads, n channels of a key's part per head, F shared and rotated,
-d = n + F, v channels of a value, m = n + v.
+Legend: S positions, B batch, H heads, n channels of a key's part per head, F shared and rotated, d
+= n + F, v channels of a value, m = n + v.
 """
 
 import triton
@@ -164,15 +163,10 @@ def join(
     *,
     mscale: float,
 ) -> None:
-    """Write keys and values from kv and the shared part; see `kernels.core_attention.latent`.
+    """Write keys and values, which do not overlap kv and the shared part.
 
-    Keys are n channels of kv and then the shared part, rotated; values are the other channels.
-
-    Args:
-        kv_SBHm, shared_SBF, k_SBHd, v_SBHv: any strides with contiguous channels; k and v do not
-            overlap the others.
-        freqs_SF: fp32 angles; the first F / 2 columns are read.
-        mscale: factor on the rotated channels.
+    All have any strides with contiguous channels; of the fp32 angles the first F / 2 columns are
+    read.
     """
     S, B, H, d = k_SBHd.shape
     if not k_SBHd.numel():
@@ -215,11 +209,7 @@ def part(
     *,
     mscale: float,
 ) -> None:
-    """Write the gradients of `join`'s inputs from those of keys and values.
-
-    All tensors but `freqs` have any strides with contiguous channels; results do not overlap the
-    others.
-    """
+    """Write the gradients of `join`'s inputs, which do not overlap those of its results."""
     S, B, H, _ = dk_SBHd.shape
     if not dshared_SBF.numel():
         return

@@ -3,17 +3,17 @@
 QK-clip (Kimi K2, arXiv 2507.20534) rescales the weights of heads by it, and it is logged. No fused
 attention kernel here returns it, so this is a separate pass: on CUDA the first of the two products
 of attention's forward pass (`kernels.core_attention.max_logit_triton`), elsewhere torch in blocks
-of queries. Sinks are not logits of queries and keys and do not count.
+of queries. Sinks do not count.
 
-Products of bf16 are exact in fp32, their sums are fp32: the result is that of one order of summing
-d products, within d * 2**-24 * sum |q_i k_i| of the exact one, and the same in every run.
+Products of bf16 are exact in fp32 and their sums are fp32: the result is that of one order of
+summing d products, within d * 2**-24 * sum |q_i k_i| of the exact one, and the same in every run.
 
 The logarithm of a softmax denominator is an upper bound of its row's logits. If attention returns
 it (fa4), blocks of rows below the head's maximum so far are skipped: all but a few once large
 logits exist, none while attention is flat and the denominator counts keys.
 
-Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
-d channels. Query i is at position T - S + i.
+Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S), d
+channels. Query i is at position T - S + i.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class MaxLogit:
 
     most_H: Tensor  # fp32, contiguous: largest logit of each query head
     due: Tensor
-    """int32 scalar on the same device; 0: nothing is computed. Read on the device, so that a
-    captured step can be replayed with either."""
+    """int32 scalar; 0: nothing is computed. Read on the device, so that a captured step can be
+    replayed with either."""
 
 
 @torch.no_grad()
@@ -48,19 +48,11 @@ def raise_max_logits(
     documents: Documents | None = None,
     lse_BHS: Tensor | None = None,
 ) -> None:
-    """Raise `top.most_H` to the largest logits of these queries and keys.
+    """Raise `top.most_H` to the largest logits of these queries and keys, if it is due.
 
-    Args:
-        top: updated in place, if it is due.
-        q_BHSd, k_BGTd: as for `kernels.core_attention.core.attention`.
-        scale: factor on q @ k^T, above 0.
-        window: keys that a query sees, itself included; 0 is no limit.
-        documents: those of the S queries of one sequence; a query sees only its own.
-        lse_BHS: fp32, contiguous: logarithm of the softmax denominator of each row, over these
-            logits and possibly a sink; saves work on CUDA without changing the result.
-
-    Raises:
-        ValueError: the heads are not those of `top`, or the scale is not above 0.
+    `lse_BHS`: fp32, contiguous: logarithm of the softmax denominator of each row, over these logits
+    and possibly a sink; saves work on CUDA without changing the result. ValueError if the heads are
+    not those of `top`, or the scale is not above 0.
     """
     if q_BHSd.size(1) != top.most_H.numel():
         raise ValueError(f"{q_BHSd.size(1)} heads, and {top.most_H.numel()} largest logits")

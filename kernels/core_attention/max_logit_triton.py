@@ -1,10 +1,9 @@
 """The largest attention logit of each head on an NVIDIA GPU, in Triton.
 
-See `kernels.core_attention.max_logit`. A program has a block of queries of one head and iterates
-over the keys that they see. Between two products it has one instruction per element, the maximum;
-masks are computed only in tiles at the edges, but in all tiles of a narrow window. Registers and
-shared memory allow at least two programs on an SM, so that the products of one overlap the others.
-Programs of a head combine by an atomic maximum, whose result does not depend on order.
+A program has a block of queries of one head and iterates over the keys that they see. Between two
+products it has one instruction per element, the maximum; masks are computed only in tiles at the
+edges, but in all tiles of a narrow window. At least two programs fit on an SM, so that the products
+of one overlap the others. Programs of a head combine by an atomic maximum, in any order.
 
 Legend: B batch, H query heads, G key-value heads, S queries, T keys, d channels.
 """
@@ -150,8 +149,6 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
 
 
 class _Tiling(NamedTuple):
-    """Launch parameters of a program."""
-
     rows: int
     columns: int
     warps: int

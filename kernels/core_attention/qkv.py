@@ -1,16 +1,14 @@
 """From a fused projection to the queries, keys and values of grouped-query attention.
 
-On a GPU one pass over the projection, by `kernels.core_attention.qkv_triton`: its bias, norms of
+On a GPU one pass over the projection (`kernels.core_attention.qkv_triton`): its bias, norms of
 query and key heads (arXiv 2302.05442), rotary embedding (arXiv 2104.09864) and the split into three
-tensors; and one pass back, from three gradients to that of the projection, which also sums the
-gradients of the bias and of the norms' weights, in an order that depends only on shapes. All of it
-is fp32 and rounded once. Elsewhere it is the composition of torch's norm and
+tensors; and one pass back, which also sums the gradients of the bias and of the norms' weights, in
+an order that depends only on shapes. All of it is fp32 and rounded once. Elsewhere torch's norm and
 `kernels.core_attention.rope`.
 
-No library fuses the norms: Transformer Engine and Megatron-Core rotate a fused projection
-(`apply_fused_qkv_rotary_pos_emb`) that has no norms and no bias. Transformer Engine's norms and
-rotation, one after the other, take more than four times as long forward and more than twice as long
-backward (docs/measured/kernels/libraries.md).
+Transformer Engine and Megatron-Core rotate a fused projection (`apply_fused_qkv_rotary_pos_emb`)
+without norms and bias. Transformer Engine's norms and rotation, one after the other, take more than
+four times as long forward and twice as long backward (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2, the heads
 of a group in a fused projection: its queries, its key, its value.
@@ -87,10 +85,9 @@ class QkvArgs(NamedTuple):
 
 
 class QueriesKeysValues(torch.autograd.Function):
-    """`queries_keys_values` by the kernels.
+    """`queries_keys_values` by the kernels; saves the projection only with norms.
 
-    Values may be a view, so this is not a torch custom operator, whose results must not be views of
-    its inputs. With norms the projection is saved, without them only the angles.
+    Values may be a view, which results of a torch custom operator must not be.
     """
 
     @staticmethod

@@ -1,12 +1,11 @@
 """Queries, keys and values from a fused projection, and their gradients into it, in Triton.
 
-A program has some consecutive heads of the projection, of any kind, for a few positions: a query, a
-key or a value is read and written through one pointer per head. In the backward pass a program
-iterates over several blocks of positions and sums the gradients of bias and weights in registers;
-`part_sum` sums the programs in order.
+A program has some consecutive heads of the projection, of any kind, for a few positions: each is
+read and written through a pointer of its own. Backward it iterates over several blocks of positions
+and sums the gradients of bias and weights in registers; `part_sum` sums the programs in order.
 
-Legend: S positions, B batch, G groups, N heads of a group, R = N - 2 of them queries, d channels,
-M = G * N, P programs along positions, C programs along heads.
+Legend: S positions, B batch, G groups, N heads of a group, R = N - 2 of them queries, d channels, M
+= G * N, P programs along positions, C programs along heads.
 """
 
 from typing import Any
@@ -17,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
-from phalanx.kernels.elementwise.part_sum_triton import part_sum
+from phalanx.kernels.elementwise.sums_triton import part_sum
 
 _ELEMENTS = 2048  # channels that a program processes at a time
 _HEADS = 8  # most heads of a program
 _PROGRAMS = 528
-"""Most programs of the backward pass: 4 for each of a Hopper GPU's 132 SMs, which run all of them
-at once, and the same number on every GPU. Each iterates over its share of the positions."""
+"""Most programs of the backward pass, on every GPU: 4 for each of a Hopper GPU's 132 SMs, which run
+all of them at once."""
 _STAGES = 3  # blocks of positions that a program of the backward pass has in flight
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -272,16 +271,10 @@ def part(
     eps: float,
     mscale: float,
 ) -> None:
-    """Write queries, keys and values; see `kernels.core_attention.qkv`.
+    """Write queries, keys and values, contiguous; see `kernels.core_attention.qkv`.
 
-    Args:
-        qkv_SBGNd: any strides with contiguous channels.
-        outs: q_SBHd, k_SBGd and v_SBGd, contiguous; without the last, values are not written.
-        freqs_SF: fp32 angles; the first F / 2 = d / 2 columns are read.
-        bias_GNd: contiguous.
-        weights: those of the norms of queries and keys, both or neither.
-        eps: epsilon of the norms.
-        mscale: factor on the rotated channels.
+    Without the last of `outs` values are not written. Of the fp32 angles the first F / 2 = d / 2
+    columns are read. `weights`: those of the norms of queries and keys, both or neither.
     """
     S, B, G, N, d = qkv_SBGNd.shape
     if not qkv_SBGNd.numel():
@@ -324,17 +317,10 @@ def join(
     eps: float,
     mscale: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Write the gradient of the projection from those of `part`'s results.
+    """Write the gradient of the projection, contiguous, from those of `part`'s results.
 
-    Args:
-        gradients: dq_SBHd, dk_SBGd and dv_SBGd, any strides with contiguous channels.
-        dqkv_SBGNd: contiguous.
-        freqs_SF, weights, eps, mscale: as for `part`.
-        qkv_SBGNd, bias_GNd: as for `part`; only with norms.
-        bias_dtype: dtype of the bias gradient; None: no bias.
-
-    Returns:
-        Gradients of the bias, [G, N, d], and of both norms' weights, [2, d]; None if absent.
+    It returns gradients of the bias, [G, N, d], and of both norms' weights, [2, d]; None if absent.
+    `qkv_SBGNd` and `bias_GNd` are given only with norms, `bias_dtype` with a bias.
     """
     S, B, G, N, d = dqkv_SBGNd.shape
     normed, biased = weights[0] is not None, bias_dtype is not None
@@ -379,7 +365,7 @@ def join(
 
 
 def _blocks(M: int, d: int) -> tuple[int, int, int]:
-    """Positions, heads and pairs of channels that a program processes at a time, powers of two."""
+    """Positions, heads and pairs of channels that a program has at a time, powers of two."""
     half_block = triton.next_power_of_2(d // 2)
     heads = min(M & -M, _HEADS, max(1, _ELEMENTS // (2 * half_block)))
     return max(1, _ELEMENTS // (heads * 2 * half_block)), heads, half_block

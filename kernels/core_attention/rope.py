@@ -1,18 +1,14 @@
 """Rotary position embedding (arXiv 2104.09864) of queries and keys, one pass over them on a GPU.
 
-The attention modules call it between the projections and core attention, except for fused
-projections, which `kernels.core_attention.qkv` splits. On CUDA `kernels.core_attention.rope_triton`
-rotates in fp32 and reads heads in the projection's layout; elsewhere it is Megatron-Core's
-composition, number for number, which rounds sines and cosines to the dtype of x first. The gradient
-is the rotation by the negative angle.
+On CUDA `kernels.core_attention.rope_triton` rotates in fp32 and reads heads in the projection's
+layout; elsewhere it is Megatron-Core's composition, number for number, which rounds sines and
+cosines to the dtype of x first. The gradient is the rotation by the negative angle.
 
 A rotated channel pairs with the one half the rotated width further on. DeepSeek's latent attention
 has pairs of adjacent channels in its projections and half a width apart from then on
-(`interleaved`).
-
-Transformer Engine's fused rotary embedding applies no factor of YaRN, and cannot rearrange such
-pairs or skip leading channels. Megatron-Core's kernel for the queries of latent attention rotates
-them in place, as `rope_` does, but takes cosines and sines in bf16, and only for YaRN
+(`interleaved`). Transformer Engine's fused rotary embedding applies no factor of YaRN, and cannot
+rearrange such pairs or skip leading channels. Megatron-Core's kernel for the queries of latent
+attention rotates in place, as `rope_` does, but takes cosines and sines in bf16, and only for YaRN
 (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H heads, d channels, F rotated channels.
@@ -42,7 +38,6 @@ def rope(
         freqs_S11F: fp32 angles in radians; both halves of F are the same.
         mscale: factor on the rotated channels (YaRN, arXiv 2309.00071).
         interleaved: pairs of x are channels 2i and 2i + 1; those of the result are i and i + F / 2.
-        first: first rotated channel.
 
     Returns:
         [S, B, H, d] in the dtype of x; contiguous on CUDA.
@@ -74,14 +69,11 @@ def rope_(
     """`rope` that on CUDA rotates x in place, and the gradient of the result in place.
 
     Only the rotated channels are read and written. Nothing else may read the old x, or the gradient
-    that the backward pass receives: both hold for queries between their projection and core
-    attention.
+    that the backward pass receives: both hold for queries between projection and core attention.
 
     Args:
         x_SBM: heads concatenated, M = H * d. If it needs a gradient it must not be a leaf, and
             should not be a view, whose gradient autograd would copy.
-        heads: H.
-        freqs_S11F, mscale, interleaved, first: as for `rope`.
 
     Returns:
         [S, B, H, d]; on CUDA in the memory of x.

@@ -1,8 +1,7 @@
 """Rotary embedding on an NVIDIA GPU, in Triton: heads of any strides to heads of any strides.
 
-One pass reads each channel once and writes it once. A program has all the heads of a few positions
-if they fit, so sines and cosines are computed once per position and not once per head; they and the
-products are fp32.
+Each channel is read and written once. A program has all the heads of a few positions if they fit,
+so sines and cosines are computed once per position; they and the products are fp32.
 
 Legend: S positions, B batch, G groups of R heads, d channels.
 """
@@ -37,10 +36,7 @@ def cos_sin(angle):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotated(u, v, cos, sin):  # type: ignore[no-untyped-def]
-    """Pairs (u, v) rotated by an angle, with the same rounding for every caller.
-
-    A rounded product is added to an exact one.
-    """
+    """Pairs (u, v) rotated: a rounded product plus an exact one, the same for every caller."""
     return tl.fma(u, cos, -(v * sin)), tl.fma(v, cos, u * sin)
 
 
@@ -144,10 +140,9 @@ def rotate(
         x_SBGRd, y_SBGRd: any strides with contiguous channels. They are the same tensor, whose
             other channels are not touched, or do not overlap.
         freqs_SF: fp32 angles; the first F / 2 columns are read, F channels are rotated.
-        mscale: factor on the rotated channels.
         first: first rotated channel; the others are copied.
-        pairs_in: rotated channels 2i and 2i + 1 form a pair in x; otherwise i and i + F / 2.
-        pairs_out: the same for y.
+        pairs_in, pairs_out: rotated channels 2i and 2i + 1 form a pair in x, in y; otherwise i and
+            i + F / 2.
         inverse: rotate by the negative angle.
     """
     S, B, G, R, d = x_SBGRd.shape

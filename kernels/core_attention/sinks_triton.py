@@ -35,10 +35,7 @@ def attention_sink_gradient(  # type: ignore[no-untyped-def]
 def gradient(out_SBHd: Tensor, dout_SBHd: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """dsink of each head in fp32, summed in an order that depends on shapes alone.
 
-    Args:
-        out_SBHd, dout_SBHd: attention's output and its gradient, contiguous.
-        lse_BHS: fp32, contiguous: log of the sum of exponentials of a row, its sink's included.
-        sinks_H: fp32.
+    `lse_BHS`: fp32 log of the sum of exponentials of a row with its sink. All are contiguous.
     """
     S, B, H, d = out_SBHd.shape
     blocks = triton.cdiv(S, _BLOCK)

@@ -1,19 +1,18 @@
 """AdamW with moments in bf16: one pass over parameter, gradient and both moments.
 
-Moments are read in bf16, the update is fp32, and they are rounded to nearest on the way back, as
-in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Gradients are clipped as they are read, with the
-same bits as by a pass of its own before. A Triton kernel on NVIDIA GPUs; elsewhere torch, in
-slices, so that no moment exists in fp32 as a whole.
+Moments are read in bf16, the update is fp32, and they are rounded to nearest on the way back, as in
+DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Gradients are clipped as they are read, with the bits
+of a pass of its own before. A Triton kernel on NVIDIA GPUs; elsewhere torch, in slices, so that no
+moment exists in fp32 as a whole.
 
 FusedAdam of Transformer Engine has such moments too, but does not clip: that is a pass over all
-gradients of its own. On an H200 its step takes 1.8 to 2.1 times as long
-(docs/measured/kernels/libraries.md). With moments in fp32 torch's fused kernel does the step, and
-takes as long as FusedAdam.
+gradients. On an H200 its step takes 1.8 to 2.1 times as long (docs/measured/kernels/libraries.md).
+With moments in fp32 torch's fused kernel does the step, and takes as long as FusedAdam.
 
 A master copy in fp32 may be held as the bf16 weight and the 16 bits that this lacks, as FusedAdam
-in NVIDIA/TransformerEngine does with `store_param_remainders`. The remainder is the master's lower
-16 bits as an int16; the weight is the upper bits of the master minus the remainder, that is the
-master rounded to nearest, ties away from zero.
+does with `store_param_remainders`. The remainder is the master's lower 16 bits as an int16; the
+weight is the upper bits of the master minus the remainder: the master rounded to nearest, ties away
+from zero.
 """
 
 from dataclasses import dataclass
@@ -34,11 +33,8 @@ class Update:
     eps: float
     weight_decay: float
     step: int  # counted from 1, this one included
-    clip_coef: float = 1.0
-    """Factor on the gradient, in fp32 and rounded to fp32: that of clipping by total norm."""
-    on_device: Tensor | None = None
-    """`per_step` as fp32 [4] on the device of the parameters, for kernels that a CUDA graph
-    replays; None: it is copied there."""
+    clip_coef: float = 1.0  # fp32 factor on the gradient: that of clipping by total norm
+    on_device: Tensor | None = None  # `per_step` as fp32 [4], for CUDA graphs; None: it is copied
 
     @property
     def per_step(self) -> tuple[float, float, float, float]:
@@ -47,7 +43,6 @@ class Update:
 
     @property
     def decay(self) -> float:
-        """Factor on a parameter, by weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
@@ -57,30 +52,19 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """Bias correction of the second moment's root."""
+        """Correction of the second moment's root."""
         return (1 - self.beta2**self.step) ** -0.5
 
 
 def split_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write a master copy as weight and remainder.
-
-    Args:
-        master: fp32, contiguous, of any shape, as the others are.
-        weight: bf16, overwritten. Infinite where the master is beyond what rounds to finite.
-        remainder: int16, overwritten.
-    """
+    """Write an fp32 master copy as bf16 weight, maybe rounded to infinity, and int16 remainder."""
     bits = master.view(torch.int32)
     remainder.copy_(bits.to(torch.int16))
     weight.view(torch.int16).copy_((bits - remainder) >> 16)
 
 
 def merged(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master copy that `split_` took; of a weight alone (remainder 0) the same number.
-
-    Args:
-        weight: bf16, contiguous, of any shape, as the other is.
-        remainder: int16.
-    """
+    """The fp32 master copy that `split_` took; of a weight alone (remainder 0) the same number."""
     return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
@@ -93,13 +77,12 @@ def update_(
     update: Update,
     remainder: Tensor | None = None,
 ) -> None:
-    """Update a parameter and its moments in place.
+    """Update a parameter and its moments in place. Tensors are contiguous, of any shape.
 
     Args:
-        param: fp32, or bf16 with a remainder; contiguous, of any shape, as the others are.
+        param: fp32, or bf16 with a remainder.
         grad: fp32 or bf16; not changed.
         mean, square: bf16 moments.
-        update: numbers of this step.
         remainder: int16 low bits of the master copy of `param`, which is updated.
 
     Raises:

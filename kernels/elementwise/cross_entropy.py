@@ -1,15 +1,13 @@
 """Cross entropy over a vocabulary that may be split over ranks, on an NVIDIA GPU, in Triton.
 
 Logits are read once for the loss and once for the gradient, which takes their place: nothing of
-their size is written in fp32 or kept beside them. Statistics of a row are combined over the ranks
-by the caller (`moe.model.loss`). The online softmax is that of arXiv 1805.02867.
-
-If the gradient of every loss is known in advance, `kernels.sm90.loss` needs one pass on Hopper, and
-`rescale_` corrects rows whose gradient differs from the expected one.
+their size is written in fp32 or kept beside them. The caller combines statistics of a row over the
+ranks (`moe.model.loss`). The online softmax is that of arXiv 1805.02867. If the gradient of every
+loss is known in advance, `kernels.sm90.loss` needs one pass on Hopper, and `rescale_` corrects rows
+whose gradient differs from the expected one.
 
 Megatron-Core's loss converts the logits to fp32. Transformer Engine's `parallel_cross_entropy`
-writes the gradient in the forward pass, reads and writes it again in the backward pass to scale it,
-and needs Transformer Engine.
+writes the gradient in the forward pass, and reads and writes it again in the backward pass.
 
 Legend: N tokens, V vocabulary of this rank.
 """
@@ -67,15 +65,10 @@ def cross_entropy_rescale(gradient, grad, expected_grad, V, BLOCK: tl.constexpr)
 
 
 def statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, sum of exp(logit - largest) and logit of the target of each row.
+    """Largest logit, sum of exp(logit - largest) and logit of the target of each row, fp32 [N].
 
-    Args:
-        logits_NV: bf16 or fp32, contiguous.
-        target_N: int64 token of the whole vocabulary.
-        first: token of column 0.
-
-    Returns:
-        fp32 [N] each; the target's logit is 0 if it is on another rank.
+    `target_N`: int64 tokens of the whole vocabulary; `first`: token of column 0. The target's logit
+    is 0 if it is on another rank.
     """
     N, V = logits_NV.shape
     largest, total, hit = (logits_NV.new_empty(N, dtype=torch.float32) for _ in range(3))
@@ -91,10 +84,7 @@ def gradient_(
 ) -> None:
     """Replace logits by grad * (softmax - one-hot of the target).
 
-    Args:
-        logits_NV, target_N, first: as for `statistics`.
-        lse_N: fp32 logarithm of the sum of exp(logit) over the whole vocabulary.
-        grad_N: fp32 gradient of each loss.
+    `lse_N`: fp32 logarithm of the sum of exp(logit) over the whole vocabulary.
     """
     N, V = logits_NV.shape
     if N:
@@ -105,12 +95,7 @@ def gradient_(
 def rescale_(gradient_NV: Tensor, grad_N: Tensor, expected_grad: Tensor) -> None:
     """Rescale gradients of logits that were computed with `expected_grad` to those of `grad_N`.
 
-    Rows whose gradient is the expected one are not touched.
-
-    Args:
-        gradient_NV: contiguous.
-        grad_N: fp32 gradient of each loss.
-        expected_grad: fp32, one element, not 0.
+    Both are fp32; the former has one element, not 0. Rows whose gradient is it are not touched.
     """
     N, V = gradient_NV.shape
     if N:

@@ -1,16 +1,22 @@
-"""The activation between the two linear layers of an expert, as a value.
+"""The activation between the two linear layers of an expert: as a value, and in plain torch.
 
-It says what is computed; each backend says how. `kernels.expert_mlp.reference.activation` states it
-in plain torch. Gated kinds read H = 2F channels, the gate in the first F and the linear half in the
+The value says what is computed; each backend says how. `kernels.expert_mlp.reference.activation` is
+the definition. Gated kinds read H = 2F channels, the gate in the first F and the linear half in the
 last F. The kinds are the entries of `configs.tables.activations`.
+
+Values and slopes are functions of the clamped gate (or of h without a gate), elementwise, in the
+dtype of x. `kernels.expert_mlp.torch_grouped` compiles them; `kernels.expert_mlp.reference` and
+dense MLPs compute them where torch has no function of its own.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
@@ -20,8 +26,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
 class Activation:
     """An entry of `configs.tables.activations`, which has its formula, with its constants.
 
-    Raises:
-        ValueError: unknown kind, negative limit, or constants that are no numbers.
+    Raises ValueError for an unknown kind, a negative limit, or constants that are no numbers.
     """
 
     kind: str
@@ -46,7 +51,6 @@ class Activation:
 
     @property
     def facts(self) -> ActivationFacts:
-        """Its entry in the table."""
         return ACTIVATIONS[self.kind]
 
     @property
@@ -76,3 +80,57 @@ def function(path: str) -> Callable[..., Any]:
     """Import a function that the table names `module:function`."""
     resolved: Callable[..., Any] = resolve_name(path)
     return resolved
+
+
+def silu(x: Tensor, act: Activation) -> Tensor:
+    """x * sigmoid(x)."""
+    return _sigmoid_linear(x, 1.0)
+
+
+def silu_slope(x: Tensor, act: Activation) -> Tensor:
+    """Derivative of `silu`."""
+    return _sigmoid_linear_slope(x, 1.0)
+
+
+def quick_gelu(x: Tensor, act: Activation) -> Tensor:
+    """x * sigmoid(alpha * x)."""
+    return _sigmoid_linear(x, act.alpha)
+
+
+def quick_gelu_slope(x: Tensor, act: Activation) -> Tensor:
+    """Derivative of `quick_gelu`."""
+    return _sigmoid_linear_slope(x, act.alpha)
+
+
+def gelu(x: Tensor, act: Activation) -> Tensor:
+    """x times the normal distribution function of x."""
+    return x * _normal_cdf(x)
+
+
+def gelu_slope(x: Tensor, act: Activation) -> Tensor:
+    """Derivative of `gelu`."""
+    density = torch.exp(-0.5 * x.square()) * math.sqrt(0.5 / math.pi)
+    return _normal_cdf(x) + x * density
+
+
+def squared_relu(x: Tensor, act: Activation) -> Tensor:
+    """The square of max(x, 0)."""
+    return x.relu().square()
+
+
+def squared_relu_slope(x: Tensor, act: Activation) -> Tensor:
+    """Derivative of `squared_relu`."""
+    return 2 * x.relu()
+
+
+def _sigmoid_linear(x: Tensor, alpha: float) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
+
+
+def _sigmoid_linear_slope(x: Tensor, alpha: float) -> Tensor:
+    s = torch.sigmoid(alpha * x)
+    return s + alpha * x * s * (1 - s)
+
+
+def _normal_cdf(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))

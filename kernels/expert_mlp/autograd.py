@@ -13,15 +13,13 @@ Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in exp
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels import wgrad_queue
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.backend import Backend, provider
 from phalanx.kernels.expert_mlp.calls import (
     Fc1Call,
     Fc2DgradCall,
@@ -32,14 +30,12 @@ from phalanx.kernels.expert_mlp.calls import (
     rows_of,
     tensors_of,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.fp8.operands import in_dtype
-from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, gather_rows
+from phalanx.kernels.expert_mlp.fp8 import in_dtype
+from phalanx.kernels.expert_mlp.interfaces import Experts, Fp8Inputs, Overlap, OwnExperts, unchanged
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPSpec, MLPWeights, Pass
-from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
+from phalanx.kernels.expert_mlp.pending_grads import PendingGrads, accumulate_or_defer
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
-from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 
@@ -48,123 +44,6 @@ def backend_of(spec: MLPSpec, step: Pass) -> Backend:
     """The backend of an MLP in one of its passes, with that pass's options of launches."""
     options = spec.recipe, spec.keep_fp8, spec.channel_order
     return provider(spec.backend, spec.margins.options(step), *options)
-
-
-class Overlap(Protocol):
-    """Exchanges with other GPUs that overlap one call of the expert MLP."""
-
-    @property
-    def ready(self) -> Tensor:
-        """Flags that kernels wait for before they read rows of x, or backward of out's gradient."""
-        ...
-
-    def wait_rows(self) -> None:
-        """Make the current stream wait until all those rows have arrived."""
-        ...
-
-    def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
-        """Note that all rows of x have been read.
-
-        Returns:
-            The `signal` of the fc2 GEMM that follows.
-        """
-        ...
-
-    def finish_sums(self) -> Tensor:
-        """Send the rows of the GEMM that signals; others are sent at the end of this overlap.
-
-        Returns:
-            [N, D], to be read only at the end of this overlap.
-        """
-        ...
-
-    def send_gradient(
-        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
-    ) -> Tensor | None:
-        """Send gradients of expert rows, to be summed, and of probabilities.
-
-        Called before the weight gradients are computed.
-
-        Returns:
-            [N, D], to be read only at the end of this overlap.
-        """
-        ...
-
-    def tokens(self) -> Rows:
-        """x in the backward pass, at its first use there."""
-        ...
-
-    def tokens_first(self) -> Rows:
-        """x at the start of the backward pass, when the gradient of out has arrived too."""
-        ...
-
-
-class Experts(Protocol):
-    """Experts of a plan in one call: those of the weights, alone or with others behind them."""
-
-    @property
-    def has_more(self) -> bool:
-        """The plan has experts behind those of the weights."""
-        ...
-
-    def start(
-        self, own: MLPWeights, first: Layer, wait_rows: Callable[[], None] | None
-    ) -> Callable[[Backend], Backend]:
-        """Start the forward pass, or the backward pass.
-
-        Args:
-            own: weights [L, ...].
-            first: layer that runs first.
-            wait_rows: waits for the rows that kernels read; None: they have arrived.
-
-        Returns:
-            Function from a backend for the experts of the weights to one for all experts.
-        """
-        ...
-
-    def weight_grads(
-        self, work: WeightGrads, own: MLPWeights, buffers: Sequence[Buffer | None]
-    ) -> list[Tensor | None]:
-        """Gradients of w1, w2, b1 and b2, None where they are not wanted.
-
-        Args:
-            work: operands of all experts.
-            own: weights [L, ...].
-            buffers: destinations; None: new tensors.
-        """
-        ...
-
-
-class OwnExperts:
-    """`Experts` of a plan for the experts of the weights alone."""
-
-    has_more: ClassVar[bool] = False
-
-    def start(
-        self, own: MLPWeights, first: Layer, wait_rows: Callable[[], None] | None
-    ) -> Callable[[Backend], Backend]:
-        return unchanged
-
-    def weight_grads(
-        self, work: WeightGrads, own: MLPWeights, buffers: Sequence[Buffer | None]
-    ) -> list[Tensor | None]:
-        return work.all(buffers)
-
-
-OWN = OwnExperts()
-
-
-def unchanged(backend: Backend) -> Backend:
-    """The backend itself."""
-    return backend
-
-
-@dataclass
-class Fp8Inputs:
-    """Rows received in FP8; autograd sees tensors of their shape without data in their place."""
-
-    tokens: Quantized | None = None  # x
-    gradient: Quantized | None = None  # gradient of out, in the backward pass
 
 
 def hold_parameters(ctx: Any, weights: Sequence[Tensor | None], spec: MLPSpec) -> None:
@@ -206,8 +85,8 @@ class ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         weights, overlap, ctx.args = MLPWeights(w1, w2, b1, b2), args.overlap, args
         wait_rows = None if overlap is None else overlap.wait_rows
-        for_all = args.experts.start(weights, "fc1", wait_rows)
-        out, h, x_rows = run_forward(x, weights, plan, args, addends, for_all)
+        wrap_backend = args.experts.start(weights, "fc1", wait_rows)
+        out, h, x_rows = run_forward(x, weights, plan, args, addends, wrap_backend)
         if args.spec.recompute_h:
             h = x.new_empty(0)
         elif args.on_saved_h is not None:
@@ -239,13 +118,15 @@ class ExpertMLP(torch.autograd.Function):
         args = ctx.args
         in_flight = args.overlap is not None and not args.spec.recompute_h
         first: Layer = "fc1" if args.spec.recompute_h else "fc2"
-        for_all = args.experts.start(weights, first, args.overlap.wait_rows if in_flight else None)
-        saved = Saved(x, weights, h, plan, args, for_all)
+        wrap_backend = args.experts.start(
+            weights, first, args.overlap.wait_rows if in_flight else None
+        )
+        saved = Saved(x, weights, h, plan, args, wrap_backend)
         out_grad = dout.contiguous() if args.fp8_inputs is None else args.fp8_inputs.gradient
         dx, dprob, work = data_gradients(out_grad, saved, needs[:5])
         del saved, x, h, tensors, out_grad  # `work` has what it reads
-        pending = _Pending(work, weights, args.experts, ctx.accumulated)
-        grads = _written(pending, needs[1:5], args.stays)
+        pending = PendingGrads(work, weights, args.experts, ctx.accumulated)
+        grads = accumulate_or_defer(pending, needs[1:5], args.inputs_persist)
         results = zip([dx, *grads, dprob], needs, strict=False)
         return *(g if need else None for g, need in results), None, None, *addends
 
@@ -260,7 +141,7 @@ class ExpertMLPArgs(NamedTuple):
     """Read in place of x and of the gradient of out; None: both are read themselves."""
     on_saved_h: Callable[..., None] | None = None  # called with the tensors that are saved of h
     experts: Experts = OwnExperts()
-    stays: bool = False
+    inputs_persist: bool = False
     """x and the gradient of out stay as they are until the end of the step: weight gradients that
     go to `main_grad` may wait (`kernels.wgrad_queue`)."""
 
@@ -273,7 +154,7 @@ class Saved(NamedTuple):
     h_SH: Rows  # empty with `args.spec.recompute_h`
     plan: ExpertPlan
     args: ExpertMLPArgs
-    for_all: Callable[[Backend], Backend] = unchanged  # result of `Experts.start`
+    wrap_backend: Callable[[Backend], Backend] = unchanged  # result of `Experts.start`
 
 
 def run_forward(
@@ -282,11 +163,11 @@ def run_forward(
     plan: ExpertPlan,
     args: ExpertMLPArgs,
     addends: Sequence[Tensor] = (),
-    for_all: Callable[[Backend], Backend] = unchanged,
+    wrap_backend: Callable[[Backend], Backend] = unchanged,
 ) -> tuple[Tensor, Rows, Rows]:
     """(out, h as it is to be saved, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = args.spec, args.overlap
-    ops, act = for_all(backend_of(spec, "forward")), spec.activation
+    ops, act = wrap_backend(backend_of(spec, "forward")), spec.activation
     fc1, fc2 = _layers(weights, spec)
     ready = None if overlap is None else overlap.ready
     received: Rows = x if args.fp8_inputs is None else args.fp8_inputs.tokens
@@ -319,9 +200,9 @@ def data_gradients(
         saved: state of the forward pass.
         needs: which gradients of x, w1, w2, b1 and b2 are wanted.
     """
-    x_ND, weights, h_SH, plan, args, for_all = saved
+    x_ND, weights, h_SH, plan, args, wrap_backend = saved
     spec, act, overlap = args.spec, args.spec.activation, args.overlap
-    ops = for_all(backend_of(spec, "dgrad"))
+    ops = wrap_backend(backend_of(spec, "dgrad"))
     fc1, fc2 = _layers(weights, spec)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
@@ -366,85 +247,13 @@ def data_gradients(
     return dx, dprob_S, work
 
 
-@torch.no_grad()
-def weight_gradients(
-    work: WeightGrads, weights: MLPWeights, experts: Experts, buffers: Sequence[Buffer | None]
-) -> list[Tensor | None]:
-    """Gradients of w1, w2, b1 and b2.
-
-    Args:
-        work: result of `data_gradients`, which frees its operands: the largest tensors of the
-            backward pass after the gradient of h.
-        weights: of the experts.
-        experts: those of `work`.
-        buffers: destinations; None: new tensors.
-    """
-    grads, dtype = experts.weight_grads(work, weights, buffers), weights.w1.dtype
-    return [_cast(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """Weight gradients of a backward pass: a `wgrad_queue.PairedWork` if all go to buffers."""
-
-    work: WeightGrads
-    weights: MLPWeights
-    experts: Experts
-    accumulated: Sequence[Tensor | None]
-    """Parameters with a buffer, of w1, w2, b1 and b2; None for others."""
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Parameters with a buffer."""
-        return [p for p in self.accumulated if p is not None]
-
-    def __call__(self) -> list[Tensor | None]:
-        """Gradients of w1, w2, b1 and b2."""
-        grads = weight_gradients(self.work, self.weights, self.experts, self._buffers())
-        self._added()
-        return grads
-
-    def together(self, later: "_Pending") -> None:
-        """Write the sums of both to the buffers."""
-        self.work.write_with(later.work, self._buffers())
-        self._added()
-
-    def _buffers(self) -> list[Buffer | None]:
-        return [p if p is None else main_grad.buffer(p) for p in self.accumulated]
-
-    def _added(self) -> None:
-        for parameter in self.parameters:
-            main_grad.added(parameter)
-
-
-def _written(pending: _Pending, needs: Sequence[bool], stays: bool) -> list[Tensor | None]:
-    """The backward pass's results for w1, w2, b1 and b2.
-
-    Args:
-        pending: computes them.
-        needs: which gradients are wanted.
-        stays: the operands stay, so that they may be computed later.
-    """
-    parameters = pending.accumulated
-    wanted = [p for need, p in zip(needs, parameters, strict=True) if need]
-    if stays and wanted and not any(p is None for p in wanted):
-        grads: list[Tensor | None] = [None] * len(parameters)
-        wgrad_queue.submit_paired(pending)
-    else:
-        grads = pending()
-    return [
-        grad if p is None else main_grad.arrival(p)
-        for grad, p in zip(grads, parameters, strict=True)
-    ]
-
-
 def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
     """x, and h recomputed from it, with the bits of the forward pass."""
     x_ND, spec, overlap = saved.x_ND, saved.args.spec, saved.args.overlap
     if x_ND is None:
         assert overlap is not None
         x_ND = overlap.tokens_first()
-    ops = saved.for_all(backend_of(spec, "forward"))
+    ops = saved.wrap_backend(backend_of(spec, "forward"))
     h_SH, _ = ops.fc1_act(Fc1Call(ops.quantize(x_ND), fc1, saved.plan, spec.activation))
     assert h_SH is not None
     return x_ND, saved_hidden(h_SH, spec)
@@ -477,8 +286,3 @@ def input_for_wgrad(saved: Rows, ops: Backend, spec: MLPSpec) -> Rows:
     """The operand of weight gradients from `saved_input`."""
     requantize = spec.save_unquantized and spec.recipe is not None and spec.recipe.wgrad == "fp8"
     return ops.quantize(saved) if requantize else saved
-
-
-def _cast(grad: Tensor | None, dtype: torch.dtype, buffer: Buffer | None) -> Tensor | None:
-    """A gradient in the dtype of the weights, unless it is in a buffer, where nobody reads it."""
-    return grad if grad is None or buffer is not None else grad.to(dtype)

@@ -1,26 +1,29 @@
-"""Interface of the expert MLP's backends: the operations over which autograd is written once.
+"""Interface of the expert MLP's backends, over which autograd is written once, and their providers.
 
-`kernels.expert_mlp.autograd` calls them in the order of the data flow: plan; fc1_act, rows (fc2)
-and combine forward; fc2_dgrad_dact, wgrad, bias_grad, rows (fc1 dgrad) and combine backward. A
-backend decides what it fuses inside an operation. Rows s >= offsets[L] are padding: an operation
-may write anything there, and must not let its content (NaN included) reach any other row or any
-sum.
+`kernels.expert_mlp.autograd` calls the operations in the order of the data flow: plan; fc1_act,
+rows (fc2) and combine forward; fc2_dgrad_dact, wgrad, bias_grad, rows (fc1 dgrad) and combine
+backward. A backend decides what it fuses inside an operation. Rows s >= offsets[L] are padding: an
+operation may write anything there, and must not let its content (NaN included) reach any other row
+or any sum. `kernels.registry` decides which backend can run; `provider` does not check, and imports
+a backend at its first use, as the compiler of the fused one takes seconds to import.
 
 A recipe (`kernels.quantize.recipe`) is a matter of the backend: `quantize` and `columns` produce
-the operands of fc1_act, rows and wgrad. Without a recipe they return their argument.
-
-A plan may be one part of a split plan (`ExpertPlan.split`): then an operation writes the rows of
-its experts alone.
+the operands of fc1_act, rows and wgrad. Without one they return their argument. A plan may be one
+part of a split plan (`ExpertPlan.split`): then an operation writes the rows of its experts alone.
 
 Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert
 width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
 
+from phalanx.configs.tables.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Columns,
@@ -32,17 +35,11 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, PlanSize
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-
-
-class PlanSize(NamedTuple):
-    """Sizes of a plan, other than those of the routing."""
-
-    first_expert: int  # global id of local expert 0
-    local_experts: int  # L
-    rows: int
-    """S. If more are needed, the last experts lack rows."""
+from phalanx.kernels.expert_mlp.mlp_spec import ChannelOrder
+from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
+from phalanx.kernels.quantize.recipe import Recipe
 
 
 class HiddenGrads(NamedTuple):
@@ -51,16 +48,12 @@ class HiddenGrads(NamedTuple):
     dh_SH: Rows  # operand of the data gradient
     a_SF: Rows | Columns  # activations, recomputed from h, for `columns`
     dprob_S: Tensor | None  # fp32, exactly 0 in the padding; None if the plan has no probabilities
-    db1_LH: Tensor | None
-    """fp32 if the kernel has it as a by-product; None: `bias_grad` computes it."""
+    db1_LH: Tensor | None  # fp32, as a by-product of the kernel; None: from `bias_grad`
     dh_columns: Columns | None = None  # gradient of h for `columns`; None: dh_SH
 
 
 class Backend(Protocol):
-    """Operations of the expert MLP.
-
-    Results have the dtype of the first argument unless stated otherwise.
-    """
+    """Operations; results have the dtype of the first argument unless stated otherwise."""
 
     @property
     def fuses_gather(self) -> bool:
@@ -69,26 +62,21 @@ class Backend(Protocol):
 
     @property
     def writes_into_out(self) -> bool:
-        """Rows of a plan's parts can be written into the same tensors: fc1_act and rows take `out`.
-
-        Such a backend is a `BackendOfParts`.
-        """
+        """It is a `BackendOfParts`: fc1_act and rows write a plan's parts to the same `out`."""
         ...
 
-    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
-        """Expert rows of the pairs whose expert is local (`kernels.routing.plan`)."""
-        ...
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan: ...
 
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         """dprob[inverse[n, k]] for each pair, 0 where that is -1: the gradient of topk_prob."""
         ...
 
     def quantize(self, x: Rows, *, gradient: bool = False) -> Rows:
-        """Rows as the GEMMs take them; quantized rows are returned unchanged."""
+        """Rows as the GEMMs take them; quantized ones unchanged."""
         ...
 
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
-        """Operand of `wgrad`, whose contraction runs over rows; returned unchanged if it is one."""
+        """Operand of `wgrad`, whose contraction runs over rows; unchanged if it is one."""
         ...
 
     def rows_and_columns(
@@ -98,13 +86,9 @@ class Backend(Protocol):
         operands: Sequence[Operand],
         rows: Callable[[RowsCall], Tensor] | None = None,
     ) -> tuple[Tensor | None, list[Operand]]:
-        """`rows` of the call (None without one) and `columns` of operands, possibly overlapped.
+        """`rows` of the call, if any, and `columns` of the plan's operands, possibly overlapped.
 
-        Args:
-            call: call of `rows`.
-            plan: of the operands.
-            operands: to be made columns.
-            rows: computes the call; None: `rows` of this backend.
+        `rows`: computes the call; None: `rows` of this backend.
         """
         ...
 
@@ -121,11 +105,7 @@ class Backend(Protocol):
         ...
 
     def wgrad(self, call: WgradCall) -> Tensor:
-        """dw_LOI = sum over the rows of each expert of d^T v; 0 for an expert without rows.
-
-        Returns:
-            The tensor of `into`, or a new one.
-        """
+        """dw_LOI = sum over the rows of each expert of d^T v, or 0; in `into`, or new."""
         ...
 
     def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
@@ -136,11 +116,7 @@ class Backend(Protocol):
         ...
 
     def bias_grad(self, call: BiasGradCall) -> Tensor:
-        """db_LO = sum over the rows of each expert of d, or of d * prob.
-
-        Returns:
-            The tensor of `into`, or a new one.
-        """
+        """db_LO = sum over the rows of each expert of d, or of d * prob; in `into`, or new."""
         ...
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
@@ -162,16 +138,12 @@ class BackendOfParts(Backend, Protocol):
         """Kernels that gather their rows wait for `ready` before they read weights."""
         ...
 
-    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows:
-        """Rows of `fc2_dgrad_dact` of a part."""
-        ...
+    def fc2_dgrad_rows(self, call: Fc2DgradCall) -> HiddenRows: ...
 
     def finish_fc2_dgrad(self, rows: HiddenRows, call: Fc2DgradCall) -> HiddenGrads:
-        """Result of `fc2_dgrad_dact` from the rows of all parts.
+        """Result of `fc2_dgrad_dact` from the result of the last part, `rows`.
 
-        Args:
-            rows: result for the last part.
-            call: call for the whole plan, with the biases of all experts; weights are not read.
+        `call` is for the whole plan, with the biases of all experts; weights are not read.
         """
         ...
 
@@ -182,10 +154,7 @@ def takes_parts(backend: Backend) -> TypeGuard[BackendOfParts]:
 
 
 class SequentialMixin:
-    """`rows_and_columns` without overlap, for a backend whose results are new tensors.
-
-    `wgrad_pair` takes one micro-batch after the other.
-    """
+    """`rows_and_columns` without overlap and `wgrad_pair` one after the other."""
 
     writes_into_out: ClassVar[bool] = False
 
@@ -249,3 +218,48 @@ def put(value: Tensor, into: Buffer | None) -> Tensor:
     if into is None:
         return value
     return into.out.add_(value) if into.add else into.out.copy_(value)
+
+
+class Options(NamedTuple):
+    """Argument of a provider."""
+
+    launch: LaunchOptions = DEFAULT  # options of the launches of its kernels
+    recipe: Recipe | None = None  # quantization of its operands
+    keep_fp8: bool = False  # FP8 copies of weights are kept until the weights change
+    channel_order: ChannelOrder | None = None  # order in which fc1 is stored; None: [gate; up]
+
+
+def names() -> tuple[str, ...]:
+    """Names of the backends of the expert MLP."""
+    return tuple(name for name, facts in EXPERT_BACKENDS.items() if facts.provider)
+
+
+def rows_for(pairs: int, experts: int, name: str) -> int:
+    """Number of expert rows that suffices for `pairs`, however they spread over the experts."""
+    multiple = EXPERT_BACKENDS[name].pads_rows_to
+    return (pairs + experts * (multiple - 1)) // multiple * multiple
+
+
+@functools.cache
+def provider(
+    name: str,
+    launch: LaunchOptions = DEFAULT,
+    recipe: Recipe | None = None,
+    keep_fp8: bool = False,
+    channel_order: ChannelOrder | None = None,
+) -> Backend:
+    """The backend called `name`, with the options of `Options`, or its emulation of the recipe.
+
+    Raises ValueError for an unknown name, or a recipe that the backend does not support.
+    """
+    facts = EXPERT_BACKENDS.get(name)
+    if facts is None or not facts.provider:
+        known = " or kernels=".join(names())
+        raise ValueError(f"kernels.backend={name} has no expert MLP here: use kernels={known}")
+    build: Callable[[Options], Backend] = resolve_name(facts.provider)
+    if recipe is not None and facts.emulates:
+        emulation: Callable[[Backend, Recipe], Backend] = resolve_name(
+            RECIPES[recipe.format].emulation
+        )
+        return emulation(provider(name), recipe)
+    return build(Options(launch, recipe, keep_fp8, channel_order))

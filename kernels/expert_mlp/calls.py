@@ -14,10 +14,8 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
 
-type Rows = Any
-"""Rows of channels as a backend's GEMMs take them: a Tensor, or `Quantized` with a recipe."""
-type Columns = Any
-"""Operand of `wgrad`: a Tensor of expert rows, or `QuantizedColumns` with a recipe."""
+type Rows = Any  # for a backend's GEMMs: Tensor, or `Quantized` with a recipe
+type Columns = Any  # operand of `wgrad`: Tensor of rows, or `QuantizedColumns`
 
 
 class Linear(NamedTuple):
@@ -25,16 +23,13 @@ class Linear(NamedTuple):
 
     weight_LOI: Tensor
     bias_LO: Tensor | None = None
-    parts: int = 1
-    """Equal ranges of O, such as gate and up channels; no block of a recipe crosses a border."""
+    parts: int = 1  # equal ranges of O, such as gate and up; no block of a recipe crosses a border
     parts_in: int = 1  # equal ranges of I
-    is_transposed: bool = False
-    """The weights are a view of stored [L, I, O]: the layer is that of a data gradient."""
-    source: Tensor | None = None
-    """Parameter of the weights: a backend may cache data on it until the weights change."""
+    is_transposed: bool = False  # weights view stored [L, I, O]: the layer of a data gradient
+    source: Tensor | None = None  # the parameter; a backend may cache data on it
     alpha_L: Tensor | None = None
-    """fp32 factor on the product before the bias is added; None: 1. Only `reference` and `torch`
-    take it, for operands with a scale per tensor."""
+    """fp32 factor on the product before the bias; None: 1. Only `reference` and `torch` take it,
+    for operands with a scale per tensor."""
 
     @classmethod
     def single_expert(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
@@ -43,7 +38,7 @@ class Linear(NamedTuple):
 
     @property
     def transposed(self) -> "Linear":
-        """The layer of the data gradient: a view of the weights, without the biases."""
+        """The layer of the data gradient: a view of the weights, without biases."""
         return self._replace(
             weight_LOI=self.weight_LOI.mT,
             bias_LO=None,
@@ -56,12 +51,10 @@ class Linear(NamedTuple):
 class Operand(NamedTuple):
     """A matrix with a row for every expert row, or for every row of x."""
 
-    matrix: Rows | Columns
-    """[S, ...]; or [N, ...] with `gather`: then expert row s is matrix[row_index[s]]."""
+    matrix: Rows | Columns  # [S, ...]; with `gather` [N, ...]: row s is matrix[row_index[s]]
     gather: bool = False
     parts: int = 1  # equal ranges of its channels; see `Linear`
-    gradient: bool = False
-    """A gradient, for which a recipe may have another format or another rounding."""
+    gradient: bool = False  # for which a recipe may have another format or rounding
 
 
 class ExpertRows(NamedTuple):
@@ -73,8 +66,7 @@ class ExpertRows(NamedTuple):
     index_S: Tensor | None = None  # int32, of the operand with `gather`; not both have it
 
 
-type HiddenRows = tuple[Rows, Rows, Tensor | None]
-"""Gradient of h, activations and partial sums of the gradient of prob."""
+type HiddenRows = tuple[Rows, Rows, Tensor | None]  # gradient of h, activations, parts of dprob
 
 
 class Fc1Call(NamedTuple):
@@ -87,10 +79,9 @@ class Fc1Call(NamedTuple):
     keep_h: bool = True  # h is returned; otherwise it may be None
     ready: Tensor | None = None
     """Flags to wait for before an expert's rows of x and its weights are read
-    (`kernels.sm90.exchange.ready`, only for the fused backend). None: all have arrived."""
+    (`kernels.sm90.exchange.waves`, fused backend only). None: all have arrived."""
     out: tuple[Rows | None, Rows] | None = None
-    """Result of the call for another part of the plan, to write these rows into; only for a backend
-    that `writes_into_out`. None: new tensors."""
+    """Result for another part of the plan, to write to (`writes_into_out`)."""
 
 
 class RowsCall(NamedTuple):
@@ -101,13 +92,11 @@ class RowsCall(NamedTuple):
     plan: ExpertPlan
     signal: Any = None
     """Completion signal of each tile and the memory of y
-    (`kernels.sm90.exchange.tile_progress.TileSignal`, only for the fused backend). None: no
-    signal."""
+    (`kernels.sm90.exchange.waves.TileSignal`, fused backend only)."""
     after_signal: Callable[[], object] | None = None
-    """Function to call after the launch of the kernel that signals if other kernels follow."""
+    """Called after the launch that signals, if other kernels follow."""
     out: Tensor | None = None  # result of the call for another part, as in `Fc1Call`
-    free_sms: int = 0
-    """SMs to leave free beyond the backend's margin, for kernels that overlap with this one."""
+    free_sms: int = 0  # beyond the backend's margin, for kernels that overlap
 
 
 class Fc2DgradCall(NamedTuple):
@@ -130,12 +119,10 @@ class WgradCall(NamedTuple):
     all experts, even if the plan is a part."""
     v: Operand  # input of I channels
     plan: ExpertPlan
-    into: Buffer | None = None
-    """Destination [L, O, I], fp32 or as d. None: a new tensor in the dtype of d."""
+    into: Buffer | None = None  # [L, O, I], fp32 or as d; None: new, as d
 
     @property
     def rows(self) -> ExpertRows:
-        """Operands and rows, as kernels take them."""
         plan, gathers = self.plan, self.d.gather or self.v.gather
         return ExpertRows(self.d, self.v, plan.offsets, plan.row_index_S if gathers else None)
 
@@ -146,8 +133,7 @@ class BiasGradCall(NamedTuple):
     d: Operand  # gradient of O channels
     plan: ExpertPlan
     scale: bool  # rows are multiplied by their probabilities
-    into: Buffer | None = None
-    """Destination [L, O], fp32 or as d. None: a new tensor in fp32."""
+    into: Buffer | None = None  # [L, O], fp32 or as d; None: new, fp32
 
 
 def tensors_of(rows: Rows) -> tuple[Tensor, ...]:

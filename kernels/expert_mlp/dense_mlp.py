@@ -1,10 +1,12 @@
-"""A dense MLP without biases in two steps, fc1 and fc2, which may overlap different transfers.
+"""A linear layer by a recipe, and a dense MLP without biases, on the operations of the expert MLP.
 
-A shared expert's fc1 runs while tokens are dispatched to the routed experts, its fc2 while their
-results are combined. The two have the bits of `kernels.expert_mlp.grouped_mlp` with one expert that
-has all rows.
+Both are one expert that has all rows. Attention's projections in FP8 are `dense_linear`; without a
+recipe cuBLAS is as good. The MLP has two steps, fc1 and fc2, with the bits of
+`kernels.expert_mlp.grouped_mlp`, which may overlap different transfers: a shared expert's fc1 runs
+while tokens are dispatched to the routed experts, its fc2 while their results are combined.
 
-Shape legend: N rows, D hidden, F width, H = 2F for gated activations and F for others.
+Shape legend: N rows, I channels in, O channels out; D hidden, F width, H = 2F for gated activations
+and F for others.
 """
 
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.autograd import (
     backend_of,
     for_wgrad,
@@ -31,12 +34,75 @@ from phalanx.kernels.expert_mlp.calls import (
     Operand,
     Rows,
     RowsCall,
+    WgradCall,
     rows_of,
     tensors_of,
 )
-from phalanx.kernels.expert_mlp.dense_linear import weight_gradient
 from phalanx.kernels.expert_mlp.expert_plan import one_group
+from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+
+
+def dense_linear(x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, spec: MLPSpec) -> Tensor:
+    """y_NO = x @ w^T + bias, differentiable once, for bf16 or fp32.
+
+    x is saved for the backward pass as the recipe has it; the activation of `spec` is not used.
+    ValueError for an unknown backend, or shapes and dtypes that do not fit together.
+    """
+    fits = x_NI.ndim == w_OI.ndim == 2 and x_NI.shape[1] == w_OI.shape[1]
+    if not fits or x_NI.dtype != w_OI.dtype:
+        raise ValueError(
+            f"expected x [N, I] and w [O, I] of one dtype, got {x_NI.dtype} {list(x_NI.shape)} and "
+            f"{w_OI.dtype} {list(w_OI.shape)}"
+        )
+    return _Linear.apply(x_NI.contiguous(), w_OI, bias_O, spec)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, spec: MLPSpec
+    ) -> Tensor:
+        ops, ctx.plan, ctx.spec = backend_of(spec, "forward"), one_group(x_NI), spec
+        x = ops.quantize(x_NI)
+        ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
+        hold_parameters(ctx, [w_OI], spec)
+        return ops.rows(RowsCall(x, Linear.single_expert(w_OI, bias_O), ctx.plan))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        saved, *x = ctx.saved_tensors
+        (w_OI,) = held_parameters(ctx, [saved])
+        dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
+        operands, dw_OI = [], None
+        if need_w:
+            dy_rows = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
+            x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
+            operands = [Operand(dy_rows, gradient=True), Operand(x_rows)]
+        layer = Linear.single_expert(w_OI).transposed
+        rows = RowsCall(dy, layer, ctx.plan) if need_x else None
+        dx_NI, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
+        if need_w:
+            d, v = operands
+            dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)
+        return dx_NI, dw_OI, dy_NO.sum(0) if need_b else None, None
+
+
+def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) -> Tensor | None:
+    """In the dtype of w, or in the buffer of the parameter in `ctx.accumulated`."""
+    (accumulated,) = ctx.accumulated
+    if accumulated is None:
+        dw_LOI: Tensor = wgrad.wgrad(WgradCall(d, v, ctx.plan))
+        return dw_LOI.view(w_OI.shape).to(w_OI.dtype)
+    plan = ctx.plan
+
+    def compute(buffer: Buffer) -> None:
+        wgrad.wgrad(WgradCall(d, v, plan, buffer._replace(out=buffer.out[None])))
+
+    return main_grad.write(accumulated, compute)
 
 
 class DenseFc1(NamedTuple):
@@ -52,15 +118,7 @@ class DenseFc1(NamedTuple):
 
 
 def dense_fc1(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> DenseFc1:
-    """h = x @ w1^T and its activation.
-
-    Args:
-        x_ND: bf16 or fp32, as w1 [H, D] is.
-        spec: activation and backend. A recipe does not quantize h that is saved.
-
-    Raises:
-        ValueError: unknown backend, or shapes and dtypes that do not fit together.
-    """
+    """h = x @ w1^T and its activation; h is saved unquantized. Errors as `dense_linear`."""
     F = w1.shape[0] // 2 if spec.activation.gated else w1.shape[0]
     fits = x_ND.ndim == 2 and w1.shape == (spec.activation.width(F), x_ND.shape[-1])
     if not fits or w1.dtype != x_ND.dtype:
@@ -72,16 +130,7 @@ def dense_fc1(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> DenseFc1:
 
 
 def dense_fc2(first: DenseFc1, w2: Tensor, spec: MLPSpec) -> Tensor:
-    """a @ w2^T.
-
-    Args:
-        first: result of `dense_fc1`; only h is saved for the backward pass.
-        w2: [D, F].
-        spec: the spec of `dense_fc1`.
-
-    Raises:
-        ValueError: unknown backend, or shapes and dtypes that do not fit together.
-    """
+    """a @ w2^T for w2 [D, F]; only h is saved. Errors as `dense_linear`."""
     h_NH, a, gradient, _ = first
     a_NF = tensors_of(a)
     if w2.ndim != 2 or w2.shape[1] != a_NF[0].shape[1] or w2.dtype != h_NH.dtype:
@@ -90,8 +139,6 @@ def dense_fc2(first: DenseFc1, w2: Tensor, spec: MLPSpec) -> Tensor:
 
 
 class _Fc1(torch.autograd.Function):
-    """h, which has a gradient, and act(h)."""
-
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec, gradient: list[HiddenGrads]

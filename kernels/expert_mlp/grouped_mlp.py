@@ -1,8 +1,7 @@
 """The expert MLP of an MoE layer and the sum back to tokens, with autograd, for every backend.
 
-Between dispatch and combine: `grouped_mlp` runs each expert on the rows of the routing plan and
-sums a token's expert rows. `kernels.expert_mlp.dense_mlp` is the case of one expert that has all
-rows. Nothing is read on the host, and everything can be captured in a CUDA graph.
+`grouped_mlp` runs each expert on the rows of the routing plan and sums a token's expert rows.
+Nothing is read on the host, and everything can be captured in a CUDA graph.
 `kernels.expert_mlp.autograd` describes what is saved and recomputed.
 
 Shape legend: N rows of x, K experts per token, S expert rows (static), L local experts, D hidden, F
@@ -15,18 +14,11 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.derivatives import transformed
-from phalanx.kernels.expert_mlp import debug
-from phalanx.kernels.expert_mlp.autograd import (
-    OWN,
-    ExpertMLP,
-    ExpertMLPArgs,
-    Experts,
-    Fp8Inputs,
-    Overlap,
-)
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, check_plan, is_debugging
+from phalanx.kernels.expert_mlp.interfaces import OWN, Experts, Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.sm90_limits import COMBINE_ADDENDS as MOST_ADDENDS
+from phalanx.kernels.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 
 def grouped_mlp(
@@ -40,19 +32,17 @@ def grouped_mlp(
     addends: Sequence[Tensor] = (),
     on_saved_h: Callable[..., None] | None = None,
     experts: Experts = OWN,
-    stays: bool = False,
+    inputs_persist: bool = False,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
 
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Differentiable, once, in x, the weights,
     the biases and the plan's probabilities. The backward pass never holds the gradient of an expert
-    row: it is read from the gradient of its token. Saved between forward and backward are x,
-    h [S, H] and the plan: 2 * N * D + 2 * S * H bytes in bf16 and indices (SonicMoE, arXiv
-    2512.14080, section 3.2).
+    row: it is read from the gradient of its token. Saved are x, h [S, H] and the plan: 2 * N * D +
+    2 * S * H bytes in bf16 and indices (SonicMoE, arXiv 2512.14080, section 3.2).
 
     Args:
         x_ND: bf16 or fp32; the weights and biases share its dtype.
-        weights: of the local experts.
         plan: which row each expert reads. Rows from offsets[L] on are padding, whose content has no
             effect. Without `inverse_NK` expert rows are not summed.
         spec: the activation, in fp32 (its product with prob is rounded to x's dtype), and backend.
@@ -63,19 +53,18 @@ def grouped_mlp(
             the sums before these are rounded, other backends one after the other in x's dtype.
         on_saved_h: called with the tensors that are saved of h, unless h is recomputed.
         experts: the local experts alone, or others behind them, whose slots in the plan follow.
-        stays: x and the gradient of out stay as they are until the end of the step, so that weight
-            gradients may wait (`kernels.wgrad_queue`). Not with `overlap`, whose transfer of the
-            gradient of x they hide, nor with more `experts`, whose gradients are sent.
+        inputs_persist: x and the gradient of out stay as they are until the end of the step, so
+            that weight gradients may wait (`kernels.wgrad_queue`). Not with `overlap`, whose
+            transfer of the gradient of x they hide, nor with more `experts`, whose gradients are
+            sent.
 
     Returns:
         out_ND in x's dtype, summed in fp32 in the order of k and rounded once; 0 without experts
-        and addends.
-        Without `inverse_NK` y_SD in the order of experts, unspecified in the padding (it may hold
-        NaN).
+        and addends. Without `inverse_NK` y_SD in the order of experts; its padding may hold NaN.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together; with
-            PHALANX_DEBUG=1 also indices of rows that do not exist (`kernels.expert_mlp.debug`).
+            PHALANX_DEBUG=1 also indices of rows that do not exist.
     """
     check(x_ND, weights, plan, spec.activation.facts.halves, more=experts.has_more)
     if overlap is not None and not spec.facts.waits_for_rows:
@@ -95,8 +84,8 @@ def grouped_mlp(
     if fp8_inputs is not None and spec.recipe is None:
         raise ValueError("fp8_inputs: only a recipe takes rows in FP8")
     keep_h = differentiates(x_ND, weights, plan)
-    stays = stays and overlap is None and not experts.has_more
-    args = ExpertMLPArgs(spec, keep_h, overlap, fp8_inputs, on_saved_h, experts, stays)
+    inputs_persist = inputs_persist and overlap is None and not experts.has_more
+    args = ExpertMLPArgs(spec, keep_h, overlap, fp8_inputs, on_saved_h, experts, inputs_persist)
     x_ND = x_ND.contiguous() if fp8_inputs is None else x_ND
     addends = [addend.contiguous() for addend in addends]
     return ExpertMLP.apply(x_ND, *weights, prob_S, plan, args, *addends)
@@ -112,11 +101,9 @@ def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
 def check(
     x: Tensor, weights: MLPWeights, plan: ExpertPlan, halves: int, *, more: bool = False
 ) -> None:
-    """Raise ValueError for shapes and dtypes that do not fit together.
+    """Raise ValueError for shapes and dtypes that do not fit together; `halves`: H / F.
 
-    Args:
-        halves: H / F.
-        more: the plan has slots for more experts than there are weights.
+    `more`: the plan has slots for more experts than there are weights.
     """
     w1, w2, b1, b2 = weights
     if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
@@ -143,8 +130,8 @@ def check(
             raise ValueError(
                 f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
             )
-    if debug.on():
-        debug.check_plan(plan, N)
+    if is_debugging():
+        check_plan(plan, N)
 
 
 def _shapes(*tensors: Tensor) -> str:

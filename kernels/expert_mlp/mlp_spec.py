@@ -12,8 +12,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.recipe import Recipe
 
-type Pass = Literal["forward", "dgrad", "wgrad"]
-"""Pass of an MLP, which runs the kernels of a margin."""
+type Pass = Literal["forward", "dgrad", "wgrad"]  # which runs the kernels of a margin
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,9 @@ class Margins:
                 )
 
     def at_least(self, sms: int) -> "Margins":
-        """Margins of no fewer SMs in any pass."""
         return Margins(*(max(sms, n) for n in (self.forward, self.dgrad, self.wgrad)))
 
     def options(self, step: Pass) -> LaunchOptions:
-        """Options of the launches of a pass."""
         return LaunchOptions(getattr(self, step))
 
 
@@ -68,13 +65,9 @@ class ChannelOrder(Protocol):
         """A contiguous copy in this order, of H channels along a dimension."""
         ...
 
-    def canonical(self, stored: Tensor, dim: int) -> Tensor:
-        """The inverse of `store`."""
-        ...
+    def canonical(self, stored: Tensor, dim: int) -> Tensor: ...
 
-    def runs(self, channels: int) -> Iterator[Run]:
-        """Runs of H channels, in memory order."""
-        ...
+    def runs(self, channels: int) -> Iterator[Run]: ...
 
     def __hash__(self) -> int: ...
 
@@ -95,30 +88,27 @@ class MLPSpec:
     activation: Activation
     backend: str  # `reference`, `torch`, `fused` or `cudnn`; see `kernels.registry`
     margins: Margins = Margins()
-    """SMs that the kernels of each pass leave free (fused; cudnn, but for weight gradients)."""
     accumulate: bool = False
     """Add gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, to
     that, and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects."""
     recipe: Recipe | None = None  # quantization of the GEMMs' operands; None: no quantization
     save_unquantized: bool = False
     """With a recipe, dense layers save their inputs unquantized and quantize them again in the
-    backward pass, for callers that free these inputs; routed experts do not."""
+    backward pass, for callers that free these inputs."""
     recompute_h: bool = False  # experts save no h: the backward pass recomputes fc1
     keep_fp8: bool = False  # FP8 copies of weights are kept until the weights change (fused only)
-    channel_order: ChannelOrder | None = None
-    """Order of the channels of w1, b1 and their gradients in memory; None: [gate; up]."""
+    channel_order: ChannelOrder | None = None  # in memory; None: [gate; up]
 
     @property
     def facts(self) -> ExpertBackend:
-        """The backend's entry in `configs.tables.backends`."""
         return expert_backend(self.backend)
 
 
 def for_widths(spec: MLPSpec, *widths: int) -> MLPSpec:
     """The spec of a dense layer with these numbers of channels.
 
-    It is `spec`, or one with `torch` if the fused kernels do not support a width, such as a part of
-    a projection on one of many tensor-parallel ranks.
+    It has `torch` if the fused kernels do not support one, as of a projection on tensor-parallel
+    ranks.
     """
     multiple = spec.facts.dense_multiple
     if not multiple or all(width % multiple == 0 for width in widths):

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.elementwise.block_sum import plus
+from phalanx.kernels.elementwise.sums import plus
 from phalanx.kernels.expert_mlp.activation import Activation, formula
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Options, UnquantizedMixin, put
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -25,10 +25,8 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, PlanSize, gather_pairs, sort_pairs
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-from phalanx.kernels.expert_mlp.providers import Options
-from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, sort_pairs
 
 
 def activation(h: Tensor, act: Activation) -> Tensor:
@@ -58,13 +56,11 @@ def activation_backward(dvalue: Tensor, h: Tensor, act: Activation) -> Tensor:
 
 
 def _value(gate: Tensor, act: Activation) -> Tensor:
-    """The activated gate, by torch's function if it has one."""
     name = act.facts.torch
     return getattr(F, name)(gate) if name else formula(act).value(gate, act)
 
 
 def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
-    """Gradient of the gate from that of `_value`."""
     name = act.facts.torch
     if name:
         return getattr(torch.ops.aten, f"{name}_backward")(grad, gate)
@@ -150,7 +146,6 @@ class Reference(UnquantizedMixin):
         return self._sums(first, second)
 
     def _sums(self, *calls: WgradCall) -> Tensor:
-        """Weight gradients of the rows of all calls, into the buffer of the first one."""
         d, v, plan, into = calls[0]
         if into is None:
             shape = (plan.offsets.shape[0] - 1, d.matrix.shape[1], v.matrix.shape[1])
@@ -191,7 +186,6 @@ def _count(x_ND: Tensor, plan: ExpertPlan) -> int:
 
 
 def _expert_rows(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
-    """Expert rows `span` of an operand."""
     rows: Tensor = x.matrix
     if x.gather and plan.row_index_S is not None:
         return rows.index_select(0, plan.row_index_S[span])

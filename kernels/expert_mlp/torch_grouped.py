@@ -2,9 +2,8 @@
 
 Every GEMM of the layer is one call for all experts; the elementwise work between them is compiled
 to one kernel each on CUDA and runs eagerly elsewhere. torch._grouped_mm neither reads nor writes
-rows past the last offset, so padding is untouched; the few sums over rows that are not GEMMs mask
-it. Bias gradients are GEMMs too, with a column of ones or of probabilities: deterministic, fp32
-inside.
+rows past the last offset; the few sums over rows that are not GEMMs mask them. Bias gradients are
+GEMMs too, with a column of ones or of probabilities: deterministic, fp32 inside.
 
 Shape legend as in `kernels.expert_mlp.backend`; C columns of 16 bytes, the narrowest matrix that
 the GEMM takes.
@@ -17,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.kernels.elementwise.block_sum import plus
+from phalanx.kernels.elementwise.sums import plus
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin, put
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Options, UnquantizedMixin, put
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -28,9 +27,14 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.providers import Options
-from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
+from phalanx.kernels.expert_mlp.expert_plan import (
+    ExpertPlan,
+    PlanSize,
+    gather_pairs,
+    gather_rows,
+    sort_pairs,
+    used_rows,
+)
 
 
 def grouped(options: Options) -> "Grouped":
@@ -149,7 +153,7 @@ def _gather(x: Operand, plan: ExpertPlan) -> Tensor:
 
 
 def expert_of_row(offsets: Tensor, expert_rows: Tensor) -> Tensor:
-    """int32 expert of each of the expert rows, of any tensor [S, ...]; some expert for padding."""
+    """int32 expert of each of the expert rows, of any tensor [S, ...]; any for padding."""
     ends_L = offsets[1:]
     row_S = torch.arange(len(expert_rows), dtype=torch.int32, device=ends_L.device)
     expert_S = torch.searchsorted(ends_L, row_S, right=True, out_int32=True)
@@ -237,7 +241,7 @@ def _act_backward(
 
 
 def _gate_and_up(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Clamped gate, clamped up channels plus offset, and the mask of channels within the clamp."""
+    """Clamped gate, clamped up channels plus offset, and the mask of the clamp."""
     gate, up = h.chunk(2, -1) if act.gated else (h, None)
     inside = None
     if act.limit:

@@ -16,8 +16,7 @@ from phalanx.kernels.expert_mlp.calls import BiasGradCall, Operand, Rows, WgradC
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 
-type Buffers = Sequence[Buffer | None]
-"""For the gradients of a layer's weight and bias."""
+type Buffers = Sequence[Buffer | None]  # of a layer's weight and bias; None: new tensors
 type Gradients = tuple[Tensor | None, Tensor | None]
 
 
@@ -28,8 +27,7 @@ class WeightGrads:
     ops: Backend
     plan: ExpertPlan  # plan of all experts
     needs: Sequence[bool]  # which of the gradients of w1, w2, b1 and b2 are wanted
-    w1_operands: list[Operand]
-    """Gradient of h, and x unless `tokens` brings it; empty if not wanted."""
+    w1_operands: list[Operand]  # gradient of h, and x unless `tokens` brings it
     w2_operands: list[Operand]  # gradient of out, and activations; empty if not wanted
     b1_operand: Operand | None
     b2_operand: Operand | None
@@ -37,23 +35,13 @@ class WeightGrads:
     tokens: Callable[[], Rows] | None = None  # returns x, at its first use
 
     def all(self, buffers: Sequence[Buffer | None]) -> list[Tensor | None]:
-        """Gradients of w1, w2, b1 and b2 of all experts, None where they are not wanted.
-
-        Args:
-            buffers: destinations; None: new tensors.
-        """
+        """Gradients of w1, w2, b1 and b2 of all experts, None where they are not wanted."""
         dw2, db2 = self.fc2_grads(self.plan, buffers[1::2])
         dw1, db1 = self.fc1_grads(self.plan, buffers[::2])
         return [dw1, dw2, db1, db2]
 
     def fc1_grads(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
-        """Gradients of w1 and b1, None where they are not wanted.
-
-        Args:
-            plan: the plan, or a part of it.
-            buffers: destinations; None: new tensors.
-            last: no other part follows.
-        """
+        """Gradients of w1 and b1 of a plan or a part; `last`: no other part follows."""
         dw = None
         if (call := self._w1_call(plan, buffers[0])) is not None:
             dw = self.ops.wgrad(call)
@@ -64,7 +52,6 @@ class WeightGrads:
         return dw, db
 
     def fc2_grads(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
-        """Gradients of w2 and b2, as `fc1_grads`."""
         dw = None
         if (call := self._w2_call(plan, buffers[0])) is not None:
             dw = self.ops.wgrad(call)
@@ -75,13 +62,9 @@ class WeightGrads:
         return dw, db
 
     def write_with(self, later: "WeightGrads", buffers: Sequence[Buffer | None]) -> None:
-        """Write the sums of these gradients and those of another micro-batch.
+        """Write the sums of these gradients and those of another micro-batch, of the same experts.
 
         Those of weights are computed in one pass (`Backend.wgrad_pair`).
-
-        Args:
-            later: the other micro-batch's, of the same experts.
-            buffers: destinations of all that are wanted.
         """
         w1, w2, b1, b2 = buffers
         others = [None if b is None else b._replace(add=True) for b in (b1, b2)]
@@ -103,7 +86,6 @@ class WeightGrads:
         later._free_fc1()
 
     def _w1_call(self, plan: ExpertPlan, buffer: Buffer | None) -> WgradCall | None:
-        """Call for the gradient of w1; None if it is not wanted."""
         if self.tokens is not None:
             x = Operand(self.tokens(), gather=plan.row_index_S is not None)
             self.w1_operands, self.tokens = [*self.w1_operands, x], None
@@ -113,7 +95,6 @@ class WeightGrads:
         return WgradCall(dh, x, plan, buffer)
 
     def _w2_call(self, plan: ExpertPlan, buffer: Buffer | None) -> WgradCall | None:
-        """Call for the gradient of w2; None if it is not wanted."""
         if not self.needs[1]:
             return None
         self.w2_operands = dy, a = self._columns(self.w2_operands)

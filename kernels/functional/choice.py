@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
+from phalanx.kernels.expert_mlp.backend import names
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.expert_mlp.providers import names
 from phalanx.kernels.functional.custom_ops import encode
 from phalanx.kernels.functional.options import (
     activation_named,
@@ -32,34 +32,24 @@ class Problem(NamedTuple):
     hidden: int
     ffn: int
     experts: int
-    slots: int
-    """K."""
-    sorted_rows: bool
-    """Rows are sorted by expert, without rows between experts."""
+    slots: int  # K
+    sorted_rows: bool  # by expert, without rows between experts
 
 
 class BackendChoice(NamedTuple):
     """The backend that runs a call of a function of experts, and why."""
 
-    backend: str
-    """`fused`, `cudnn`, `torch` or `reference`."""
-    reason: str
-    """Why it does, and with `backend="auto"` why the better ones do not."""
-    reads_counts: bool
-    """It reads the rows of each expert on the host, which a CUDA graph cannot capture."""
+    backend: str  # `fused`, `cudnn`, `torch` or `reference`
+    reason: str  # and with `backend="auto"` why not the better ones
+    reads_counts: bool  # on the host, which a CUDA graph cannot capture
 
 
 @torch.compiler.assume_constant_result
 def choose(options: tuple[Any, ...], problem: tuple[Any, ...], layout: str) -> tuple[str, str, int]:
-    """Specification for custom ops, backend, and H / F.
+    """Specification for custom ops, whose weights have a `layout`, backend, and H / F.
 
-    Args:
-        options: result of `kernels.functional.options.constants`.
-        problem: fields of a `Problem`.
-        layout: layout of the ops' weights.
-
-    Raises:
-        ValueError: an unknown value of an option, or kernels that cannot run here.
+    `options` are of `kernels.functional.options.constants`, `problem` are the fields of a
+    `Problem`. ValueError for an unknown value of an option, or kernels that cannot run here.
     """
     return _chosen(options, Problem(*problem), layout)
 
@@ -72,7 +62,7 @@ def _chosen(options: tuple[Any, ...], problem: Problem, layout: str) -> tuple[st
 
 @functools.cache
 def specification(options: tuple[Any, ...], problem: Problem) -> MLPSpec:
-    """`choose` as a value. On a GPU, a warning once if `auto` takes none of the kernels for it."""
+    """`choose` as a value; on a GPU, it warns once if `auto` takes no kernels for it."""
     activation, wanted, recipe, accumulate, margins = map(decoded, options)
     choice = explain(options, problem)
     on_gpu = problem.device.type == "cuda"
@@ -131,10 +121,8 @@ def _warn_once(choice: BackendChoice) -> None:
 
 
 def _without_knobs(text: str) -> str:
-    """A reason in which knobs of a run are called as arguments are."""
     return re.sub(r"\b(?:kernels|model(?:\.moe)?|precision)\.(?=\w)", "", text)
 
 
 def _name_of(recipe: Recipe | None) -> str:
-    """The key of a recipe in `configs.tables.recipes.RECIPES`."""
     return "bf16" if recipe is None else recipe.format

@@ -1,6 +1,5 @@
 """The expert MLP as torch custom ops, for `GroupedMLP` under torch.compile.
 
-Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
 They compute in the dtypes of their arguments, under autocast too, and save and recompute what
 `kernels.expert_mlp.autograd` does. Weights, biases and their gradients have the layout that the
 specification names; converted copies last as long as an op, and are not saved.
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.derivatives import first_order
-from phalanx.kernels.elementwise.clear_padding import clear_padding
+from phalanx.kernels.elementwise.rows import clear_padding
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import (
     ExpertMLPArgs,
@@ -27,10 +26,10 @@ from phalanx.kernels.expert_mlp.autograd import (
     data_gradients,
     for_wgrad,
     run_forward,
-    weight_gradients,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.pending_grads import weight_gradients
 from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 
@@ -38,15 +37,10 @@ RECIPE_TYPES = (Fp8Block, Microscaling)
 
 
 def encode(spec: MLPSpec, layout: str = "halves") -> str:
-    """A specification as custom ops take it. They ignore `accumulate`.
+    """A specification, and a key of `LAYOUTS`, as custom ops take it; they ignore `accumulate`.
 
-    Args:
-        spec: of the experts.
-        layout: a key of `LAYOUTS`: that of the ops' weights and biases.
-
-    Raises:
-        ValueError: a recipe that saves the activation's input in FP8, of which ops have no outputs,
-            or an order of channels that is the backend's own.
+    ValueError for a recipe that saves the activation's input in FP8, of which ops have no outputs,
+    or an order of channels that is the backend's own.
     """
     if spec.recipe is not None and spec.recipe.hidden != "bf16":
         raise ValueError(f"recipe: hidden={spec.recipe.hidden} is for layers of this project alone")
@@ -136,7 +130,6 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
 
 
 grouped_experts = first_order(grouped_mlp, "the expert MLP", _backward, _save)
-"""`grouped_mlp` with its derivative."""
 
 
 @torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())

@@ -2,8 +2,8 @@
 
 The router and the weights are the caller's. All experts are on this device, so no token is dropped
 and nothing is read on the host, except for the checks of PHALANX_DEBUG=1. Under torch.autocast they
-compute in autocast's dtype, as torch.nn.functional.linear does; parameters that are DTensors are
-replaced by their local parts, and their gradients are DTensors. torch.compile sees custom ops.
+compute in its dtype, as torch.nn.functional.linear does; DTensors are replaced by their local
+parts, and their gradients are DTensors. torch.compile sees custom ops.
 
 Legend: T tokens, S rows sorted by expert, K experts per token, E experts, D hidden, F expert width,
 H = 2F for gated activations and F for others.
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.derivatives import refuse_transforms
-from phalanx.kernels.elementwise.clear_padding import clear_padding
+from phalanx.kernels.elementwise.rows import as_int32, clear_padding
+from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.functional import custom_ops
-from phalanx.kernels.functional.arguments import (
+from phalanx.kernels.functional.choice import BackendChoice, Problem, choose, explain
+from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
+from phalanx.kernels.functional.options import (
+    ExpertOptions,
     check_channels,
     check_choices,
     check_devices,
@@ -31,11 +34,10 @@ from phalanx.kernels.functional.arguments import (
     check_tensor,
     check_weights,
     check_width,
+    constant,
+    constants,
+    with_defaults,
 )
-from phalanx.kernels.functional.choice import choose
-from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes
-from phalanx.kernels.functional.options import ExpertOptions, constant, constants, with_defaults
-from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.routing.plan import make_plan
 
 
@@ -63,14 +65,12 @@ def grouped_experts(
 
     Args:
         x: [..., D] fp32, bf16, fp16 or fp64. T may be 0.
-        topk_idx: [..., K] integers, experts of each token; any id that is not from 0 to E - 1
-            counts as none.
+        topk_idx: [..., K] integers, experts of each token; an id outside 0 to E - 1 counts as none.
         topk_prob: [..., K] of floats, their weights, used in fp32.
-        w1: [E, 2F, D] as F gate and F up rows, or [E, F, D] without a gate, in x's dtype.
-        w2: [E, D, F].
-        b1: [E, 2F] or [E, F].
-        b2: [E, D].
-        options: as `ExpertOptions` describes them.
+        w1, b1: [E, 2F, D] as F gate and F up rows, or [E, F, D] without a gate, in x's dtype; [E,
+            2F] or [E, F].
+        w2, b2: [E, D, F] and [E, D].
+        options: `ExpertOptions`.
 
     Returns:
         [..., D] in x's dtype, under torch.autocast in that of autocast.
@@ -129,10 +129,8 @@ def grouped_experts_sorted(
         [S, D] in the dtype of rows, under torch.autocast in that of autocast.
 
     Raises:
-        TypeError: an option that does not exist.
-        ValueError: shapes, dtypes or devices that do not fit, counts on the host that are negative
-            or whose sum exceeds S, an unknown value of an option, or a backend that cannot run
-            here.
+        TypeError, ValueError: as `grouped_experts`, and counts on the host that are negative or
+            whose sum exceeds S.
     """
     check_floats("rows", rows)
     check_width("rows", rows)
@@ -157,7 +155,7 @@ def grouped_experts_sorted(
 def operands(
     x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
 ) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
-    """Input and weights in the dtype of the products, weights as they are stored; all options."""
+    """Input and weights in the dtype of the products, in their layout; all options."""
     chosen = with_defaults(options)
     w1, w2, b1, b2 = map(local, weights)
     check_weights((w1, w2, b1, b2))
@@ -219,7 +217,6 @@ def _run(x: Tensor, weights: MLPWeights, plan: ExpertPlan, spec: str, accumulate
 
 @torch.compiler.disable
 def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str) -> Tensor:
-    """The same where gradients are added to buffers, which a custom op could not do."""
     refuse_transforms("accumulate=True", x, *weights, plan.row_prob_S)
     spec = custom_ops.decode(encoded)
     weights = in_kernel_layout(weights, custom_ops.layout_in(encoded))
@@ -245,7 +242,7 @@ def local[T: Tensor | None](weight: T) -> T:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products of x: that of the device's active autocast region, or its own."""
+    """The dtype of products of x: that of an active autocast region, or its own."""
     kind = x.device.type
     casts = x.is_floating_point() and x.dtype != torch.float64  # as autocast does
     if not casts or kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has none
@@ -254,9 +251,41 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:
-    """Both in the dtype of the device's active autocast region; unchanged outside of one."""
+    """Both in the dtype of an active autocast region; unchanged outside of one."""
     w1, w2, b1, b2 = weights
     biases = (b if b is None else b.to(product_dtype(b)) for b in (b1, b2))
     return x.to(product_dtype(x)), MLPWeights(
         w1.to(product_dtype(w1)), w2.to(product_dtype(w2)), *biases
     )
+
+
+def resolve_backend(
+    x: Tensor, w1: Tensor, w2: Tensor, top_k: int | None = None, **options: Unpack[ExpertOptions]
+) -> BackendChoice:
+    """The backend that `grouped_experts` takes for these tensors, and why it is that one.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import resolve_backend
+    >>> x, w1, w2 = torch.randn(16, 64), torch.randn(8, 2 * 128, 64), torch.randn(8, 64, 128)
+    >>> choice = resolve_backend(x, w1, w2, top_k=2)
+    >>> choice.backend, choice.reads_counts
+    ('reference', True)
+
+    Args:
+        x: [..., D], of which dtype and device are read. Under torch.autocast its dtype is taken.
+        w1: [E, H, D] of this rank, or as `layout` says.
+        w2: [E, D, F] of this rank, or as `layout` says.
+        top_k: experts of a token; None: the rows are sorted, as for `grouped_experts_sorted`.
+        options: those of the call.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: an unknown value of an option, or a backend that cannot run here.
+    """
+    chosen = with_defaults(options)
+    check_floats("x", x)
+    check_weights((w1, w2))
+    stored = layout_named(chosen["layout"])
+    E, D, F = (local(w2).mT if stored.transposed else local(w2)).shape
+    problem = Problem(x.device, product_dtype(x), D, F, E, top_k or 0, top_k is None)
+    return explain(constants(chosen), problem)

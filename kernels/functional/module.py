@@ -2,28 +2,60 @@
 
 It plans, runs the experts and sums; the router is the caller's. All experts are on this device, so
 no token is dropped and nothing is read on the host, except for the checks of PHALANX_DEBUG=1.
-Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.linear does.
 
-Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
+Legend: T tokens, K experts per token, L experts, D hidden, F expert width, H = 2F for gated
+activations and F for others.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from phalanx.kernels.expert_mlp import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.functional.arguments import check_parameters, check_tensor
-from phalanx.kernels.functional.experts import grouped_experts
+from phalanx.kernels.expert_mlp.expert_plan import check_expert_ids, is_debugging
+from phalanx.kernels.functional.experts import grouped_experts, resolve_backend
 from phalanx.kernels.functional.options import (
     KernelOptions,
     activation_named,
     check_backend,
     check_module_options,
+    check_parameters,
+    check_tensor,
 )
-from phalanx.kernels.functional.parameters import ExpertParameters
-from phalanx.kernels.functional.resolve import resolve_backend
+
+
+class ExpertParameters(nn.Module):
+    """Base of modules with experts: w1 [L, H, D], w2 [L, D, F], and b1 [L, H], b2 [L, D] or None.
+
+    `where`: device and dtype.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        activation: Activation,
+        *,
+        bias: bool,
+        where: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        width = activation.width(ffn)
+        self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
+        self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
+        self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's layers as `torch.nn.Linear` draws them: uniform within fan_in^-1/2."""
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
 
 
 class GroupedMLP(ExpertParameters):
@@ -44,10 +76,7 @@ class GroupedMLP(ExpertParameters):
     a gate; w2 [L, D, F]; with `bias` b1 [L, 2F or F] and b2 [L, D].
 
     Args:
-        experts: L.
-        hidden: D.
-        ffn: F.
-        top_k: K.
+        experts, hidden, ffn, top_k: L, D, F and K.
         activation: its kind, or with constants an `Activation`.
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, `cudnn`, or `auto`: the best for the input's device.
@@ -93,8 +122,8 @@ class GroupedMLP(ExpertParameters):
             x: [..., D] in the parameters' dtype. Under torch.autocast it and the parameters have
                 any dtypes but fp64, and are cast in each call.
             topk_idx: [..., K] integers, experts of each token from 0 to L - 1; -1 for none. Any
-                other id counts as none too, and adds nothing to its token, unless PHALANX_DEBUG=1
-                is set: then it is an error, at the price of a wait for the device in every call.
+                other id counts as none too, unless PHALANX_DEBUG=1 is set: then it is an error, at
+                the price of a wait for the device in every call.
             topk_prob: [..., K] their weights, used in fp32.
 
         Returns:
@@ -113,8 +142,8 @@ class GroupedMLP(ExpertParameters):
                 f"expected x [..., {self.hidden}] and topk_idx, topk_prob [..., {self.top_k}], "
                 f"not {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_prob.shape)}"
             )
-        if debug.on() and not topk_idx.is_floating_point():
-            debug.check_expert_ids(topk_idx, self.experts)
+        if is_debugging() and not topk_idx.is_floating_point():
+            check_expert_ids(topk_idx, self.experts)
         return grouped_experts(
             x,
             topk_idx,
@@ -130,13 +159,9 @@ class GroupedMLP(ExpertParameters):
 
     @property
     def resolved_backend(self) -> str:
-        """Backend of a call with tokens on the parameters' device and of their dtype.
+        """Backend of a call with tokens on the parameters' device and of their or autocast's dtype.
 
-        Under torch.autocast the dtype is that of autocast. `resolve_backend` also says why it is
-        that one.
-
-        Raises:
-            ValueError: a backend that cannot run there.
+        Raises ValueError if it cannot run there; `resolve_backend` also says why it is that one.
         """
         return resolve_backend(
             self.w1,
@@ -149,7 +174,6 @@ class GroupedMLP(ExpertParameters):
         ).backend
 
     def extra_repr(self) -> str:
-        """Sizes and choices, as in the constructor."""
         return (
             f"experts={self.experts}, hidden={self.hidden}, ffn={self.ffn}, top_k={self.top_k}, "
             f"activation={self.activation.kind}, bias={self.b1 is not None}, backend={self.backend}"

@@ -1,21 +1,165 @@
-"""Options that the functions and modules of experts share."""
+"""Options and arguments of the public functions and modules of experts, and their checks.
+
+An error is one line that names the argument.
+
+Legend: T tokens, K experts per token, E experts, D hidden, F expert width.
+"""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pkgutil import resolve_name
 from typing import Any, TypedDict
 
+import torch
+from torch import Tensor
+
 from phalanx.configs.schema import PrecisionConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.recipes import RECIPES
+from phalanx.kernels.availability import short
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.mlp_spec import Margins
-from phalanx.kernels.expert_mlp.providers import names
-from phalanx.kernels.functional.arguments import check_bool
+from phalanx.kernels.expert_mlp.backend import names
+from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPWeights
 from phalanx.kernels.functional.custom_ops import RECIPE_TYPES
 from phalanx.kernels.functional.layouts import layout_named
 from phalanx.kernels.quantize.recipe import Recipe
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of activations, weights, logits and probabilities."""
+_NAMES = ("w1", "w2", "b1", "b2")
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a dense tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, not {value.layout}")
+
+
+def check_floats(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a tensor of one of `FLOATS`."""
+    check_tensor(name, value)
+    check_float(name, value.dtype)
+
+
+def check_width(name: str, value: Tensor) -> None:
+    """Raise ValueError for a tensor with nothing in its last axis, or without one."""
+    if not value.ndim or not value.shape[-1]:
+        raise ValueError(f"{name} must have channels in its last axis, not {list(value.shape)}")
+
+
+def check_float(name: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a dtype that is none of `FLOATS`."""
+    if dtype not in FLOATS:
+        *most, last = map(short, FLOATS)
+        found = dtype if dtype is None else short(dtype)
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}, not {found}")
+
+
+def check_integers(name: str, value: Tensor, what: str) -> None:
+    """Raise ValueError unless the dtype is an integer; `what` says what it holds."""
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers, {what}, not {value.dtype}")
+
+
+def check_parameters(
+    sizes: dict[str, Any], bias: Any, device: Any, dtype: torch.dtype | None
+) -> None:
+    """Raise ValueError for arguments of which no module of experts can be made."""
+    check_sizes(**sizes)
+    check_bool("bias", bias)
+    check_device(device)
+    check_float("dtype", torch.get_default_dtype() if dtype is None else dtype)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def check_device(device: Any) -> None:
+    """Raise ValueError unless torch knows such a device; None is its default."""
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is unknown: use cuda, cpu or another one") from None
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise ValueError for a value that is no whole number."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise ValueError(f"{name} must be a whole number, not {size!r}")
+
+
+def check_devices(x: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError for a tensor on another device than x."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, the input on {x.device}: move one of them"
+            )
+
+
+def check_choices(x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> None:
+    """Raise ValueError unless tokens [..., D] have ids and weights of K experts [..., K]."""
+    check_floats("x", x)
+    check_width("x", x)
+    check_tensor("topk_idx", topk_idx)
+    check_integers("topk_idx", topk_idx, "expert ids")
+    check_floats("topk_prob", topk_prob)
+    fits = topk_idx.shape == topk_prob.shape and topk_idx.shape[:-1] == x.shape[:-1]
+    if not (fits and x.ndim and topk_idx.ndim and topk_idx.shape[-1]):
+        raise ValueError(
+            f"expected x [..., D] and topk_idx, topk_prob [..., K], not {list(x.shape)}, "
+            f"{list(topk_idx.shape)} and {list(topk_prob.shape)}"
+        )
+    check_devices(x, topk_idx=topk_idx, topk_prob=topk_prob)
+
+
+def check_weights(weights: Sequence[Any]) -> None:
+    """Raise ValueError unless w1 and w2 are [E, ., .], and b1 and b2 [E, .] or None."""
+    for name, value in zip(_NAMES, weights, strict=False):
+        if value is not None or name in ("w1", "w2"):
+            check_floats(name, value)
+            shape = "[E, ., .]" if name in ("w1", "w2") else "[E, .]"
+            if value.ndim != shape.count(".") + 1:
+                raise ValueError(f"{name} must be {shape}, not {list(value.shape)}")
+    w1 = weights[0]
+    if not len(w1):
+        raise ValueError(f"w1 must have at least one expert, not {list(w1.shape)}")
+    for name, value in zip(_NAMES, weights, strict=False):
+        if value is not None and len(value) != len(w1):
+            raise ValueError(f"{name} has {len(value)} experts, w1 has {len(w1)}")
+
+
+def check_channels(x_name: str, x: Tensor, weights: MLPWeights, halves: int, kind: str) -> None:
+    """Raise ValueError unless input and weights in the kernels' layout fit together."""
+    w1, w2, b1, b2 = weights
+    for name, value in zip(_NAMES, weights, strict=True):
+        if value is not None and value.dtype != x.dtype:
+            raise ValueError(
+                f"{name} is {short(value.dtype)}, {x_name} is {short(x.dtype)}: give them one dtype"
+            )
+    D, H, F = x.shape[-1], w1.shape[1], w2.shape[2]
+    if w1.shape[2] == w2.shape[1] != D:
+        raise ValueError(f"{x_name} has {D} channels, w1 and w2 have {w2.shape[1]}")
+    if w1.shape[2] != D:
+        raise ValueError(f"w1 reads {w1.shape[2]} channels, {x_name} has {D}")
+    if w2.shape[1] != D:
+        raise ValueError(f"w2 writes {w2.shape[1]} channels, {x_name} has {D}")
+    if halves * F != H or not F:
+        times = "" if halves == 1 else f"{halves} x "
+        raise ValueError(
+            f"w1 has {H} rows and w2 {F} columns of an expert: activation={kind} needs {times}as "
+            "many rows as columns"
+        )
+    for name, bias, width in (("b1", b1, H), ("b2", b2, D)):
+        if bias is not None and bias.shape[1] != width:
+            raise ValueError(f"{name} has {bias.shape[1]} channels, w{name[1]} has {width}")
 
 
 class KernelOptions(TypedDict, total=False):
@@ -27,7 +171,6 @@ class KernelOptions(TypedDict, total=False):
     """Gradients of parameters with a `main_grad` are added to that, and
     `grad_added_to_main_grad` is set, as Megatron-Core expects."""
     margins: Margins
-    """SMs that the kernels of each pass leave free."""
 
 
 class ExpertOptions(KernelOptions, total=False):
@@ -53,12 +196,7 @@ _DEFAULTS: dict[str, Any] = dict(
 
 
 def with_defaults(options: KernelOptions) -> dict[str, Any]:
-    """All options of experts.
-
-    Raises:
-        TypeError: an option that does not exist.
-        ValueError: an option of another type.
-    """
+    """All options of experts; TypeError for an unknown one, ValueError for another type."""
     chosen = filled(options, _DEFAULTS, "experts")
     check_activation(chosen["activation"])
     if not isinstance(chosen["margins"], Margins):
@@ -75,11 +213,9 @@ def with_defaults(options: KernelOptions) -> dict[str, Any]:
 
 
 def check_module_options(options: KernelOptions) -> None:
-    """Check the options of a module that holds its parameters.
+    """Raise TypeError for an option that a module with parameters of its own does not have.
 
-    Raises:
-        TypeError: an option that does not exist.
-        ValueError: an option of another type, or a layout, which is that of parameters elsewhere.
+    ValueError for one of another type, or a layout, which is that of parameters elsewhere.
     """
     if "layout" in options:
         raise ValueError(
@@ -90,11 +226,7 @@ def check_module_options(options: KernelOptions) -> None:
 
 
 def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> dict[str, Any]:
-    """All options of the owner.
-
-    Raises:
-        TypeError: an option that does not exist.
-    """
+    """All options of the owner; TypeError for one that does not exist."""
     for name in options:
         if name not in defaults:
             raise TypeError(f"{name} is no option of {owner}: use {', '.join(defaults)}")
@@ -102,7 +234,7 @@ def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> 
 
 
 def check_activation(activation: Any) -> None:
-    """Raise ValueError unless it is a name or an `Activation`: a function has no gradient here."""
+    """Raise ValueError unless it is a name or an `Activation`."""
     if not isinstance(activation, (str, Activation)):
         name = getattr(activation, "__name__", type(activation).__name__)
         kind = _GATED.get(name.lower())
@@ -113,15 +245,10 @@ def check_activation(activation: Any) -> None:
 
 
 _GATED = {"silu": "swiglu", "gelu": "geglu"}
-"""Kinds of activations by the functions and modules of torch that gate with them."""
 
 
 def activation_named(activation: str | Activation) -> Activation:
-    """The activation, with the constants of its kind if only that is given.
-
-    Raises:
-        ValueError: unknown kind.
-    """
+    """The activation, with the default constants if only its kind is given."""
     check_activation(activation)
     return Activation(activation) if isinstance(activation, str) else activation
 
@@ -131,11 +258,7 @@ def _recipes() -> list[str]:
 
 
 def recipe_named(recipe: str | Recipe | None) -> Recipe | None:
-    """The recipe, with the switches of a run by default if only its name is given.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """The recipe, with a run's default switches if only its name is given."""
     if not isinstance(recipe, str):
         return recipe
     if recipe not in _recipes():

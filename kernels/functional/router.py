@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.availability import hopper_kernels
-from phalanx.kernels.functional.arguments import (
+from phalanx.kernels.functional.options import (
     check_bool,
     check_devices,
     check_floats,
     check_sizes,
     check_width,
+    constant,
+    decoded,
+    filled,
 )
-from phalanx.kernels.functional.options import constant, decoded, filled
+from phalanx.kernels.limits import impossible_groups
 from phalanx.kernels.registry import Facts, KernelUnavailable
-from phalanx.kernels.routing.topk import custom_ops
-from phalanx.kernels.routing.topk.refusal import topk_refusal
-from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
-from phalanx.kernels.sm90_limits import impossible_groups
+from phalanx.kernels.routing import topk_ops
+from phalanx.kernels.routing.topk_scores import choice_scores, choose, probabilities, topk_refusal
 
 
 class _Backend(NamedTuple):
-    kernel: bool
-    """The kernel routes where it can."""
-    forced: bool = False
-    """It is an error where it cannot."""
+    kernel: bool  # the kernel routes where it can
+    forced: bool = False  # it is an error where it cannot
 
 
 _BACKENDS = {
@@ -37,8 +36,7 @@ _BACKENDS = {
     "fused": _Backend(kernel=True, forced=True),
     "torch": _Backend(kernel=False),
 }
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of logits that the kernel reads."""
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # of logits
 _SCORES, _SOFTMAXES = ("softmax", "sigmoid"), ("all", "topk")
 
 
@@ -64,7 +62,7 @@ class RouterOptions(TypedDict, total=False):
 
 
 class _Weights(NamedTuple):
-    """A `kernels.routing.topk.scores.Weighting`."""
+    """A `kernels.routing.topk_scores.Weighting`."""
 
     score: str
     normalize: bool
@@ -101,15 +99,15 @@ def router_topk(
         top_k: K, from 1 to E.
         bias: [E], with `score="sigmoid"`: added to the scores in the choice alone, as to balance
             experts without a loss (arXiv 2408.15664). It has no gradient.
-        options: as `RouterOptions` describes them.
+        options: `RouterOptions`.
 
     Returns:
         Experts [..., K] int32 and weights [..., K] fp32, as `grouped_experts` takes them.
 
     Raises:
         TypeError: an option that does not exist.
-        ValueError: shapes, dtypes, devices or options that do not fit, or a backend that cannot
-            run here.
+        ValueError: shapes, dtypes, devices or options that do not fit, or a backend that cannot run
+            here.
     """
     chosen = filled(options, _DEFAULTS, "router_topk")
     if chosen["group_topk"] is None:
@@ -126,7 +124,7 @@ def router_topk(
     if bias is not None:
         bias = bias.detach().float().contiguous()
     if fused:
-        idx_TK, prob_TK = custom_ops.differentiable_topk(logits_TE, bias, top_k, groups, *weights)
+        idx_TK, prob_TK = topk_ops.differentiable_topk(logits_TE, bias, top_k, groups, *weights)
     else:
         logits_TE = logits_TE.float()
         scores_TE = choice_scores(logits_TE.detach(), weights, bias, groups[1] < groups[0])
@@ -172,16 +170,9 @@ def _is_fused(*problem: Any) -> bool:
 def _fused(
     kernel: bool, forced: bool, device: torch.device, sizes: tuple[int, ...], *weights: Any
 ) -> bool:
-    """True if the kernel routes.
+    """True if the kernel routes `sizes` E, K, groups, group_topk.
 
-    Args:
-        kernel, forced: a `_Backend`.
-        device: of the logits.
-        sizes: E, K, groups, group_topk.
-        weights: fields of `_Weights` as constants.
-
-    Raises:
-        KernelUnavailable: the kernel is asked for and cannot run.
+    KernelUnavailable if it is asked for and cannot.
     """
     if not kernel:
         return False

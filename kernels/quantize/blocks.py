@@ -25,8 +25,7 @@ from torch import Tensor
 
 BLOCK = 128  # elements of a side of a block
 
-_TOP = {torch.float8_e4m3fn: (448.0, 9), torch.float8_e5m2: (57344.0, 16)}
-"""Largest number, which is 0.875 * 2^exponent in both."""
+_TOP = {torch.float8_e4m3fn: (448.0, 9), torch.float8_e5m2: (57344.0, 16)}  # 0.875 * 2^exponent
 
 
 class Quantized(NamedTuple):
@@ -40,8 +39,7 @@ class Quantized(NamedTuple):
 class QuantizedColumns(NamedTuple):
     """A matrix of expert rows, transposed for a GEMM that contracts over an expert's tokens."""
 
-    data_CT: Tensor
-    """e4m3 or e5m2. Expert e's tokens are columns offsets_T[e] and on; 0 between experts."""
+    data_CT: Tensor  # e4m3 or e5m2; expert e from column offsets_T[e]; 0 between
     scale: Tensor  # fp32 [B_T, parts * B_C/parts]
 
 
@@ -54,7 +52,6 @@ class QuantizedWeights(NamedTuple):
 
     @property
     def forward(self) -> Quantized:
-        """W."""
         return Quantized(self.data_LOI, self.scale)
 
     @property
@@ -88,7 +85,7 @@ def quantize_rows(
 
 
 def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
-    """A scale for 128 x 128, in e4m3. w is fp32 or bf16; the parts are of O."""
+    """A scale for 128 x 128 of fp32 or bf16, in e4m3; the parts are of O."""
     L, O, I = w_LOI.shape  # noqa: E741
     data, scale = _quantize(w_LOI.reshape(L * parts, -1, I), (BLOCK, BLOCK), torch.float8_e4m3fn)
     data_LOI = data.view(L, O, I)
@@ -103,14 +100,7 @@ def quantize_columns(
     parts: int = 1,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> QuantizedColumns:
-    """A scale for 128 tokens of an expert by 128 channels.
-
-    Args:
-        x_SC: fp32 or bf16 expert rows; for FP8 rows, the result of `dequantize_rows`.
-        offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
-        parts: of C.
-        dtype: of the result.
-    """
+    """`kernels.quantize.quantize.quantize_columns`, of fp32 or bf16 rows."""
     x_TC = padded(x_SC, offsets)
     data, scale = _quantize(split_parts(x_TC, parts), (BLOCK, BLOCK), dtype)
     return QuantizedColumns(join_parts(data).T.contiguous(), join_parts(scale))
@@ -123,13 +113,7 @@ def transpose_rows(
     index_S: Tensor | None = None,
     parts: int = 1,
 ) -> QuantizedColumns:
-    """`quantize_columns` of the values of FP8 rows, in their format.
-
-    Args:
-        q: expert rows, or a table of rows.
-        offsets, parts: as for `quantize_columns`.
-        index_S: row of the table for each expert row; not read from offsets[L] on.
-    """
+    """`kernels.quantize.quantize.transpose_rows`."""
     x_SC = dequantize_rows(q, parts)
     if index_S is not None:
         used = torch.arange(len(index_S), device=index_S.device) < offsets[-1]
@@ -178,10 +162,7 @@ def padded(x_SC: Tensor, offsets: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def relocate(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
-    """Rows of every expert copied from offsets `starts` in x to `new_starts` in a new matrix.
-
-    It has `rows` rows and is 0 elsewhere.
-    """
+    """Rows of experts moved from `starts` in x to `new_starts` among `rows`; 0 elsewhere."""
     L = len(starts) - 1
     row = torch.arange(rows, dtype=torch.int32, device=x.device)
     expert = torch.searchsorted(new_starts[1:], row, right=True, out_int32=True)
@@ -207,7 +188,7 @@ def join_parts(x: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, tile: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Data [..., R, C] and the scale of each tile; the last of a row or column may be short."""
+    """Data [..., R, C] and the scale of each tile; the last may be short."""
     x = x.float()
     amax = tile_amax(x.abs().nan_to_num(nan=0.0, posinf=torch.inf), tile)
     up, scale = scales(amax, dtype)

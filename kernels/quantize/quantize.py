@@ -2,9 +2,11 @@
 
 Triton kernels on CUDA with the bits of the definition, in one read and one write of each tensor;
 the definition itself elsewhere. Nothing is read on the host, nothing depends on timing, and all can
-be captured in a CUDA graph. Not differentiable.
+be captured in a CUDA graph. Not differentiable. Packed rows are FP8 and scales as one matrix of
+bytes, to be sent or gathered as such.
 
-Legend: as in `kernels.quantize.blocks`; N rows of a table.
+Legend as in `kernels.quantize.blocks`; N rows of a table. All functions raise ValueError for a
+dtype, shape or stride that they do not support.
 """
 
 import torch
@@ -36,9 +38,6 @@ def quantize_rows(
         parts: equal ranges of channels whose borders no block crosses.
         dtype: float8_e4m3fn or float8_e5m2.
         out: written and returned: data of that dtype, with contiguous channels, and scales.
-
-    Raises:
-        ValueError: unsupported dtype, shape or stride.
     """
     _check("x", x_RC, _UNQUANTIZED, parts)
     if out is not None:
@@ -52,55 +51,43 @@ def quantize_rows(
         for target, values in zip(out, quantized, strict=True):
             target.copy_(values)
         return out
-    from phalanx.kernels.quantize import rows_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     R, C = x_RC.shape
     to = empty_rows(R, C, parts, dtype=dtype, device=x_RC.device) if out is None else out
-    rows_triton.quantize(x_RC, to, parts)
+    blocks_triton.write_rows(x_RC, to, parts)
     return to
 
 
 @torch.no_grad()
 def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
-    """A scale for 128 x 128, in e4m3, in both layouts; W is read once.
-
-    Args:
-        w_LOI: bf16 or fp32, contiguous.
-        parts: of O.
-
-    Raises:
-        ValueError: another dtype, shape or stride.
-    """
+    """A scale for 128 x 128 of contiguous bf16 or fp32, in e4m3, in both layouts."""
     _check_weights(w_LOI, parts)
     if not w_LOI.is_cuda:
         return definition.quantize_weights(w_LOI, parts)
-    from phalanx.kernels.quantize import weights_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     L, O, I = w_LOI.shape  # noqa: E741
     out = empty_weights(L, O, I, parts, device=w_LOI.device)
-    weights_triton.quantize(w_LOI, *out, parts)
+    blocks_triton.write_weights(w_LOI, *out, parts)
     return out
 
 
 @torch.no_grad()
 def quantize_layout(w_LOI: Tensor, parts: int = 1, *, transposed: bool) -> Quantized:
-    """One layout of `quantize_weights`: `forward`, or `transposed`.
-
-    Raises:
-        ValueError: as `quantize_weights`.
-    """
+    """One layout of `quantize_weights`: `forward`, or `transposed`."""
     _check_weights(w_LOI, parts)
     if not w_LOI.is_cuda:
         both = definition.quantize_weights(w_LOI, parts)
         return both.transposed if transposed else both.forward
-    from phalanx.kernels.quantize import weights_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     L, O, I = w_LOI.shape  # noqa: E741
     shape = (L, I, O) if transposed else (L, O, I)
     data = torch.empty(shape, dtype=E4M3, device=w_LOI.device)
     scale = _empty_scale(L, O, I, parts, device=w_LOI.device)
     data_LOI, data_LIO = (None, data) if transposed else (data, None)
-    weights_triton.quantize(w_LOI, data_LOI, data_LIO, scale, parts)
+    blocks_triton.write_weights(w_LOI, data_LOI, data_LIO, scale, parts)
     return Quantized(data, scale.mT if transposed else scale)
 
 
@@ -122,23 +109,17 @@ def quantize_columns(
 ) -> QuantizedColumns:
     """A scale for 128 tokens of an expert by 128 channels, transposed.
 
-    Args:
-        x_SC: bf16 or fp32 expert rows with contiguous channels.
-        offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
-        parts: of C.
-        dtype: float8_e4m3fn or float8_e5m2.
-
-    Raises:
-        ValueError: another dtype, shape or stride.
+    `x_SC`: bf16 or fp32 expert rows with contiguous channels; `offsets`: int32 [L + 1], first row
+    of each expert; rows from offsets[L] on are not read.
     """
     _check("x", x_SC, _UNQUANTIZED, parts)
     if not x_SC.is_cuda:
         return definition.quantize_columns(x_SC, offsets, parts, dtype)
-    from phalanx.kernels.quantize import columns_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     (S, C), L = x_SC.shape, len(offsets) - 1
     out = empty_columns(S, C, L, parts, dtype=dtype, device=x_SC.device)
-    columns_triton.quantize(x_SC, None, None, offsets, out, parts)
+    blocks_triton.write_columns(x_SC, None, None, offsets, out, parts)
     return out
 
 
@@ -154,15 +135,9 @@ def transpose_rows(
     """`quantize_columns` of the values of FP8 rows, in their format.
 
     Args:
-        q: expert rows, or a table of N rows, with contiguous channels, scaled as by
-            `quantize_rows`; scales of any strides.
-        offsets: int32 [L + 1], first row of each expert.
+        q: expert rows, or a table, as by `quantize_rows`; scales of any strides.
         index_S: int32, row of the table for each expert row; not read from offsets[L] on.
-        parts: of C.
         out: destination, from `empty_transpose`; None: new memory.
-
-    Raises:
-        ValueError: unsupported dtype, shape or stride.
     """
     check_rows(q, parts)
     if out is None:
@@ -172,9 +147,9 @@ def transpose_rows(
         out.data_CT.copy_(columns.data_CT)
         out.scale.copy_(columns.scale)
         return out
-    from phalanx.kernels.quantize import columns_triton
+    from phalanx.kernels.quantize import blocks_triton
 
-    columns_triton.quantize(*q, index_S, offsets, out, parts)
+    blocks_triton.write_columns(*q, index_S, offsets, out, parts)
     return out
 
 
@@ -192,41 +167,31 @@ def empty_transpose(
 
 
 def column_offsets(offsets: Tensor) -> Tensor:
-    """int32 [L + 1]: offset of each expert's tokens in `QuantizedColumns`; one launch on a GPU.
-
-    Args:
-        offsets: int32 [L + 1], first row of each expert; L >= 1.
-    """
+    """int32 [L + 1], L >= 1: `blocks.column_offsets` in one launch on a GPU."""
     if not offsets.is_cuda:
         return definition.column_offsets(offsets)
-    from phalanx.kernels.quantize import columns_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     out = torch.empty_like(offsets)
-    columns_triton.starts(offsets, out)
+    blocks_triton.starts(offsets, out)
     return out
 
 
 @torch.no_grad()
 def dequantize_rows(q: Quantized, parts: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """data * scale [R, C], exact in bf16 except for denormal numbers and overflows.
+    """data * scale [R, C] in bf16 or fp32, exact in bf16 except for denormal numbers and overflows.
 
-    Args:
-        q: rows with contiguous channels; scales of any strides.
-        parts: of C.
-        dtype: bfloat16 or float32.
-
-    Raises:
-        ValueError: another dtype, shape or stride.
+    `q`: rows with contiguous channels; scales of any strides.
     """
     check_rows(q, parts)
     if dtype not in _UNQUANTIZED:
         raise ValueError(f"rows become bfloat16 or float32, not {dtype}")
     if not q.data.is_cuda:
         return definition.dequantize_rows(q, parts).to(dtype)
-    from phalanx.kernels.quantize import rows_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     out = torch.empty(q.data.shape, dtype=dtype, device=q.data.device)
-    rows_triton.dequantize(q, out, parts)
+    blocks_triton.dequantize(q, out, parts)
     return out
 
 
@@ -306,3 +271,30 @@ def check_rows(q: Quantized, parts: int = 1) -> None:
 
 def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} of strides {list(x.stride())}"
+
+
+_ALIGN = 16  # alignment of rows in bytes, for the widest copies on a GPU
+
+
+def row_bytes(channels: int) -> int:
+    """Bytes of a packed row."""
+    return _aligned(channels) + _aligned(4 * block_count(channels))
+
+
+def quantize_packed(x_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """`quantize_rows` of x as uint8 [R, row_bytes(C)]; bytes of padding are undefined."""
+    R, C = x_RC.shape
+    packed = x_RC.new_empty(R, row_bytes(C), dtype=torch.uint8)
+    quantize_rows(x_RC, dtype=dtype, out=unpack_rows(packed, C, dtype))
+    return packed
+
+
+def unpack_rows(packed: Tensor, channels: int, dtype: torch.dtype) -> Quantized:
+    """Views of packed rows, whose data are of `dtype`."""
+    begin, size = _aligned(channels), 4 * block_count(channels)
+    scale = packed[:, begin : begin + size].view(torch.float32)
+    return Quantized(packed[:, :channels].view(dtype), scale)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -23,17 +23,11 @@ FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.fl
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """Switches of the recipe `fp8_block`.
+    """Switches of the recipe `fp8_block`; ValueError for an unknown value of one."""
 
-    Raises:
-        ValueError: an unknown value of a switch.
-    """
-
-    grad_format: GradFormat = "e4m3"
-    """Format of gradients: e5m2 reaches 14 powers of two further down, with one bit less."""
+    grad_format: GradFormat = "e4m3"  # e5m2 reaches 14 powers of two further down, has a bit less
     wgrad: Literal["fp8", "bf16"] = "fp8"  # precision of the operands of weight gradients
-    hidden: Literal["bf16", "fp8"] = "bf16"
-    """Precision of the activation's input, saved for the backward pass."""
+    hidden: Literal["bf16", "fp8"] = "bf16"  # of the activation's input, saved for backward
     format: ClassVar[str] = "fp8_block"  # its entry in `configs.tables.recipes`
 
     def __post_init__(self) -> None:
@@ -46,15 +40,11 @@ class Microscaling:
 
     Both operands of all products are quantized from unquantized values, never from quantized ones.
     With NVFP4 weights have blocks of 16 x 16, both operands of weight gradients are rotated, and
-    gradients are rounded stochastically.
-
-    Raises:
-        ValueError: an unknown format, or an unknown value of a switch.
+    gradients are rounded stochastically. ValueError for an unknown format or value of a switch.
     """
 
     format: str  # its entry in `configs.tables.recipes`
-    wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Operands of weight gradients: in bf16, or in the format of the others."""
+    wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of weight gradients
     stochastic: bool = True  # NVFP4 rounds gradients stochastically, without bias
     hidden: ClassVar[Literal["bf16"]] = "bf16"
 

@@ -1,13 +1,12 @@
 """RMSNorm by QuACK's kernels for Hopper (https://github.com/Dao-AILab/quack), with autograd.
 
 Forward a kernel adds the residual, writes the sum, and normalises it; backward one makes the
-gradient of the sum of both results' gradients. Persistent CTAs leave partial gradients of the
-weight, one row each, which `weight_grad_triton` adds up in their order: all of it is the same bit
-for bit in every run. Saved are the sum, the weight by reference, and 4 bytes a row.
+gradient of the sum from both results' gradients. Persistent CTAs leave partial gradients of the
+weight, one row each, which `sums_triton` adds up in their order: all of it is the same bit for bit
+in every run. Saved are the sum, the weight by reference, and 4 bytes a row.
 
-QuACK's own autograd function is not used: it compiles anew for every power of two of rows, rounds
-the gradient of a weight before Megatron-Core's buffer has it, and returns no gradients of a sum
-that is nothing but its input.
+QuACK's own autograd function compiles anew for every power of two of rows, rounds the gradient of a
+weight before Megatron-Core's buffer has it, and returns no gradients of a sum that is its input.
 
 Legend: M rows, N channels, P CTAs of the backward kernel.
 """
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.rms_norm.limits import CHANNELS, unsupported_width
+from phalanx.kernels.limits import NORM_CHANNELS, unsupported_width
 from phalanx.kernels.rms_norm.quack_library import Rows, program
 
 
@@ -34,10 +33,7 @@ class _Args(NamedTuple):
 def rms_norm(
     x: Tensor, weight_N: Tensor, eps: float, *, accumulate: bool = False, centered: bool = False
 ) -> Tensor:
-    """`kernels.rms_norm.rms_norm.rms_norm` by QuACK.
-
-    x is copied if its rows are not contiguous, evenly spaced and aligned to 16 bytes.
-    """
+    """RMSNorm by QuACK, which copies rows that are not contiguous and aligned to 16 bytes."""
     _check(x, None, weight_N)
     args = _Args(eps, accumulate, forks=False, centered=centered)
     normed: Tensor = _Norm.apply(x, None, weight_N, args)
@@ -123,8 +119,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _weight_grad(ctx: Any, partial_PN: Tensor, weight_N: Tensor) -> Tensor | None:
-    """The sum of the rows, in the buffer of the parameter with `accumulate`."""
-    from phalanx.kernels.rms_norm.weight_grad_triton import add_rows
+    from phalanx.kernels.elementwise.sums_triton import add_rows
 
     if ctx.accumulated is None:
         return add_rows(partial_PN, torch.empty_like(weight_N), add=False)
@@ -139,9 +134,8 @@ def _factor(weight_N: Tensor, centered: bool) -> Tensor:
 
 
 def _rows(x: Tensor, N: int) -> Tensor:
-    """[M, N] as the kernels read it: a view of x where its layout allows that."""
     x_MN = x.reshape(-1, N)
-    if x_MN.stride(1) != 1 or x_MN.stride(0) % CHANNELS or x_MN.data_ptr() % 16:
+    if x_MN.stride(1) != 1 or x_MN.stride(0) % NORM_CHANNELS or x_MN.data_ptr() % 16:
         # `contiguous` would leave the strides of a single row as they are.
         return x_MN.clone(memory_format=torch.contiguous_format)
     return x_MN

@@ -1,8 +1,7 @@
 """QuACK's RMSNorm kernels, compiled for sm_90a and stored in the cache of `kernels.cache`.
 
 The library's own cache on disk fails when a lock is held for 15 seconds or its folder cannot be
-written, and has an entry for every power of two of rows, though its kernels for Hopper take any
-number of rows.
+written, and has an entry for every power of two of rows, though its kernels take any number.
 """
 
 import functools
@@ -25,13 +24,11 @@ class Rows:
 
     channels: int
     step: Literal["forward", "backward"]
-    adds: bool
-    """Forward: add a residual and write the sum too. Backward: add the gradient of the sum."""
+    adds: bool  # a residual forward, with the sum written; backward the gradient of the sum
     fp32_weight: bool = False  # the weight is fp32, not bf16
 
     @property
     def entry(self) -> str:
-        """Name in a `Cache`."""
         return entry_name("RmsNorm", self)
 
 

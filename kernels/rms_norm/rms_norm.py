@@ -1,9 +1,8 @@
 """RMSNorm as a function, and together with the residual that goes past what follows it.
 
-moe/model/norm.py calls it everywhere in a model. A layer needs two results of one sum: its norm,
-and the sum itself for the next addition. `fork` makes both, and in the backward pass takes both
-gradients, so that neither the addition nor the sum of the gradients is a pass of its own where the
-backend can fuse them. Backends: `torch`, and `quack` (kernels of QuACK for Hopper, in bf16).
+A layer needs two results of one sum: its norm, and the sum itself for the next addition. `fork`
+makes both, and backward takes both gradients, so that neither addition is a pass of its own where
+the backend can fuse them. Backends: `torch`, and `quack` (kernels of QuACK for Hopper, in bf16).
 
 Legend: N channels; in front of them any dimensions.
 """
@@ -30,14 +29,9 @@ def rms_norm(
     Args:
         x: [..., N]; statistics and the product with the weight are fp32 inside, if x is bf16.
         weight_N: in the dtype of x.
-        eps: added to the mean square.
-        backend: `torch` or `quack`.
         accumulate: add the gradient of the weight to its `main_grad`, if it has one, instead of
             returning it (only `quack`).
         centered: the stored weight is the weight minus 1; 1 is added in fp32.
-
-    Returns:
-        A tensor with x's shape and dtype.
 
     Raises:
         ValueError: unknown backend, or tensors that it does not support.
@@ -61,14 +55,8 @@ def fork(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), or without a residual (rms_norm(x), x).
 
-    The sum is rounded to the dtype of x. `quack` normalises it in fp32, before it is rounded.
-
-    Args:
-        residual: shaped as x; None: x is the sum.
-        x, weight_N, eps, backend, accumulate, centered: as in `rms_norm`.
-
-    Raises:
-        ValueError: as `rms_norm`.
+    The sum is rounded to the dtype of x; `quack` normalises it before. Other arguments and errors
+    are those of `rms_norm`.
     """
     implementation = _module(backend)
     normed, total = implementation.fork(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.elementwise.part_sum_triton import part_sum
+from phalanx.kernels.elementwise.sums_triton import part_sum
 
 _ELEMENTS = 2048  # logits that a program reads at a time
 _TURNS = 4  # blocks of positions per program of `router_tally`
@@ -119,7 +119,6 @@ def tally(
     """Count choices and sum scores, by sequence.
 
     Args:
-        logits_TE: fp32, contiguous.
         idx_TK, judged_TK: integers, contiguous within a token; the second only with scores.
         sequences: B, which divides T.
         score: `softmax`, or `sigmoid` over its sum; None sums none.
@@ -252,8 +251,7 @@ class Counters:
     tokens_per_expert: Tensor  # int64 [E], as `local_tokens` is
     local_tokens: Tensor | None
     micro_batches: Tensor  # int64 scalar
-    losses: Tensor
-    """fp32 [4]: aux, seq_aux, global_aux and z loss, shares before their coefficients."""
+    losses: Tensor  # fp32 [4]: aux, seq_aux, global_aux and z loss, without coefficients
 
 
 @dataclass(frozen=True)
@@ -273,15 +271,12 @@ class Terms:
     ) -> tuple[Tensor, Tensor]:
         """Add to the counters; the weighted sum of the losses, and its slope in the scores.
 
-        Args:
-            found: of `tally`.
-            judged_BE: its `judged_BE`, summed over ranks.
-            seen_E: int64, choices of all micro-batches so far and all ranks, for `global_aux`.
-            to: counters.
+        The sum is fp32 [1], and slope_BE its derivative by the score of a token of a sequence. Both
+        are undefined if there are no losses, the second without scores.
 
-        Returns:
-            The sum, fp32 [1], and slope_BE: its derivative by the score of a token of a sequence.
-            Both are undefined if there are no losses, the second without scores.
+        Args:
+            judged_BE: that of the tally, summed over ranks.
+            seen_E: int64, choices of all micro-batches so far and all ranks, for `global_aux`.
         """
         B, E = tally_sums.count_BE.shape
         loss, slope_BE = tally_sums.count_BE.new_empty(1), tally_sums.count_BE.new_empty(B, E)
@@ -356,12 +351,9 @@ def router_losses_gradient(  # type: ignore[no-untyped-def]
 def slope_to_logits(
     dloss: Tensor, logits_TE: Tensor, slope_BE: Tensor | None, score: str, z_slope: float
 ) -> Tensor:
-    """Gradient of the logits from that of the weighted sum of the losses.
+    """Gradient of the logits from that of the weighted sum of the losses, fp32 [1].
 
-    Args:
-        dloss: fp32 [1].
-        logits_TE, slope_BE, score: as for `tally` and `Terms.finish`; no slope without scores.
-        z_slope: derivative of the sum by a token's square of log(sum(exp(logits))), times 2.
+    `z_slope`: derivative of the sum by a token's square of log(sum(exp(logits))), times 2.
     """
     T, E = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
@@ -386,6 +378,5 @@ def slope_to_logits(
 
 
 def _blocks(E: int) -> tuple[int, int]:
-    """Tokens and experts that a program has at a time, powers of two."""
     experts = triton.next_power_of_2(E)
     return max(1, _ELEMENTS // experts), experts

@@ -1,7 +1,7 @@
-"""Experts from a table in place of the router's choice, and their probabilities, in Triton.
+"""A forced choice of experts with its probabilities, and the gradient of router logits, in Triton.
 
-The choice is that of `moe.router.forced_balance` or of `moe.router.replay`, the probabilities are
-those of `kernels.routing.topk.scores`, in one pass over the tokens.
+The choice is from a table, in place of the router's: that of `moe.router.forced`. Probabilities are
+those of `kernels.routing.topk_scores`, in one pass over the tokens.
 
 Legend: T tokens, E experts in G groups of M members, K experts per token, P rows of the table.
 """
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.kernels.elementwise.sums_triton import part_sum
 from phalanx.kernels.routing.balance_triton import TINY, sigmoids
 
 _ELEMENTS = 2048  # logits that a program has at a time
@@ -73,7 +74,7 @@ def router_forced(  # type: ignore[no-untyped-def]
 def forced(
     logits_TE: Tensor, table: Tensor, first: int, *, groups: int, weights: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Experts of tokens `first`, `first` + 1, ... and their probabilities.
+    """Experts of tokens `first`, `first` + 1, ... as int32, and their probabilities, fp32.
 
     Args:
         logits_TE: fp32, contiguous.
@@ -81,12 +82,7 @@ def forced(
             from the token's number, one row for every E tokens, cyclic; or int16 [P, K]: experts,
             one row for every token, cyclic.
         first: number of the first token in its expert-parallel group.
-        groups: G.
         weights: one of `WEIGHTS`.
-        scale: factor on the probabilities.
-
-    Returns:
-        idx_TK int32 and prob_TK fp32.
     """
     (T, E), (P, K) = logits_TE.shape, table.shape[:2]
     idx_TK = logits_TE.new_empty(T, K, dtype=torch.int32)
@@ -110,3 +106,60 @@ def forced(
             EXPERTS=experts,
         )
     return idx_TK, prob_TK
+
+
+_TURNS = 4  # blocks of tokens per program
+
+
+@triton.jit
+def router_gradient_split(  # type: ignore[no-untyped-def]
+    grad,
+    both,
+    parts,
+    T,
+    E,
+    SUMMED: tl.constexpr,
+    TURNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    e = tl.arange(0, EXPERTS)
+    sums = tl.zeros([ROWS, EXPERTS], tl.float32)
+    for turn in range(TURNS):
+        t = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        here = (t < T)[:, None] & (e < E)[None, :]
+        x = tl.load(grad + t[:, None] * E + e[None, :], mask=here, other=0.0)
+        high = x.to(tl.bfloat16)
+        rest = (x - high.to(tl.float32)).to(tl.bfloat16)
+        to = both + t[:, None] * (2 * E) + e[None, :]
+        tl.store(to, high, mask=here)
+        tl.store(to + E, rest, mask=here)
+        if SUMMED:
+            sums += x
+    if SUMMED:
+        tl.store(parts + tl.program_id(0) * E + e, tl.sum(sums, 0), mask=e < E)
+
+
+def split(grad_TE: Tensor, summed: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """fp32 gradients as nearest bf16 and bf16 rest, side by side, [T, 2 E], and their sum [E].
+
+    `summed`: dtype of the sum; None: no sum.
+    """
+    T, E = grad_TE.shape
+    both = grad_TE.new_empty(T, 2 * E, dtype=torch.bfloat16)
+    experts = triton.next_power_of_2(E)
+    rows = max(1, _ELEMENTS // experts)
+    programs = triton.cdiv(T, rows * _TURNS)
+    parts = None if summed is None else grad_TE.new_empty(programs, E)
+    if T:
+        router_gradient_split[(programs,)](
+            grad_TE,
+            both,
+            parts,
+            *(T, E),
+            SUMMED=parts is not None,
+            TURNS=_TURNS,
+            ROWS=rows,
+            EXPERTS=experts,
+        )
+    return both, None if parts is None else part_sum(parts, summed)

@@ -2,10 +2,12 @@
 
 Sits between dispatch and the experts: `make_plan` turns the routing of all received tokens into
 static buffers of S rows plus device offsets. No host reads, no atomics whose order affects the
-result: it is the same bit for bit for every backend, on CPU and GPU, run after run. Rows are
-ordered by expert, then received row, then slot.
+result: it is the same bit for bit for every backend, on CPU and GPU. Rows are ordered by expert,
+then received row, then slot. `pack_routing` and `unpack_routing` are the routing on its way between
+ranks, each one launch.
 
-Legend: N rows received, K experts per token, L local experts, S expert rows (static).
+Legend: T tokens of a rank, R ranks, N rows received (R * T), K experts per token, L local experts,
+S expert rows (static), P expert slots of a rank: L of own experts, then those of replicas.
 """
 
 from typing import Any
@@ -15,11 +17,67 @@ from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.derivatives import first_order
-from phalanx.kernels.expert_mlp import debug
-from phalanx.kernels.expert_mlp.backend import PlanSize
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.expert_mlp.sort_pairs import MAX_EXPERTS
+from phalanx.kernels.expert_mlp.backend import provider
+from phalanx.kernels.expert_mlp.expert_plan import (
+    MAX_EXPERTS,
+    ExpertPlan,
+    PlanSize,
+    check_expert_ids,
+    is_debugging,
+)
+
+_PIECE = 4  # granularity in int32 of a rank's block of routing: 16 bytes
+
+
+def routing_size(tokens: int, slots: int) -> int:
+    """Number of int32 in a rank's block of routing."""
+    return -(-2 * tokens * slots // _PIECE) * _PIECE
+
+
+def pack_routing(
+    idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int
+) -> tuple[Tensor, Tensor]:
+    """The routing that a rank sends to all others, and the rows of the sums that they return.
+
+    Args:
+        idx_TK: int32 expert ids, -1 for none; contiguous, as probabilities, fp32, are.
+        local: number of experts per rank.
+
+    Returns:
+        int32 [1, P]: ids, bits of the probabilities, and padding to 16 bytes, which is unspecified;
+        int32 [T, R]: received row r * T + t of token t on each rank r that has one of its experts,
+        else -1.
+    """
+    T, K = idx_TK.shape
+    side = idx_TK.new_empty(1, routing_size(T, K))
+    bits_TK = prob_TK.detach().view(torch.int32)
+    if idx_TK.is_cuda:
+        from phalanx.kernels.routing.plan_triton import pack
+
+        rows_TR = idx_TK.new_empty(T, ranks)
+        pack(idx_TK, bits_TK, side, rows_TR, local)
+        return side, rows_TR
+    torch.cat((idx_TK.flatten(), bits_TK.flatten()), out=side[0, : 2 * T * K])
+    rank_TK = torch.where(idx_TK >= 0, idx_TK // local, -1)
+    rank_R = torch.arange(ranks, dtype=torch.int32)
+    row_TR = torch.arange(T, dtype=torch.int32)[:, None] + rank_R * T
+    return side, torch.where((rank_TK[:, :, None] == rank_R).any(1), row_TR, -1)
+
+
+def unpack_routing(blocks_RP: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor]:
+    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks."""
+    R, pairs = blocks_RP.shape[0], tokens * slots
+    idx_NK = blocks_RP.new_empty(R * tokens, slots)
+    prob_NK = torch.empty_like(idx_NK, dtype=torch.float32)
+    bits_NK = prob_NK.view(torch.int32)
+    if blocks_RP.is_cuda:
+        from phalanx.kernels.routing.plan_triton import unpack
+
+        unpack(blocks_RP, idx_NK, bits_NK)
+    else:
+        idx_NK.view(R, -1).copy_(blocks_RP[:, :pairs])
+        bits_NK.view(R, -1).copy_(blocks_RP[:, pairs : 2 * pairs])
+    return idx_NK, prob_NK
 
 
 def make_plan(
@@ -37,22 +95,20 @@ def make_plan(
     Args:
         topk_idx_NK: int32 global expert ids; ids outside this rank's range have no row here:
             experts of other ranks, -1 for no expert, and ids of no expert at all.
-        topk_prob_NK: fp32 probabilities; gradients flow back through `row_prob_S`.
+        topk_prob_NK: fp32; gradients flow back through `row_prob_S`.
         first_expert: global id of local expert 0.
-        local_experts: L.
         rows: S. If `needed` is larger, the last experts lack rows: rerun the step with more.
         backend: `reference`, `torch` or `fused`, with equal results; `cudnn`, whose experts' rows
             are padded (`pads_rows_to` of `configs.tables.backends`).
-        experts: number of all ranks' experts; if set, PHALANX_DEBUG=1 checks that ids are from -1
-            to experts - 1.
+        experts: of all ranks; if set, PHALANX_DEBUG=1 checks that ids are from -1 to experts - 1.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a size is out of range, or an unknown backend; with
             PHALANX_DEBUG=1 an id that is neither an expert's nor -1.
     """
     check_routing(topk_idx_NK, topk_prob_NK)
-    if experts is not None and debug.on():
-        debug.check_expert_ids(topk_idx_NK, experts)
+    if experts is not None and is_debugging():
+        check_expert_ids(topk_idx_NK, experts)
     if not 1 <= local_experts <= MAX_EXPERTS:
         raise ValueError(f"a rank holds 1 to {MAX_EXPERTS} experts, not {local_experts}")
     if rows < 1:
@@ -142,3 +198,23 @@ def _backward(ctx: Any, grad_S: Tensor | None, *_: None) -> tuple[Any, ...]:
 
 _sort = first_order(plan, "the expert MLP", _backward, _save_inverse)
 _gradients_of_pairs = first_order(plan_backward, "the expert MLP")
+
+
+def split_order(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """Order of the first `own` slots, and of the slots behind them, numbered from 0.
+
+    The fused scheduler takes experts in it. `order_P` is int32, each slot once. One Triton launch
+    on CUDA, with the bits of `split_order_by_sort`.
+    """
+    if not order_P.is_cuda:
+        return split_order_by_sort(order_P, own)
+    from phalanx.kernels.routing.plan_triton import split_order_in_triton
+
+    return split_order_in_triton(order_P, own)
+
+
+def split_order_by_sort(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """The definition of `split_order`."""
+    is_replica = (order_P >= own).to(torch.uint8)
+    split_P = order_P.index_select(0, is_replica.sort(stable=True).indices)
+    return split_P[:own], split_P[own:] - own

@@ -1,7 +1,7 @@
 """The .bin/.idx pairs of a run, checked before anything is built: weights, split, ids, lengths.
 
-Between `moe.data.token_files`, which opens one pair, and `moe.data.datasets`, which makes rows of
-all. Imports neither torch nor Megatron-Core, so that checking a command line is fast.
+They also give a model its vocabulary (`model.vocab_size=0`). Imports neither torch nor
+Megatron-Core, so that checking a command line is fast.
 """
 
 import itertools
@@ -16,8 +16,9 @@ import numpy as np
 from phalanx.configs.addresses import is_address
 from phalanx.configs.arithmetic.data_stages import parse as parse_stage
 from phalanx.configs.knobs import overrides
-from phalanx.configs.schema import DataConfig
+from phalanx.configs.schema import Config, DataConfig
 from phalanx.moe.data.host_cache import DataError, cache_folder
+from phalanx.moe.data.remote_files import beside
 from phalanx.moe.data.token_files import Corpus, Sidecar, open_corpus
 
 PARTS = ("training", "validation")
@@ -94,9 +95,7 @@ def open_blend(
     """Open and check the pairs of a run.
 
     Args:
-        prefixes: of the pairs.
         weights: of each pair; None takes their numbers of tokens.
-        cfg: split and sequence length.
         vocab_size: upper bound of the ids.
         sizes: samples needed of each part.
         trained_on: pairs whose tokenizer these must have.
@@ -123,11 +122,7 @@ def held_out(cfg: DataConfig) -> DataConfig:
 
 
 def open_held_out(blend: Blend, cfg: DataConfig, vocab_size: int, samples: int) -> Blend:
-    """Open and check the pairs of `data.validation`, which have the tokenizer of `blend`.
-
-    Raises:
-        DataError: as of `open_blend`.
-    """
+    """Open and check the pairs of `data.validation`, which have the tokenizer of `blend`."""
     own = held_out(cfg)
     try:
         return open_blend(*parse_blend(own), own, vocab_size, (samples, 0), blend.corpora)
@@ -223,7 +218,7 @@ def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) 
 def _check_length(
     corpus: Corpus, cfg: DataConfig, split: str, sizes: Sequence[int]
 ) -> list[SplitPart]:
-    """Check that every part in use has at least one sequence. -> training and validation part."""
+    """Training and validation part; every part in use must have at least one sequence."""
     parts = []
     for name, size, within in zip(PARTS, sizes, bounds(split), strict=True):
         total = len(corpus.lengths)
@@ -237,3 +232,48 @@ def _check_length(
                 f"{high - low} documents, and a sequence takes one more than its length"
             )
     return parts
+
+
+def fill(cfg: Config) -> None:
+    """Set a `model.vocab_size` of 0 to that of the tokenizer of `data.blend`.
+
+    Raises:
+        DataError: the data has no description, or cannot be read.
+    """
+    if cfg.model.vocab_size:
+        return
+    prefixes, _ = parse_blend(cfg.data)
+    described = _described(cfg, prefixes)
+    if not described:
+        for prefix in prefixes:
+            opened(prefix, cfg.data)  # its errors matter more
+        raise DataError(
+            f"the vocabulary of {prefixes[0]}.bin is unknown, as {prefixes[0]}.json is missing; "
+            "set model.vocab_size to the number of ids of its tokenizer"
+        )
+    multiple = math.lcm(PADDING, max(1, cfg.parallel.tensor))
+    cfg.model.vocab_size = -(-_ids(described) // multiple) * multiple
+
+
+def shown(cfg: Config) -> str:
+    """`512, of which 400 are ids of wiki/tokenizer.json`; empty if the data has no description.
+
+    Raises DataError if the data has more ids, or several tokenizers.
+    """
+    if cfg.data.source != "indexed":
+        return ""
+    described = _described(cfg, parse_blend(cfg.data)[0])
+    if not described:
+        return ""
+    check_tokenizers(described, cfg.model.vocab_size)
+    name = described[0][1].tokenizer
+    return f"{cfg.model.vocab_size:,}, of which {_ids(described):,} are ids of {name}"
+
+
+def _ids(described: list[tuple[str, Sidecar]]) -> int:
+    return max(sidecar.vocab_size for _, sidecar in described)
+
+
+def _described(cfg: Config, prefixes: list[str]) -> list[tuple[str, Sidecar]]:
+    paths = [(prefix, Path(f"{beside(prefix, cfg.data.cache)}.json")) for prefix in prefixes]
+    return [(prefix, Sidecar.read(path)) for prefix, path in paths if path.is_file()]

@@ -1,14 +1,14 @@
 """Rows of .bin/.idx pairs: Megatron-Core's datasets, checked before and indexed once per host.
 
-Between `moe.data.blend` (checked files) and `moe.data.loader` (the trainer's interface). Splits,
-blends, shuffling and sample indices are Megatron-Core's; endless epochs and the cache of the index
-are added here. Invariant: row i depends on the data and on data.*, never on the number of steps,
-ranks or hosts.
+Splits, blends, shuffling and sample indices are Megatron-Core's; endless epochs and the cache of
+the index are added here. Invariant: row i depends on the data and on data.*, never on the number
+of steps, ranks or hosts.
 Legend: S tokens of a sequence.
 """
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,6 @@ from megatron.core.datasets.utils import Split
 
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import DataConfig
-from phalanx.moe.data.bin_reader import BinReader
 from phalanx.moe.data.blend import (
     PARTS,
     Blend,
@@ -45,8 +44,7 @@ from phalanx.moe.data.packing import positions
 from phalanx.moe.data.remote_files import READERS
 from phalanx.moe.data.sources import Source
 from phalanx.moe.data.token_files import BYTES, Corpus, embedded
-from phalanx.moe.data.whole_documents import WholeDocuments
-from phalanx.moe.text.names import short_names
+from phalanx.moe.text import short_names
 
 
 class Indexed:
@@ -94,8 +92,8 @@ class Indexed:
 class _IndexConfig(GPTDatasetConfig):
     """Megatron-Core's settings.
 
-    Its own index cache stays off (`path_to_cache` empty): there only global rank 0 writes, so that
-    a host without a shared cache would find nothing.
+    Its own index cache stays off (`path_to_cache` empty): only global rank 0 writes it, so that a
+    host without a shared cache would find nothing.
     """
 
     index_folder: Path = Path()
@@ -119,8 +117,7 @@ class Plan:
     config: _IndexConfig
     fingerprint: str  # digest of data and settings
     sources: list[list[Source]]  # sources of each part; empty for a part that is not read
-    held_out: "Plan | None" = None
-    """Plan whose training part is the validation data, where `data.validation` names some."""
+    held_out: "Plan | None" = None  # its training part is the validation data of `data.validation`
 
 
 def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
@@ -143,7 +140,6 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
 
 
 def _planned(cfg: DataConfig, blend: Blend, sizes: Sequence[int]) -> Plan:
-    """Plan of the two parts of a blend."""
     config = _IndexConfig(
         random_seed=cfg.seed,
         sequence_length=cfg.sequence_length,
@@ -238,10 +234,9 @@ class _Builder(BlendedMegatronDatasetBuilder):
 
 
 class _Endless(MegatronDataset):
-    """Endless epochs of a part of one .bin/.idx pair, each shuffled with a seed of its own.
+    """Endless epochs of a part of a pair, each shuffled with its own seed.
 
-    GPTDataset would shuffle all epochs of a run together: the order, and so the meaning of a
-    cursor, would depend on run.steps.
+    GPTDataset would shuffle all epochs together, so that the order would depend on run.steps.
     """
 
     def __init__(
@@ -286,7 +281,6 @@ class _Endless(MegatronDataset):
         return epoch.pieces(offset)
 
     def _locate(self, index: int) -> "tuple[_Epoch, int]":
-        """The epoch of a sample, and its number there."""
         number, offset = divmod(int(index), self._epoch_samples)
         current = self._current  # another loader's thread may replace it concurrently
         if current is None or current[0] != number:
@@ -333,10 +327,7 @@ class _Epoch(GPTDataset):
 
 
 class _Blend(BlendedDataset):
-    """Source of each row, by weight alone, so that a longer run starts with the same rows.
-
-    A source goes on with its next row where the weights change.
-    """
+    """Source of each row, by weight alone, so that a longer run starts with the same rows."""
 
     def pieces(self, index: int) -> np.ndarray:
         """int64 [P]: tokens of the pieces of documents in a row."""
@@ -385,3 +376,57 @@ def _without_cache_warning() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(other)
+
+
+class BinReader:
+    """An open .bin file, as `bin_reader` of IndexedDataset. Threads may share it.
+
+    Replaces Megatron-Core's memory map, whose reader is killed by SIGBUS when the file is
+    truncated: a read returns fewer bytes, which can be reported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("rb", buffering=0)
+        self._mark = self._seen()
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """`count` ids from byte `offset`; a DataError if the file is unreadable or has changed."""
+        size = count * np.dtype(dtype).itemsize
+        try:
+            raw = os.pread(self._file.fileno(), size, offset)
+            if len(raw) == size and self._seen() == self._mark:
+                return np.frombuffer(raw, dtype)
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be read: {error}") from None
+        raise DataError(
+            f"{self._path} was changed while this run reads it; restore or rebuild the data, and "
+            "restart the run: it continues from its newest checkpoint"
+        )
+
+    def _seen(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+class WholeDocuments:
+    """The index of an IndexedDataset, with document i in place of sequence i.
+
+    Megatron-Core's datasets split, shuffle and cut by sequence. The sequences of a document are
+    contiguous in the .bin, so that a document is a range of it too. The `lengths` are int32
+    [documents], in tokens.
+    """
+
+    sequence_modes = None
+
+    def __init__(self, index: Any, lengths: np.ndarray) -> None:
+        self._index, self.sequence_lengths = index, lengths
+        self.dtype = index.dtype
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, number: int) -> tuple[np.int64, np.int32, None]:
+        first, pointers = self._index.document_indices[number], self._index.sequence_pointers
+        # Documents after the last sequence are empty.
+        pointer = pointers[first] if first < len(pointers) else np.int64(0)
+        return pointer, self.sequence_lengths[number], None

@@ -1,8 +1,8 @@
 """Documents of text files and their ids: the work of a prepare_data worker.
 
-Files are split into shards; `write_shard` turns one into ids, document lengths and counts on disk.
-Invariants: the shards in order hold the documents in order, for any split; a shard whose lengths
-file exists is complete. Imports neither torch nor Megatron-Core, so that workers start fast.
+Invariants: the shards of the files, in order, hold the documents in order, for any split; a shard
+whose lengths file exists is complete. Imports neither torch nor Megatron-Core, so that workers
+start fast.
 """
 
 import json
@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.moe.data.bad_rows import Bad, Limit
 from phalanx.moe.data.host_cache import sync
-from phalanx.moe.data.text_rows import Piece, Reading, cut, rows
+from phalanx.moe.data.text_rows import Bad, Limit, Piece, Reading, cut, rows
 from phalanx.moe.data.tokenizer.encoder import encoder_of
 
 BATCH_CHARACTERS = 1 << 20
@@ -61,8 +60,7 @@ class Counts:
     empty: int = 0  # rows without text
     without_tokens: int = 0  # rows whose text has no tokens
     bad: list[Bad] = field(default_factory=list)  # broken rows, which are left out
-    spelled: dict[str, int] = field(default_factory=dict)
-    """Special tokens that documents spell, by token."""
+    spelled: dict[str, int] = field(default_factory=dict)  # special tokens that documents spell
     spelling: int = 0  # documents that spell any
 
     @staticmethod

@@ -36,10 +36,9 @@ def cache_folder(cache: str) -> Path:
 def built_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return the folder `target`; if absent, `build` fills a private one that is renamed to it.
 
-    One process builds while the others wait for its lock. On a file system without locks, or
-    without locks across hosts, several may build; the first rename wins, and all see one result.
-    The next build removes leftovers of a killed process.
-    Raises DataError if the cache cannot be written.
+    One process builds while the others wait for its lock. Without locks, or without locks across
+    hosts, several may build, and the first rename wins. The next build removes leftovers of a
+    killed process. Raises DataError if the cache cannot be written.
     """
     if target.is_dir():
         return target
@@ -130,13 +129,7 @@ def opened_parts(*paths: Path) -> Iterator[list[FilePart]]:
 
 
 def stamp(parts: Sequence[FilePart], blocks: int = 64, block: int = 1 << 16) -> str:
-    """Digest of sizes and of evenly spaced blocks of each file (of all of it below 4 MiB).
-
-    Args:
-        parts: the files.
-        blocks: of each file.
-        block: bytes of each.
-    """
+    """Digest of sizes and of evenly spaced blocks of each file (of all of it below 4 MiB)."""
     total = hashlib.sha256()
     for size, read in parts:
         total.update(size.to_bytes(8, "little"))

@@ -1,9 +1,8 @@
 """The trainer's interface to data: datasets indexed by sample, and a loader with one cursor.
 
-Last stage before the model: row i of a dataset is S + 1 tokens; `Loader` yields the micro-batches
-of tokens and labels of a data parallel rank. Invariants: row i depends on the data and on data.*,
-never on the number of steps, ranks or hosts; each global batch is the same multiset of rows for
-every data parallel size. Hence `consumed_samples` is the complete cursor.
+Row i of a dataset is S + 1 tokens. Invariants: row i depends on the data and on data.*, never on
+the number of steps, ranks or hosts; each global batch is the same multiset of rows for every data
+parallel size. Hence `consumed_samples` is the complete cursor.
 Legend: B sequences of a micro-batch, S tokens of a sequence.
 """
 
@@ -31,8 +30,7 @@ Batch = dict[str, torch.Tensor]
 class Samples(Protocol):
     """A dataset. Row i is int64 [S + 1], ids below the vocabulary, the same for every layout."""
 
-    fingerprint: str
-    """Digest of all that determines the rows: equal on every rank, and for a resumed run."""
+    fingerprint: str  # digest of all that determines the rows
     sources: Sequence[Source]  # sources of the rows; empty for random tokens
 
     def source(self, index: int) -> int:
@@ -123,16 +121,14 @@ def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
 class Loader:
     """Micro-batches of one data parallel rank, read ahead by a thread.
 
-    With `consumed` samples used so far, the next micro-batches of the ranks are rows
-    consumed + dp_rank * B + [0, B). So the micro-batches of a step are the same for every data
-    parallel size; only their assignment to ranks and their order differ. Ranks with equal `dp_rank`
-    get equal batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned
-    if `pin`). With `documents` positions count from the start of each piece of a document, and
-    there is a loss_mask, bool [B, S]: true if the label belongs to the token's document. A row of
-    more pieces than `places`, unless that is 0, is a DataError. `dataset` may be replaced by a
-    longer one with the same rows. `global_batch` is a size, or sizes by the samples of the steps so
-    far (`configs.arithmetic.batch_sizes.spans`): those that rollbacks have undone are not among
-    them, so that a step has its size however often it is computed.
+    The next micro-batches of the ranks are rows consumed + dp_rank * B + [0, B), so the rows of a
+    step are the same for every data parallel size, in another order. A batch is {tokens, labels,
+    position_ids}, int64 [B, S], on the CPU (pinned if `pin`). With `documents` positions count from
+    the start of each piece of a document, and there is a loss_mask, bool [B, S]: true if the label
+    belongs to the token's document. A row of more pieces than `places`, unless that is 0, is a
+    DataError. `dataset` may be replaced by a longer one with the same rows. `global_batch` is a
+    size, or sizes by the samples of the steps so far (`configs.arithmetic.batch_sizes.spans`),
+    without those that rollbacks have undone: a step has its size however often it is computed.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
 
@@ -166,9 +162,7 @@ class Loader:
         self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
         self._positions: torch.Tensor | None = None
         self.consumed_samples = consumed
-        """Data cursor."""
-        self.undone_samples = 0
-        """Samples before the cursor whose steps a rollback has undone."""
+        self.undone_samples = 0  # before the cursor; a rollback has undone their steps
 
     @property
     def step_samples(self) -> int:

@@ -32,8 +32,7 @@ class Packing:
     documents: float  # pieces of documents per sequence
     most: int  # most pieces in one of the sequences
     length: float  # tokens per piece
-    saved: float
-    """Fraction of the query-key pairs of causal attention over full sequences that is saved."""
+    saved: float  # fraction of the query-key pairs of causal attention over full sequences
 
     def __str__(self) -> str:
         return (

@@ -1,9 +1,8 @@
 """Token files in an object store: small files are copied to data.cache, tokens are read by range.
 
-Between `moe.data.token_files`, which checks a pair, and the store. A host copies each version of an
-object once, identified by address, size and mark. Megatron-Core supports S3 too: there only global
-rank 0 copies the index, a missing object is not detected, and each read fetches a block of 256 MiB,
-which does not suit shuffled documents.
+A host copies each version of an object once, identified by address, size and mark. In Megatron-Core
+only global rank 0 copies the index, a missing object is not detected, and each read fetches a block
+of 256 MiB, which does not suit shuffled documents.
 """
 
 import time
@@ -33,8 +32,7 @@ READERS = 8  # threads that read samples ahead: a request to a store takes tens 
 class RemotePair:
     """A pair whose .bin stays in the store."""
 
-    prefix: str
-    """Prefix of the local copy of its .idx, and of an empty .bin, which Megatron-Core needs."""
+    prefix: str  # of the local .idx, and of an empty .bin, which Megatron-Core needs
     binary: Remote
     entry: Entry  # entry of the .bin
     stamp: str
@@ -51,11 +49,7 @@ class RemoteBinReader:
         self._binary, self._entry, self._checked = binary, entry, time.monotonic()
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        """`count` ids from byte `offset` on.
-
-        Raises:
-            DataError: the object cannot be read, or has changed since the run started.
-        """
+        """`count` ids from `offset`; a DataError if the object is unreadable or has changed."""
         stop = offset + count * np.dtype(dtype).itemsize
         raw = _request(lambda: persist(lambda: self._binary.read(offset, stop)))
         if time.monotonic() - self._checked > _CHECK_SECONDS:
@@ -72,11 +66,7 @@ class RemoteBinReader:
 
 
 def remote_pair(address: str, cache: Path) -> RemotePair:
-    """Copy the index of a pair to `cache`, unless it is there.
-
-    Raises:
-        DataError: an object is missing or cannot be read, or the cache cannot be written.
-    """
+    """Copy the index of a pair to `cache`, unless it is there. Raises DataError if it cannot."""
     binary, index = Remote(f"{address}.bin"), Remote(f"{address}.idx")
     entries = []
     for path in (binary, index):

@@ -1,14 +1,10 @@
-"""Data sources of a run: the table of the start page, and bytes per token.
-
-Built by `moe.data.datasets` from checked files, before any token is read.
-"""
+"""Data sources of a run: the table of the start page, and bytes per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.configs.arithmetic.data_stages import Stage
-from phalanx.moe.text.table import aligned
-from phalanx.moe.text.units import count
+from phalanx.moe.text import aligned, count
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Rows of text files: texts, and faults of broken rows.
 
-A `Piece` is a part of a file that one worker reads. A line belongs to the piece in which it starts,
-so that every row is read once for any split. Invariant: a broken row yields a `Bad`, and the next
-row follows; a broken file raises a DataError.
+A line belongs to the piece in which it starts, so that every row is read once for any split.
+Invariant: a broken row yields a `Bad`, and the next row follows; a broken file raises a DataError.
+By default prepare_data fails at the first broken row. With `--skip-bad` they are left out, counted,
+and listed in a file next to the data.
 """
 
 import codecs
@@ -10,13 +11,122 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from phalanx.moe.data.bad_rows import ROW, Bad, BadRow
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.packed_files import KINDS, arrow, is_packed, kind_of, opened
+from phalanx.moe.data.inputs import KINDS, arrow, is_packed, kind_of, opened
+
+ROW = -1  # `Bad.start` of a row of a Parquet file, which has no lines
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A broken row, which gives no document."""
+
+    path: str
+    start: int  # byte offset at which `number` starts to count
+    number: int  # first line of the row, or row of a Parquet file, from 1; 0 for a complete file
+    reason: str  # kind of fault, by which bad rows are counted
+    detail: str = ""
+
+    def place(self) -> str:
+        """path:line, or path: row N. Reads the file up to `start` to count its lines."""
+        if self.start == ROW:
+            return f"{self.path}: row {self.number}"
+        if not self.number:
+            return self.path
+        return f"{self.path}:{_lines_before(self.path, self.start) + self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.place()}: {self.reason}{self.detail}"
+
+
+class BadRow(DataError):
+    """An input has a broken row, and none may be left out."""
+
+
+class TooManyBad(DataError):
+    """An input has more broken rows than may be left out; finished shards are kept."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Number of broken rows that may be left out: `--skip-bad`."""
+
+    text: str
+    count: int | None  # none if a share is set
+    share: float = 0.0
+
+    @staticmethod
+    def read(text: str) -> "Limit":
+        """Parse `100` or `0.1%`. Raises DataError."""
+        if re.fullmatch(r"\d{1,18}", text):
+            return Limit(text, int(text))
+        if re.fullmatch(r"\d{1,3}(\.\d+)?%", text) and float(text[:-1]) <= 100:
+            return Limit(text, None, float(text[:-1]) / 100)
+        raise DataError(f"--skip-bad {text} is neither a count, as 100, nor a share, as 0.1%")
+
+    def check(self, bad: list[Bad], rows: int | None = None) -> None:
+        """Raise BadRow or TooManyBad beyond the limit; a share is checked once `rows` is known."""
+        if self.allows(len(bad), rows):
+            return
+        if self.count == 0:
+            raise BadRow(f"{bad[0]}; fix it, or leave such rows out with --skip-bad N")
+        of = "" if rows is None else f" of {rows:,}"
+        raise TooManyBad(
+            f"{len(bad):,} bad rows{of} are more than --skip-bad {self.text}: {summary(bad)}; fix "
+            "them, or continue with a higher --skip-bad"
+        )
+
+    def allows(self, bad: int, rows: int | None) -> bool:
+        if self.count is not None:
+            return bad <= self.count
+        return rows is None or bad <= self.share * rows
+
+
+def by_reason(bad: Iterable[Bad]) -> dict[str, list[Bad]]:
+    """Bad rows by reason, the most frequent reason first."""
+    reasons: dict[str, list[Bad]] = {}
+    for each in bad:
+        reasons.setdefault(each.reason, []).append(each)
+    return dict(sorted(reasons.items(), key=lambda item: -len(item[1])))
+
+
+def summary(bad: Iterable[Bad]) -> str:
+    """Counts by reason, each with the first location."""
+    return ", ".join(
+        f"{len(some):,} {reason} (first {some[0].place()})"
+        for reason, some in by_reason(bad).items()
+    )
+
+
+def listing(bad: Iterable[Bad]) -> Iterable[str]:
+    """A line for each: location, tab, fault. `bad` are in the order of the input."""
+    path, offset, lines = "", 0, 0
+    for each in bad:
+        place = each.place() if each.start <= 0 else ""
+        if not place:  # count the lines of a file once, not for each of its bad rows
+            if path != each.path or each.start < offset:
+                path, offset, lines = each.path, 0, 0
+            lines += _lines_before(path, each.start, offset)
+            offset = each.start
+            place = f"{path}:{lines + each.number}"
+        yield f"{place}\t{each.reason}{each.detail}\n"
+
+
+def _lines_before(path: str, stop: int, start: int = 0) -> int:
+    if stop == start:
+        return 0
+    lines, left = int(start == 0), stop - start - int(start == 0)
+    with opened(path) as stream:
+        stream.seek(max(0, start - 1))
+        while left > 0 and (block := stream.read(min(left, 1 << 22))):
+            lines += block.count(b"\n")
+            left -= len(block)
+    return lines
+
 
 _BLOCK = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -28,8 +138,7 @@ class Reading:
     """Options that select the text of a row."""
 
     key: str = "text"  # JSON key or Parquet column of the text
-    keys: dict[str, str] = field(default_factory=dict)
-    """Key for kinds of files that have another one."""
+    keys: dict[str, str] = field(default_factory=dict)  # for kinds of files with another key
     lines: bool = False  # each line of a .txt is a row, not each file
 
     def key_of(self, path: str) -> str:
@@ -87,8 +196,7 @@ def cut(path: str, reading: Reading, chunk: int) -> Iterator[tuple[Piece, int]]:
         yield Piece(path, form, start, stop), stop - start
 
 
-Refused = Callable[[str], tuple[str, str] | None]
-"""Function that gives the kind of a text's fault, and its place, or None."""
+Refused = Callable[[str], tuple[str, str] | None]  # kind of a text's fault, and its place
 
 
 def read(piece: Piece, reading: Reading, refused: Refused = lambda text: None) -> Iterator[str]:
@@ -143,7 +251,6 @@ def _lines(piece: Piece, stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _without_mark(raw: bytes) -> bytes:
-    """Bytes without a leading byte order mark."""
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
@@ -162,7 +269,6 @@ def _decoded(raw: bytes, at: Bad) -> str | Bad:
 
 
 def _parsed(line: bytes, key: str, at: Bad) -> str | Bad:
-    """The text of a line of JSON."""
     text = _decoded(line, at)
     if isinstance(text, Bad):
         return text
@@ -173,7 +279,6 @@ def _parsed(line: bytes, key: str, at: Bad) -> str | Bad:
 
 
 def _text(record: Any, key: str, at: Bad) -> str | Bad:
-    """The text of a JSON object; null counts as empty."""
     if not isinstance(record, dict) or key not in record:
         names = list(record)[:20] if isinstance(record, dict) else []
         keys = ", ".join(name.encode("unicode_escape").decode() for name in names) or "none"
@@ -200,11 +305,7 @@ def _is_array(path: str) -> bool:
 
 
 def _array(path: str, stream: BinaryIO, key: str) -> Iterator[_Placed]:
-    """Rows of a JSON array, which is read incrementally.
-
-    Raises:
-        DataError: it is not JSON, so that the start of the next row is unknown.
-    """
+    """Rows of a JSON array, read incrementally; a DataError where the next row cannot be found."""
     text = _Growing(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""))
     try:
         text.take("[")
@@ -223,13 +324,10 @@ def _array(path: str, stream: BinaryIO, key: str) -> Iterator[_Placed]:
 
 
 class _Growing:
-    """A JSON text that is read in blocks while its values are parsed."""
-
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self._stream, self._buffer, self._at = stream, "", 0
         self._decode = json.JSONDecoder().raw_decode
-        self.line = 1
-        """Line of the next character."""
+        self.line = 1  # of the next character
 
     def next(self) -> str:
         """The next character that is not whitespace; empty at the end."""
@@ -271,7 +369,6 @@ class _Growing:
         self._at += count
 
     def _read(self) -> bool:
-        """Drop parsed text and read a block; False at the end of the file."""
         self._buffer, self._at = self._buffer[self._at :], 0
         block = self._stream.read(max(_BLOCK, len(self._buffer)))
         self._buffer += block

@@ -1,9 +1,7 @@
 """Token files on disk: the embedded corpus, and the check of any .bin/.idx pair before it is read.
 
-First stage of the data flow: `moe.data.loader` builds datasets only over pairs that passed
-`open_corpus`, and `scripts/prepare_data.py` writes such pairs. Invariant: one interpreter gives one
-embedded corpus on every host. Imports neither torch nor Megatron-Core, so that prepare_data starts
-fast.
+Invariant: one interpreter gives one embedded corpus on every host. Imports neither torch nor
+Megatron-Core, so that prepare_data starts fast.
 """
 
 import functools
@@ -56,9 +54,8 @@ class Sidecar:
     text_bytes: int = 0  # UTF-8 bytes of all documents; 0 if that is not known
     skipped: int = 0  # rows of the input that gave no document
     bad_rows: int = 0  # skipped rows that were broken
-    tokenizer_meaning: str = ""  # `tokenizer.files.meaning`; empty for bytes, and in older files
-    special_text: str = "special"
-    """Treatment of special tokens that documents spell (`tokenizer.encoder`)."""
+    tokenizer_meaning: str = ""  # `tokenizer.encoder.meaning`; empty for bytes, and in older files
+    special_text: str = "special"  # treatment of special tokens that documents spell
     special_spelled: int = 0  # number of them, if that is known
 
     def same_tokenizer(self, other: "Sidecar") -> bool:
@@ -93,8 +90,7 @@ class Corpus:
     """A checked .bin/.idx pair."""
 
     prefix: str
-    lengths: np.ndarray
-    """Tokens of each document, int32 [documents]; memory-mapped if each is one sequence."""
+    lengths: np.ndarray  # tokens of each, int32 [documents]; memory-mapped if each is one sequence
     dtype: str
     sidecar: Sidecar | None
     stamp: str  # digest of samples of both files, equal for equal data at any location
@@ -121,7 +117,6 @@ def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
 
     Raises:
         DataError: they are missing or damaged, or do not agree.
-        OSError: a file exists and cannot be read.
 
     Layout of .idx: header, int32 length and int64 byte offset of each sequence, int64 document
     boundaries (megatron/core/datasets/indexed_dataset.py, _IndexWriter).
@@ -191,7 +186,6 @@ def tokenizer_beside(prefix: str) -> Path:
 
 
 def _read_header(index: str, file: Path) -> tuple[int, int, str]:
-    """Sequences, document boundaries and dtype in the header of an `index`."""
     with file.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC:
@@ -232,7 +226,6 @@ def _check_order(
 
 
 def _one_each(documents: np.ndarray, sequences: int) -> bool:
-    """Is document i sequence i, as in files of prepare_data?"""
     return len(documents) == sequences + 1 and all(
         (np.diff(documents[start : start + _ENTRIES + 1]) == 1).all()
         for start in range(0, sequences, _ENTRIES)
@@ -268,7 +261,6 @@ def _check_sidecar(corpus: Corpus, tokens: int) -> None:
 
 
 def _stamp(*paths: Path) -> str:
-    """Stamp of local files."""
     with opened_parts(*paths) as parts:
         return stamp(parts)
 
@@ -279,8 +271,7 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     Documents are the .py files of the running interpreter's standard library (or of `library`)
     without tests and files generated for one machine. A token is a byte; byte 0 ends a document.
     Documents are ordered by a digest of their relative path: the same order on every host, and
-    mixed, so that both parts of `data.split` are similar. The name carries a digest of the
-    contents. Any number of processes may call this at the same time.
+    mixed, so that both parts of `data.split` are similar. Processes may call this concurrently.
     """
     root = _library(library)
     name = _own_name() if library is None else _name(root)
@@ -323,7 +314,6 @@ def _library(library: Path | None) -> Path:
 
 
 def _texts(root: Path) -> Iterator[bytes]:
-    """The documents, in order."""
     for path in _sources(root):
         if (text := path.read_bytes()) and 0 not in text:
             yield text
@@ -362,14 +352,9 @@ def smallest_dtype(vocab_size: int) -> str:
 
 
 def write_index(path: Path, dtype: str, lengths: np.ndarray) -> None:
-    """Write the .idx of a .bin in which each document is one sequence.
+    """Write the .idx of a .bin in which each document is one sequence; `lengths` are int32.
 
     The bytes equal those of Megatron-Core's IndexedDatasetBuilder.finalize, which needs torch.
-
-    Args:
-        path: of the .idx.
-        dtype: of the ids.
-        lengths: int32 [documents], tokens of each.
     """
     code = next(code for code, name in DTYPES.items() if name == dtype)
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize

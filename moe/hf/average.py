@@ -13,14 +13,13 @@ import torch
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.convert import new_folder
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
-from phalanx.parallel.checkpoint.config_diff import must_agree
 from phalanx.parallel.checkpoint.saved_knobs import understood
+from phalanx.parallel.checkpoint.start import must_agree
 from phalanx.parallel.object_store import Place
 
 _OPTIMIZER = "optimizer."
 _AVERAGE = "optimizer.state.ema."
-_ELEMENTS = 16 << 20
-"""Elements that are averaged at a time."""
+_ELEMENTS = 16 << 20  # averaged at a time
 
 
 def average(
@@ -33,16 +32,13 @@ def average(
     """Write the mean of checkpoints of one model as a checkpoint of step 0 with weights alone.
 
     Sums are in fp64; results have the dtype of the weights. Integers, the configuration and what an
-    imported model came with are those of the last checkpoint. Biases of the routers are no weights
-    that an optimizer updates, and are averaged all the same: their mean balances experts whose
-    weights are a mean.
+    imported model came with are those of the last checkpoint. Biases of the routers, which no
+    optimizer updates, are averaged too: their mean balances experts whose weights are a mean.
 
     Args:
         checkpoints: folders or addresses, of any layout; all their files are verified.
-        out: the new checkpoint; must not exist.
-        averages: take the moving averages of `optim.ema` in place of the weights. Tensors that no
-            optimizer updates, as the biases of the routers, have none: theirs is the mean of what
-            the checkpoints hold.
+        averages: take the moving averages of `optim.ema` in place of the weights, where a tensor
+            has one; biases of the routers have none.
         progress: called with the number of tensors done since the last call, and of all.
 
     Returns:
@@ -52,7 +48,6 @@ def average(
         ConversionError: a checkpoint is damaged, of another model or without averages; a mean is
             NaN or infinite; or `out` exists.
         CheckpointMismatch: a configuration is not understood.
-        OSError: a checkpoint cannot be read, or `out` cannot be written.
     """
     with new_folder(out) as unfinished:
         readers = [PieceReader(place, lambda done, total: None) for place in checkpoints]
@@ -87,7 +82,6 @@ def _weights(reader: PieceReader) -> list[str]:
 
 
 def _compare(place: Place, reader: PieceReader, other: Place, last: PieceReader) -> None:
-    """Refuse two checkpoints of different models."""
     shapes, others = ({key: r.shape(key) for key in _weights(r)} for r in (reader, last))
     for key in sorted(shapes.keys() | others.keys()):
         if shapes.get(key) != others.get(key):
@@ -108,7 +102,6 @@ def _compare(place: Place, reader: PieceReader, other: Place, last: PieceReader)
 def _means(
     readers: Sequence[PieceReader], key: str, averages: bool
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """First row and mean of some rows of a tensor at a time."""
     last = readers[-1]
     shape, dtype = last.shape(key), last.dtype(key)
     rows = max(1, _ELEMENTS // max(1, math.prod(shape[1:])))

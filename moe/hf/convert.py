@@ -1,35 +1,34 @@
 """Import of a Hugging Face folder as a checkpoint, and export of a checkpoint as a folder.
 
-Both iterate over the regions of `hf.weights` and hold one at a time, on one process without a GPU.
-All names, shapes and dtypes are compared before anything is written; the result is renamed to its
+Both iterate over the regions of `hf.weights` and hold one at a time. The result is renamed to its
 final name when it is complete.
 """
 
 import json
 import logging
+import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config, ModelConfig
+from phalanx.moe.data.tokenizer.special_tokens import GENERATION, Chosen, SpecialTokens
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
-from phalanx.moe.hf.shards import Shards
-from phalanx.moe.hf.source import SourceFolder, read_json
-from phalanx.moe.hf.tokenizer_files import files_of_data, files_of_folder
-from phalanx.moe.hf.tokens import (
-    GENERATION,
-    Chosen,
-    SpecialTokens,
+from phalanx.moe.hf.source import INDEX, SourceFolder, all_finite, read_json
+from phalanx.moe.hf.tokenizer_files import (
     check_tokenizer,
+    files_of_data,
+    files_of_folder,
     imported_tokens,
     special_tokens,
 )
@@ -37,21 +36,103 @@ from phalanx.moe.hf.weights import TensorRegion, regions
 from phalanx.parallel.checkpoint.saved_knobs import SavedKnobs, understood
 from phalanx.parallel.object_store import Place
 
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+class Shards:
+    """New safetensors shards in an empty folder, and their index.
+
+    The safetensors library needs all tensors of a shard in memory. Here headers are written first,
+    and then data in any order (https://huggingface.co/docs/safetensors: 8 bytes length, JSON
+    header, data). The `tensors`, name -> (dtype, shape), are in the order of storage. A shard has
+    at most `limit` bytes of data; a larger tensor has a separate one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+        limit: int,
+    ) -> None:
+        self._folder, self._tensors = folder, tensors
+        self._open: tuple[str, BinaryIO] | None = None
+        self._place: dict[str, tuple[str, int]] = {}
+        shards: list[dict[str, int]] = [{}]
+        filled = self.bytes = 0
+        for name, (dtype, shape) in tensors.items():
+            size = math.prod(shape) * dtype.itemsize
+            if filled and filled + size > limit:
+                shards.append({})
+                filled = 0
+            shards[-1][name] = filled
+            filled += size
+            self.bytes += size
+        for number, shard in enumerate(shards, 1):
+            self._lay_out(f"model-{number:05d}-of-{len(shards):05d}.safetensors", shard)
+
+    def _lay_out(self, file: str, shard: dict[str, int]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, start in shard.items():
+            dtype, shape = self._tensors[name]
+            end = start + math.prod(shape) * dtype.itemsize
+            offsets = [start, end]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (self._folder / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(8 + len(text) + end)
+        for name, start in shard.items():
+            self._place[name] = (file, 8 + len(text) + start)
+
+    def write(self, name: str, first: int, values: Tensor) -> int:
+        """Write rows of a tensor from row `first`; returns their bytes. Each row is written once.
+
+        Raises ConversionError for a value that is NaN or infinite in the dtype of the shard.
+        """
+        dtype, shape = self._tensors[name]
+        values = values.to(dtype)
+        if not all_finite(values):
+            raise ConversionError(
+                f"{name} has values that are NaN or infinite in {_NAMES[dtype]}: export an earlier "
+                "checkpoint"
+            )
+        file, start = self._place[name]
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = (file, (self._folder / file).open("r+b"))
+        data = values.contiguous().view(-1).view(torch.uint8).numpy()
+        self._open[1].seek(start + first * math.prod(shape[1:]) * dtype.itemsize)
+        self._open[1].write(data)
+        return data.nbytes
+
+    def close(self) -> None:
+        """Flush the open shard to disk and close it."""
+        if self._open is not None:
+            with self._open[1] as stream:
+                stream.flush()
+                os.fsync(stream.fileno())
+        self._open = None
+
+    def index(self) -> None:
+        """Write the index, after all data."""
+        self.close()
+        files = {name: file for name, (file, _) in self._place.items()}
+        text = json.dumps({"metadata": {"total_size": self.bytes}, "weight_map": files}, indent=2)
+        (self._folder / INDEX).write_text(text + "\n")
+
+
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], object]
-"""Called with the amount done since the last call, and the total."""
+Progress = Callable[[int, int], object]  # amount done since the last call, and total
 
 _SHARD = 5 << 30  # bytes of data in an exported file
 _CONTEXT = 4096  # tokens, if neither run nor imported model define it
 
 
 def determined(folder: Path, tokens: Chosen | None = None) -> dict[str, Any]:
-    """Knobs below `model.` of the model in a Hugging Face folder.
-
-    Args:
-        folder: with config.json and safetensors.
-        tokens: ids of special tokens in place of its own.
+    """Knobs below `model.` of the model in a folder; `tokens` are ids of special tokens.
 
     Raises:
         ConversionError: the model has no counterpart here, or the folder does not exist.
@@ -82,8 +163,6 @@ def import_folder(
     """Write a Hugging Face folder as a checkpoint of step 0 without an optimizer's state.
 
     Args:
-        folder: with config.json and safetensors.
-        out: the checkpoint; must not exist.
         model: compatible with `determined(folder)`; fewer `mtp_layers` drop the others.
         progress: in regions.
         tokens: as for `determined`.
@@ -92,7 +171,6 @@ def import_folder(
         ConversionError: a tensor is missing, unexpected, of another shape or has values that are
             NaN or infinite; a special token or the tokenizer is outside the vocabulary; `out`
             exists.
-        OSError: the checkpoint cannot be written.
     """
     config = read_json(folder / "config.json") | dict(tokens or {})
     extra = imported_tokens(folder, config, model.vocab_size, tokens)
@@ -140,7 +218,6 @@ def export_checkpoint(
 
     Args:
         checkpoint: folder or address, of any run and layout; it is verified first.
-        out: the folder; must not exist.
         dtype: of the weights, bf16 or fp32; that of the checkpoint by default.
         tokenizer: folder whose tokenizer files are copied; that of the run's data by default.
         shard_bytes: maximum bytes of data in one file.
@@ -152,7 +229,6 @@ def export_checkpoint(
         ConversionError: the checkpoint is invalid, has a model that Hugging Face does not have, or
             values that are NaN or infinite; a special token or tokenizer is of another model.
         CheckpointMismatch: its configuration is not understood.
-        OSError: the checkpoint cannot be read, or the folder cannot be written.
     """
     named = files_of_folder(tokenizer) if tokenizer else None
     with new_folder(out) as unfinished:
@@ -198,16 +274,7 @@ _POSITIONS = "max_position_embeddings"
 def _check(
     source: SourceFolder, plan: list[TensorRegion], left_out: tuple[str, ...]
 ) -> dict[str, torch.dtype]:
-    """Dtype of every tensor of the checkpoint, the widest of its parts.
-
-    Args:
-        source: the folder.
-        plan: all regions that are read.
-        left_out: prefixes of tensors that are not read.
-
-    Raises:
-        ConversionError: a tensor is missing, unexpected, misshapen or of an unknown dtype.
-    """
+    """Dtype of every tensor of the checkpoint, the widest of its parts; checks names and shapes."""
     dtypes: dict[str, torch.dtype] = {}
     used: set[str] = set()
     known: dict[str, torch.dtype] = {}
@@ -250,7 +317,6 @@ def _fits(region: TensorRegion, reader: PieceReader) -> None:
 
 
 def _model(saved: SavedKnobs) -> ModelConfig:
-    """The model section that a checkpoint was saved with."""
     cfg = Config()
     for path, value in saved.values.items():
         if path.startswith("model."):
@@ -259,7 +325,6 @@ def _model(saved: SavedKnobs) -> ModelConfig:
 
 
 def _section(saved: SavedKnobs, prefix: str) -> dict[str, Any]:
-    """Knobs of a section without subsections, by their name in it."""
     knobs = saved.values.items()
     return {path.removeprefix(prefix): value for path, value in knobs if path.startswith(prefix)}
 

@@ -17,29 +17,22 @@ class Names:
 
     block: str = "mlp"
     router: str = "gate"
-    choice_bias: str = "gate.e_score_correction_bias"
-    """Bias of the router in the choice of experts, if it has one."""
+    choice_bias: str = "gate.e_score_correction_bias"  # of the router, if it has one
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Matrices of one expert; none if all experts are in one tensor."""
     shared: str = "shared_experts"
-    prediction: str = ""
-    """Prefix of multi-token prediction; empty if its layers are numbered after the decoder's."""
+    prediction: str = ""  # prefix; empty if numbered after the decoder's layers
 
 
 @dataclass(frozen=True)
 class Family:
     """One architecture."""
 
-    architecture: str
-    """Class in transformers."""
-    fixed: dict[str, Any]
-    """Knob -> value that the architecture fixes."""
-    fields: dict[str, str]
-    """Field -> knob of the same value."""
-    demanded: dict[str, Any]
-    """Field -> its only supported value, which is also its default."""
-    harmless: frozenset[str] = field(default_factory=frozenset)
-    """Fields that change no result, besides those of all families."""
+    architecture: str  # class in transformers
+    fixed: dict[str, Any]  # knob -> value of the architecture
+    fields: dict[str, str]  # field -> knob of the same value
+    demanded: dict[str, Any]  # field -> its only supported value, also its default
+    harmless: frozenset[str] = field(default_factory=frozenset)  # further fields without effect
     names: Names = Names()
     partial_rotary: float | None = None
     """Default fraction of a head that is rotated; None for families that rotate all of it."""
@@ -63,7 +56,6 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Fields of any family that do not affect what a model computes."""
 
 _SWIGLU = {"moe.activation": "swiglu", "moe.activation_limit": 0.0, "moe.activation_offset": 0.0}
 _PLAIN_HEADS = {
@@ -88,7 +80,6 @@ _PLAIN = {
     "linear_attention.full_attention_interval": 1,
     "moe.shared_gate": False,
 }
-"""Knobs of all families but Qwen3-Next."""
 _NORMED_TOGETHER = {"attention.qk_norm": True, "attention.qk_norm_over": "projection"}
 _ROUTED_ONLY = {"mtp_layers": 0, "moe.shared_ffn": 0}
 _PLAIN_CHOICE = {"moe.router.groups": 1, "moe.router.scale": 1.0, "moe.router.bias_rate": 0.0}
@@ -130,7 +121,6 @@ _DENSE_LAYERS = {
     "attention.sinks": False,
     "attention.window": 0,
 }
-"""Knobs of dense families, but for the norm of heads."""
 _ALL = {"attention_dropout": 0.0, "hidden_act": "silu"}
 _MIXTRAL_NAMES = Names(
     block="block_sparse_moe",
@@ -415,7 +405,6 @@ FAMILIES = {
         harmless=frozenset({"pretraining_tp"}),
     ),
 }
-"""Family by `model_type`."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Further `model_type` names of a family, with the same fields and tensors."""

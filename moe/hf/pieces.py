@@ -1,8 +1,7 @@
 """A checkpoint of Megatron-Core's torch_dist format, written and read in pieces by one process.
 
 The format stores pieces of tensors as concatenated torch.save archives in .distcp files, and their
-offsets in `.metadata`. parallel.checkpoint.commit commits and verifies the folder,
-parallel.checkpoint.safe_pickle reads everything but tensors.
+offsets in `.metadata`, which parallel.checkpoint.safe_pickle reads.
 """
 
 import io
@@ -41,11 +40,7 @@ _FILE = 4 << 30  # bytes after which a new file starts: the ranks of a run verif
 
 
 class PieceWriter:
-    """A new checkpoint of step 0.
-
-    Args:
-        folder: empty; `commit` renames it.
-    """
+    """A new checkpoint of step 0 in an empty folder, which `commit` renames."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -111,15 +106,12 @@ class _Piece:
 
 
 class PieceReader:
-    """The tensors of a checkpoint of any layout.
+    """The tensors of a checkpoint of any layout, at a folder or an address.
 
-    Args:
-        folder: of the checkpoint, or its address; all files are verified.
-        progress: called with (bytes read, bytes of all files) during verification.
+    All files are verified; `progress` is called with (bytes read, bytes of all files).
 
     Raises:
         ConversionError: it is damaged, or no checkpoint.
-        OSError: it cannot be read.
     """
 
     def __init__(self, folder: Place, progress: Callable[[int, int], object]) -> None:
@@ -159,11 +151,7 @@ class PieceReader:
         return tuple(self._described[key].size)
 
     def read(self, key: str, rows: tuple[int, int]) -> Tensor:
-        """Rows of a tensor, joined from the pieces that hold them.
-
-        Raises:
-            ConversionError: no piece holds some of them.
-        """
+        """Rows of a tensor, joined from the pieces that hold them; else a ConversionError."""
         start, stop = rows
         out = torch.empty((stop - start, *self.shape(key)[1:]), dtype=self.dtype(key))
         filled = 0
@@ -201,7 +189,6 @@ class PieceReader:
         return data.view(dtype).view(stop - start, *piece.sizes[1:])
 
     def _whole(self, key: str, data: bytes) -> Tensor:
-        """A piece with strides, which torch reads, uncompressed."""
         try:
             check_archive(data).close()
         except (ValueError, zipfile.BadZipFile) as error:

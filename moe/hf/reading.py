@@ -3,12 +3,117 @@
 Functions of the fields and of the knobs read so far; they return more knobs below `model.`.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from phalanx.configs.knobs import knobs
 from phalanx.moe.data.tokenizer.special_tokens import shown
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.fields import Fields, number, value_of
+
+_OTHER_NAMES = {
+    "num_experts": "num_local_experts",
+    "n_routed_experts": "num_local_experts",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+"""Name of a field in newer or older files."""
+
+_ABSENT = {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+_BEYOND = 100
+"""Limit of a size, as a multiple of the largest published one: without it, the list of layers of
+an invalid file could take all memory before other checks."""
+
+
+class Fields(Mapping[str, Any]):
+    """An untrusted JSON object, `where` in messages, that records which fields have been read."""
+
+    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
+        self._values, self.where = values, where
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values  # asking is not reading
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def inner(self, name: str) -> "Fields | None":
+        """The object in a field, None if absent or empty; a ConversionError for something else."""
+        value = self.get(name)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise ConversionError(f"{self.where} has {name}={shown(value)}; expected a JSON object")
+        return Fields(value, f"{name} of {self.where}")
+
+    def one(self, *names: str) -> Any:
+        """The common value of those of these fields that exist; None without any.
+
+        Raises ConversionError if two of them differ.
+        """
+        present = [name for name in names if name in self]
+        for name in present[1:]:
+            if self[name] != self[present[0]]:
+                both = f"{present[0]}={shown(self[present[0]])} and {name}={shown(self[name])}"
+                raise ConversionError(f"{self.where} has {both}, which mean the same and differ")
+        return self[present[0]] if present else None
+
+    def demand(self, values: Mapping[str, Any]) -> None:
+        """Read fields with a single supported value, also their default; else a ConversionError."""
+        for name, value in values.items():
+            if (actual := self.get(name, value)) != value:
+                raise ConversionError(
+                    f"{self.where} has {name}={shown(actual)}; only {shown(value)} can be imported"
+                )
+
+    def refuse_unread(self, harmless: frozenset[str] = frozenset()) -> None:
+        """Raise ConversionError for a field that has not been read and is not harmless."""
+        for name in sorted(self._values.keys() - self._read - harmless):
+            raise ConversionError(
+                f"{self.where} has {name}={shown(self._values[name])}, which is not known here; "
+                "remove it if the model is the same without it"
+            )
+
+
+def value_of(config: Fields, name: str, knob: str) -> Any:
+    """The value of a field in the type of `model.<knob>`; else a ConversionError."""
+    kind = knobs()[f"model.{knob}"].type
+    value: Any = config.one(name, _OTHER_NAMES.get(name, name))
+    if value is None and name not in config:
+        value = _ABSENT.get(name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        found = f"{name}={shown(value)}" if name in config else f"no {name}"
+        raise ConversionError(f"{config.where} has {found}; expected {kind.__name__}")
+    most = knobs()[f"model.{knob}"].facts.largest_published
+    if most is not None and value > _BEYOND * most:
+        raise ConversionError(
+            f"{config.where} has {name}={shown(value)}; published models have at most {most:,}"
+        )
+    return value
+
+
+def number(config: Fields, name: str, absent: int | None = None, least: int = 0) -> int:
+    """The value of an integer field; a ConversionError if missing or less than `least`."""
+    value = config.one(name, _OTHER_NAMES.get(name, name))
+    if value is None and name not in config:
+        value = absent
+    if type(value) is not int or value < least:
+        expected = f"a number of {least} or more" if least else "a number"
+        raise ConversionError(f"{config.where} has {name}={shown(value)}; expected {expected}")
+    return value
+
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -128,14 +233,12 @@ READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
-"""Reader by family."""
 
 
 # --- parts of several families --------------------------------------------------------------------
 
 
 def _latent(config: Fields, knobs: Knobs) -> Knobs:
-    """Latent attention and shared experts of DeepSeek."""
     heads, rope = knobs["attention.heads"], knobs["attention.qk_rope_dim"]
     config.demand(
         {
@@ -160,7 +263,6 @@ def _latent(config: Fields, knobs: Knobs) -> Knobs:
 
 
 def _windows(config: Fields, layers: int) -> Knobs:
-    """Sliding windows on all layers but each n-th."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if kinds is None:
         kinds = kinds_of_layers(layers, 2, windows=True)
@@ -230,10 +332,7 @@ def _check_heads(knobs: Knobs) -> None:
 
 
 def check_one_expert(knobs: Knobs) -> None:
-    """Refuse one expert per token with a normalized weight: always 1 in transformers.
-
-    A router would not learn from it.
-    """
+    """Refuse one expert per token of normalized weight: always 1, so no router learns."""
     if "moe.top_k" not in knobs:  # a dense model
         return
     over_top_k = knobs.get("moe.router.softmax_over") == "topk"

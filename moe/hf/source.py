@@ -3,6 +3,10 @@
 The folder is untrusted. Shards are named by the index and lie directly in the folder; their headers
 are checked by the safetensors library; pickled weights are never opened. A folder that two readers
 could interpret as different models is refused.
+
+Dequantized are MXFP4 of GPT-OSS and block-scaled FP8 of DeepSeek-V3: products are exact in fp32 and
+rounded to bf16 once. MXFP4 follows the OCP Microscaling Formats specification 1.0: 32 E2M1 values
+share one E8M0 scale, of which 255 is NaN.
 """
 
 import math
@@ -16,7 +20,6 @@ from torch import Tensor
 
 from phalanx.moe.data.tokenizer.special_tokens import read_object
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.quantised import from_fp8, from_mxfp4
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -28,11 +31,7 @@ _BLOCK = (128, 128)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a folder.
-
-    Raises:
-        ConversionError: the file is missing or is no JSON object.
-    """
+    """A JSON object of a folder; a ConversionError if it is missing or no object."""
     try:
         return read_object(path)
     except FileNotFoundError:
@@ -54,10 +53,6 @@ class SourceFolder:
     MXFP4 tensors are stored as `<name>_blocks` and `<name>_scales`, FP8 ones with
     `<name>_scale_inv`; `dtype`, `shape` and `read` refer to dequantized values.
 
-    Args:
-        folder: with model.safetensors, or the shards that model.safetensors.index.json names.
-        config: its config.json.
-
     Raises:
         ConversionError: there are no safetensors, the index is unusable, or the tensors of the
             model are ambiguous.
@@ -72,11 +67,7 @@ class SourceFolder:
         self._read = 0
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the values of a tensor: bf16 or fp32.
-
-        Raises:
-            ConversionError: it is missing, or of another dtype.
-        """
+        """bf16 or fp32; a ConversionError if the tensor is missing, or of another dtype."""
         if self._is_mxfp4(name):
             return torch.bfloat16
         stored = self._stored(name)
@@ -89,11 +80,7 @@ class SourceFolder:
         return _DTYPES[stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the values of a tensor.
-
-        Raises:
-            ConversionError: it is missing, or does not match its scales.
-        """
+        """Shape of the values; a ConversionError without a tensor that matches its scales."""
         if not self._is_mxfp4(name):
             shape = self._shape(name)
             if self._stored(name) == "F8_E4M3":
@@ -114,11 +101,7 @@ class SourceFolder:
         return {name, f"{name}_scale_inv"} & self.names
 
     def read(self, name: str, rows: tuple[int, int]) -> Tensor:
-        """Rows of a tensor, as a copy.
-
-        Raises:
-            ConversionError: a value is NaN or infinite.
-        """
+        """Rows of a tensor, as a copy; a ConversionError for a value that is NaN or infinite."""
         values = self._values(name, *rows)
         if not all_finite(values):
             raise ConversionError(f"{name} has values that are NaN or infinite")
@@ -168,9 +151,7 @@ class SourceFolder:
 def _files(folder: Path) -> dict[str, str]:
     """Tensor name -> file that holds it, from the headers of the files, as in transformers.
 
-    Raises:
-        ConversionError: there are no files, one cannot be read, or the model is ambiguous: a single
-            file besides shards, a tensor in two shards, an adapter.
+    Ambiguous are a single file besides shards, a tensor in two shards, and an adapter.
     """
     if (folder / _ADAPTER).is_file():
         raise ConversionError(
@@ -208,7 +189,6 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _indexed(index: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor name -> shard."""
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConversionError(f"{index} has no weight_map")
@@ -221,7 +201,6 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> list[str]:
-    """Names of the tensors in a file."""
     try:
         with safe_open(file, "pt") as opened:
             return list(opened.keys())
@@ -232,7 +211,6 @@ def _header(file: Path) -> list[str]:
 
 
 def _block(config: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share an FP8 scale."""
     quantised = config.get("quantization_config")
     size = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
     if size is None:
@@ -240,3 +218,34 @@ def _block(config: dict[str, Any]) -> tuple[int, int]:
     if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n for n in size)):
         raise ConversionError(f"config.json has weight_block_size={size}, not two sizes")
     return size[0], size[1]
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+_SCALES = torch.tensor([*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan])
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Values, bf16 [..., 32 * N], of MXFP4 blocks.
+
+    Args:
+        blocks: uint8 [..., N, 16], two values a byte, the first in the low four bits.
+        scales: uint8 [..., N], the exponent of each block plus 127.
+    """
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    values = _VALUES[codes.int()] * _SCALES[scales.int()][..., None]
+    return values.flatten(-2).to(torch.bfloat16)
+
+
+def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
+    """Values, bf16 [R, C], of rows of a matrix with a scale per block.
+
+    Args:
+        weight: float8_e4m3fn [R, C], which starts at `first_row` of the full matrix.
+        scale: of the full matrix, [rows / block[0], C / block[1]] rounded up; any float dtype.
+        block: rows and columns that share a scale.
+        first_row: row of the full matrix.
+    """
+    rows = torch.arange(first_row, first_row + weight.size(0)) // block[0]
+    columns = torch.arange(weight.size(1)) // block[1]
+    return (weight.float() * scale.float()[rows][:, columns]).to(torch.bfloat16)

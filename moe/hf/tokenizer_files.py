@@ -1,12 +1,14 @@
 """Tokenizer files of an exported folder, which `AutoTokenizer.from_pretrained` opens.
 
 They are those of a folder that a person names, or else the tokenizer of the run's data: the copy
-that prepare_data keeps, or one of bytes. Ids of a text are those of prepare_data, which adds no
-special tokens: neither does the tokenizer of the data, whatever its file says.
+that prepare_data keeps, or one of bytes. Neither adds special tokens. Checks of special tokens are
+those of `moe.data.tokenizer.special_tokens`, with a ConversionError.
 """
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,57 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.sidecars import (
+from phalanx.moe.data.token_files import BYTES
+from phalanx.moe.data.tokenizer import special_tokens as checks
+from phalanx.moe.data.tokenizer.encoder import byte_tokenizer, load_tokenizer
+from phalanx.moe.data.tokenizer.special_tokens import (
+    GENERATION,
+    Chosen,
+    Ids,
     check_of_data,
     check_of_model,
+    json_object,
     sidecars,
     tokenizer_of_data,
     tokenizers_of,
 )
-from phalanx.moe.data.token_files import BYTES
-from phalanx.moe.data.tokenizer.files import byte_tokenizer, load_tokenizer
 from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.config import besides
 from phalanx.moe.hf.source import read_json
-from phalanx.moe.hf.tokens import Ids
+
+
+@contextmanager
+def _conversion() -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise ConversionError(str(error)) from None
+
+
+check_ids = _conversion()(checks.check_ids)
+check_tokenizer = _conversion()(checks.check_tokenizer)
+special_tokens = _conversion()(checks.special_tokens)
+
+
+@_conversion()
+def imported_tokens(
+    folder: Path, config: dict[str, Any], vocab_size: int, chosen: Chosen | None = None
+) -> dict[str, Any]:
+    """Facts of a folder without a knob: special tokens, published context, generation_config.json.
+
+    The `chosen` ids, which `config` has too, replace the folder's. Raises ConversionError if an id
+    or the folder's tokenizer is outside the vocabulary.
+    """
+    chosen = chosen or {}
+    extra = besides(config)
+    check_ids("config.json", extra, vocab_size)
+    fields = json_object(folder / GENERATION).items()
+    generation = {n: chosen.get(n, v) for n, v in fields if chosen.get(n, v) is not None}
+    check_ids(GENERATION, generation, vocab_size)
+    remedy = "move its files elsewhere to import the weights alone"
+    checks.check_vocabulary(folder, vocab_size, remedy)
+    return extra | ({"generation_config": generation} if generation else {})
+
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -39,30 +80,23 @@ FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Files that are copied from a folder, if they exist."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
     """Tokenizer of an exported folder."""
 
-    note: str
-    """Line on where it is from, or why there is none."""
-    copied: tuple[Path, ...] = ()
-    """Files that are taken as they are."""
+    note: str  # on where it is from, or why there is none
+    copied: tuple[Path, ...] = ()  # taken as they are
     tokenizer: Tokenizer | None = None
     """The tokenizer, which is written where none is copied; None if a tokenizer_config.json is."""
-    pad: str | None = None
-    """Token that its file pads with."""
+    pad: str | None = None  # token that its file pads with
 
     def write(self, folder: Path, ids: Ids, context: int) -> None:
         """Write the files, with a tokenizer_config.json where there is none.
 
-        Args:
-            folder: the exported one.
-            ids: special tokens of the model; without a padding token the end of a text pads, as
-                such tokens are masked.
-            context: tokens of a text.
+        Without a padding token in `ids` the end of a text pads, as such tokens are masked. The
+        `context` is in tokens.
         """
         for file in self.copied:
             shutil.copyfile(file, folder / file.name)
@@ -87,11 +121,7 @@ class TokenizerFiles:
 
 
 def files_of_folder(folder: Path) -> TokenizerFiles:
-    """The files of a folder that a person names.
-
-    Raises:
-        ConversionError: it does not exist, or has none, or one that cannot be read.
-    """
+    """The files of a folder that a person names; a ConversionError if there are none to read."""
     if not folder.is_dir():
         raise ConversionError(
             f"there is no folder {folder}: --tokenizer takes a local folder, not a hub's name"
@@ -110,12 +140,7 @@ def files_of_folder(folder: Path) -> TokenizerFiles:
 
 
 def files_of_data(data: dict[str, Any], vocab_size: int) -> TokenizerFiles:
-    """The tokenizer of a run's data, if its files are here.
-
-    Args:
-        data: the data section of the run's configuration.
-        vocab_size: of the model.
-    """
+    """The tokenizer of a run's data, if its files are here."""
     advice = "give --tokenizer FOLDER to export one"
     try:
         known = tokenizer_of_data(data)

@@ -30,11 +30,9 @@ class TensorPart:
     """Rows of a tensor of the folder."""
 
     name: str
-    shape: Shape
-    """Shape of the full tensor."""
+    shape: Shape  # of the full tensor
     rows: tuple[int, int]
-    view: View
-    """Function from the region to these rows, up to a reshape."""
+    view: View  # function from the region to these rows, up to a reshape
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,11 @@ class TensorRegion:
     """Rows of a tensor of the checkpoint. The views of its parts cover each element once."""
 
     key: str
-    shape: Shape
-    """Shape of the full tensor."""
+    shape: Shape  # of the full tensor
     rows: tuple[int, int]
     parts: tuple[TensorPart, ...]
-    exact: bool = False
-    """Stored in fp32, with any dtype of the weights."""
-    repeated: bool = False
-    """An optional second copy in the folder."""
+    exact: bool = False  # in fp32, with any dtype of the weights
+    repeated: bool = False  # an optional second copy in the folder
 
 
 def same(region: Tensor) -> Tensor:
@@ -93,7 +88,6 @@ def rows_of(
 
 
 def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRegion]:
-    """Regions of layer `layer`; those of multi-token prediction come after the decoder's."""
     yield from rows_of(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
     if path := MIXERS[mixer(m, layer)].regions:
         yield from resolve_name(path)(m, f"{key}self_attention.", name)
@@ -146,8 +140,8 @@ def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[TensorReg
 def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
     """Regions of grouped attention.
 
-    A checkpoint interleaves queries, keys and values by key-value head; output gates follow the
-    queries of the head. In a folder each gate follows its own query.
+    A checkpoint interleaves queries, keys and values by key-value head, with output gates after a
+    head's queries; in a folder each gate follows its own query.
     """
     a = m.attention
     per, d = a.heads // a.kv_heads, a.head_dim
@@ -224,7 +218,6 @@ def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Tenso
 
 
 def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[TensorRegion]:
-    """Regions of experts with three matrices each: all families but GPT-OSS."""
     E, F, D = m.moe.experts, m.moe.ffn, m.hidden
     first, second, third = names.matrices
     for e in range(E):

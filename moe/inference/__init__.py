@@ -1,4 +1,1 @@
-"""Inference with a checkpoint of any layout: a model on one process, its text and its scores.
-
-The model is the trainer's (`moe.run.setup.build_model`), so its logits are those of training.
-"""
+"""Inference with a checkpoint: the trainer's model (`moe.run.setup.build_model`) on one process."""

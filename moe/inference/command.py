@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.configs import programs
 from phalanx.moe.data.tokenizer.encoder import CHOICES, HELP
+from phalanx.moe.report.console import quiet
 from phalanx.moe.report.progress import progress
-from phalanx.moe.report.quiet import quiet
 from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
 from phalanx.parallel.object_store import argument
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 def parser(script: str, manual: str | None, special_text: str) -> argparse.ArgumentParser:
     """Parser with the options for checkpoint, tokenizer and device.
 
-    Args:
-        script: name of the command.
-        manual: its docstring.
-        special_text: default of --special-text.
+    The `manual` is the script's docstring, `special_text` the default of --special-text.
     """
     command = programs.parser(script, manual)
     add = command.add_argument
@@ -55,8 +52,7 @@ def parser(script: str, manual: str | None, special_text: str) -> argparse.Argum
 def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
     """The model that the options name; sets `args.context` if the option was left out.
 
-    Raises:
-        ValueError, CheckpointError, OSError: reported by `report_errors`.
+    Raises ValueError, CheckpointError and OSError, which `report_errors` reports.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this takes one process: start it with python, not with torchrun or srun")
@@ -83,11 +79,7 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
 
 
 def positive(**values: int | None) -> None:
-    """Check that options are at least 1.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Raise ValueError for an option below 1."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -96,8 +88,7 @@ def positive(**values: int | None) -> None:
 def report_errors(program: str, work: Callable[[], None]) -> int:
     """Run a program; a user's mistake is reported in one line on stderr.
 
-    Returns:
-        The exit code: 0 done, 2 bad input, 130 interrupted.
+    Returns the exit code: 0 done, 2 bad input, 130 interrupted.
     """
     quiet()
     try:

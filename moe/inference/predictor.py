@@ -20,7 +20,7 @@ from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.model.packed import packed
-from phalanx.moe.plan.agreed import agreed_plan
+from phalanx.moe.plan.described import agreed_plan
 from phalanx.moe.router.recording import read_facts
 from phalanx.moe.run.setup import build_model
 from phalanx.parallel.checkpoint.saved_knobs import understood
@@ -41,12 +41,9 @@ class NotFinite(ValueError):
 
 
 class Predictor:
-    """Next tokens by the model of a checkpoint.
+    """Next tokens by the model of a checkpoint, in this process, the only one.
 
-    Args:
-        path: of the checkpoint.
-        runtime: this process, the only one.
-        read: progress of the verification, as `parallel.checkpoint.weights.verify` takes it.
+    `read` is progress of the verification, as `parallel.checkpoint.weights.verify` takes it.
 
     Raises:
         NoUsableCheckpoint, CheckpointMismatch: the checkpoint cannot be used, or its configuration
@@ -58,8 +55,7 @@ class Predictor:
         self, path: Place, runtime: Runtime, read: Callable[[int], object] | None = None
     ) -> None:
         record = verify(path, read)
-        self.common = read_common(path, record)
-        """Contents of the checkpoint besides tensors: `step`, `config`, `huggingface`."""
+        self.common = read_common(path, record)  # besides tensors: `step`, `config`, `huggingface`
         self.path, self.step, self.device = path, record.step, runtime.device
         self.cfg = of_one_process(self.common)
         if ignored := understood(self.common.get("config", {})).ignored_note():
@@ -79,8 +75,7 @@ class Predictor:
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Logits of the token after each, fp32 [B, S, V]; `tokens_BS` are int64, on any device.
 
-        Raises:
-            NotFinite: a logit is NaN or infinite; the other methods too.
+        Raises NotFinite if a logit is NaN or infinite, as the other methods do.
         """
         return self._finite(self._forward(tokens_BS, None)[:, : tokens_BS.size(1)], "logits")
 
@@ -91,13 +86,10 @@ class Predictor:
     def losses(
         self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Tensor | None = None
     ) -> Tensor:
-        """Cross entropy of each label, fp32 [B, S], in nats.
+        """Cross entropy of each int64 label, fp32 [B, S], in nats.
 
-        Args:
-            tokens_BS: int64, on any device, as the others.
-            labels_BS: int64.
-            position_BS: int64, position of each token in its piece of a document, for a run with
-                `data.document_mask`: a token attends to its own piece only. None: to all before.
+        `position_BS`, int64, is the position of each token in its piece of a document, for a run
+        with `data.document_mask`: a token attends to its own piece only. None: to all before.
         """
         if position_BS is None:
             losses = self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)]
@@ -106,10 +98,7 @@ class Predictor:
         return torch.cat([self._apart(*row) for row in rows])
 
     def _apart(self, tokens_1S: Tensor, labels_1S: Tensor, position_1S: Tensor) -> Tensor:
-        """Losses [1, S] of a sequence of documents.
-
-        One at a time: a mask of their attention is [S, S] on a CPU.
-        """
+        """Losses [1, S] of a sequence of documents; its mask on a CPU is [S, S]."""
         tokens, labels = self._padded(tokens_1S), self._padded(labels_1S)
         # What fills the sequence up belongs to its last piece.
         position, more = position_1S.to(self.device), tokens.size(1) - position_1S.size(1)
@@ -122,7 +111,6 @@ class Predictor:
         return self._finite(result[:, : tokens_1S.size(1)], "losses")
 
     def _finite(self, values: Tensor, name: str) -> Tensor:
-        """The result `name` in fp32. Raises NotFinite."""
         values = values.float()
         if values.isfinite().all():
             return values
@@ -164,10 +152,7 @@ class Predictor:
 
 @contextmanager
 def opened(path: Place, read: Callable[[int], object] | None = None) -> Iterator[Predictor]:
-    """The model of a checkpoint; the process group that it needs is destroyed after the block.
-
-    Arguments and errors are those of `Predictor`.
-    """
+    """The model of a checkpoint, as `Predictor`; its process group is destroyed after the block."""
     joined = dist.is_initialized()
     runtime = start(seed=1, timeout=600, deterministic=False)
     try:
@@ -180,12 +165,8 @@ def opened(path: Place, read: Callable[[int], object] | None = None) -> Iterator
 def of_one_process(common: dict[str, Any]) -> Config:
     """The configuration of a checkpoint's model on one process, with kernels that run there.
 
-    Args:
-        common: of the checkpoint; that of an imported model has a model section only, and the
-            published context.
-
-    Raises:
-        CheckpointMismatch: it is not understood.
+    The `common` of an imported model has a model section only, and the published context.
+    Raises CheckpointMismatch if it is not understood.
     """
     cfg = Config()
     published = common.get("huggingface", {}).get("max_position_embeddings", _CONTEXT)

@@ -2,10 +2,8 @@
 
 Files are read as in training: documents one after another, each followed by an end token, split
 into sequences. An end token also precedes the first, so that every token of the text is predicted
-once; a token attends to the tokens before it in its sequence.
-
-With `data.document_mask` a token attends to its own document only. The first token of a document
-is then not predicted, as in training.
+once. With `data.document_mask` a token attends to its own document only, whose first token is then
+not predicted, as in training.
 
 Legend: B sequences, S tokens of a sequence, N tokens of a file.
 """
@@ -22,7 +20,7 @@ import torch
 
 from phalanx.configs.addresses import is_address
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.packed_files import NAMES, kind_of
+from phalanx.moe.data.inputs import NAMES, kind_of
 from phalanx.moe.data.packing import positions
 from phalanx.moe.data.text_rows import Reading, Refused, cut, read
 from phalanx.moe.data.token_files import open_corpus
@@ -102,7 +100,6 @@ def text_of(
     Args:
         path: of the file, or the prefix of the pair.
         codec: called if there is text to tokenize.
-        reading: selects the text of a file.
         limit: number of tokens after which no further document is read.
         apart: attention does not cross documents.
         progress: called with bytes of text, or of the pair, as they are read.

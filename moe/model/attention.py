@@ -3,8 +3,7 @@
 One class serves grouped queries, latent attention (values narrower than keys), layers with and
 without a sliding window, and learnable sinks, with the parameter name and checkpoint layout of
 Megatron-Core and Transformer Engine. Under context parallelism each rank gathers all keys and
-values and computes its two chunks of queries. `core_attention` chooses this class or Transformer
-Engine's for a layer spec.
+values and computes its two chunks of queries.
 
 Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-value heads,
 d channels of query and key, v channels of value.
@@ -37,8 +36,6 @@ from megatron.core.transformer.utils import (
 )
 from torch.profiler import record_function
 
-from phalanx.configs.formats import width
-from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
@@ -47,7 +44,6 @@ from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.model.max_logits import active_max_logit
 from phalanx.moe.model.packed import Packed
-from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
 from phalanx.parallel.memory.layer_context import current_layer_context
 
 
@@ -55,17 +51,14 @@ class CoreAttention(MegatronModule):
     """Causal attention between the projections of a layer, built by Megatron-Core's attention.
 
     Args:
-        config: heads, `kv_channels`, `window_size`, `window_attn_skip_freq`, `softmax_type`.
         layer_number: counted from 1, decides whether this layer has a window.
         softmax_scale: factor on the logits; 1 / sqrt(key channels) by default.
         k_channels: channels of a query and key head; `config.kv_channels` by default.
         pg_collection: the `tp` group splits heads, the `cp` group splits the sequence.
         backend: backend of kernels.core_attention.
 
-    The other arguments are part of Megatron-Core's protocol and not used.
-
-    Raises:
-        ValueError: dropout, or a softmax type that is neither vanilla nor learnable.
+    The others are part of Megatron-Core's protocol. Raises ValueError for dropout, or a softmax
+    type that is neither vanilla nor learnable.
     """
 
     def __init__(
@@ -90,8 +83,7 @@ class CoreAttention(MegatronModule):
         self.backend = backend
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
         self.window = window_of(config, layer_number)
-        self.top: MaxLogit | None = None
-        """Buffer of the largest logits, if the run measures them (`moe.model.max_logits`)."""
+        self.top: MaxLogit | None = None  # if the run measures them
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self.tp_group.size()
@@ -168,8 +160,8 @@ class CoreAttention(MegatronModule):
 
         The sequence is cut into 2 * ranks chunks and rank r holds chunks r and 2 * ranks - 1 - r,
         which balances causal work. A chunk attends the gathered keys from the start of its window
-        to its own end: plain causal attention with fewer queries than keys, within documents if the
-        sequences are packed. Packed sequences are concatenated along S.
+        to its own end: causal attention with fewer queries than keys. Packed sequences are
+        concatenated along S.
         """
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         sequences = 1 if packed is None else packed.sequences
@@ -238,23 +230,21 @@ def attend_in_context(
 
 
 def _chunk_owner(chunk: int, ranks: int) -> tuple[int, int]:
-    """Rank that has chunk `chunk` of a sequence, and the chunk's index on that rank, 0 or 1."""
     return (chunk, 0) if chunk < ranks else (2 * ranks - 1 - chunk, 1)
 
 
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention (arXiv 2405.04434), with three changes to Megatron-Core 0.19.2.
 
-    1. Megatron-Core gathers the column-split key-value down-projection, uses its rotary part on
-       every tensor rank for the rank's own heads, and leaves each rank with the gradient of those
-       heads alone. This class returns the gathered projection to the sequence-parallel layout
-       first, from which the rotary part is gathered with a gradient that is summed over ranks.
+    1. Megatron-Core gathers the column-split key-value down-projection and uses its rotary part
+       on every tensor rank for the rank's own heads, whose gradient alone the rank then has. Here
+       the gathered projection returns to the sequence-parallel layout first, from which the rotary
+       part is gathered with a gradient that is summed over ranks.
     2. Megatron-Core requires a norm in front of a query projection without a low rank, which no
-       published model has. This class builds the modules of the spec as they are, and no query norm
-       without a low rank.
-    3. Megatron-Core splits queries to rotate some of their channels and concatenates them, and
-       concatenates keys from their own part and the rotary part that all heads share. This class
-       does either in one pass (`kernels.core_attention.rope`, `kernels.core_attention.latent`).
+       published model has. Here there is none.
+    3. Megatron-Core splits and concatenates queries to rotate some of their channels, and
+       concatenates keys from their own part and the rotary part that all heads share. Here either
+       is one pass (`kernels.core_attention.rope`, `kernels.core_attention.latent`).
 
     Training only: there is no cache of keys.
     """
@@ -290,11 +280,9 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         """Queries and keys [S, B, H, d], values [S, B, H, v], query and key-value latents.
 
-        Args:
-            hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
-            packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
-
-        The other arguments are part of Megatron-Core's protocol and not used.
+        `hidden_states` are [S, B, D], under sequence parallelism S / tensor of them, and
+        `packed_seq_params` a `moe.model.packed.Packed` of the S tokens of one sequence, or None.
+        The other arguments are part of Megatron-Core's protocol.
         """
         assert inference_context is None
         c = self.config
@@ -321,7 +309,6 @@ class LatentAttention(MLASelfAttention):
         k_rope: torch.Tensor,
         packed: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values from the latents."""
         c, heads = self.config, self.num_attention_heads_per_partition
         if c.q_lora_rank is None:
             q, _ = self.linear_q_proj(q_latent)
@@ -351,49 +338,8 @@ class LatentAttention(MLASelfAttention):
 def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     """The core attention module of a layer spec.
 
-    Args:
-        backend: an entry of `configs.tables.backends.ATTENTION_BACKENDS`.
-        whole_with_sinks: attention has sinks, and sequences are not split over ranks.
+    `whole_with_sinks`: attention has sinks, and sequences are not split over ranks.
     """
     if path := ATTENTION_BACKENDS[backend].layer:
         return resolve_name(path)(whole_with_sinks)
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
-
-
-def latent_saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
-    """Saved bytes of latent attention: kernel inputs, output, statistics and latents."""
-    a = cfg.model.attention
-    qk, out = a.heads * (a.qk_nope_dim + a.qk_rope_dim), a.heads * a.v_dim
-    # Down-projections and their norms' outputs, split along the sequence.
-    latents = a.q_lora_rank + a.kv_lora_rank
-    down = latents + a.qk_rope_dim
-    return core_saved_tensors(cfg, counts, 2 * qk + out, out, projected=down, latents=latents)
-
-
-def core_saved_tensors(
-    cfg: Config,
-    counts: TokenCounts,
-    kernel_inputs: int,
-    out: int,
-    *,
-    projected: int = 0,
-    latents: int = 0,
-) -> SavedTensors:
-    """Saved bytes of an attention around core attention.
-
-    Args:
-        cfg: its dtype and heads.
-        counts: tokens of a rank.
-        kernel_inputs: channels of queries, keys and values of a token.
-        out: channels of the output.
-        projected: channels that are saved before core attention.
-        latents: channels of latents of latent attention.
-    """
-    element, heads = width(cfg), cfg.model.attention.heads
-    sizes = {
-        "queries_keys_values": element * kernel_inputs,
-        "latents": element * latents,
-        "out": element * out + 4 * heads,  # with the fp32 statistics of the softmax
-        "projected": element * projected,
-    }
-    return {name: counts.tokens * size // cfg.parallel.tensor for name, size in sizes.items()}

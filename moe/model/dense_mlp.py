@@ -1,8 +1,8 @@
 """The MLP of layers without experts, by the kernels of the routed experts.
 
-Megatron-Core's MLP writes the activated gate, its product with the up projection and their
-gradients by separate kernels, and saves them all. In these kernels activation and gradients are
-part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_mlp`).
+Megatron-Core's MLP computes the activated gate, its product with the up projection and their
+gradients by separate kernels, and saves them all. In these kernels they are part of the GEMMs, and
+only the projection is saved (`kernels.expert_mlp.dense_mlp`).
 """
 
 from dataclasses import replace
@@ -11,50 +11,26 @@ from typing import Any
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from phalanx.configs.formats import width
-from phalanx.configs.schema import Config
-from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, for_widths
-from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.moe.experts import activation_of
-from phalanx.moe.saved_tensors import TokenCounts
-from phalanx.parallel.megatron.gathered import gathered
+from phalanx.moe.model.kernel_facts import uses_expert_kernels
+from phalanx.parallel.megatron.param_gather import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
 
-def uses_expert_kernels(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
-    """True if a dense MLP runs by the kernels of the routed experts.
-
-    Args:
-        spec: kernels and recipe.
-        ffn: width of the activation.
-        tensor: number of tensor parallel ranks.
-        bias: the two linear layers have biases.
-    """
-    multiple = spec.facts.dense_multiple
-    ours = (multiple > 0 and ffn % multiple == 0) or spec.recipe is not None
-    return ours and tensor == 1 and not bias
-
-
 class DenseMLP(MLP):
     """Megatron-Core's MLP by the kernels that `uses_expert_kernels` selects.
 
-    Parameters and checkpoints are the same.
-
-    Args:
-        spec: kernels and recipe. No communication overlaps the MLP: no SMs are left free.
-        kwargs: arguments of Megatron-Core's class.
+    Parameters and checkpoints are the same. No communication overlaps it: no SMs are left free.
     """
 
     def __init__(self, *, spec: MLPSpec, pg_collection: Any, **kwargs: Any) -> None:
         kwargs.pop("is_mtp_layer", None)
         super().__init__(tp_group=pg_collection.tp, **kwargs)
         c, spec = self.config, replace(spec, margins=Margins())
-        self.spec = for_widths(spec, c.ffn_hidden_size)
-        """Kernels and recipe where the expert kernels are used."""
+        self.spec = for_widths(spec, c.ffn_hidden_size)  # where the expert kernels are used
         self._fused = uses_expert_kernels(
             spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
         )
@@ -77,22 +53,3 @@ class DenseMLP(MLP):
     def _with_bias(self, hidden_states: Tensor) -> Tensor:
         out, bias = super().forward(hidden_states)
         return out if bias is None else out + bias
-
-
-def saved_bytes(cfg: Config, counts: TokenCounts, ffn: int, *, fp8: bool) -> int:
-    """Saved bytes of a dense MLP or of shared experts of width `ffn`, by the recipe (`fp8`) or not.
-
-    The kernels of the routed experts save the projection only; Megatron-Core's MLP saves the
-    projection, the activated gate, its linear part and their product.
-    """
-    parts, recipe = ACTIVATIONS[cfg.model.moe.activation].halves, Fp8Block() if fp8 else None
-    tensor, bias = cfg.parallel.tensor, cfg.model.bias
-    spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
-    if not uses_expert_kernels(spec, ffn=ffn, tensor=tensor, bias=bias):
-        parts = 2 * parts + 1
-    return counts.tokens * width(cfg) * parts * ffn // tensor
-
-
-def backward_bytes(cfg: Config, counts: TokenCounts) -> int:
-    """Peak of a dense MLP's backward pass: gradients of the projection and the product."""
-    return counts.tokens * width(cfg) * 3 * cfg.model.dense_ffn // cfg.parallel.tensor

@@ -1,8 +1,8 @@
 """The word embedding, with a gradient that is added directly to the buffer of its weight.
 
 For every micro-batch Megatron-Core fills a table of the vocabulary with the gradient, adds it to
-the buffer and discards it. This module updates the rows of the tokens that occur and no others
-(`kernels.elementwise.index_add`), if linear layers add to the buffer too
+the buffer and discards it. This module updates only the rows of the tokens that occur
+(`kernels.elementwise.rows`), if linear layers add to the buffer too
 (`gradient_accumulation_fusion`); otherwise it is Megatron-Core's.
 
 Legend: B sequences, S positions, D hidden, V rows of this rank's part of the vocabulary.
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.kernels.elementwise.index_add import index_add_
+from phalanx.kernels.elementwise.rows import index_add_
 from phalanx.kernels.expert_mlp import main_grad
 
 

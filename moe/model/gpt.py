@@ -1,7 +1,6 @@
 """From a typed config to Megatron-Core's GPTModel with our MoE layer, core attention and norm.
 
-`build()` is the one place that knows Megatron-Core's model classes; `moe.model.megatron_config`
-makes the TransformerConfig.
+`build()` is the one place that knows Megatron-Core's model classes.
 """
 
 from collections.abc import Callable
@@ -40,7 +39,8 @@ from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding
 from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.dense_mlp import DenseMLP
-from phalanx.moe.model.grouped_attention import GroupedAttention, over_heads
+from phalanx.moe.model.grouped_attention import GroupedAttention, OutputProjection, over_heads
+from phalanx.moe.model.kernel_facts import recipe
 from phalanx.moe.model.loss import (
     LossContext,
     add_losses_ahead,
@@ -49,8 +49,6 @@ from phalanx.moe.model.loss import (
     token_shift,
 )
 from phalanx.moe.model.norm import norm_class
-from phalanx.moe.model.output_projection import OutputProjection
-from phalanx.moe.model.precision import recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.parallel.megatron import patches
 from phalanx.parallel.memory.layer_context import MemoryPlan
@@ -63,8 +61,7 @@ class Backends:
     experts: str = "reference"
     attention: str = "reference"
     norm: str = "torch"
-    other_mixer: str = "torch"
-    """Implementation of the mixer that some layers have in place of core attention, if any."""
+    other_mixer: str = "torch"  # implementation of the mixer in place of core attention, if any
 
 
 def _rotary_share(a: AttentionConfig) -> float:
@@ -74,10 +71,7 @@ def _rotary_share(a: AttentionConfig) -> float:
 
 
 def embedding_stages(cfg: Config, config: TransformerConfig) -> list[int]:
-    """Pipeline stages that hold the word embedding.
-
-    These are the first stage, that of a tied output and that of multi-token prediction.
-    """
+    """Stages with the word embedding: the first, of a tied output, of multi-token prediction."""
     stages = range(config.pipeline_model_parallel_size)
     tied = [stages[-1]] if cfg.model.tie_embeddings else []
     return sorted({0, *tied, *get_mtp_ranks(list(stages), config)})
@@ -98,11 +92,7 @@ def build(
     """One model chunk: the layers of one (virtual) pipeline stage.
 
     Args:
-        cfg: config of the run.
         config: result of `transformer_config`, shared by all chunks.
-        pg: process groups.
-        backends: chosen implementations.
-        moe: options of the MoE layers.
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the loss.
         vp_stage: index of a virtual pipeline chunk.
@@ -172,9 +162,7 @@ class LanguageModel(GPTModel):
     def forward(self, *args: Any, losses: LossContext | None = None, **kwargs: Any) -> Tensor:
         """Loss of each token [B, S], or logits [B, S, V] without labels; else hidden states.
 
-        Args:
-            args, kwargs: arguments of Megatron-Core's class.
-            losses: facts on the losses, on the stage that computes them.
+        The `losses` are facts on the losses, on the stage that computes them.
         """
         output: Tensor = super().forward(
             *args,
@@ -187,11 +175,8 @@ class LanguageModel(GPTModel):
     def _output(self, *, hidden_states: Tensor, context: LossContext, **call: Any) -> Tensor:
         """Output of the last stage; Megatron-Core calls it in place of its own computation.
 
-        Args:
-            hidden_states: [S, B, D]; with multi-token prediction those that predict each token
-                ahead follow along the first dimension.
-            context: facts on the losses.
-            call: other arguments of the hook of Megatron-Core.
+        `hidden_states` are [S, B, D]; with multi-token prediction those that predict each token
+        ahead follow along the first dimension.
         """
 
         def logits(hidden_SBD: Tensor) -> Tensor:
@@ -233,8 +218,6 @@ class LanguageModel(GPTModel):
 
 
 class _NormProvider(LocalSpecProvider):
-    """Megatron-Core's local modules with our norm."""
-
     def __init__(self, norm: Any) -> None:
         self._norm = norm
 
@@ -249,7 +232,7 @@ def _layer(
     """Spec of layer `number`, from 0; prediction layers come after the last decoder layer."""
     m, backend = cfg.model, expert_backend(backends.experts)
     layer_recipe = None if backend.own_fp8 else recipe(cfg, number)
-    moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
+    moe = moe.with_recipe(layer_recipe, dense=cfg.precision.dense == "fp8")
     recomputed = memory_plan(cfg).recompute
     spec = replace(
         moe.spec,

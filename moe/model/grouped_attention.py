@@ -1,41 +1,36 @@
 """Grouped-query attention, with norms and rotary embedding by kernels.core_attention.qkv.
 
 Megatron-Core 0.19.2 copies the queries out of the mixed projection, normalises and rotates queries
-and keys by separate kernels, and concatenates three gradients. In this class one kernel computes
-the inputs of core attention from the projection, to which its bias has not been added, and one
-kernel computes the gradients. Norms over all heads together (OLMoE, MiniMax-M2) and norms with
-weights less 1 (Qwen3-Next) are separate steps. With an output gate the projection has a gate of
-each query head, behind the queries of its group; Megatron-Core multiplies the output by its
-sigmoid.
+and keys by separate kernels, and concatenates three gradients. Here one kernel computes the inputs
+of core attention from the projection, to which its bias has not been added, and one the gradients.
+Norms over all heads together (OLMoE, MiniMax-M2) and norms with weights less 1 (Qwen3-Next) are
+separate steps. With an output gate the projection has a gate of each query head, behind the queries
+of its group; Megatron-Core multiplies the output by its sigmoid.
 
 Shape legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2, or
-with a gate 2 H / G + 2.
+with a gate 2 H / G + 2. Output projection: T tokens, I channels of all heads, D hidden.
 """
 
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import attention_backend, norm_backend
 from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.core_attention.rope import rope
-from phalanx.moe.model.attention import CoreAttention, core_saved_tensors, latent_saved_tensors
-from phalanx.moe.saved_tensors import SavedTensors, TokenCounts
-from phalanx.parallel.megatron.gathered import gathered
+from phalanx.kernels.expert_mlp import main_grad
+from phalanx.kernels.expert_mlp.dense_mlp import dense_linear
+from phalanx.moe.model.attention import CoreAttention
+from phalanx.parallel.megatron.param_gather import gathered
+from phalanx.parallel.megatron.recipe_linear import computes_by
+from phalanx.parallel.megatron.weight_grad import accumulate
 
 
 def over_heads(norm: Any, heads: int, *, hidden_size: int, **kwargs: Any) -> Any:
-    """A norm over `heads` heads of `hidden_size` channels together, in place of one of each head.
-
-    Args:
-        norm: class of `moe.model.norm`.
-        heads: number of query heads, or of key heads.
-        hidden_size: channels of a head, which Megatron-Core passes.
-        kwargs: other arguments of the norm.
-    """
+    """A norm over `heads` heads of `hidden_size` channels together, not one of each."""
     return norm(hidden_size=heads * hidden_size, **kwargs)
 
 
@@ -52,8 +47,7 @@ class GroupedAttention(SelfAttention):
         self._over_heads = norm is not None and norm.weight.numel() > self.config.kv_channels
         """The norms are those of `over_heads`; all heads are then on this rank."""
         centered = norm is not None and self.config.layernorm_zero_centered_gamma
-        self._separate_norms = self._over_heads or centered
-        """The norms are steps before the rotary embedding."""
+        self._separate_norms = self._over_heads or centered  # steps before the rotary embedding
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
@@ -88,8 +82,7 @@ class GroupedAttention(SelfAttention):
     ) -> tuple[Any, ...]:
         """Queries, keys and values after the rotary embedding, and no rotary angles.
 
-        Megatron-Core's hook between projections and rotary embedding: the one method that takes and
-        returns both.
+        The one hook of Megatron-Core between projections and rotary embedding that has both.
         """
         assert inference_context is None
         (freqs, _), mscale = rotary_pos_emb, self._yarn_concentration_factor
@@ -143,35 +136,54 @@ class GroupedAttention(SelfAttention):
         return HeadNorms(query, key, self.config.layernorm_epsilon)
 
 
-def saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
-    """Saved bytes: query, key and value as core attention reads them, its output and statistics."""
-    a, k = cfg.model.attention, cfg.kernels
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    kernel_inputs, projected, whole_groups = q + 2 * kv, 0, a.kv_heads >= cfg.parallel.tensor
-    if a.output_gate:
-        projected += 2 * q  # the gate, and the output of core attention before it
-    if a.qk_norm and a.qk_norm_over == "projection":
-        projected += q + kv  # copies of query and key, saved by the norms
-    elif 0 < a.rotary_dim < a.head_dim:
-        # Unfused rotary embedding: the full projection, of which values are a view, and with norms
-        # the query sliced out of it.
-        projected += q + kv + (q + kv if a.qk_norm else 0)
-    elif a.qk_norm and whole_groups:
-        # The full projection, of which values may be a view.
-        if attention_backend(k.attention).copies_heads:
-            projected += q + 2 * kv
+class OutputProjection(RowParallelLinear):
+    """The projection after attention, whose GEMM adds the bias if there is one (GPT-OSS).
+
+    Megatron-Core 0.19.2 adds the bias in a separate operation, which reads and writes all tokens
+    once more. cuBLASLt adds it while it writes the product (torch.addmm), rounding once. On a CPU
+    this has Megatron-Core's bits; several tensor parallel ranks add the bias to their sum.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Output [s, B, D] of [s, B, I], and the bias if it has yet to be added."""
+        if self.bias is None or not input_.is_cuda or self.tp_group.size() > 1:
+            out, bias = super().forward(input_)
+            return out, bias
+        x_TI, spec = input_.flatten(0, -2), computes_by(self)
+        if spec is not None:
+            out_TD = dense_linear(x_TI, self.weight, self.bias, spec)
         else:
-            kernel_inputs += q + kv
-    elif a.qk_norm and norm_backend(k.norm).copies_heads:
-        projected += q + kv  # copies of query and key, saved by the norm
-    elif a.qk_norm:
-        projected += 2 * q + 2 * kv  # the full projection, and the query sliced out of it
-    elif not whole_groups and attention_backend(k.attention).reads_projection:
-        kernel_inputs += q + kv  # values are a view that keeps the full projection alive
-    return core_saved_tensors(cfg, counts, kernel_inputs, q, projected=projected)
+            fuses = self.gradient_accumulation_fusion
+            out_TD = _Biased.apply(x_TI, self.weight, self.bias, fuses)
+        return out_TD.view(*input_.shape[:-1], -1), None
 
 
-def attention_saved_tensors(cfg: Config, counts: TokenCounts) -> SavedTensors:
-    """Saved bytes of the model's core attention with its projections, of either kind."""
-    of_kind = latent_saved_tensors if cfg.model.attention.kind == "mla" else saved_tensors
-    return of_kind(cfg, counts)
+class _Biased(torch.autograd.Function):
+    """x @ w^T + b; the gradient of w is added to its buffer, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, w_DI: Tensor, b_D: Tensor, accumulate: bool) -> Tensor:
+        ctx.save_for_backward(x_TI, w_DI)
+        ctx.accumulated = w_DI if accumulate and main_grad.takes(w_DI) else None
+        return torch.addmm(b_D, x_TI, w_DI.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, w_DI = ctx.saved_tensors
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        dx_TI = d_TD @ w_DI if need_x else None
+        dw_DI = _weight_grad(ctx.accumulated, d_TD, x_TI) if need_w else None
+        return dx_TI, dw_DI, d_TD.sum(0) if need_b else None, None
+
+
+def _weight_grad(accumulated: Tensor | None, d_TD: Tensor, x_TI: Tensor) -> Tensor | None:
+    if accumulated is None:
+        return d_TD.t() @ x_TI
+
+    def compute(buffer: main_grad.Buffer) -> None:
+        if not buffer.add:
+            buffer.out.zero_()
+        accumulate(x_TI, d_TD, buffer.out)
+
+    return main_grad.write(accumulated, compute)

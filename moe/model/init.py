@@ -1,9 +1,8 @@
 """Initial weights that do not depend on the layout.
 
 Every parameter is drawn as a full tensor from a generator seeded by (seed, its global checkpoint
-key), and each rank keeps its slice. So any tensor, pipeline, expert or data parallel layout, and
-every expert backend, starts from the same model. The walk is over `sharded_state_dict`, the one
-place that knows global names.
+key), and each rank keeps its slice: any layout and expert backend starts from the same model. The
+walk is over `sharded_state_dict`, the one place that knows global names.
 """
 
 import functools
@@ -30,8 +29,6 @@ def initialize(
     """Fill every parameter of a built model in place.
 
     Args:
-        chunks: the model chunks of this rank (one, or several with virtual pipelining).
-        seed: seed of the model.
         std: standard deviation of weights; divided by sqrt(2 * layers) for residual outputs.
         layers: number of transformer layers of the full model.
         dp_cp_group: data (and context) parallel group, which Megatron-Core's state dict needs.

@@ -1,9 +1,9 @@
 """Losses of the language model: cross entropy over tensor parallel ranks, tokens further ahead.
 
-On GPUs the gradient overwrites the logits, which nothing else reads. If a step knows the gradient
-of each loss in advance (`LossContext`), Hopper GPUs write the gradient of the logits in the forward
-pass, while they read the logits for the loss (`kernels.sm90.loss`). Otherwise the backward pass
-writes it and reads the logits once more (`kernels.elementwise.cross_entropy`).
+On GPUs the gradient overwrites the logits. If a step knows the gradient of each loss in advance
+(`LossContext`), Hopper GPUs write it in the forward pass, while they read the logits for the loss
+(`kernels.sm90.loss`); otherwise the backward pass reads the logits once more
+(`kernels.elementwise.cross_entropy`).
 
 The loss of a token ahead (multi-token prediction) is the mean over the labels that count. This
 replaces Megatron-Core's `process_mtp_loss`, which divides by the labels of a micro-batch of a rank,
@@ -26,19 +26,16 @@ from torch.autograd.function import once_differentiable
 
 @dataclass
 class LossContext:
-    """Facts on the losses of one call of a model, and results of that call.
-
-    The caller passes it with the labels (`moe.model.gpt.LanguageModel.forward`).
-    """
+    """Facts on the losses of one call of a model with labels, and results of that call."""
 
     expected_grad: Callable[[], Tensor] | None = None
     """Function that returns the gradient of every next-token loss that counts: fp32, one element,
     not 0. It is called only if it is used. Losses with other gradients are right too, to twice the
     rounding, but cost a pass over the logits of their tokens."""
     labels_ahead_K: Tensor | None = None
-    """Numbers by which the losses of each token ahead are divided; None: labels of the call."""
+    """Divisors of the losses of each token ahead; None: labels of the call."""
     losses_ahead: list[Tensor] = field(default_factory=list)
-    """Losses of each token ahead, added by the call if it has `labels_ahead_K`."""
+    """Added by the call if it has `labels_ahead_K`."""
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -104,11 +101,8 @@ def cross_entropy(
 ) -> Tensor:
     """Loss of each token, fp32 [B, S], as Megatron-Core's models return it.
 
-    Args:
-        logits_SBV: bf16 or fp32; overwritten, at the latest by the backward pass.
-        labels_BS: int64.
-        group: tensor parallel group, over which the vocabulary is split.
-        expected_grad: see `LossContext`.
+    The logits, bf16 or fp32, are overwritten, at the latest by the backward pass; labels are int64;
+    the vocabulary is split over the tensor parallel `group`.
     """
     S, B, V = logits_SBV.shape
     target_N = labels_BS.t().reshape(-1)
@@ -136,10 +130,7 @@ Shift = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def keep_predictions(hidden_states: Tensor, **_: Any) -> Tensor:
-    """Hidden states as they are, in place of `process_mtp_loss`, which would add the losses.
-
-    The model adds them itself, where it has their `LossContext`.
-    """
+    """Hidden states as they are, for `process_mtp_loss`: the model adds the losses itself."""
     return hidden_states
 
 
@@ -166,7 +157,6 @@ def add_losses_ahead(
         loss_mask: bool [B, S]: labels that count; None counts all.
         context: receives the losses ahead.
         token_loss: losses [B, S] from hidden states and labels.
-        shift: see `Shift`.
         config: TransformerConfig with the factor of the losses.
     """
     next_SBD, *ahead = hidden_states

@@ -2,9 +2,8 @@
 
 Core attention records it in the forward pass of steps that measure it
 (`kernels.core_attention.max_logit`), in one table on the device, which is reduced with the totals
-that a step reduces anyway (moe.run.step). QK-clip (`extras.muon.qk_clip`) reads the table
-there, and a log record has the maximum of each layer. Validation does not count, and neither does
-recomputation, which has been recorded in the forward pass.
+of a step (moe.run.step). QK-clip (`extras.muon.qk_clip`) reads the table there, and a log record
+has the maximum of each layer. Validation and recomputation do not count.
 
 Shape legend: L layers of the whole model, prediction layers last; H its query heads.
 """
@@ -23,13 +22,9 @@ from phalanx.moe.router.balance import layer_index
 
 
 class MaxLogits:
-    """Table of the largest logits of a model, of the same shape on every rank.
+    """Table of the largest logits of a model's chunks, of the same shape on every rank.
 
-    Args:
-        chunks: model chunks of this rank, wrapped or not.
-        config: their TransformerConfig.
-        pg: the `tp` group splits heads.
-        device: device of the chunks.
+    Chunks may be wrapped; the `tp` group of `pg` splits heads.
     """
 
     def __init__(
@@ -44,8 +39,7 @@ class MaxLogits:
         self.most_LH = torch.full((self.layers, heads), float("-inf"), device=device)
         """fp32; -inf for layers and heads of other ranks, until `put` of the reduced table, and
         always for layers of linear attention, which have no logits."""
-        self.measured = False
-        """The current step measures logits."""
+        self.measured = False  # in the current step
         self._due = torch.zeros((), dtype=torch.int32, device=device)
         local = heads // pg.tp.size()
         first = pg.tp.rank() * local
@@ -83,10 +77,6 @@ def attention_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 
 def active_max_logit(core: Any) -> MaxLogit | None:
-    """Buffer for the logits of this forward pass; None if they are not measured.
-
-    Args:
-        core: core attention, whose `top` is a buffer set by `MaxLogits`, or None.
-    """
+    """Buffer for the logits of this forward pass; None if they are not measured."""
     top: MaxLogit | None = core.top
     return top if core.training and not in_backward() else None

@@ -14,8 +14,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of
 from phalanx.configs.formats import in_bf16
 from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.schema import (
@@ -27,12 +26,10 @@ from phalanx.configs.schema import (
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.expert_mlp.activation import formula
-from phalanx.moe.experts import activation_of
-from phalanx.moe.model.precision import compute_dtype
+from phalanx.moe.model.kernel_facts import activation_of, compute_dtype
 
 QUICK_GELU_SLOPE = 1.702  # slope of Megatron-Core's quick_gelu
-_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-"""Knobs of `model.moe.router` for losses that Megatron-Core's router has too."""
+_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")  # Megatron-Core's router has them
 
 
 @dataclass
@@ -49,7 +46,6 @@ class _YarnConfig(TransformerConfig):
 
 
 def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
-    """The nonlinearity of dense and shared MLPs and of the stock experts."""
     act = activation_of(moe)
     # Megatron-Core's fused paths recognise functions by identity, torch's and its own.
     if act.kind == "quick_geglu" and act.alpha == QUICK_GELU_SLOPE:
@@ -89,7 +85,6 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
 
 
 def _blocks(m: ModelConfig) -> dict[str, Any]:
-    """Width, dense MLP, norms and initialisation of the layers."""
     e = m.moe
     return dict(
         num_layers=m.layers,
@@ -224,13 +219,11 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _backend(cfg: Config) -> dict[str, Any]:
-    """Fields that the experts' backend needs."""
     path = expert_backend(cfg.kernels.backend).config_fields
     return dict(resolve_name(path)(cfg)) if path else {}
 
 
 def _rotary(a: AttentionConfig) -> tuple[type[TransformerConfig], dict[str, Any]]:
-    """The class that declares this attention's rotary embedding, and its fields."""
     y = a.yarn
     if a.kind == "mla":
         return MLATransformerConfig, dict(

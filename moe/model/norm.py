@@ -1,8 +1,7 @@
 """RMSNorm modules for block inputs, the final norm, query-key heads, MLA latents and MTP.
 
-Modules over `kernels.rms_norm`. They take the arguments of Megatron-Core's norms and support
-sequence parallelism, which Megatron-Core's torch norm does not. Statistics and the product with the
-weight are fp32 inside; input and output have the model's dtype.
+They take the arguments of Megatron-Core's norms and support sequence parallelism, which its torch
+norm does not. Statistics and the product with the weight are fp32 inside.
 """
 
 from functools import partial
@@ -26,7 +25,6 @@ class RMSNorm(torch.nn.Module):
             less 1 with `layernorm_zero_centered_gamma`.
         hidden_size: number of channels normalised together.
         eps: added to the mean square.
-        backend: backend of `kernels.rms_norm`.
     """
 
     def __init__(
@@ -59,9 +57,9 @@ class RMSNorm(torch.nn.Module):
 class ResidualNorm(RMSNorm):
     """Norm in front of attention or MLP that also adds the residual, and returns both.
 
-    Megatron-Core's layer accepts such a pair from a norm (Transformer Engine's
-    `fused_residual_rmsnorm`, which adds the gradients but not the residual);
-    `moe.model.transformer_layer` also passes the residual.
+    Megatron-Core's layer accepts such a pair (Transformer Engine's `fused_residual_rmsnorm`,
+    which adds the gradients but not the residual); `moe.model.transformer_layer` also passes the
+    residual.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -70,15 +68,7 @@ class ResidualNorm(RMSNorm):
 
 
 def norm_class(backend: str, *, residual: bool = False) -> Any:
-    """Norm class of a layer spec.
-
-    Args:
-        backend: an entry of `configs.tables.backends.NORM_BACKENDS`.
-        residual: take ResidualNorm, if the norm is ours.
-
-    Raises:
-        ValueError: unknown backend.
-    """
+    """Norm class of a layer spec; with `residual` ResidualNorm, if the norm is ours."""
     if backend not in NORM_BACKENDS:
         known = " or ".join(NORM_BACKENDS)
         raise ValueError(f"unknown norm backend {backend!r}: set kernels.norm={known}")

@@ -2,13 +2,11 @@
 
 Megatron-Core passes it through model, layers and recomputation as its `packed_seq_params`; the
 fields that select its variable-length format stay empty, so that hidden states keep their shape
-[T, 1, D]. One sequence rather than several: variable-length kernels and rotary angles by position
-need nothing else, and the tokens [B, S] already have that layout in memory.
+[T, 1, D]. Variable-length kernels and rotary angles by position need no more than one sequence, as
+which the tokens [B, S] already lie in memory.
 
-Everything is on the device and of static size, and follows from the positions alone: a step with
-packed sequences can be captured in a CUDA graph (`kernels.core_attention.documents`).
-
-Under context parallelism a rank has two chunks of each sequence, as Megatron-Core assigns them.
+Everything is on the device, of static size, and follows from the positions alone: a step can be
+captured in a CUDA graph (`kernels.core_attention.documents`).
 
 Legend: B sequences of a micro-batch, S tokens of each on this rank, T = B * S.
 """
@@ -30,21 +28,17 @@ class Packed(PackedSeqParams):
     sequences: int = 1  # number of sequences, B
     position_T: Any = None  # position of each token in its piece of a document, int64
     whole_BS: Any = None
-    """Positions of full sequences, int64, including tokens of other context ranks, for linear
-    attention."""
+    """Positions of full sequences, int64, with tokens of other context ranks, for linear attention.
+    """
     last_T: Any = None
-    """True for the last token of each piece of a document, bool, for
-    `parallel.megatron.patches.shift_within_documents`."""
+    """bool, last tokens of pieces, for `parallel.megatron.patches.shift_within_documents`."""
 
     _of_chunks: dict[tuple[int, int, int], Documents] = field(default_factory=dict)
 
     def of_chunk(self, sequence: int, chunk: int, before: int) -> Documents:
-        """Documents of one of this rank's two chunks of a sequence, shared by all layers.
+        """Documents of a sequence's chunk 0 or 1 on this rank, shared by all layers.
 
-        Args:
-            sequence: index of the sequence, below B.
-            chunk: index of the chunk on this rank, 0 or 1.
-            before: number of keys before the chunk that it attends to.
+        The chunk attends to `before` keys before it.
         """
         key = sequence, chunk, before
         if key not in self._of_chunks:

@@ -6,8 +6,7 @@
 
 Megatron-Core 0.19.2 adds after attention and after the MLP in separate passes, and autograd adds
 the gradients of a norm and of its residual in another. Its `fused_residual_rmsnorm` saves only the
-last, and only with Transformer Engine. `moe.model.norm.ResidualNorm` computes the norm and its sum
-in one kernel, and takes both gradients. On a CPU, and with Transformer Engine's norm, the additions
+last, and only with Transformer Engine. On a CPU, and with Transformer Engine's norm, the additions
 are Megatron-Core's, in its order.
 
 Legend: s positions of this rank, B sequences, D hidden.
@@ -42,7 +41,6 @@ class Layer(TransformerLayer):
     Args:
         projections: kernels and recipe of attention's projections, if they are quantized.
         memory: activations that are recomputed or offloaded.
-        args, kwargs: arguments of Megatron-Core's class.
 
     Raises:
         ValueError: a config with dropout, residuals in fp32, or Megatron-Core's own recomputation,
@@ -75,12 +73,8 @@ class Layer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """Hidden states after the layer [s, B, D], and no context.
 
-        Args:
-            hidden_states: [s, B, D].
-            attention_mask: passed to attention.
-            rotary_pos_emb: rotary angles, passed to attention.
-            packed_seq_params: `moe.model.packed.Packed` or None, passed to attention.
-            kwargs: part of Megatron-Core's protocol, for inference and encoders: None.
+        The `packed_seq_params` are a `moe.model.packed.Packed` or None; `kwargs`, for inference and
+        encoders, are None.
         """
         assert all(value is None for value in kwargs.values()), kwargs.keys()
         attend = partial(
@@ -126,7 +120,6 @@ def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor]:
 
 
 def _fork(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum."""
     if isinstance(norm, ResidualNorm):
         normed, total = norm(x, residual)
         return normed, total

@@ -1,29 +1,98 @@
 """Facts of the ranks of a job that its plan depends on: measured once, or described.
 
-`gather_facts` is the only exchange between ranks before a plan. `described` has the facts of Hopper
-GPUs that need not exist, for dry runs and searches, and `expected` those of a launch like this
-process, for `--check`.
+Free memory of a host or a GPU is one, cgroups included. `gather_facts` is the only exchange between
+ranks before a plan.
 """
 
 import functools
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import CPU_RANKS, MACHINES, Machine, Rates, machine_of
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels import registry
-from phalanx.kernels.refusal import Refusal
-from phalanx.moe.model.kernel_facts import HOPPER_PACKAGES
-from phalanx.moe.model.precision import compute_dtype
-from phalanx.moe.plan.free_memory import FreeMemory, free_gpu_memory, free_host_memory
+from phalanx.kernels.limits import Refusal
+from phalanx.moe.model.kernel_facts import HOPPER_PACKAGES, compute_dtype
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.transport import refusals_here, refuse_dtype
 from phalanx.parallel.fault.agreement import gather
-from phalanx.parallel.runtime import Runtime, device_here
+
+if TYPE_CHECKING:  # which imports Megatron-Core, seconds that a dry run does without
+    from phalanx.parallel.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory that ranks on one device can still allocate together."""
+
+    device: str  # `this host`, `GPU 0`
+    free: int  # free bytes
+    swap: int = 0  # free bytes of swap space, which are slow
+
+
+def free_host_memory(
+    root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")
+) -> FreeMemory:
+    """Free memory of this host, or less if a cgroup of this process allows less.
+
+    `root` is the mount point of the cgroups, `me` the file with those of this process.
+    """
+    free, swap = psutil.virtual_memory().available, psutil.swap_memory().free
+    device = "this host"
+    for folder in _cgroups(root, me):
+        if (left := _left(folder)) is not None and left < free:
+            free, device = max(0, left), "this host's cgroup"
+    return FreeMemory(device, free, swap)
+
+
+def free_gpu_memory(device: torch.device) -> FreeMemory:
+    """Free memory of a GPU, unused memory that torch's allocator has reserved included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return FreeMemory(f"GPU {device.index or 0}", free + unused)
+
+
+def _cgroups(root: Path, me: Path) -> list[Path]:
+    """Folders of the memory cgroups of this process, starting at the mount point."""
+    try:
+        lines = me.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = root / "memory" if kinds else root
+        parts = Path(path.lstrip("/"))
+        folders += [top, *(top / p for p in reversed(parts.parents)), top / parts]
+    return list(dict.fromkeys(folders))
+
+
+def _left(folder: Path) -> int | None:
+    """Bytes that a cgroup may still allocate, reclaimable page cache included; None: no limit."""
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = (folder / limit).read_text(encoding="utf-8").strip()
+            used = int((folder / usage).read_text(encoding="utf-8"))
+            stat = (folder / "memory.stat").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        if not most.isdecimal():  # max
+            return None
+        counters = dict(line.split(" ", 1) for line in stat.splitlines())
+        return int(most) - used + int(counters.get(cache, 0))
+    return None
 
 
 @dataclass(frozen=True)
@@ -115,7 +184,7 @@ class JobFacts:
         return [r.rank for r in self.ranks if r.host == self.ranks[rank].host]
 
 
-def facts_here(cfg: Config, runtime: Runtime) -> RankFacts:
+def facts_here(cfg: Config, runtime: "Runtime") -> RankFacts:
     """Facts of this rank, before it builds anything."""
     host, node = nodes.names_here(runtime.rank)
     return _rank(runtime.rank, host, node, _device(cfg, runtime.device), runtime.device)
@@ -136,22 +205,19 @@ def _device(cfg: Config, device: torch.device) -> Device:
 
 
 def _rank(rank: int, host: str, node: str, found: Device, device: torch.device) -> RankFacts:
-    """Facts of a rank on a device of this host."""
     of_host = free_host_memory()
     memory = free_gpu_memory(device) if device.type == "cuda" else of_host
     return RankFacts(rank, host, node, found, memory, of_host)
 
 
 def expected(cfg: Config, world: int) -> JobFacts:
-    """Facts of a launch on hosts like this one, before its ranks start.
+    """Facts of a launch on hosts like this one, before its ranks start, for `--check`.
 
-    Args:
-        cfg: valid configuration.
-        world: ranks, of which as many are on a host as it has GPUs; on a CPU all.
-
-    Raises:
-        ValueError: LOCAL_WORLD_SIZE is larger than the number of GPUs.
+    A host has as many ranks as GPUs; on a CPU all. Raises ValueError if LOCAL_WORLD_SIZE is larger
+    than the number of GPUs.
     """
+    from phalanx.parallel.runtime import device_here
+
     device = device_here(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)
     found, each = _device(cfg, device), world
     if device.type == "cuda":
@@ -162,7 +228,7 @@ def expected(cfg: Config, world: int) -> JobFacts:
     return JobFacts(tuple(ranks))
 
 
-def gather_facts(cfg: Config, runtime: Runtime) -> JobFacts:
+def gather_facts(cfg: Config, runtime: "Runtime") -> JobFacts:
     """Facts of all ranks. Collective."""
     same: dict[Device, Device] = {}  # equal devices of ranks are one object, as when described
     ranks = (
@@ -173,12 +239,9 @@ def gather_facts(cfg: Config, runtime: Runtime) -> JobFacts:
 
 
 def described(cfg: Config, world: int, machine: Machine | None = None) -> JobFacts:
-    """Facts of ranks on Hopper GPUs with all optional packages.
+    """Facts of ranks on Hopper GPUs, which need not exist, with all optional packages.
 
-    Args:
-        cfg: configuration, for the dtype of its tokens.
-        world: ranks.
-        machine: GPUs and nodes; those of `run.machine` by default.
+    GPUs and nodes are those of `run.machine` by default.
     """
     machine = machine or MACHINES[cfg.run.machine]
     return _described(compute_dtype(cfg), world, machine)

@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 
 from phalanx.configs import capture
 from phalanx.configs.arithmetic.layers import has_experts, mixer_layers
+from phalanx.configs.capture import WARM_STEPS
 from phalanx.configs.formats import (
     is_emulated,
     is_fp8,
@@ -33,8 +34,8 @@ from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.model.kernel_facts import facts as kernel_facts
-from phalanx.moe.plan.cost.delayed_wgrad import ON, PAIRS, beside_exchanges, waits
-from phalanx.moe.plan.cost.microbatches import reason_in_turn
+from phalanx.moe.plan.cost.delayed_wgrad import ON, PAIRS, beside_exchanges, pairs, possible, waits
+from phalanx.moe.plan.cost.pipeline import reason_in_turn
 from phalanx.moe.plan.cost.stages import (
     USABLE,
     chooses_fp8_weights,
@@ -46,12 +47,10 @@ from phalanx.moe.plan.cost.stages import (
     with_fp8_weights,
     with_growth,
 )
-from phalanx.moe.plan.cost.wgrad_pairs import pairs, possible
 from phalanx.moe.plan.facts import Device, JobFacts
 from phalanx.moe.plan.plan import Lines, Plan
 from phalanx.moe.router.fused_topk import unsupported
-from phalanx.moe.text.units import storage
-from phalanx.parallel.cuda_graph import WARM_STEPS
+from phalanx.moe.text import storage
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport import (
     choices,

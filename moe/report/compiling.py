@@ -11,10 +11,7 @@ _EVERY = 5.0  # seconds between lines
 
 @contextmanager
 def report_compilation(report: Callable[[str], None]) -> Iterator[None]:
-    """Report a line at the first kernel inside the block, one every few seconds, one at the end.
-
-    Reports nothing if no kernel is loaded, as on a CPU.
-    """
+    """Report a line at the first kernel inside the block, one every few seconds, one at the end."""
     before, times = cache.statistics(), list[float]()
 
     def on_kernel(label: str) -> None:

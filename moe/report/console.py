@@ -7,9 +7,11 @@ cannot be written never stops a run.
 """
 
 import errno
+import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +23,7 @@ NAME = "console.log"
 
 
 class Console:
-    """Logs the output of this process inside of `copied`.
-
-    Args:
-        rank: of this process.
-    """
+    """Logs the output of this process inside of `copied`."""
 
     def __init__(self, rank: int) -> None:
         self._main = rank == 0
@@ -51,10 +49,7 @@ class Console:
     def keep(self, folder: Path, title: str) -> None:
         """Write this and later lines to the log of an existing run folder.
 
-        Rank 0 starts with a title and the buffered lines.
-
-        Raises:
-            OSError: rank 0 cannot write it.
+        Rank 0 starts with a title and the buffered lines, or raises OSError.
         """
         self._path = folder / NAME
         if self._main:
@@ -100,3 +95,10 @@ class _Copied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def quiet() -> None:
+    """Suppress notices that Megatron-Core and torch print at every start of every rank."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)\b")
+    for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,10 +1,9 @@
 """Goodput of a run: the time that trained over the time that passed, and what the rest went to.
 
 Rank 0 keeps the time of the host, from the start of the process on. Every moment is of one kind.
-The waits of the host for the device make a step of it as long as one of the device. Each line of
-metrics.jsonl has the seconds so far under `seconds`, so that a resumed run goes on with the sums of
-the launches before it; the time between launches, and from the last line of a killed launch to its
-end, is in none of them.
+Each line of metrics.jsonl has the seconds so far under `seconds`, so that a resumed run goes on
+with the sums of the launches before it; the time between launches, and from the last line of a
+killed launch to its end, is in none of them.
 """
 
 import time
@@ -13,13 +12,11 @@ from typing import Any
 
 import psutil
 
-from phalanx.parallel.fault.activity import parts_of_start
+from phalanx.parallel.fault.activity import startup_times
 
 _SLOW_START = 60.0  # seconds of a start whose parts are worth a line
-TRAINING = "training"
-"""Kind of the time of steps that were applied and that no rollback or restart has undone."""
-UNDONE = "undone"
-"""Kind of the time of steps that a rollback or a restart has undone: they are trained again."""
+TRAINING = "training"  # steps that were applied, and never undone
+UNDONE = "undone"  # steps that a rollback or a restart has undone: they are trained again
 KINDS = {
     "start": "start of the process, up to the first step",
     "capture": "the first step, which compiles, and steps that captured a graph",
@@ -32,30 +29,21 @@ KINDS = {
     "checkpoints": "checkpoints, as far as the run waits for them",
     "end": "what comes after the last step and its checkpoint",
 }
-"""Kinds of time that did not train -> meaning."""
 
 
 class Clock:
     """Seconds of a run by kind, each moment in one of them.
 
-    Args:
-        earlier: seconds of the launches before this one.
-        began: start of this launch on the scale of `time.perf_counter`; that of the process by
-            default.
+    `earlier` are those of the launches before; this one `began` with the process by default, on the
+    scale of `time.perf_counter`.
     """
 
     def __init__(self, earlier: dict[str, float] | None = None, began: float | None = None) -> None:
-        self.seconds = dict(earlier or {})
-        """Seconds by kind: `TRAINING` and those of `KINDS` that took any."""
+        self.seconds = dict(earlier or {})  # `TRAINING` and those of `KINDS` that took any
         self._since = _process_start() if began is None else began
 
     def lap(self, kind: str, most: float | None = None) -> None:
-        """Add the time since the last lap to a kind.
-
-        Args:
-            kind: `TRAINING` or one of `KINDS`.
-            most: seconds after which the rest is left to the next lap.
-        """
+        """Add the time since the last lap to a kind; what exceeds `most` is left to the next."""
         passed = time.perf_counter() - self._since
         if most is not None:
             passed = min(passed, most)
@@ -63,11 +51,7 @@ class Clock:
         self._since += passed
 
     def undo(self, applied: float) -> None:
-        """Count training as undone.
-
-        Args:
-            applied: seconds of training up to the step to which the run returns.
-        """
+        """Count training after `applied` seconds of it, up to the step to return to, as undone."""
         self.seconds = undone(self.seconds, applied)
 
     def rounded(self) -> dict[str, float]:
@@ -96,9 +80,7 @@ def trained_until(records: Iterable[dict[str, Any]], step: int) -> float:
 def earlier(records: Iterable[dict[str, Any]], step: int) -> dict[str, float]:
     """Seconds of the launches before the one that resumes from `step`, by kind.
 
-    Args:
-        records: all lines of metrics.jsonl.
-        step: step from which the run resumes; 0 for a new run, which has none.
+    The `records` are all lines of metrics.jsonl; step 0 is a new run's.
     """
     if not step:
         return {}
@@ -122,13 +104,12 @@ def goodput_line(seconds: dict[str, float]) -> str:
 
 
 def _process_start() -> float:
-    """Start of this process on the scale of `time.perf_counter`."""
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def slow_start() -> str:
     """Line on the parts of a start that took long; empty if it did not."""
-    parts = sorted(parts_of_start().items(), key=lambda part: -part[1])
+    parts = sorted(startup_times().items(), key=lambda part: -part[1])
     if (whole := sum(seconds for _, seconds in parts)) < _SLOW_START:
         return ""
     longest = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts if seconds >= 0.1)

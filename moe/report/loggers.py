@@ -1,6 +1,6 @@
 """metrics.jsonl: always written, it survives kills and resumes.
 
-It cannot stop training: the first failure is reported once. `moe.report.services` has the others.
+It cannot stop training: the first failure is reported once. `moe.report.trackers` has the others.
 """
 
 import contextlib
@@ -47,10 +47,7 @@ def is_finite(value: Any) -> bool:
 
 
 def start_facts(path: Path) -> dict[str, Any]:
-    """Facts of `moe.report.title` in a metrics.jsonl; empty if it has none.
-
-    A resumed run has those of its last start.
-    """
+    """Facts of `title_facts` at the last start in a metrics.jsonl; empty if it has none."""
     facts: dict[str, Any] = {}
     for _, record in _lines(path):
         if record is not None and record.get("event") == "start":
@@ -61,23 +58,16 @@ def start_facts(path: Path) -> dict[str, Any]:
 class Journal:
     """metrics.jsonl: one JSON object per line, on disk when `write` returns.
 
-    Lines after the step that a run resumes from move to metrics.superseded.jsonl, so that a reader
-    sees each step once. NaN and infinity are null, and named under `nonfinite`.
-
-    Args:
-        path: of the file.
-        step: step that the run resumes from; 0 for a new run.
-        warn: called once if the file can no longer be written.
-
-    Raises:
-        OSError: it cannot be written from the start.
+    Lines after the step that a run resumes from (0 for a new run) move to
+    metrics.superseded.jsonl, so that a reader sees each step once. NaN and infinity are null, and
+    named under `nonfinite`. `warn` is called once if the file can no longer be written; an OSError
+    is raised if it cannot be from the start.
     """
 
     def __init__(self, path: Path, step: int, warn: Callable[[str], None]) -> None:
         self._path, self._warn, self._torn = path, warn, False
         self._failed = False
-        self.lost = 0
-        """Number of records that could not be written."""
+        self.lost = 0  # records that could not be written
         self._file: TextIO | None = None
         self._open(step or -1)  # a new run keeps none, also no line of the start of an earlier one
 

@@ -1,7 +1,7 @@
 """Metrics of a run: a table with a row per logged step, events, a closing summary.
 
 The trainer passes one flat record per logged step. The console shows the columns that are known;
-metrics.jsonl and the sinks (moe.report.services) receive everything. Only the main rank prints and
+metrics.jsonl and the sinks (moe.report.trackers) receive everything. Only the main rank prints and
 writes. Only a run folder that cannot be written at the start stops a run.
 """
 
@@ -22,8 +22,8 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.goodput import Clock, earlier, goodput, goodput_line, trained_until
 from phalanx.moe.report.loggers import Journal, lines, logged
-from phalanx.moe.report.services.enabled import make_sinks
-from phalanx.moe.report.services.service import Sink
+from phalanx.moe.report.service import Sink
+from phalanx.moe.report.trackers import make_sinks
 from phalanx.parallel.dispatcher.capacity import Growth
 
 _STEADY = 10  # logged steps of the closing summary
@@ -36,7 +36,6 @@ class Metrics:
 
     Args:
         folder: of the run; created on the main rank.
-        cfg: sinks and number of steps.
         is_main: whether this rank prints and writes.
         step: step that the run resumes from; 0 for a new run.
         stream: console; stdout by default.
@@ -65,8 +64,7 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._path = folder / "metrics.jsonl"
         self._journal: Journal | None = None
-        self.clock = Clock()
-        """Time of the run by what it went to; on the main rank with that of earlier launches."""
+        self.clock = Clock()  # on the main rank with the time of earlier launches
         if not is_main:
             return
         try:
@@ -87,10 +85,7 @@ class Metrics:
     def event(self, text: str, *, shown: str = "", **facts: str) -> None:
         """Print and write one line that is not a step: a checkpoint, a signal, a rerun.
 
-        Args:
-            text: the line.
-            shown: a block that is printed below it.
-            facts: further fields of the record.
+        The block `shown` is printed below it; `facts` are further fields of the record.
         """
         self.text("\n".join(filter(None, (f"-- {text}", shown))))
         self._write({"event": redacted(text), **redacted(facts), "at": self._step})
@@ -101,7 +96,7 @@ class Metrics:
             self.event(growth.event(subject))
 
     def start(self, facts: dict[str, Any]) -> None:
-        """Write the facts of a run (`moe.report.title`), for the titles of tables and plots."""
+        """Write the facts of a run (`title_facts`), for the titles of tables and plots."""
         self._write({"event": "start", "at": self._step} | redacted(facts))
 
     def log(self, record: dict[str, Any]) -> None:
@@ -158,9 +153,7 @@ class Metrics:
     def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
         """Print and write the summary, and close every sink.
 
-        Args:
-            summary: further fields of the record.
-            ended: `done`, or why the run ended.
+        `ended` is `done`, or why the run ended.
         """
         if not self._main:
             return

@@ -20,7 +20,6 @@ class Profiler:
 
     Args:
         window: [first, last] of run.profile; empty, or on a rank that does not record.
-        folder: of the run.
         facts: metadata of the run, stored in the trace under `phalanx` with the steps.
         done: steps done before this run, which may be more than `first`.
         report: prints a line on the trace. A trace that cannot be written does not end the run.
@@ -55,7 +54,6 @@ class Profiler:
             self._start()
 
     def _start(self) -> None:
-        """Start recording if it has not started, and name the next step."""
         if self._profile is None:
             self._record()
         self._end_span()

@@ -1,15 +1,11 @@
-"""Progress of long operations: a bar on a terminal, a line every few seconds in a file or pipe.
-
-A bar is redrawn over itself, which would be one endless line in a file.
-"""
+"""Progress of long operations: a bar on a terminal, a line every few seconds in a file or pipe."""
 
 import sys
 from typing import Any
 
 from tqdm import tqdm
 
-_EVERY = 10
-"""Seconds between two lines, and before the first one, so that short operations print none."""
+_EVERY = 10  # seconds between lines, and before the first one: short operations print none
 
 
 class _Lines:
@@ -24,12 +20,7 @@ class _Lines:
 
 
 def progress(title: str, **options: Any) -> Any:
-    """A bar on stderr; if that is no terminal, a line every ten seconds from the tenth on.
-
-    Args:
-        title: name of the operation.
-        options: of tqdm.
-    """
+    """A bar on stderr; if that is no terminal, a line every ten seconds from the tenth on."""
     if not sys.stderr.isatty():
         options |= {"file": _Lines(), "delay": _EVERY, "mininterval": _EVERY, "ncols": 80}
     return tqdm(desc=title, **options)

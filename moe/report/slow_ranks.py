@@ -1,10 +1,9 @@
 """Names slow ranks: those whose host launches its steps late, so that all others wait.
 
 The trainer passes a time of every rank and step, measured on the host: until the rank had its data
-and, on a GPU, had launched its step. In the first exchange of a step all ranks wait for the last
-one, so total step times are equal, and only the time before it differs. A GPU that computes slowly
-is not detected here. One late step is normal; only lasting delays cause a warning, at most one
-every `EVERY` steps.
+and, on a GPU, had launched its step. Total step times are equal, as all ranks wait for the last one
+in the first exchange. A GPU that computes slowly is not detected here. Only lasting delays cause a
+warning, at most one every `EVERY` steps.
 
 Legend: R ranks.
 """
@@ -22,12 +21,7 @@ _MOST = 8  # late ranks in a record or a warning
 
 
 class SlowRanks:
-    """Detects slow ranks, with the same result on every rank.
-
-    Args:
-        names: names of the ranks, in their order.
-        step: step that the run starts from.
-    """
+    """Detects slow ranks, by `names` in their order, with the same result on every rank."""
 
     def __init__(self, names: Sequence[str], step: int) -> None:
         self._names, self._step = names, step
@@ -44,12 +38,7 @@ class SlowRanks:
     def look(self, step: int, step_time: float) -> tuple[dict[str, float], list[str]]:
         """The late ranks of the steps since the last call, worst first, and warnings that are due.
 
-        Args:
-            step: last finished step.
-            step_time: mean seconds of a step.
-
-        Returns:
-            Rank -> seconds by which it was behind the median rank; lines.
+        The `step_time` is the mean, in seconds. Ranks have seconds behind the median rank.
         """
         before, self._step = self._step, step
         means = (self._sums_R / max(1, self._count)).tolist()

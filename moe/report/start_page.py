@@ -1,6 +1,10 @@
-"""The page that a run prints at its start: model, data, devices, layout, kernels."""
+"""The page that a run prints at its start: model, data, devices, layout, kernels.
+
+Some of its facts are in the titles of curves, traces and tables too.
+"""
 
 import sys
+from typing import Any
 
 import torch
 
@@ -9,14 +13,15 @@ from phalanx.configs.arithmetic.batch_sizes import parse as batch_size
 from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.formats import described
 from phalanx.configs.knobs import pluralize
+from phalanx.configs.redact import redacted
 from phalanx.configs.schema import DataConfig
 from phalanx.kernels.registry import table
+from phalanx.moe.data.blend import shown
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import stage_line
 from phalanx.moe.data.sources import table as source_table
-from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.job import Job
-from phalanx.moe.text.units import count, model_size, storage, work
+from phalanx.moe.text import count, model_size, storage, work
 from phalanx.moe.versions import code
 
 
@@ -89,3 +94,20 @@ def versions(where: torch.device) -> dict[str, str]:
         names["cuda"] = str(torch.version.cuda)
         names["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return names
+
+
+def title_facts(job: Job) -> dict[str, Any]:
+    """Model, data, device, precision and expert kernels, as JSON values without secrets."""
+    cfg = job.cfg
+    facts = {
+        "run": cfg.run.name,
+        "model": cfg.model.name,
+        "data": cfg.data.source,
+        "sequence": cfg.data.sequence_length,
+        "batch": cfg.data.global_batch,
+        "ranks": job.runtime.world,
+        "device": device(job.runtime.device),
+        "precision": described(cfg),
+        "experts": job.plan.cfg.kernels.backend,
+    }
+    return redacted(facts)

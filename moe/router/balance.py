@@ -2,10 +2,9 @@
 
 A router counts its choices and adds its balancing losses to its `Statistics`, on the device and
 without a host read. Every step collects them in one table (`Collector`), which is summed over all
-ranks with the step's other totals; after it is logged the trainer calls `reset`. Invariants: counts
-are int64; a loss is stored as this rank's share, so that the sum over tensor and context parallel
-ranks is the loss of one replica, on any layout. What a transport counts beside the routers
-(`parallel.dispatcher.received.LoadCounts`) is read at the step's end.
+ranks with the step's other totals. Invariants: counts are int64; a loss is stored as this rank's
+share, so that the sum over tensor and context parallel ranks is the loss of one replica, on any
+layout.
 
 Legend: T tokens of this rank, B sequences, E experts, K experts per token.
 """
@@ -16,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from phalanx.parallel.dispatcher.received import LoadCounts
+from phalanx.configs.schema import RouterConfig
+from phalanx.parallel.dispatcher.transport_class import LoadCounts
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
@@ -43,11 +45,9 @@ def balance_loss(score_TE: Tensor, count_BE: Tensor, *, ranks: int) -> Tensor:
     f_i is the fraction of all choices that went to expert i, P_i the mean score of expert i.
 
     Args:
-        score_TE: scores of this rank's tokens; the gradient flows through them. Token t belongs to
-            sequence t % B.
+        score_TE: scores of this rank's tokens, with gradient. Token t belongs to sequence t % B.
         count_BE: integer choices of each expert, by sequence, or [1, E] for all of them; summed
-            over the `ranks`, or over more.
-        ranks: number of ranks that share these tokens' sequences.
+            over the `ranks` that share these tokens' sequences, or over more.
 
     Returns:
         This rank's share of the loss, averaged over the B sequences.
@@ -67,8 +67,8 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 class KeepsPrecision(torch.nn.Module):
     """A module whose direct buffers keep their dtype when the model is cast.
 
-    Megatron-Core's Float16Module casts every floating-point buffer to bf16, in which an expert bias
-    near 1 cannot change by a step of 0.001.
+    Megatron-Core's Float16Module casts floating-point buffers to bf16, in which an expert bias near
+    1 cannot change by a step of 0.001.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeepsPrecision":
@@ -98,8 +98,7 @@ class Statistics(KeepsPrecision):
         ):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
-        self.notes: list[Any] = []
-        """Notes of the micro-batches since the last table, which counts them."""
+        self.notes: list[Any] = []  # of the micro-batches since the last table, which counts them
         self._takes_notes = False
 
     def extend(self, counts: LoadCounts) -> None:
@@ -132,14 +131,11 @@ class Balance:
     load: dict[int, float] = field(default_factory=dict)
     """Layer number (1-based; prediction layers follow the last decoder layer) -> load of its
     busiest expert over the mean load. 1 is perfect, E / K the worst."""
-    idle: frozenset[tuple[int, int]] = frozenset()
-    """(layer number, expert) of all experts that no token chose."""
+    idle: frozenset[tuple[int, int]] = frozenset()  # (layer number, expert) that no token chose
     rank_load: float = 0.0
     """Choices of the experts of the busiest rank over the mean of ranks, averaged over layers, of
-    all micro-batches together and whichever rank computes them; 0 if the experts of a layer are on
-    one rank."""
-    counted: Mapping[str, float] = field(default_factory=dict)
-    """Values of the transport's counts, by the names under which they are logged."""
+    all micro-batches together; 0 if the experts of a layer are on one rank."""
+    counted: Mapping[str, float] = field(default_factory=dict)  # the transport's, by logged name
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
@@ -178,11 +174,8 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
 class Collector:
     """Statistics of all routers of a model as one table, and the summary of all ranks' table.
 
-    Args:
-        chunks: model chunks of this rank, wrapped or not.
-        config: their TransformerConfig.
-        pg: process groups with `tp_cp` and `ep`.
-        counts: counts of the transports of any rank, which layers have a buffer for.
+    The `chunks` are those of this rank, wrapped or not; `pg` has `tp_cp` and `ep`; `counts` are
+    those of the transports of any rank, which layers have a buffer for.
     """
 
     def __init__(
@@ -222,7 +215,6 @@ class Collector:
 
     @torch.no_grad()
     def _count(self, counts: LoadCounts) -> None:
-        """Add what micro-batches of the step noted to the counts of their layers."""
         noted = [s for layer in self._by_layer for s in layer if s.notes]
         if not noted:
             return
@@ -298,3 +290,97 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Counts and losses of one router by a few kernels on a GPU, in place of thirty launches.
+
+    The formulas are those of this file, by `kernels.routing.balance_triton`.
+    """
+
+    options: RouterConfig
+    statistics: Statistics
+    local_tokens_E: Tensor | None  # choices since the last update of the expert bias, int64
+    global_tokens_E: Tensor | None  # of all replicas in this global batch, int64
+    replica: dist.ProcessGroup  # group of ranks that share sequences
+    world: dist.ProcessGroup  # group of all replicas
+    per_token: bool  # the schedule divides gradients by tokens
+
+    @property
+    def balances(self) -> bool:
+        """True if there is a loss of counts and scores."""
+        o = self.options
+        return bool(o.aux_loss or o.seq_aux_loss or o.global_aux_loss)
+
+    def __call__(
+        self, logits_TE: Tensor, idx_TK: Tensor, judged_TK: Tensor | None, sequences: int
+    ) -> Tensor | None:
+        """Count choices and return the weighted sum of the balancing losses [1], if there are any.
+
+        `judged_TK` are the choices that the losses are computed of, if others than `idx_TK`.
+        """
+        logits_TE = logits_TE.contiguous()
+        if not (self.balances or self.options.z_loss):
+            self.finish(logits_TE.detach(), idx_TK, None, 1)
+            return None
+        sequences = sequences if self.options.seq_aux_loss else 1
+        return _Losses.apply(logits_TE, self, idx_TK, judged_TK, sequences)  # type: ignore[no-any-return]
+
+    def finish(
+        self, logits_TE: Tensor, idx_TK: Tensor, judged_TK: Tensor | None, sequences: int
+    ) -> tuple[Tensor, Tensor]:
+        """Loss [1] and its slope [B, E]; see `kernels.routing.balance_triton.Terms.finish`."""
+        from phalanx.kernels.routing.balance_triton import Counters, tally
+
+        o, s = self.options, self.statistics
+        counts = tally(
+            logits_TE,
+            idx_TK,
+            sequences=sequences,
+            score=o.score if self.balances else None,
+            judged_TK=judged_TK if self.balances else None,
+            log_sum=bool(o.z_loss),
+        )
+        judged_BE = counts.judged_BE
+        if self.balances and self.replica.size() > 1:
+            judged_BE = judged_BE.contiguous()
+            dist.all_reduce(judged_BE, group=self.replica)
+        if o.global_aux_loss:
+            assert self.global_tokens_E is not None
+            judged_E = counts.judged_BE.sum(0).long()
+            if self.world.size() > 1:
+                dist.all_reduce(judged_E, group=self.world)
+            self.global_tokens_E.add_(judged_E)
+        counters = Counters(s.tokens_per_expert, self.local_tokens_E, s.micro_batches, s.losses)
+        seen_E = self.global_tokens_E if o.global_aux_loss else None
+        return self.terms(len(logits_TE)).finish(counts, judged_BE, seen_E, counters)
+
+    def terms(self, tokens: int) -> Any:
+        """Coefficients of the losses for `tokens` tokens of this rank."""
+        from phalanx.kernels.routing.balance_triton import Terms
+
+        o, total = self.options, tokens * self.replica.size()
+        coefficients = o.aux_loss, o.seq_aux_loss, o.global_aux_loss, o.z_loss
+        return Terms(*coefficients, tokens=total, factor=total if self.per_token else 1.0)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, recorder: Recorder, *choices: Any) -> Tensor:
+        loss, slope_BE = recorder.finish(logits_TE, *choices)
+        ctx.save_for_backward(logits_TE, slope_BE if recorder.balances else None)
+        ctx.recorder = recorder
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        from phalanx.kernels.routing.balance_triton import slope_to_logits
+
+        logits_TE, slope_BE = ctx.saved_tensors
+        terms = ctx.recorder.terms(len(logits_TE))
+        z_slope = 2 * terms.z * terms.factor / terms.tokens
+        score = ctx.recorder.options.score
+        dlogits_TE = slope_to_logits(dloss, logits_TE, slope_BE, score, z_slope)
+        return dlogits_TE, None, None, None, None

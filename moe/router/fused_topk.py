@@ -1,13 +1,12 @@
 """Choice and weights of a router in one kernel, and their gradient in another, on a Hopper GPU.
 
 Used with the fused expert backend, if `kernels.sm90.routing.topk` supports the router's options;
-equivalent to `choose` and `probabilities` of `kernels.routing.topk.scores`. A router decides when
-it is built.
+equivalent to `choose` and `probabilities` of `kernels.routing.topk_scores`.
 
 Transformer Engine's `fused_topk_with_score_function` returns probabilities [T, E] that are 0 where
-an expert was not chosen, saves scores of that size for its gradient, and takes a gradient of that
-size. The dispatcher needs the K experts of a token, best first, and their probabilities [T, K]. On
-an H200 Transformer Engine's takes 1.5 to 3.8 times as long forward, and 0.9 to 3.7 times backward
+an expert was not chosen, saves scores of that size, and takes a gradient of that size. The
+dispatcher needs the K experts of a token, best first, and their probabilities [T, K]. On an H200
+Transformer Engine's takes 1.5 to 3.8 times as long forward, and 0.9 to 3.7 times backward
 (docs/measured/kernels/libraries.md).
 
 Legend: T tokens, E experts, K experts per token.
@@ -20,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.routing.topk.refusal import topk_refusal
+from phalanx.kernels.limits import Refusal
+from phalanx.kernels.routing.topk_scores import topk_refusal
 
 
 def unsupported(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
@@ -46,13 +45,9 @@ def topk(
         logits_TE: fp32, contiguous, on a Hopper GPU.
         bias_E: fp32, added to the sigmoids in the choice alone; None for no bias.
         options: supported options (see `unsupported`).
-        top_k: K.
 
     Returns:
         idx_TK int32 and prob_TK fp32, through which gradients reach the logits.
-
-    Raises:
-        ValueError: a tensor that the kernel does not take.
     """
     idx_TK, prob_TK = _Topk.apply(logits_TE, bias_E, options, top_k)
     return idx_TK, prob_TK
@@ -61,13 +56,9 @@ def topk(
 def forced(
     logits_TE: Tensor, table: Tensor, first: int, options: RouterConfig
 ) -> tuple[Tensor, Tensor]:
-    """Experts of `moe.router.forced_balance` or `moe.router.replay`, and their weights, as `topk`.
+    """Experts of `ForcedBalance` or `Replay`, whose `table` it is, and their weights, as `topk`.
 
-    Args:
-        logits_TE: fp32, contiguous, on a Hopper GPU.
-        table: table of the module `ForcedBalance` or `Replay`.
-        first: number of the first token in its expert-parallel group.
-        options: supported options (see `unsupported`).
+    `first` is the number of the first token in its expert-parallel group.
     """
     idx_TK, prob_TK = _Forced.apply(logits_TE, table, first, options)
     return idx_TK, prob_TK
@@ -83,8 +74,6 @@ def best(logits_TE: Tensor, top_k: int) -> Tensor:
 
 
 class _Topk(torch.autograd.Function):
-    """`topk`."""
-
     @staticmethod
     def forward(
         ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RouterConfig, top_k: int
@@ -103,8 +92,6 @@ class _Topk(torch.autograd.Function):
 
 
 class _Forced(torch.autograd.Function):
-    """`forced`."""
-
     @staticmethod
     def forward(
         ctx: Any, logits_TE: Tensor, table: Tensor, first: int, options: RouterConfig

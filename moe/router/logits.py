@@ -15,17 +15,11 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.routing.topk_scores import TINY
+
 
 def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """x @ weight^T + bias, summed in fp32 at least.
-
-    Args:
-        x_TD: bf16 or fp32.
-        weight_ED, bias_E: parameters in the dtype of x.
-
-    Returns:
-        Logits [T, E] in fp32, or in fp64 of fp64.
-    """
+    """x @ weight^T + bias, bf16 or fp32: logits [T, E] in fp32, or in fp64 of fp64."""
     if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
         return Gate.apply(x_TD, weight_ED, bias_E)
     dtype = torch.promote_types(weight_ED.dtype, torch.float32)
@@ -57,9 +51,9 @@ class Gate(torch.autograd.Function):
 
 
 def _split(grad_TE: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
-    """Bf16 numbers and their bf16 remainders [T, 2 E], and the sum over tokens if `summed`."""
+    """bf16 numbers and their bf16 remainders [T, 2 E], and the sum over tokens if `summed`."""
     if grad_TE.is_cuda:
-        from phalanx.kernels.routing.gate_triton import split
+        from phalanx.kernels.routing.forced_triton import split
 
         return split(grad_TE.contiguous(), torch.bfloat16 if summed else None)
     high_TE = grad_TE.bfloat16()
@@ -70,3 +64,11 @@ def _split(grad_TE: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of bf16 matrices on a GPU, with an fp32 sum and result."""
     return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
+    """Scores [T, E] for the balancing losses, which sum to 1 for every token."""
+    if score == "softmax":
+        return logits_TE.softmax(-1)
+    score_TE = logits_TE.sigmoid()
+    return score_TE / (score_TE.sum(-1, keepdim=True) + TINY)

@@ -3,8 +3,7 @@
 It is written after the last step of a run (`run.record_routing`) or by hand
 (`scripts/lab/make_routing.py`), and read by routers that replay it (`model.moe.router.replay`). It
 is a safetensors file: a tensor [tokens, top_k] for each layer, in uint8 for up to 256 experts and
-uint16 for more, best expert first, and facts in its metadata. This module needs no torch, so that a
-file can be checked before a run starts.
+uint16 for more, best expert first, and facts in its metadata. This module needs no torch.
 """
 
 import json
@@ -57,8 +56,7 @@ def write(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a choice outside the experts, which the file's dtype could truncate to one that
-            is inside; one line.
+        ValueError: a choice outside the experts, which the file's dtype could truncate.
     """
     for name, ids_TK in ids.items():
         if ids_TK.size and not 0 <= ids_TK.min() <= ids_TK.max() < experts:
@@ -79,8 +77,7 @@ def write(
 def read_facts(path: str | Path) -> RecordingFacts:
     """Facts in the metadata of a file.
 
-    Raises:
-        ValueError: the file does not exist or is not a recorded routing; one line.
+    Raises ValueError, with one line, if it does not exist or is no recorded routing.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -99,11 +96,7 @@ def read_facts(path: str | Path) -> RecordingFacts:
 
 
 def read_layer(path: str | Path, name: str) -> Ids:
-    """Choices [tokens, top_k] of a layer.
-
-    Raises:
-        ValueError: they contradict the facts of the file; one line.
-    """
+    """Choices [tokens, top_k] of a layer; a ValueError if they contradict the facts of the file."""
     facts = read_facts(path)
     try:
         with safe_open(path, framework="numpy") as file:

@@ -18,18 +18,13 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.schema import Config, RouterConfig
+from phalanx.configs.schema import RouterConfig
 from phalanx.configs.tables.backends import expert_backend
-from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
+from phalanx.kernels.routing.topk_scores import choice_scores, choose, probabilities
 from phalanx.moe.router import balance, fused_topk, token_rounding
-from phalanx.moe.router.balance import KeepsPrecision, Statistics
-from phalanx.moe.router.forced_balance import ForcedBalance
-from phalanx.moe.router.fused_balance import Recorder
-from phalanx.moe.router.logits import gate
-from phalanx.moe.router.replay import Replay
-from phalanx.moe.router.scores import loss_scores
-from phalanx.moe.saved_tensors import TokenCounts
-from phalanx.parallel.dispatcher.base import TokenChoices
+from phalanx.moe.router.balance import KeepsPrecision, Recorder, Statistics
+from phalanx.moe.router.forced import ForcedBalance, Replay
+from phalanx.moe.router.logits import gate, loss_scores
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
@@ -72,17 +67,6 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         )
 
 
-def slots(options: RouterConfig, *, experts: int, top_k: int) -> TokenChoices:
-    """Slots in a row of the router's expert ids."""
-    grouped = dict(groups=options.groups, group_topk=options.group_topk)
-    if options.rounding == "none":
-        return TokenChoices(top_k, top_k, **grouped)
-    reachable = options.group_topk * (experts // options.groups)
-    width = token_rounding.candidates(options.rounding, top_k, reachable)
-    surplus = token_rounding.surplus(options.rounding, options.rounding_tile)
-    return TokenChoices(top_k, width, surplus, **grouped)
-
-
 def forced_choice(
     options: RouterConfig, *, experts: int, top_k: int
 ) -> ForcedBalance | Replay | None:
@@ -105,7 +89,7 @@ class Router(KeepsPrecision, MegatronModule):
         pg_collection: process groups.
         is_mtp_layer: the layer belongs to multi-token prediction.
         backend: backend of the experts; with `fused`, `moe.router.fused_topk` routes if it supports
-            the options. Counts and losses have kernels on every GPU (`moe.router.fused_balance`).
+            the options. Counts and losses have kernels on every GPU (`moe.router.balance`).
 
     Raises:
         ValueError: impossible routing, with the override that fixes it.
@@ -130,7 +114,7 @@ class Router(KeepsPrecision, MegatronModule):
         self.num_experts = config.num_moe_experts
         self.top_k, self.options = top_k, options
         check(options, experts=self.num_experts, top_k=top_k)
-        self.slots = slots(options, experts=self.num_experts, top_k=top_k)
+        self.slots = token_rounding.slots(options, experts=self.num_experts, top_k=top_k)
         reason = fused_topk.unsupported(options, experts=self.num_experts, top_k=top_k)
         self.fused = expert_backend(backend).fuses_router and reason is None
         self.is_mtp_layer = is_mtp_layer
@@ -322,9 +306,3 @@ def _sum_over(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = count.clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def saved_bytes(cfg: Config, counts: TokenCounts) -> int:
-    """Saved bytes of routing: scores and choices of local tokens, choices of received ones."""
-    e = cfg.model.moe
-    return counts.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * counts.received * e.top_k

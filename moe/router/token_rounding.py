@@ -1,16 +1,18 @@
 """Token rounding: every expert's number of tokens becomes a multiple of a tile (arXiv 2512.14080).
 
 The step between the choice of experts and their probabilities. A token is a candidate for its 2K
-best experts (its K best when rounding down). An expert keeps as many candidates as its top-K count
-rounded, and prefers tokens that have it among their K best: no tile of a grouped GEMM is padded,
-and counts stay within a tile of top-K routing. Counts are those of this rank's tokens: sums over
-ranks are multiples too. Invariants: static shapes, no host read, deterministic on any device.
+best experts (its K best when rounding down). No tile of a grouped GEMM is padded, and counts stay
+within a tile of top-K routing. Counts are those of this rank's tokens: sums over ranks are
+multiples too. Invariants: static shapes, no host read, deterministic on any device.
 
 Legend: T tokens of this rank, E experts, K experts per token, C candidate experts per token.
 """
 
 import torch
 from torch import Tensor
+
+from phalanx.configs.schema import RouterConfig
+from phalanx.parallel.dispatcher.base import TokenChoices
 
 MODES = ("none", "nearest", "up", "down")
 
@@ -39,22 +41,12 @@ def round_counts(count: Tensor, tile: int, mode: str) -> Tensor:
 def keep(
     idx_TC: Tensor, score_TC: Tensor, *, top_k: int, experts: int, tile: int, mode: str
 ) -> Tensor:
-    """Mask of the candidates that their experts keep.
+    """Mask of the candidates that their experts keep, bool [T, C].
 
-    An expert keeps its first f' candidates, f' being its top-K count rounded by `mode`, or rounded
-    down if it has too few candidates. Tokens that have the expert among their K best come first,
-    and within both classes tokens of higher score; ties go to the lower token.
-
-    Args:
-        idx_TC: int64 experts of each token, best first, distinct.
-        score_TC: their scores, comparable between tokens.
-        top_k: experts per token, K.
-        experts: number of experts, E.
-        tile: rows of a tile.
-        mode: `nearest`, `up` or `down`.
-
-    Returns:
-        bool [T, C].
+    An expert keeps its first f' candidates, f' being its top-K count rounded by `mode` (`nearest`,
+    `up` or `down`), or rounded down if it has too few candidates. Tokens that have the expert among
+    their K best come first, and within both classes tokens of higher score; ties go to the lower
+    token. `idx_TC` are int64 experts of each token, best first, distinct; a tile has `tile` rows.
     """
     T, C = idx_TC.shape
     expert, score = idx_TC.flatten(), score_TC.flatten()
@@ -74,3 +66,14 @@ def keep(
     position = torch.arange(T * C, device=group.device)
     kept = position < limit_E.index_select(0, group // 2)
     return torch.empty_like(kept).scatter_(0, order, kept).view(T, C)
+
+
+def slots(options: RouterConfig, *, experts: int, top_k: int) -> TokenChoices:
+    """Slots in a row of the router's expert ids."""
+    grouped = dict(groups=options.groups, group_topk=options.group_topk)
+    if options.rounding == "none":
+        return TokenChoices(top_k, top_k, **grouped)
+    reachable = options.group_topk * (experts // options.groups)
+    width = candidates(options.rounding, top_k, reachable)
+    extra = surplus(options.rounding, options.rounding_tile)
+    return TokenChoices(top_k, width, extra, **grouped)

@@ -12,12 +12,7 @@ from phalanx.parallel.megatron.recipe_linear import computes_by
 
 
 def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
-    """Line of the start page on dense layers whose widths the fused kernels do not support.
-
-    Args:
-        chunks: model chunks of this rank, built with a recipe.
-        backend: their experts' backend, which runs dense layers of some widths.
-    """
+    """Line of the start page on dense layers whose widths the fused kernels do not support."""
     multiple = expert_backend(backend).dense_multiple
     if not multiple:
         return []

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.configs.schema import Config
-from phalanx.moe.plan.agreed import agreed_plan
+from phalanx.moe.plan.described import agreed_plan
 from phalanx.moe.run.failure import emit_error, exit_with
 from phalanx.moe.run.launch import Launch
-from phalanx.moe.run.memory_check import check_memory
-from phalanx.moe.run.out_of_memory import explain_out_of_memory
-from phalanx.moe.run.preflight import nothing_left
+from phalanx.moe.run.memory_check import check_memory, explain_out_of_memory
+from phalanx.moe.run.preflight import finished_lines
 from phalanx.moe.run.shared import compare_settings
 from phalanx.moe.run.start import make_trainer
 from phalanx.moe.run.trainer import Trainer
@@ -65,7 +64,7 @@ def run(
         assert watchdog is not None
         set_activity("start: what is left")
         # A single rank has checked this before it imported torch (train.py).
-        if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
+        if runtime.world > 1 and (lines := on_main(lambda: finished_lines(cfg))):
             for line in lines if runtime.is_main else ():
                 print(f"-- {line}", flush=True)
             watchdog.close()

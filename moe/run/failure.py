@@ -1,10 +1,9 @@
 """End of a run that cannot continue: one message, from one rank, and an exit code.
 
-Rank 0 reports an error that all ranks have. A rank that fails alone reports its error itself; the
-watchdog distinguishes the two, and ends the ranks that fail as a consequence. Before the watchdog
-has started, the launcher signals the other ranks, whose collectives break or never end, and they
-exit silently. So a rank waits some seconds for that signal before it prints, unless its message is
-certainly the first.
+Rank 0 reports an error that all ranks have; a rank that fails alone reports itself. The watchdog
+distinguishes the two, and ends the ranks that fail as a consequence. Before it has started, the
+launcher signals the other ranks, which exit silently. So a rank waits some seconds for that signal
+before it prints, unless its message is certainly the first.
 """
 
 import sys
@@ -17,7 +16,7 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.run.out_of_memory import OutOfMemory
+from phalanx.moe.run.memory_check import OutOfMemory
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.connections import Connections
@@ -46,9 +45,6 @@ def exit_with(
     Called in the handler of `error`; train.py lists the exit codes.
 
     Args:
-        error: the exception that was raised.
-        stop: active signal handler, which notices the launcher's signal.
-        rank: rank of this process.
         training: the first step had been reached; before it, every ValueError is about the config.
         watchdog: the watchdog, if it has been started.
         connections: memory shared with other ranks, if the process has joined the job.

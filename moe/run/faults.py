@@ -25,13 +25,7 @@ class Injected(RuntimeError):
 
 
 class Faults:
-    """Faults that have not happened yet. The constructor is collective.
-
-    Args:
-        run: section of the config.
-        rank: this rank.
-        folder: folder of the run.
-    """
+    """Faults that have not happened yet. The constructor is collective."""
 
     def __init__(self, run: RunConfig, rank: int, folder: Path) -> None:
         self._rank, self._folder = rank, folder / FOLDER
@@ -73,7 +67,6 @@ class Faults:
         return [fault for fault in self._future if fault.step == step and fault.rank in mine]
 
     def _record(self, fault: Fault) -> None:
-        """Record a fault on the disk, before it happens."""
         self._future.remove(fault)
         self._past.append(fault)
         record = {"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "monotonic": time.monotonic()}
@@ -87,7 +80,6 @@ class Faults:
 
 
 def _trigger(fault: Fault) -> None:
-    """Execute a fault of a process."""
     if fault.kind == "raise":
         raise Injected(f"run.inject={fault}")
     if fault.kind == "hang":

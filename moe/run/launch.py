@@ -1,8 +1,8 @@
 """One start of a run: its first lines of output, and its record in the run folder.
 
-`config.yaml` is the config of the newest launch, `launches/<time>.yaml` the config of each launch
-with its command, versions, hosts and devices, and `console.log` (moe.report.console) their output.
-This module imports nothing heavy before the ranks have met.
+`config.yaml` is the config of the newest launch, `launches/<time>.yaml` that of each launch with
+its command, versions, hosts and devices, and `console.log` (moe.report.console) their output.
+Imports nothing heavy before the ranks have met.
 """
 
 import functools
@@ -39,14 +39,8 @@ class Launch:
     def keep(self, cfg: Config, folder: Path, device: str, facts: dict[str, str]) -> None:
         """Record this launch in the run folder, which is created. Collective.
 
-        Args:
-            cfg: config of the run.
-            folder: folder of the run.
-            device: device of this rank, for display.
-            facts: versions other than those of packages.
-
-        Raises:
-            ValueError: on every rank, if rank 0 cannot write.
+        The `facts` are versions other than those of packages. Raises ValueError on every rank if
+        rank 0 cannot write.
         """
         from phalanx.parallel.fault.agreement import Failed, failing_together, gather
 

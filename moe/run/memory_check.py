@@ -1,14 +1,26 @@
-"""Check of the memory of hosts and GPUs, before the model is built."""
+"""Memory of hosts and GPUs: the check before the model is built, and advice when it is out."""
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from phalanx.configs.knobs import overrides, shown
-from phalanx.configs.layout import stage_ranks
+import torch
+
+from phalanx.configs.bounds import oversized
+from phalanx.configs.formats import is_fp8, multiplies_fp8, resident_layers
+from phalanx.configs.knobs import changed, get, listed, overrides, shown
+from phalanx.configs.layout import (
+    data_parallel_size,
+    expert_parallel_size,
+    largest_divisor,
+    stage_ranks,
+)
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError
+from phalanx.configs.validate import ConfigError, is_valid
 from phalanx.moe.plan.cost.stages import chooses_fp8_weights, host_needed, with_fp8_weights
-from phalanx.moe.plan.facts import JobFacts, RankFacts
-from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.facts import FreeMemory, JobFacts, RankFacts
 from phalanx.moe.plan.page.advice import needed
 from phalanx.moe.plan.page.memory_check import (
     logits_bytes,
@@ -17,22 +29,16 @@ from phalanx.moe.plan.page.memory_check import (
     pinned_bytes,
 )
 from phalanx.moe.plan.plan import Plan
-from phalanx.moe.run.out_of_memory import advice
+from phalanx.parallel.fault.private_files import open_private
 
-_ON_CPU = 4
-"""Copies of the logits, in units of their bytes, that the loss on a CPU needs: two in fp32."""
+_ON_CPU = 4  # copies of the logits, in their bytes, that the loss on a CPU needs: two in fp32
 
 
 def check_memory(cfg: Config, plan: Plan, facts: JobFacts) -> list[str]:
     """Warnings about a run that may not fit, the same on all ranks.
 
-    Args:
-        cfg: configuration as the user set it.
-        plan: plan of the run.
-        facts: facts of all ranks.
-
-    Raises:
-        ConfigError: the run surely does not fit on one rank, which is named.
+    The `cfg` is as the user set it. Raises ConfigError if the run surely does not fit on one rank,
+    which is named.
     """
     for rank in _tightest(cfg, facts):
         if text := memory_refusal(cfg, facts.world, _sharing(facts, rank), rank.memory):
@@ -56,12 +62,10 @@ def _tightest(cfg: Config, facts: JobFacts) -> list[RankFacts]:
 
 
 def _sharing(facts: JobFacts, rank: RankFacts) -> list[int]:
-    """Ranks that share the memory of a rank."""
     return [rank.rank] if facts.kind == "cuda" else facts.on_host(rank.rank)
 
 
 def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iterator[str]:
-    """Warnings about a rank and its host, each empty if there is nothing to warn about."""
     known, world = plan.cfg, facts.world
     if chooses_fp8_weights(with_fp8_weights(known, cfg.precision.weights)):
         known = with_fp8_weights(known, "scratch")  # `auto` keeps copies in what is left
@@ -79,8 +83,91 @@ def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iter
 
 
 def _pinned(cfg: Config, world: int, local_ranks: list[int], host: FreeMemory) -> str:
-    """Warning about background checkpoints, which a rank on a GPU copies to its host."""
     if cfg.run.async_save == "off" or cfg.run.save_interval < 0:
         return ""
     size = pinned_bytes(cfg, world, local_ranks)
     return nearly_full("a background checkpoint", size, host, "set run.async_save=off")
+
+
+_HOST = "DefaultCPUAllocator: can't allocate memory"
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    """Error whose message has the knobs that help, and their values."""
+
+
+@contextmanager
+def explain_out_of_memory(cfg: Config, world: int, folder: Path) -> Iterator[None]:
+    """Raise OutOfMemory for torch's own errors, of a GPU or of the host.
+
+    It has one line with the knobs that help at their current values. A snapshot of the allocator
+    for pytorch.org/memory_viz is written to the run's `folder`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _HOST not in str(error):
+            raise
+        reason = (str(error).splitlines() or ["no reason was reported"])[0]
+        snapshot = _snapshot(folder / f"memory_rank{os.environ.get('RANK', '0')}.pickle")
+        raise OutOfMemory(f"{advice(cfg, world)}{snapshot} ({reason})") from error
+
+
+def advice(cfg: Config, world: int) -> str:
+    """Overrides that each save memory, such as `set data.micro_batch=2 or ...`, cheapest first.
+
+    If a size is impossible nothing else would help, and only that is named.
+    """
+    if impossible := oversized(cfg):
+        return "; ".join(impossible)
+    remedies = [
+        (overrides(changes) for changes in remedy if is_valid(changed(cfg, changes), world))
+        for remedy in _remedies(cfg, world)
+    ]
+    helpful = [text for remedy in remedies if (text := next(remedy, ""))]
+    return f"set {listed(helpful)}" if helpful else "use more ranks or a smaller model"
+
+
+def _remedies(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
+    """Changes of knobs that save memory, for each remedy the smallest change first."""
+    d, p, r = cfg.data, cfg.parallel, cfg.run
+    copies = is_fp8(cfg) if cfg.kernels.backend == "auto" else multiplies_fp8(cfg)
+    if copies and resident_layers(cfg)[0]:
+        yield [{"precision.weights": "scratch"}]
+    if p.delay_wgrad == "pairs" or (p.pipeline > 1 and p.delay_wgrad != "off"):
+        yield [{"parallel.delay_wgrad": "off"}]
+    if d.micro_batch > 1:
+        yield [{"data.micro_batch": largest_divisor(d.micro_batch, d.micro_batch - 1)}]
+    if r.recompute != ["full"]:
+        # Activations that are recomputed cannot be offloaded.
+        offload = [name for name in r.offload if name == "residual"]
+        change = {} if offload == r.offload else {"run.offload": offload}
+        yield [{"run.recompute": ["full"]} | change]
+    if "residual" not in r.offload:
+        yield [{"run.offload": ["residual", *r.offload]}]
+    if not p.distributed_optimizer and data_parallel_size(cfg, world) > 1:
+        yield [{"parallel.distributed_optimizer": True}]
+    yield [{"parallel.expert": size} for size in _doubles(expert_parallel_size(cfg, world), world)]
+    yield [{"parallel.tensor": size} for size in _doubles(p.tensor, world)]
+    even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
+    even = {path: value for path, value in even.items() if get(cfg, path) != value}
+    yield [{"parallel.pipeline": size} | even for size in _doubles(p.pipeline, world)]
+    if d.sequence_length > 1:
+        yield [{"data.sequence_length": d.sequence_length // 2}]
+
+
+def _doubles(size: int, most: int) -> list[int]:
+    return [size << n for n in range(1, most.bit_length()) if size << n <= most]
+
+
+def _snapshot(path: Path) -> str:
+    """Write a snapshot of the allocator; return a part of the message."""
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        open_private(path, "wb").close()  # it has stacks in it; torch opens the file that is there
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"; no memory snapshot: {error}"
+    return f"; memory snapshot in {path}"

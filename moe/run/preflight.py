@@ -14,7 +14,7 @@ from phalanx.configs import programs
 from phalanx.configs.arithmetic.batch_sizes import samples_after
 from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import get, overrides, pluralize
+from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.optimizers import OPTIMIZERS
@@ -24,14 +24,14 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.plan.cost.weights import checkpoint_bytes
 from phalanx.moe.router import recording
-from phalanx.moe.text.units import count, storage
+from phalanx.moe.text import count, storage
 from phalanx.parallel import disk_space, folder_lock
 from phalanx.parallel.checkpoint import commit, remote, saved_config
 from phalanx.parallel.checkpoint import start as run_start
 from phalanx.parallel.checkpoint.commit import Invalid
-from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.checkpoint.start import compare
 from phalanx.parallel.object_store import Place, Remote, place
 
 _FEW_EPOCHS = 4  # epochs up to which repeated text is about as good as new (arXiv 2305.16264)
@@ -85,7 +85,7 @@ def checkpoint_root(cfg: Config) -> Place:
     return Path(cfg.run.dir) / cfg.run.name / "checkpoints"
 
 
-def nothing_left(cfg: Config) -> list[str]:
+def finished_lines(cfg: Config) -> list[str]:
     """Lines on a run whose newest checkpoint is that of its last step.
 
     Empty for another run, and if anything is wrong with the checkpoint.
@@ -349,21 +349,3 @@ def _check_moved(cfg: Config, root: Place) -> None:
             f"the checkpoints of {folder} are in {previous}: set run.checkpoints={value} to "
             f"continue from them, or {run_start.start_over_override()} to start over and leave them"
         )
-
-
-def asks_machine(cfg: Config) -> bool:
-    """True if a machine may refuse a choice of a run, which `auto` would not have made."""
-    return any(get(cfg, path) not in free for path, free in _UNREFUSED.items())
-
-
-_UNREFUSED: dict[str, tuple[object, ...]] = {
-    "kernels.backend": ("auto",),
-    "kernels.attention": ("auto",),
-    "kernels.norm": ("auto",),
-    "parallel.dispatch": ("auto",),
-    "parallel.expert_replication": (0, "auto"),
-    "parallel.overlap_microbatches": ("auto", "off"),
-    "run.device": ("auto", "cpu"),
-    "run.graph": ("auto", "off"),
-}
-"""Values that every machine can serve, of knobs with others."""

@@ -1,43 +1,196 @@
-"""Progress of a run: what a checkpoint holds, and how it is saved, loaded and rolled back."""
+"""Progress of a run: its data and health, what a checkpoint holds, how it is rolled back.
 
+Loss and gradient norm decide whether the update of a step is applied, between backward pass and
+optimizer. Both have the same bits on every rank, so that all ranks decide the same without a
+message. `run.bad_steps` is the policy for values that are not finite. A step without a label that
+counts is skipped: only the balancing losses of the routers would change the parameters. A spike is
+skipped, which is an idea of OLMo-core's SkipStepOptimizer: a loss or norm more than
+`run.skip_spikes` standard deviations above the mean of the last 128 accepted steps.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.configs.arithmetic.batch_sizes import in_steps
+from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after, spans
+from phalanx.configs.arithmetic.data_stages import begun
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.redact import redacted
-from phalanx.configs.schema import Config
+from phalanx.configs.schema import Config, RunConfig
+from phalanx.moe.data.loader import Loader, Samples, build_datasets
+from phalanx.moe.data.sources import stage_line
 from phalanx.moe.job import Job
-from phalanx.moe.run.bad_steps import Health
-from phalanx.moe.run.data import TrainingData
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.start import Start
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
 
+WINDOW = 128  # accepted steps to which a spike is compared; half of them are enough
+
+
+class Health:
+    """Losses and norms of recent steps, and counts of skipped steps and rollbacks of the run."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._seen = {name: deque[float](maxlen=WINDOW) for name in ("loss", "gradient norm")}
+        self._in_a_row = 0  # steps skipped since the last accepted one
+        self._returns = {-1: 0}  # step of the last rollback's checkpoint -> rollbacks to it
+        self.skipped = self.rollbacks = 0
+
+    def fault(self, step: int, loss: float, norm: float, labels: int = 1) -> str | None:
+        """Fault of a step; None for a good step, to which later ones are compared.
+
+        The loss is a mean over the labels that count, undefined without any.
+        """
+        values = {"loss": loss, "gradient norm": norm}
+        if not labels:
+            del values["loss"]
+        for name, value in values.items():
+            if not math.isfinite(value):
+                return f"the {name} of step {step} is {value}"
+        if not labels:
+            return f"step {step} has no loss: none of its labels counts"
+        for name, value in values.items():
+            if above := self._spike(value, self._seen[name]):
+                return f"the {name} of step {step} is {value:.4g}, {above}"
+        for name, value in values.items():
+            self._seen[name].append(value)
+        self._in_a_row = 0
+        return None
+
+    def skips(self, fault: str, *, finite: bool) -> bool:
+        """True if a step with `fault` is skipped, False if the run has to be rolled back.
+
+        Raises Diverged if the run has to end, by `run.bad_steps` or `run.max_bad_steps`.
+        """
+        policy, most = "skip" if finite else self._run.bad_steps, self._run.max_bad_steps
+        if policy == "stop":
+            advice = "lower optim.lr, check the data, or set run.bad_steps=skip"
+            raise Diverged(f"{fault}; the parameters are unchanged; {advice}")
+        if policy == "rollback":
+            return False
+        if self._in_a_row == most:
+            raise Diverged(
+                f"{fault}, after {pluralize(most, 'step')} skipped in a row (run.max_bad_steps); "
+                "the parameters are unchanged; lower optim.lr or check the data"
+            )
+        self._in_a_row += 1
+        self.skipped += 1
+        return True
+
+    def roll_back(self, to: int, fault: str) -> None:
+        """Count a rollback to the checkpoint of step `to`.
+
+        Raises Diverged if the last `run.max_bad_steps` rollbacks were to the same checkpoint.
+        """
+        times, most = self._returns.get(to, 0), self._run.max_bad_steps
+        if times == most:
+            raise Diverged(
+                f"{fault}, and the run has gone back to step {to} {most} times "
+                "(run.max_bad_steps); lower optim.lr or check the data"
+            )
+        self._returns = {to: times + 1}
+        self.rollbacks += 1
+
+    def counts(self) -> dict[str, int]:
+        """Counts of bad steps for the record of a step, without zeros."""
+        counts = {"skipped": self.skipped, "rollbacks": self.rollbacks}
+        return {name: count for name, count in counts.items() if count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint; a resumed run decides as an uninterrupted one."""
+        seen = {name: list(values) for name, values in self._seen.items()}
+        return {"seen": seen, "in_a_row": self._in_a_row, **self.counts()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`, if any; a rollback does not undo the counts."""
+        for name, values in self._seen.items():
+            values.clear()
+            values.extend(state.get("seen", {}).get(name, ()))
+        self._in_a_row = state.get("in_a_row", 0)
+        self.skipped = max(self.skipped, state.get("skipped", 0))
+        self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
+
+    def _spike(self, value: float, seen: deque[float]) -> str:
+        sigma = self._run.skip_spikes
+        if not sigma or len(seen) < WINDOW // 2:
+            return ""
+        mean, spread = statistics.fmean(seen), statistics.stdev(seen)
+        if not spread or value <= mean + sigma * spread:
+            return ""
+        return f"{(value - mean) / spread:.1f} sigma above the last {len(seen)} (run.skip_spikes)"
+
+
+def datasets(cfg: Config, samples: int) -> tuple[Samples, Samples | None]:
+    """Training set of so many samples, and the validation set if the run validates. Collective."""
+    run = cfg.run
+    valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
+    return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
+
+
+def make_loader(
+    cfg: Config, job: Job, dataset: Any, global_batch: int | Sequence[tuple[int, int]]
+) -> Loader:
+    """Loader of micro-batches; `global_batch` may be `configs.arithmetic.batch_sizes.spans`."""
+    data = cfg.data
+    return Loader(
+        dataset,
+        data.micro_batch,
+        global_batch,
+        job.groups.data_rank,
+        job.data_parallel,
+        pin=job.runtime.device.type == "cuda",
+        documents=data.document_mask,
+        places=job.plan.document_slots,
+    )
+
+
+class TrainingData:
+    """Micro-batches of the training steps."""
+
+    def __init__(self, cfg: Config, job: Job, dataset: Samples) -> None:
+        self._cfg = cfg
+        self.loader = make_loader(cfg, job, dataset, spans(cfg.data))
+        self._batch = 0  # last one that was reported
+
+    def fit(self, step: int) -> None:
+        """Fit the dataset to all steps after `step`, if the cursor was moved."""
+        loader = self.loader
+        left = max(0, self._cfg.run.steps - step)
+        wanted = loader.undone_samples + samples_after(self._cfg.data, left, loader.step_samples)
+        if wanted != len(loader.dataset):
+            loader.dataset, _ = datasets(self._cfg, wanted)
+
+    def news(self, before: int) -> Iterator[str]:
+        """Lines on what is new in the data of a step, which began at `before` samples."""
+        data, sources = self._cfg.data, self.loader.dataset.sources
+        length, passed = data.sequence_length, self.loader.consumed_samples
+        if (size := passed - before) != self._batch:
+            self._batch = size
+            if data.batch_warmup:
+                yield f"the global batch is {pluralize(size, 'sequence')}"
+        for stage in begun(data.stages, passed, length)[-1:]:
+            if stage.first(length) >= before:
+                yield f"data {stage_line(stage, [s.name for s in sources])}"
+
 
 class Progress:
-    """Steps, data, weights and health of a run.
-
-    Args:
-        cfg, job: configuration and job of the run.
-        data: data of its steps.
-        checkpoints: checkpoints of its folder.
-    """
+    """Steps, data, weights and health of a run."""
 
     def __init__(
         self, cfg: Config, job: Job, data: TrainingData, checkpoints: Checkpointer
     ) -> None:
         self._cfg, self._job, self._data, self.checkpoints = cfg, job, data, checkpoints
         self.health = Health(cfg.run)
-        self.step = 0
-        """Number of steps done, skipped ones included."""
-        self.skipped_samples = 0
-        """Samples of the steps so far that were skipped."""
-        self.origin: Place | None = None
-        """Checkpoint from which this run has resumed."""
-        self.lr_change = ""
-        """Line on a next step whose learning rate departs from the checkpoint's; else empty."""
+        self.step = 0  # steps done, skipped ones included
+        self.skipped_samples = 0  # of the steps so far that were skipped
+        self.origin: Place | None = None  # checkpoint from which this run has resumed
+        self.lr_change = ""  # line on a next step whose learning rate departs from the checkpoint's
         self.imported: dict[str, Any] = {}
         """Fields of an imported model without a knob, which an export of this run needs."""
 
@@ -87,8 +240,7 @@ class Progress:
     def roll_back(self, fault: str) -> Place:
         """Return to the newest checkpoint; the data continues after the bad step.
 
-        Raises:
-            Diverged: there is no checkpoint, or the run has been rolled back too often.
+        Raises Diverged if there is no checkpoint, or after too many rollbacks.
         """
         self.checkpoints.close()  # finishes a save in the background
         # A run that saves none leaves those of earlier runs in its folder.

@@ -20,15 +20,15 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.optimizers import AFTER_UPDATES
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, channel_order
 from phalanx.kernels.registry import Choice
-from phalanx.moe.experts import activation_of
 from phalanx.moe.job import Job
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, build, embedding_stages
 from phalanx.moe.model.init import initialize
+from phalanx.moe.model.kernel_facts import activation_of
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
-from phalanx.moe.plan.agreed import agreed_plan
-from phalanx.moe.plan.page.fp8_gain import fp8_gain
+from phalanx.moe.plan.described import agreed_plan
+from phalanx.moe.plan.page.advice import fp8_gain
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.run.emulated_layers import emulated_layers
 from phalanx.parallel.dispatcher.capacity import Budget

@@ -1,9 +1,8 @@
 """Settings, code and packages that all ranks of a run must share.
 
-They are compared when the ranks have met, before anything depends on them
-(`phalanx.parallel.fault.same_settings`); data files are compared when they are opened
-(`phalanx.moe.data.loader`). Kernels and transports are not compared: each rank chooses them, or the
-ranks agree on them when they are chosen.
+They are compared when the ranks have met (`phalanx.parallel.fault.same_settings`); data files when
+they are opened (`phalanx.moe.data.loader`). Kernels and transports are not compared: each rank
+chooses them, or the ranks agree on them when they are chosen.
 """
 
 import hashlib
@@ -26,10 +25,8 @@ HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend", "data.validat
 """Knobs that may differ between hosts.
 
 A folder may be mounted at another path; the tokens of `data.blend` and `data.validation` are
-compared instead of their paths, and the kind of device instead of the knob that selects it.
-"""
-_PARTS = ("configs", "extras", "kernels", "moe", "parallel")
-"""Folders of the package whose sources take part in training."""
+compared instead of their paths, and the kind of device instead of the knob that selects it."""
+_PARTS = ("configs", "extras", "kernels", "moe", "parallel")  # folders of the package
 _ADVICE = {
     "code": "bring every host to the same commit and changes",
     "device": "set run.device=cpu on every host, or see why one has no GPU",
@@ -39,14 +36,7 @@ _ADVICE = {
 def compare_settings(cfg: Config, store: dist.Store, rank: int, world: int) -> None:
     """Check that all ranks have the same settings, code and packages. Collective.
 
-    Args:
-        cfg: config of this rank.
-        store: store of the job.
-        rank: this rank.
-        world: number of ranks.
-
-    Raises:
-        ConfigError: on every rank, with the names, hosts and values that differ.
+    Raises ConfigError on every rank, with the names, hosts and values that differ.
     """
     if world == 1:
         return
@@ -66,10 +56,7 @@ def shared_values(cfg: Config) -> dict[str, str]:
 
 
 def sources() -> str:
-    """Digest of the sources that take part in training.
-
-    It differs for uncommitted changes too, and needs no git.
-    """
+    """Digest of the sources that take part in training, uncommitted changes too; needs no git."""
     root, total = os.path.realpath(os.path.dirname(phalanx.__file__)), hashlib.sha256()
     for part in _PARTS:
         top = os.path.realpath(os.path.join(root, part))

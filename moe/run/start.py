@@ -16,25 +16,21 @@ from phalanx.moe.plan.plan import Plan
 from phalanx.moe.report.goodput import slow_start
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
-from phalanx.moe.report.start_page import describe, device, versions
-from phalanx.moe.report.step_records import StepRecords
-from phalanx.moe.report.throughput import Pace
-from phalanx.moe.report.title import title_facts
-from phalanx.moe.run.callbacks.callback import Callback
+from phalanx.moe.report.start_page import describe, device, title_facts, versions
+from phalanx.moe.report.step_records import Pace, StepRecords
+from phalanx.moe.run.callbacks.callback import Callback, Save
 from phalanx.moe.run.callbacks.samples import Samples, SampleText
-from phalanx.moe.run.callbacks.save import Save
 from phalanx.moe.run.callbacks.validation import Validation
-from phalanx.moe.run.data import TrainingData, datasets
 from phalanx.moe.run.faults import Faults
 from phalanx.moe.run.launch import Launch
 from phalanx.moe.run.preflight import checkpoint_root, preflight
-from phalanx.moe.run.progress import Progress
+from phalanx.moe.run.progress import Progress, TrainingData, datasets
 from phalanx.moe.run.setup import setup
 from phalanx.moe.run.step import Step
 from phalanx.moe.run.trainer import Trainer
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
-from phalanx.parallel.fault.activity import parts_of_start, set_activity
+from phalanx.parallel.fault.activity import set_activity, startup_times
 from phalanx.parallel.fault.agreement import Failed, failing_together
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.folder_lock import FolderLock
@@ -52,9 +48,6 @@ def make_trainer(
     """Trainer of a run on this rank, at its first step. Collective.
 
     Args:
-        cfg: validated config.
-        runtime: this process.
-        stop: signal handler of this process.
         launch: record of this start for the run folder; None records nothing.
         held: lock of the run folder, for the rank that writes there.
         plan: plan of the run; by default the ranks make one.
@@ -113,7 +106,7 @@ def make_trainer(
         if not runtime.is_main:
             return
         metrics.text(describe(job, resumed, data.loader, valid_set))
-        metrics.start(facts | {"start_parts": parts_of_start()})
+        metrics.start(facts | {"start_parts": startup_times()})
         for line in (slow_start(), progress.lr_change, faults.summary()):
             if line:
                 metrics.event(line)

@@ -8,7 +8,7 @@ step that overflowed is repeated with more rows.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,14 @@ from phalanx.configs.arithmetic.batch_sizes import model_input
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.schema import Config
 from phalanx.moe.job import Job
-from phalanx.moe.labels import Batch, Labels, count_labels, make_labels
+from phalanx.moe.labels import (
+    Batch,
+    Labels,
+    count_labels,
+    make_labels,
+    mean_loss,
+    sample_losses,
+)
 from phalanx.moe.model.loss import LossContext
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
@@ -55,7 +62,7 @@ class Step:
         self.repeated = 0.0
         """Seconds of the last step that it spent on computations that were then repeated."""
         world = job.runtime.world
-        self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
+        self._ready_seconds_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
         self._launch_time = 0.0
         """Seconds that the last step took to launch; 0 on a CPU, where that includes the
         computation, and with pipeline stages, where it includes waits for each other."""
@@ -94,7 +101,7 @@ class Step:
             CaptureFailed: the step cannot be captured, and `run.graph` forces it.
         """
         engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
-        inputs = [self.own_part(batch) for batch in batches]
+        inputs = [self.context_shard(batch) for batch in batches]
         captured = 0 if self.graph is None or forward_only else self.graph.micro_batches
         if captured not in (0, len(inputs)):
             self.drop_graph()  # the size of the global batch has changed
@@ -106,7 +113,7 @@ class Step:
         if (tops := self.job.max_logits) is not None:
             tops.begin(measure_logits)
         late = waited + self._launch_time
-        self._late_R[self.job.runtime.rank].fill_(late)  # `=` would wait for a copy
+        self._ready_seconds_R[self.job.runtime.rank].fill_(late)  # `=` would wait for a copy
         reruns: list[Growth] = []
         self.repeated = 0.0
         while True:
@@ -187,7 +194,7 @@ class Step:
         self.job.engine.abandon_step()
         offloader(self.job.runtime.device).abandon()
 
-    def own_part(self, batch: Batch) -> Batch:
+    def context_shard(self, batch: Batch) -> Batch:
         """A micro-batch on the device, reduced to this context rank's part of its sequences.
 
         A new dict, once per step: Megatron-Core writes the parts into the dict that it receives,
@@ -347,7 +354,7 @@ class Step:
                 sums.mtp_loss.copy_(ahead_K.sum() / nonempty / len(reports))
             sums.labels.copy_(labels.number_K[0])
         sums.stopping.copy_(self._stop)
-        summed, largest, logits = [flat, self._late_R], [self.job.budget.record()], []
+        summed, largest, logits = [flat, self._ready_seconds_R], [self.job.budget.record()], []
         tops = None if grad_squares is None else self.job.max_logits
         if grad_squares is not None:
             sums.grad_squares.copy_(grad_squares)
@@ -374,43 +381,3 @@ def _read(totals: torch.Tensor) -> torch.Tensor:
     copied.record()
     copied.synchronize()
     return host
-
-
-def mean_loss(
-    loss_BS: torch.Tensor,
-    mean: torch.Tensor,
-    mask_BS: torch.Tensor | None = None,
-    ahead: Sequence[torch.Tensor] = (),
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
-
-    Args:
-        loss_BS: loss of each token; with a mask in any shape of the same size.
-        mean: mean number of labels of a micro-batch of a rank. The sum is divided by it, so that
-            the mean over micro-batches and ranks is that over all labels, and the count is 1.
-        mask_BS: mask of the tokens that count, bool; None counts all.
-        ahead: losses of multi-token prediction, for the report.
-    """
-    loss_BS = loss_BS.float()
-    total = (loss_BS if mask_BS is None else loss_BS.view(mask_BS.shape) * mask_BS).sum() / mean
-    report = {"loss": total.detach().clone()}  # Megatron-Core divides in place
-    if ahead:
-        report["ahead"] = torch.stack(list(ahead))
-    return total, torch.ones((), dtype=torch.int32, device=loss_BS.device), report
-
-
-def sample_losses(
-    loss_BS: torch.Tensor,
-    mean: torch.Tensor,
-    mask_BS: torch.Tensor | None = None,
-    ahead: Sequence[torch.Tensor] = (),
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """`mean_loss` with `samples` in the report.
-
-    They are, for each sample, the sum of the losses of its tokens on this rank and the number of
-    labels that count: fp32 [2, B].
-    """
-    total, count, report = mean_loss(loss_BS, mean, mask_BS, ahead)
-    mask_BS = torch.ones_like(loss_BS, dtype=torch.bool) if mask_BS is None else mask_BS
-    loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
-    return total, count, report | {"samples": torch.stack((loss_BS.sum(1), mask_BS.sum(1)))}

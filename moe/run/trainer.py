@@ -1,7 +1,7 @@
 """The training loop: data -> forward and backward -> update -> report -> checkpoint.
 
 The host reads from the device once a step, between backward and update (moe.run.step). A bad step
-(moe.run.bad_steps) is skipped before the parameters are changed. `moe.run.start` builds a trainer.
+(moe.run.progress) is skipped before the parameters are changed. `moe.run.start` builds a trainer.
 """
 
 import gc
@@ -22,17 +22,14 @@ from phalanx.moe.report.compiling import report_compilation
 from phalanx.moe.report.goodput import TRAINING
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
-from phalanx.moe.report.step_records import StepRecords
-from phalanx.moe.report.throughput import Pace
+from phalanx.moe.report.step_records import Pace, StepRecords
 from phalanx.moe.router import balance
-from phalanx.moe.run.callbacks.callback import Callback
+from phalanx.moe.run.callbacks.callback import Callback, Save
 from phalanx.moe.run.callbacks.routing_record import record_routing
-from phalanx.moe.run.callbacks.save import Save
-from phalanx.moe.run.data import TrainingData
 from phalanx.moe.run.failure import not_captured
 from phalanx.moe.run.faults import Faults
 from phalanx.moe.run.preflight import all_steps_done
-from phalanx.moe.run.progress import Progress
+from phalanx.moe.run.progress import Progress, TrainingData
 from phalanx.moe.run.step import Step
 from phalanx.moe.totals import Totals
 from phalanx.parallel.engine import Diverged
@@ -168,7 +165,7 @@ class Trainer:
             self._eager = number
             self.metrics.event(f"{not_captured(failure)}; steps are eager from step {number} on")
         if number > self._first:  # the first step compiles, and opens files
-            self.records.add_times(totals.late_R)
+            self.records.add_times(totals.ready_seconds_R)
         fault = self.progress.health.fault(number, totals.loss, totals.norm, totals.labels)
         if fault is not None:
             balance.restore(engine.modules, before)

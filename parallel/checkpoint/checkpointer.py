@@ -1,7 +1,6 @@
 """Save, verify, load and reshard: Megatron-Core's torch_dist checkpoints with a commit.
 
-Where: after an optimizer step, from model and optimizer to `<run>/checkpoints/step_N`, and back
-when a run starts. Invariants: a folder with a final name is complete and accounted for to the byte
+Invariants: a folder with a final name is complete and accounted for to the byte
 (parallel.checkpoint.commit); a save that fails or is killed leaves the checkpoints before it
 intact; a resumed run goes on bit for bit on the same layout, and from the same numbers on any
 other; a damaged checkpoint is never passed over in silence. All ranks call every method, in the
@@ -32,8 +31,6 @@ from phalanx.configs.schema import RunConfig
 from phalanx.parallel import random_states as rng
 from phalanx.parallel.checkpoint import commit, safe_pickle
 from phalanx.parallel.checkpoint import start as run_start
-from phalanx.parallel.checkpoint.config_diff import compare
-from phalanx.parallel.checkpoint.host_buffer import Staging
 from phalanx.parallel.checkpoint.model_state import (
     check_fit,
     parameters_gathered,
@@ -53,7 +50,7 @@ from phalanx.parallel.checkpoint.saved_config import (
     compared,
 )
 from phalanx.parallel.checkpoint.saved_knobs import understood
-from phalanx.parallel.checkpoint.start import Start, start_over_override
+from phalanx.parallel.checkpoint.start import Start, compare, start_over_override
 from phalanx.parallel.checkpoint.target import Folder, Store
 from phalanx.parallel.checkpoint.verify import (
     newest,
@@ -63,7 +60,7 @@ from phalanx.parallel.checkpoint.verify import (
     warn,
 )
 from phalanx.parallel.checkpoint.weights import read_state
-from phalanx.parallel.checkpoint.writer import Writing
+from phalanx.parallel.checkpoint.writer import Staging, Writing
 from phalanx.parallel.fault.agreement import Failed, agree, failing_together, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
 
@@ -74,8 +71,7 @@ class Checkpointer:
     """Checkpoints of one run.
 
     Args:
-        folder: of the run's checkpoints; created. On a file system that all ranks share, or a
-            prefix of an object store.
+        folder: on a file system that all ranks share, or a prefix of an object store; created.
         keep_last: newest committed checkpoints to keep, at least 1.
         keep_every: keep for good those of steps that are multiples of it; 0 for none.
         async_save: write in a forked process; `poll`, the next `save` or `close` commits.
@@ -114,8 +110,7 @@ class Checkpointer:
         # Step and folder of the checkpoint that holds this run's state, or did last.
         self._at: tuple[int, Place | None] = (0, None)
         self._saving_first = True
-        self._rng = rng.get()
-        """Random states of a new run, which a checkpoint without any goes on with."""
+        self._rng = rng.get()  # of a new run; for checkpoints without any
         self._record = run_start.Record()
         self._target = Store(folder, staging) if isinstance(folder, Remote) else Folder(folder)
         with report_errors(f"cannot write to {folder} ({self._target.knob})"):
@@ -134,12 +129,8 @@ class Checkpointer:
         """Save the state after `step`; with `async_save` it is on its way when this returns.
 
         Args:
-            step: optimizer steps done.
             model: chunks of this rank, wrapped or not.
-            optimizer: Megatron-Core's, or None.
-            scheduler: OptimizerParamScheduler, or None.
-            common: plain data, the same on every rank: the run's configuration under "config",
-                data cursor, counters.
+            common: plain data, the same on every rank, with the run's configuration under "config".
 
         Returns:
             The folder that holds or will hold it. A step that is saved already is left as it is.
@@ -185,11 +176,9 @@ class Checkpointer:
 
     @property
     def unfinished(self) -> bool:
-        """A background save is on its way, for which `close` waits."""
         return self._queue.get_num_unfinalized_calls() > 0
 
     def close(self) -> None:
-        """Wait for a background save and commit it."""
         self._finish(blocking=True)
         if self._cleaner is not None:
             self._cleaner.join()
@@ -232,7 +221,6 @@ class Checkpointer:
         self._at = (step, final)
 
     def _left(self) -> str:
-        """Return which checkpoint is the newest after a failed save, in words."""
         try:
             steps = on_main(lambda: [step for step, _ in commit.committed(self.folder)])
         except Failed:
@@ -257,9 +245,7 @@ class Checkpointer:
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, run: RunConfig) -> Start:
-        """Return the start of this launch (parallel.checkpoint.start).
-
-        Folders that turn out to be invalid are renamed to *.bad.
+        """Return the start of this launch; invalid folders become *.bad.
 
         Raises:
             ConfigError: the run has checkpoints and did not start where `run.resume` says.
@@ -300,7 +286,6 @@ class Checkpointer:
                 )
 
     def _own(self, path: Place | None) -> Place | None:
-        """The name that a checkpoint has in this folder, if it is there."""
         if path is None:
             return None
         own = path.parent == self.folder or path.resolve().parent == self.folder.resolve()
@@ -309,13 +294,7 @@ class Checkpointer:
     # --- load -------------------------------------------------------------------------------------
 
     def newest(self) -> Place | None:
-        """Newest valid checkpoint of the run, or None if it has none yet.
-
-        Folders found to be invalid on the way are renamed to *.bad.
-
-        Raises:
-            NoUsableCheckpoint: the run has checkpoints and none is valid.
-        """
+        """Newest valid checkpoint of the run, or None if it has none yet; see `verify.newest`."""
         found = newest(self.folder)
         if found is None:
             return None
@@ -337,9 +316,8 @@ class Checkpointer:
 
         Args:
             path: from `newest`, or of any run; it may have been written on another layout.
-            model: as in `save`.
-            optimizer: as in `save`; None restores the model only.
-            scheduler: as in `save`; None leaves it as it is.
+            optimizer: None restores the model only.
+            scheduler: None leaves it as it is.
             config: this run's; compared with the checkpoint's before anything is touched.
 
         Raises:

@@ -3,12 +3,12 @@
 A checkpoint is written into `step_N.tmp` and becomes `step_N` by one rename, once all files and
 COMMIT.json have reached the disk. COMMIT.json has the size and CRC-32 of every file, for torch_dist
 loads a flipped byte without complaint. Other suffixes: `.new` is complete and takes the place of
-the folder without it, which `recover` ends if a crash came in between; `.bad` failed verification,
-`.old` is of an earlier run in the same folder. COMMIT.json may come from elsewhere: it can name no
-file outside of its folder. Nothing here communicates.
+the folder without it, which `recover` ends after a crash; `.bad` failed verification, `.old` is of
+an earlier run in the same folder. COMMIT.json may come from elsewhere: it can name no file outside
+of its folder.
 
-What is dispatched on the type of its first argument is here for folders, and for prefixes of an
-object store in parallel.checkpoint.remote.
+What is dispatched on its first argument is here for folders, and for prefixes of an object store in
+parallel.checkpoint.remote.
 """
 
 import errno
@@ -31,8 +31,8 @@ from phalanx.parallel.object_store import Place, by_place
 
 COMMIT = "COMMIT.json"
 FORMAT = (1, 0)
-"""Version of what a checkpoint's files are, as COMMIT.json has it. A reader takes any minor version
-of its own major version or an older one; checkpoints from before there was a version are 1.0."""
+"""Version of a checkpoint's files, in COMMIT.json; those without are 1.0. A reader takes any minor
+version of its own major version or an older one."""
 METADATA = ".metadata"
 _REQUIRED = (METADATA, "metadata.json")
 _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
@@ -52,9 +52,9 @@ class Invalid(Exception):
 
 
 class NewerFormat(CheckpointMismatch):
-    """A checkpoint is sound, as far as can be told, and of a format that this version cannot read.
+    """A checkpoint of a format that this version cannot read, sound as far as can be told.
 
-    It is left as it is: it must neither be set aside nor passed over for an older one.
+    It is left as it is: neither set aside nor passed over for an older one.
     """
 
 
@@ -68,11 +68,7 @@ class Commit:
 
 
 def probe(root: Path) -> None:
-    """Create `root` if need be and write to it.
-
-    Raises:
-        OSError: that is not possible.
-    """
+    """Create `root` if need be and write to it, or raise OSError."""
     root.mkdir(parents=True, exist_ok=True)
     try_to_write(root)
 
@@ -80,7 +76,7 @@ def probe(root: Path) -> None:
 def try_to_write(folder: Path) -> None:
     """Write to a folder's disk, where nothing is left of it. Raises OSError.
 
-    A full disk may have room for the name of a file, and for what has not reached it yet.
+    A full disk may have room for a name, and for what has not reached it yet.
     """
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         if file.write(bytes(_PROBE)) < _PROBE:
@@ -90,7 +86,7 @@ def try_to_write(folder: Path) -> None:
 
 @by_place
 def folder_of(root: Path, step: int) -> Any:
-    """Folder of the checkpoint of `step`."""
+    """Return the folder of the checkpoint of `step`."""
     return root / f"step_{step:08d}"
 
 
@@ -145,7 +141,7 @@ def open_checked(path: Path, size: int) -> BinaryIO:
 
 @by_place
 def total_bytes(folder: Path) -> tuple[int, float]:
-    """Bytes of all files, and when the newest was written, in seconds since the epoch."""
+    """Bytes of all files, and seconds since the epoch at which the newest was written."""
     files = [path.stat() for path in folder.iterdir() if path.is_file()]
     newest = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
     return sum(file.st_size for file in files), newest
@@ -155,8 +151,7 @@ def total_bytes(folder: Path) -> tuple[int, float]:
 def sizes_differ(folder: Path, files: Sums) -> str:
     """Return the first difference of names and sizes of files from COMMIT.json; empty if none.
 
-    Raises:
-        FileNotFoundError: a file is missing.
+    Raises FileNotFoundError for a missing file.
     """
     for name, (size, _) in files.items():
         if (found := (folder / name).stat().st_size) != size:
@@ -174,13 +169,8 @@ def share(files: Sums, rank: int, world: int) -> Sums:
 def verify(folder: Path, files: Sums, read: Callable[[int], object] | None = None) -> list[str]:
     """One line for each of `files` that is missing or not what was written.
 
-    Args:
-        folder: of the checkpoint.
-        files: some or all of its files.
-        read: told the bytes of each file once it has been read, to show progress.
-
-    Raises:
-        OSError: a file is there and cannot be read, which says nothing about the checkpoint.
+    `read` is told the bytes of each file once it has been read. An OSError of a file that is there
+    and cannot be read says nothing about the checkpoint.
     """
     problems = []
     for name, (size, crc) in files.items():
@@ -206,8 +196,8 @@ def read_commit(folder: Path) -> Commit:
     """COMMIT.json of a folder.
 
     Raises:
-        Invalid: it is missing or damaged, or the folder has a file that Megatron-Core would read
-            although no checkpoint of ours has it.
+        Invalid: it is missing or damaged, or Megatron-Core would read a file of the folder that no
+            checkpoint of ours has.
         NewerFormat: only a newer version can read it.
         OSError: it cannot be read, which says nothing about the checkpoint.
     """
@@ -225,10 +215,6 @@ def read_commit(folder: Path) -> Commit:
 
 def parse(data: bytes, folder: Place | None = None) -> Commit:
     """The contents of a COMMIT.json.
-
-    Args:
-        data: of the file.
-        folder: that it is in, for messages.
 
     Raises:
         Invalid: it is damaged, or names a file that is none of a checkpoint.
@@ -265,8 +251,8 @@ def parse(data: bytes, folder: Place | None = None) -> Commit:
 def commit(folder: Path, final: Path, record: Commit) -> None:
     """Make `folder` the checkpoint `final`: COMMIT.json, disk, rename. All or nothing.
 
-    A folder that has the name already is replaced, and set aside as `.old`. No rename that all file
-    systems have does that at once; after a crash in between `recover` does the rest.
+    A folder that has the name already is replaced, and set aside as `.old`: two renames, which
+    `recover` ends after a crash in between.
     """
     for name in record.files:
         if not name.endswith(".distcp"):  # these were synced by the rank that wrote them
@@ -295,11 +281,7 @@ def with_checksum(record: Commit, **more: Any) -> bytes:
 
 @by_place
 def recover(root: Path) -> None:
-    """End the replacements of checkpoints that a crash interrupted.
-
-    Raises:
-        OSError: a folder cannot be renamed.
-    """
+    """End the replacements of checkpoints that a crash interrupted. Raises OSError."""
     for complete in with_suffix(root, _NEW):
         _take_place(complete, complete.with_name(complete.stem))
         sync(root)
@@ -314,23 +296,14 @@ def _take_place(complete: Path, final: Path) -> None:
 def superseded[P: Place](
     checkpoints: Iterable[tuple[int, P]], keep_last: int, keep_every: int
 ) -> list[P]:
-    """Checkpoints to delete: neither among the newest `keep_last` nor of a step kept for good.
-
-    Args:
-        checkpoints: (step, folder) of each.
-        keep_last: at least 1.
-        keep_every: steps that are multiples of it are kept for good; 0 for none.
-    """
+    """Checkpoints to delete: neither among the newest `keep_last` nor of a step kept for good."""
     older = sorted(checkpoints, reverse=True)[keep_last:]
     return [folder for step, folder in older if not keep_every or step % keep_every]
 
 
 @by_place
 def set_aside(folder: Path, suffix: str) -> Any:
-    """Rename a folder so that it no longer counts as a checkpoint, and return the new path.
-
-    A folder that was renamed before gets the new reason.
-    """
+    """Rename a folder, also again, so that it no longer counts as a checkpoint; the new path."""
     name, n = folder.name.partition(".")[0], 1
     target = folder.with_name(name + suffix)
     while target.exists():

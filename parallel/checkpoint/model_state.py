@@ -1,7 +1,6 @@
 """Model chunks as sharded state for a checkpoint, and back.
 
-Keys are of the model, not of the layout: every layer has its own, so that layers may differ from
-each other and move between pipeline stages.
+Keys are of the model, not of the layout: layers may move between pipeline stages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +43,8 @@ def sharded_state(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> dict[st
 def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
     """A sharded state dict less the extra states, which only Transformer Engine fills.
 
-    They hold scales of FP8 from past steps, which `fp8_block` does not use, and it would unpickle
-    them without restraint.
+    They hold scales of FP8 from past steps, which `fp8_block` does not use, and would be unpickled
+    without restraint.
     """
 
     def extra(value: Any) -> bool:
@@ -56,10 +55,7 @@ def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def parameters_gathered(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, parameters are those of the last step.
-
-    With overlapped gathering they otherwise are only once the next forward asks for them.
-    """
+    """Inside, parameters are those of the last step, also if their gathering is overlapped."""
     overlapped: list[Any] = [
         c for c in model if getattr(c, "remove_forward_pre_hook_handles", None)
     ]
@@ -73,11 +69,7 @@ def parameters_gathered(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def check_fit(state: dict[str, Any], metadata: Metadata, path: Place) -> None:
-    """Compare `state` with what the checkpoint at `path` holds.
-
-    Raises:
-        CheckpointMismatch: a tensor is missing or of another shape.
-    """
+    """Raise CheckpointMismatch if the checkpoint lacks a tensor, or has one of another shape."""
     wrong: dict[str, str] = {}
     for shard in _shards(state):
         found = metadata.state_dict_metadata.get(shard.key)

@@ -2,9 +2,8 @@
 
 A data parallel rank of Megatron-Core's distributed optimizer owns flat ranges of parameters. A
 range is cut into boxes of the parameter's global tensor, so a rank writes and reads just what it
-owns. Keys and shapes are those of Megatron-Core's `fully_reshardable` format, which gathers the
-state of a data parallel group into the host memory of each of its ranks; here none is gathered.
-The pieces are views of the state: loading into them restores the optimizer in place.
+owns. Keys and shapes are those of Megatron-Core's `fully_reshardable` format, but nothing is
+gathered. The pieces are views of the state: loading into them restores the optimizer in place.
 
 Master copies are `param` in fp32, or `remainder` where the weights hold their upper half, so that
 nothing is copied for a save. A checkpoint of either kind can be loaded into the other.
@@ -25,17 +24,16 @@ from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.checkpoint.start import start_over_override
 from phalanx.parallel.megatron.adam import AdamW
-from phalanx.parallel.megatron.averages import NAME, begin, has_averages
-from phalanx.parallel.megatron.updated import parts, updated
+from phalanx.parallel.megatron.updated import AVERAGE, begin_averages, has_averages, parts, updated
 from phalanx.parallel.object_store import Place
 
 
 def rectangles(
     shape: Sequence[int], start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements [start, stop) of a row-major tensor into boxes (offset, size), in element order.
+    """Cut elements [start, stop) of a row-major tensor into boxes (offset, size), in order.
 
-    Each box is contiguous in the tensor; there are at most 2 * len(shape) - 1 of them.
+    Each is contiguous in the tensor; there are at most 2 * len(shape) - 1 of them.
     """
     if start >= stop:
         return []
@@ -68,9 +66,9 @@ class OptimizerState:
     """Master parameters and moments that this rank holds, as `shards` for dist_checkpointing.
 
     Args:
-        optimizer: Megatron-Core optimizer, chained or not, whose Adam keeps `step` in the group
-            (parallel.megatron.adam). Missing state is allocated.
-        model_state: `sharded_state_dict` of all model chunks that it updates, before preprocessing.
+        optimizer: chained or not, with `step` in the group (parallel.megatron.adam). Missing state
+            is allocated.
+        model_state: `sharded_state_dict` of all chunks that it updates, before preprocessing.
         stored: names in the checkpoint that is to be loaded. Master copies that it holds in the
             other form get host memory to be loaded to, 4 or 2 bytes an element of this rank.
 
@@ -89,7 +87,7 @@ class OptimizerState:
             if stored and not split and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         ]
         has_none = bool(stored) and not any(
-            name.startswith(f"optimizer.state.{NAME}.") for name in stored
+            name.startswith(f"optimizer.state.{AVERAGE}.") for name in stored
         )
         self._begin_averages = optimizer if has_none and has_averages(optimizer) else None
         described = _by_address(model_state)
@@ -99,7 +97,7 @@ class OptimizerState:
             if address not in described:
                 raise ValueError(f"no checkpoint key for an updated parameter of shape {shape}")
             if self._begin_averages is not None:
-                rest = {name: t for name, t in owned.tensors.items() if name != NAME}
+                rest = {name: t for name, t in owned.tensors.items() if name != AVERAGE}
                 owned = replace(owned, tensors=rest)
             in_bf16 = owned.parameter.dtype == torch.bfloat16  # others are never split
             if stored and in_bf16 and ("remainder" in owned.tensors) != split:
@@ -110,7 +108,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """After the model and `shards` are loaded: make master copies of the checkpoint's form."""
+        """Make master copies of the checkpoint's form, once the model and `shards` are loaded."""
         for own, loaded in self._converted:
             weight = own.parameter.detach().view(-1)[own.start : own.stop]
             if "remainder" in own.tensors:
@@ -125,15 +123,13 @@ class OptimizerState:
         for chunk in dict.fromkeys(chunks):
             chunk.start_param_sync(force_sync=True)
         if self._begin_averages is not None:
-            begin(self._begin_averages)
+            begin_averages(self._begin_averages)
 
 
 def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
-    """Compare the optimizer with the names that the checkpoint at `path` holds.
+    """Raise CheckpointMismatch if the checkpoint at `path` has other kinds of state.
 
-    Raises:
-        CheckpointMismatch: their parameters have state of other kinds; no momentum could be made
-            of the moments of AdamW, or the other way round.
+    No momentum could be made of the moments of AdamW, or the other way round.
     """
     states = {facts.own_state: kind for kind, facts in reversed(OPTIMIZERS.items())}
     used = {getattr(part.optimizer, "own_state", "") for part in parts(optimizer)} - {""}
@@ -155,7 +151,7 @@ def begin_anew(optimizer: Any) -> None:
     """Bring all state to that of a new run, once weights are loaded alone.
 
     In place, as captured updates hold its addresses: master copies and averages are made of the
-    weights, and all else of a new run is 0.
+    weights, all else is 0.
     """
     optimizer.reload_model_params()
     for part in parts(optimizer):
@@ -164,7 +160,7 @@ def begin_anew(optimizer: Any) -> None:
                 tensor.zero_()
     set_step_count(optimizer, 0)
     if has_averages(optimizer):
-        begin(optimizer)
+        begin_averages(optimizer)
 
 
 def step_count(optimizer: Any) -> int:
@@ -196,7 +192,6 @@ def _owned(part: Any) -> Iterator[_Owned]:
 
 
 def _tensors(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Master copy, or remainder of one, and moments of what the optimizer updates."""
     state = part.optimizer.state[main]
     return state if "remainder" in state else {"param": main, **state}
 
@@ -214,10 +209,7 @@ def _in_other_form(owned: _Owned) -> _Owned:
 
 
 def _by_address(model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
-    """Address of a parameter -> the global tensors that it is a part of.
-
-    A factory (Megatron-Core's, for a fused gate and up projection) stands for several of them.
-    """
+    """Address of a parameter -> the global tensors that it is a part of, several for a factory."""
     described: dict[int, list[ShardedTensor]] = {}
     for value in nested_values(model_state):
         if isinstance(value, ShardedTensorFactory):

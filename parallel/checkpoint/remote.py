@@ -1,13 +1,12 @@
 """Checkpoints in an object store: what parallel.checkpoint.commit does, without any rename.
 
 A save gets a prefix of its own below that of the run, `step_<n>.<when and who>`, which no other
-save ever writes to. COMMIT.json is put there last, once the store lists every other object with its
+save writes to. COMMIT.json is put there last, once the store lists every other object with its
 size; where it is not, there is no checkpoint. It also has the store's marks (ETags) of the objects,
-so that a changed one is known from a listing; a copy at another address may have others. A
+by which a changed one is known from a listing; a copy at another address may have others. A
 checkpoint that no longer counts gets an object more, BAD or OLD; one that goes loses COMMIT.json
-first. So no two savers touch the same object but OWNER.json: the launch that wrote it last has the
-prefix, and an earlier one ends when it sees that. Importing this module makes the functions of
-`commit` take a `Remote`. Nothing here communicates.
+first. Savers share OWNER.json alone: the launch that wrote it last has the prefix, and an earlier
+one ends when it sees that. Importing this module makes the functions of `commit` take a `Remote`.
 """
 
 import io
@@ -33,15 +32,11 @@ _FOLDER = re.compile(r"step_(\d{8,})\.[0-9a-f]{16}", re.ASCII)
 _LONG = 1 << 30
 _AROUND = 64 << 10  # bytes of one request for a shorter read of a file that is not read as a whole
 _NOTES = {".bad": "BAD", ".old": "OLD"}
-"""Why a checkpoint no longer counts: suffix of a local folder, and object in a remote one."""
+"""Objects for the suffixes of local folders that no longer count."""
 
 
 def probe(root: Remote) -> None:
-    """Write, read and delete an object below `root`, which leaves nothing.
-
-    Raises:
-        OSError: that is not possible.
-    """
+    """Write, read and delete an object below `root`, or raise OSError."""
     path, data = root / f"probe.{secrets.token_hex(8)}", b"probe"
     path.write(data)
     same = path.read() == data
@@ -51,20 +46,14 @@ def probe(root: Remote) -> None:
 
 
 class Claim:
-    """The right of this launch to write below the prefix of a run."""
+    """The right of this launch to write below the prefix of a run, taken from any other launch."""
 
     def __init__(self, root: Remote) -> None:
-        """Take it, from whatever launch has it. Raises OSError if the store cannot be written."""
         self._root, self._me = root, here()
         (root / OWNER).write(json.dumps(asdict(self._me), indent=1).encode())
 
     def check(self) -> None:
-        """To be called before anything counts or no longer counts as a checkpoint.
-
-        Raises:
-            Taken: a later launch has taken it.
-            OSError: that cannot be known.
-        """
+        """Raise Taken if a later launch has taken it, or OSError if that cannot be known."""
         try:
             owner = Owner(**json.loads(persist((self._root / OWNER).read)))
         except FileNotFoundError:
@@ -204,7 +193,6 @@ def complete(written: Path, final: Remote, record: Commit) -> None:
     Args:
         written: folder of this rank, with the files that are no shards.
         final: prefix of the checkpoint, to which all ranks have uploaded their shards.
-        record: all files.
     """
     for name in record.files:
         if not name.endswith(".distcp"):
@@ -221,7 +209,7 @@ def complete(written: Path, final: Remote, record: Commit) -> None:
 
 
 def upload(file: Path, folder: Remote) -> None:
-    """One file to an object of its name."""
+    """Upload a file to an object of its name."""
     persist(lambda: (folder / file.name).upload(file))
 
 
@@ -239,7 +227,6 @@ def metadata_of(folder: Remote, files: Sums) -> Iterator[Path]:
 
 
 def _folders(root: Remote) -> Iterator[tuple[str, int, dict[str, Entry]]]:
-    """(name, step, objects) of every save."""
     held: dict[str, dict[str, Entry]] = {}
     for path, entry in root.objects().items():
         folder, _, name = path.partition("/")
@@ -270,7 +257,6 @@ def _record(folder: Remote) -> tuple[Commit, dict[str, str]]:
 
 
 def _crc(path: Remote, size: int, read: Callable[[int], object] | None) -> int:
-    """CRC-32 of an object of `size` bytes."""
     starts = range(0, size, CHUNK)
 
     def part(start: int) -> bytes:

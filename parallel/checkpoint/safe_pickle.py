@@ -2,9 +2,9 @@
 
 torch_dist describes a checkpoint in `.metadata`, a pickle, and keeps plain objects (configuration,
 random states) as pickles between the tensors; torch unpickles both without restraint. Here the
-first may only build the classes that describe tensors, and the second only what
-`torch.load(weights_only=True)` allows. Tensors themselves are always read with `weights_only`.
-Neither may ask for more memory than it has bytes (parallel.untrusted).
+first may only build the classes that describe tensors, and the second, as tensors, only what
+`torch.load(weights_only=True)` allows. Neither may ask for more memory than it has bytes
+(parallel.untrusted).
 """
 
 import io
@@ -51,10 +51,6 @@ _ALLOWED = {
 def read_metadata(folder: Place, files: Collection[str]) -> Metadata:
     """`.metadata` of a checkpoint: names, shapes and places of what it holds.
 
-    Args:
-        folder: of the checkpoint.
-        files: that it may refer to.
-
     Raises:
         Invalid: it is damaged, asks for anything but a description of tensors, or refers to a file
             that is not one of `files`.
@@ -100,11 +96,9 @@ def read_object(
 
 
 def read_common(folder: Place, metadata: Metadata) -> dict[str, Any]:
-    """Read the objects that all ranks share: configuration, step, data cursor and step counts.
+    """Read the objects that all ranks share: configuration, step, data cursor, step counts.
 
-    Raises:
-        Invalid: it is not there, or is more than plain data.
-        OSError: the file cannot be read.
+    Raises as `read_object`.
     """
     state = read_object(folder, metadata, "common_state")
     if not isinstance(state, dict) or not isinstance(state.get("common"), dict):
@@ -114,7 +108,7 @@ def read_common(folder: Place, metadata: Metadata) -> dict[str, Any]:
 
 @contextmanager
 def plain_objects_only() -> Iterator[None]:
-    """Inside, torch's own reader takes plain objects only: it asks `torch.load` for everything."""
+    """Inside, torch's own reader, which asks `torch.load` for everything, takes plain objects."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

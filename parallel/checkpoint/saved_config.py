@@ -1,11 +1,9 @@
 """The configuration that a checkpoint was written with, read in a moment and without torch.
 
-For questions that are asked before a run starts; loading it verifies all
-(parallel.checkpoint.verify) and reads it again (parallel.checkpoint.safe_pickle). Names and sizes
-of files are looked at, not their contents.
-Invariants: nothing in a checkpoint is executed. Of its pickles, objects become empty stand-ins, and
-plain data is all that is looked for. Nothing takes more memory than its bytes on the disk, which
-have a limit.
+For questions before a run starts: names and sizes of files are looked at, not their contents, which
+loading verifies (parallel.checkpoint.verify). Nothing in a checkpoint is executed: of its pickles,
+objects become empty stand-ins. Nothing takes more memory than its bytes on the disk, which have a
+limit.
 """
 
 import io
@@ -34,19 +32,17 @@ class CheckpointError(RuntimeError):
 
 
 class NoUsableCheckpoint(CheckpointError):
-    """There are checkpoints and none of them is valid. Starting from zero would hide that."""
+    """There are checkpoints, none of them valid; starting from zero would hide that."""
 
 
 class NoneValid(NoUsableCheckpoint):
-    """It is the run's own checkpoints of which none is valid."""
+    """None of the run's own checkpoints is valid."""
 
 
 def newest(root: Place) -> Place | None:
     """Newest checkpoint of a run with all of its files, or None if it has none yet.
 
-    Raises:
-        NoUsableCheckpoint: there are checkpoints, and each lacks something.
-        OSError: the folder cannot be read.
+    Raises NoUsableCheckpoint if each lacks something, OSError if the folder cannot be read.
     """
     found = [path for _, path in commit.committed(root)]
     for folder in found:
@@ -58,10 +54,9 @@ def newest(root: Place) -> Place | None:
 
 
 def root_of(folder: Place) -> Place:
-    """Return the folder of the checkpoints of a run.
+    """Return the folder of a run's checkpoints, also below `run.checkpoints` of its newest launch.
 
-    It is the run folder, or below `run.checkpoints` of the newest launch; for any other folder or
-    address, that itself.
+    Any other folder or address is returned as it is.
     """
     if isinstance(folder, Path):
         try:
@@ -75,11 +70,9 @@ def root_of(folder: Place) -> Place:
 
 
 def checkpoint_of(folder: Place, step: int | None = None) -> Place:
-    """The checkpoint that a person means by the folder of a run, or of the checkpoint itself.
+    """The checkpoint that a person means by the folder or address of a run, or of itself.
 
-    Args:
-        folder: of either, or an address.
-        step: of the run's checkpoints; the newest by default.
+    `step` chooses among a run's, the newest by default.
 
     Raises:
         NoUsableCheckpoint: there is none, or not of that step.
@@ -147,8 +140,7 @@ def of_hugging_face(folder: Place) -> str:
 def lacking(folder: Place) -> str:
     """Return the first difference of names and sizes of files from COMMIT.json; empty if none.
 
-    Raises:
-        NewerFormat: only a newer version can read it.
+    Raises NewerFormat.
     """
     if not folder.is_dir():
         return "no such folder"
@@ -163,8 +155,7 @@ def lacking(folder: Place) -> str:
 class Compared(NamedTuple):
     """Facts of a checkpoint with which a run that goes on from it has to agree."""
 
-    config: dict[str, Any]
-    """Configuration; of weights alone, imported or averaged, only that of the model."""
+    config: dict[str, Any]  # of weights alone only that of the model
     samples: int  # samples of the data that the checkpoint has passed
 
 
@@ -177,11 +168,9 @@ def compared(common: dict[str, Any]) -> Compared:
 
 
 def configuration(folder: Place) -> Compared:
-    """Facts with which a run that goes on from the checkpoint in a folder has to agree.
+    """Facts with which a run that goes on from a checkpoint has to agree.
 
-    Raises:
-        Invalid: it cannot be found.
-        OSError: a file cannot be read.
+    Raises Invalid if they cannot be found, OSError if a file cannot be read.
     """
     state = _plain(_bytes_of(folder, commit.read_commit(folder)))
     try:
@@ -191,7 +180,6 @@ def configuration(folder: Place) -> Compared:
 
 
 def _bytes_of(folder: Place, record: Commit) -> bytes:
-    """The saved bytes of the objects that all ranks share."""
     data = commit.contents(folder / METADATA)
     try:
         check_pickle(data)

@@ -1,9 +1,9 @@
 """The knobs of a checkpoint's configuration, as this version understands them.
 
-One rule for all who read a checkpoint. What its weights, their numbers and their text depend on has
-to be understood: a knob of these sections that this version does not know, or whose value is of
-another type, is refused by name. Others are left out, and told, as are knobs that were removed (not
-told if their value asked for what is always done now). Imports neither torch nor YAML.
+What weights, their numbers and their text depend on has to be understood: a knob of these sections
+that this version does not know, or whose value is of another type, is refused by name. Others are
+left out, and told, as are knobs that were removed (unless their value asked for what is always done
+now). Imports neither torch nor YAML.
 """
 
 import json
@@ -28,13 +28,11 @@ class SavedKnobs:
     """A configuration that is understood."""
 
     values: dict[str, Any]  # values keyed by dotted path, under present names
-    ignored: tuple[str, ...]
-    """Paths that this version does not know, in sections without which it can do."""
+    ignored: tuple[str, ...]  # unknown paths, in sections without which it can do
     removed: tuple[tuple[str, Any], ...] = ()
-    """Paths and values of knobs that no longer exist and asked for what is done no more."""
+    """Removed knobs, with values that asked for what is done no more."""
 
     def ignored_note(self) -> str:
-        """One line on what is ignored; empty if nothing is."""
         notes = [
             visible(f"{path}={shown(value)} no longer exists, as {REMOVED[path].always}")
             for path, value in self.removed
@@ -46,13 +44,10 @@ class SavedKnobs:
 
 
 def understood(config: Any) -> SavedKnobs:
-    """The knobs of a checkpoint's configuration.
+    """The knobs of a checkpoint's nested configuration, which may have `model` alone.
 
-    Args:
-        config: nested, as it was saved; that of an imported model has the section `model` alone.
-
-    Raises:
-        CheckpointMismatch: a knob of `model`, `precision` or `data` is not understood; one line.
+    Raises CheckpointMismatch, one line, for a knob of `model`, `precision` or `data` that is not
+    understood.
     """
     if not isinstance(config, dict):
         raise CheckpointMismatch("the checkpoint has no configuration")
@@ -102,7 +97,6 @@ def shown(value: Any) -> str:
 
 
 def _present(path: str) -> str:
-    """Present path of a knob of an older checkpoint."""
     return renamed()[path].path if path in renamed() else path
 
 

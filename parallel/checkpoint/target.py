@@ -1,7 +1,4 @@
-"""Target of a save: a folder that all ranks share, or an object store by way of a local one.
-
-What differs between the two, and nothing else: `parallel.checkpoint.checkpointer` has the order.
-"""
+"""Target of a save: a folder that all ranks share, or an object store by way of a local one."""
 
 import shutil
 from pathlib import Path
@@ -23,22 +20,18 @@ class Folder:
         self._root = root
 
     def probe(self) -> None:
-        """Find out on rank 0 whether it can be written. Raises OSError."""
         commit.probe(self._root)
 
-    def check(self) -> None:
-        """The lock of the run folder is all there is to check."""
+    def check(self) -> None: ...
 
     def open(self, final: Path) -> str | None:
         """Make the folder that ranks write to; why that failed on this rank."""
         return _made(self.unfinished(final)) if dist.get_rank() == 0 else None
 
     def unfinished(self, final: Path) -> Path:
-        """Folder that this rank writes to."""
         return commit.unfinished(final)
 
     def uploads_to(self, final: Path) -> None:
-        """Nowhere."""
         return None
 
     def commit(self, final: Path, sums: Sums, step: int, world: int) -> None:
@@ -51,12 +44,10 @@ class Folder:
         commit.commit(folder, final, Commit(step, world, files))
 
     def drop(self, final: Path) -> None:
-        """Delete what a failed save has left."""
         if dist.get_rank() == 0:
             commit.remove([self.unfinished(final)])
 
-    def clear(self) -> None:
-        """Nothing is left after a save."""
+    def clear(self) -> None: ...
 
 
 class Store:
@@ -71,16 +62,12 @@ class Store:
         self._claim: remote.Claim | None = None  # on rank 0
 
     def probe(self) -> None:
-        """Find out on rank 0 whether it can be written. Raises OSError."""
         remote.probe(self._root)
 
     def check(self) -> None:
-        """Take the prefix for this launch, or see that no other one has taken it; on rank 0.
+        """Take the prefix for this launch, or raise Taken if another one has it; on rank 0.
 
         The first call is behind all checks: a launch that is refused takes it from nobody.
-
-        Raises:
-            Taken: another launch has it now.
         """
         if self._claim is None:
             self._claim = remote.Claim(self._root)
@@ -88,16 +75,13 @@ class Store:
             self._claim.check()
 
     def open(self, final: Remote) -> str | None:
-        """Make the folder that this rank writes to; why that failed."""
         self.clear()
         return _made(self.unfinished(final))
 
     def unfinished(self, final: Remote) -> Path:
-        """Folder that this rank writes to."""
         return self._mine / final.name
 
     def uploads_to(self, final: Remote) -> Remote:
-        """The prefix of the checkpoint."""
         return final
 
     def commit(self, final: Remote, sums: Sums, step: int, world: int) -> None:
@@ -107,7 +91,6 @@ class Store:
         remote.complete(folder, final, Commit(step, world, sums | rest))
 
     def drop(self, final: Remote) -> None:
-        """Delete what a failed save has left."""
         if dist.get_rank() == 0:
             commit.remove([final])
         self.clear()

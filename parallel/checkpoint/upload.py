@@ -1,8 +1,7 @@
 """Uploads the shards of a rank: in this process, or for a forked writer in a fresh one.
 
-A forked writer must not do it itself: the store's library works with threads, and a fork of a
-process with threads must not start any. The fresh process writes why it failed to standard output,
-and ends with its parent, whose files nobody would commit.
+The store's library works with threads, which a fork of a process with threads must not start. The
+fresh process writes why it failed to standard output, and ends with its parent.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Which checkpoint may be loaded: all ranks verify it together and come to the same answer.
 
-A share of the files is read by each rank. What is damaged, or could run code, is told by name; in
-the run's own folder it is also renamed, so that it is never tried again.
+Each reads a share of the files. What is damaged, or could run code, is told by name; in the run's
+own folder it is also renamed, so that it is never tried again.
 """
 
 import logging
@@ -60,11 +60,7 @@ def newest(root: Place) -> tuple[Place, commit.Commit] | None:
 
 
 def verified(path: Place) -> commit.Commit:
-    """COMMIT.json of a checkpoint that a person named; it is left as it is.
-
-    Raises:
-        NoUsableCheckpoint: it is damaged, or no checkpoint.
-    """
+    """COMMIT.json of a checkpoint that a person named, or NoUsableCheckpoint; it stays as it is."""
     record, problems = _verify(path)
     if record is None or problems:
         raise not_valid(path, problems[0])

@@ -3,18 +3,26 @@
 From a sharded state dict to a complete but uncommitted folder; parallel.checkpoint.commit commits
 it. When `finish` returns, every shard is on disk, or uploaded, and has a checksum. An error of one
 rank is raised on all.
+
+A background save copies shards to shared host memory (`Staging`), which is all that training waits
+for. The fork reads just what was copied, so that neither process copies pages on write, and nothing
+is written to the memory while a writer may read it.
 """
 
 import ctypes
 import io
 import logging
+import mmap
 import os
 import pickle
 import signal
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from ctypes import memset
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +31,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
@@ -32,12 +41,82 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.utils.serialization import config as serialization
 
 from phalanx.parallel.checkpoint.commit import Sums
-from phalanx.parallel.checkpoint.host_buffer import Staging
 from phalanx.parallel.checkpoint.upload import upload
 from phalanx.parallel.fault.agreement import agree, failing_together, gather
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron.patches import results_to
 from phalanx.parallel.object_store import Remote
+
+_ALIGN = 512  # bytes; whole cache lines, and any dtype
+_THREADS = 8  # most threads of a rank that clear pages
+
+
+class Staging:
+    """Host memory of the size of this rank's share, kept from save to save: pinning it is slow."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._unpin: weakref.finalize | None = None
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of `tensors`, valid until the next call, in memory that forked processes share.
+
+        Returns:
+            Contiguous CPU tensors of the same shapes and dtypes, each with a storage of its own
+            size.
+
+        Raises:
+            OSError: there is not enough memory.
+            RuntimeError: CUDA cannot pin it.
+        """
+        starts, size = [], 0
+        for tensor in tensors:
+            starts.append(size)
+            size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        cuda = any(tensor.is_cuda for tensor in tensors)
+        memory = self._reserve(size, pinned=cuda)
+        copies = [_at(memory, start, like) for start, like in zip(starts, tensors, strict=True)]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _reserve(self, size: int, pinned: bool) -> mmap.mmap:
+        if self._memory is None or len(self._memory) < size:
+            if self._unpin is not None:
+                self._unpin()
+            self._memory = mmap.mmap(-1, max(size, 1))  # anonymous and shared
+            self._unpin = _pin(self, self._memory) if pinned else None
+        return self._memory
+
+
+def _at(memory: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:
+    size = like.numel() * like.element_size()
+    if not size:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    return whole.view(like.dtype).view(like.shape)
+
+
+def _touch(address: int, size: int) -> None:
+    """Clear `size` bytes at `address` by several threads; CUDA's one would do 1 to 2 GB/s."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    part = max(1, -(-size // threads))
+    with ThreadPoolExecutor(threads) as pool:
+        # ctypes releases the interpreter's lock.
+        list(pool.map(lambda i: memset(address + i, 0, min(part, size - i)), range(0, size, part)))
+
+
+def _pin(owner: Staging, memory: mmap.mmap) -> weakref.finalize:
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    _touch(address, len(memory))
+    pin_memory(address, len(memory))
+    undo = weakref.finalize(owner, unpin_memory, address)
+    undo.atexit = False  # the driver may be gone by then
+    return undo
+
 
 _BLOCK = 1 << 25  # bytes after which the disk begins with them
 _SYNC_FILE_RANGE_WRITE = 2  # fcntl.h of Linux
@@ -53,7 +132,6 @@ class Writing:
     Args:
         state: sharded state dict; consumed.
         folder: empty, on a file system that all ranks share, or of this rank if it uploads.
-        strategy: Megatron-Core's save strategy.
         validate: check that the shards of all ranks make up every tensor exactly once.
         to: prefix in an object store that shards are uploaded to.
     """
@@ -90,10 +168,7 @@ class Writing:
         """Copy this rank's shards to `staging` and write them in a forked process.
 
         The fork has no thread but its own, never calls CUDA, and collects no garbage, which could.
-        `then` is called by `queue` once all ranks have written.
-
-        Raises:
-            Failed: a rank could not copy them.
+        `queue` calls `then` once all ranks have written. Raises Failed if a rank could not copy.
         """
         request = AsyncRequest(None, (), [then])
         with failing_together(OSError, RuntimeError):
@@ -104,11 +179,7 @@ class Writing:
             queue.schedule_async_request(request)
 
     def finish(self) -> Sums:
-        """Add the metadata files. Returns the sums of all shards, of all ranks.
-
-        Raises:
-            Failed: a rank could not write.
-        """
+        """Add the metadata files, and return all ranks' sums; Failed if a rank has not written."""
         agree(self._mailbox.failure())
         # In each of these rank 0 writes a file before a collective; if it fails it must join that.
         steps = zip(self._request.finalize_fns, (_report_failure, dist.barrier), strict=True)
@@ -134,7 +205,7 @@ def without_output() -> Iterator[None]:
 class _Mailbox:
     """Results (or the failure) and checksums that the writer reports, from this process or a fork.
 
-    Megatron-Core calls `get_nowait`: this stands in for its results queue.
+    It stands in for Megatron-Core's results queue, by `get_nowait`.
     """
 
     def __init__(self) -> None:
@@ -209,7 +280,7 @@ class _File:
     """A new file that is written in sequence and sums what it is given.
 
     torch corrupts memory when a write fails inside torch.save (seen with 2.11). So after an OSError
-    this takes the rest without a word, and raises when it is left.
+    this takes the rest, and raises when it is left.
     """
 
     def __init__(self, path: str) -> None:
@@ -233,8 +304,8 @@ class _File:
     def _begin_writing(self) -> None:
         """Let the kernel write to the disk what it has, beside what is still to come.
 
-        By itself it begins after seconds or with gigabytes, so that fsync would wait for nearly the
-        whole file. Some file systems do not offer this: fsync, which follows, reports errors.
+        By itself it begins after seconds or with gigabytes: fsync would wait for nearly the whole
+        file. Some file systems do not offer this: fsync, which follows, reports errors.
         """
         self._file.flush()
         if _sync_file_range is not None:

@@ -1,8 +1,8 @@
 """Transport `alltoall`: dense blocks by collectives, of gloo or NCCL; capturable in a CUDA graph.
 
-Every rank receives every token, so dispatch is an all-gather, which moves the bytes of the dense
-all-to-all without a send buffer. Combine is the all-to-all and a sum over ranks. Each is the
-backward of the other. The current stream waits for each collective.
+Every rank receives every token, so dispatch is an all-gather: the bytes of the dense all-to-all
+without a send buffer. Combine is the all-to-all and a sum over ranks. Each is the backward of the
+other. The current stream waits for each collective.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """
@@ -16,23 +16,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.elementwise.sums import block_sum
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatcher.collectives import Collectives
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
-from phalanx.parallel.dispatcher.received import Planner, Received
-from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
+from phalanx.parallel.dispatcher.transport_class import (
+    DispatchContext,
+    Dispatcher,
+    Planner,
+    Rank,
+    Received,
+)
 
 
 class AllToAll(Dispatcher):
     """The transport `alltoall`; `parallel.dispatcher.base` states the contract.
 
-    Args:
-        ranks: collectives of the expert-parallel group.
-        plan: planner of the received routing.
-        recipe: recipe of rows that travel in FP8; None: they travel as they are.
+    With a `recipe` rows travel in FP8.
     """
 
     no_overlap = "alltoall cannot overlap: it is over when it returns"
@@ -52,8 +54,7 @@ class AllToAll(Dispatcher):
     def costs(cls, reach: GroupTopology) -> TransportCosts:
         """Rows of an all-gather on the way out, and of an all-to-all on the way back.
 
-        In the all-gather a row enters a node once and is passed on inside; in the all-to-all each
-        rank of a node sends its own sum.
+        In the former a row enters a node once; in the latter each rank of a node sends its own sum.
         """
         ranks, nodes, size = reach.ranks, reach.nodes, reach.node_ranks
         there, back = Links(ranks - nodes, nodes - 1), Links(size - 1, ranks - size)
@@ -81,7 +82,7 @@ class AllToAll(Dispatcher):
         rows_ND, idx_NK, prob_NK, fp8 = sent
         fp8_inputs = None if fp8 is None else fp8.fp8_inputs
         plan = self._plan(idx_NK, prob_NK)
-        return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=fp8, stays=True)
+        return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=fp8, inputs_persist=True)
 
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
@@ -98,8 +99,8 @@ def spread(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-gather tokens and routing of a group, rank-major: rows_ND, idx_NK and prob_NK.
 
-    Gradients of rows and probabilities return to their ranks and are summed there in fp32. With
-    `fp8` the rows are in `fp8.fp8_inputs`.
+    Gradients return to their ranks and are summed there in fp32. With `fp8` the rows are in
+    `fp8.fp8_inputs`.
     """
     rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, ranks, fp8)
     return rows_ND, idx_NK, prob_NK
@@ -114,7 +115,7 @@ def collect(
     """Return rank-major partial sums to the ranks of their tokens: out_TD.
 
     They are summed there in fp32, with `more` addends [T, D]. The gradient travels in `fp8`, if
-    it is given.
+    any.
     """
     return _Collect.apply(out_ND, ranks, fp8, *more)
 
@@ -152,8 +153,6 @@ def sum_to_owner(x: Tensor, ranks: Collectives, addends: Sequence[Tensor] = ()) 
 
 
 class _Spread(torch.autograd.Function):
-    """All-gather of tokens and routing; backward reduces their gradients at their ranks."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -182,8 +181,6 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Sum of partial sums at the tokens' ranks, with addends; backward is the all-gather."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,15 +1,15 @@
 """Dispatch and combine: tokens to the ranks of their experts, experts' sums back to their tokens.
 
-The two ends of an MoE layer around the experts. Every transport delivers rows at fixed positions:
-token t of rank r of the expert-parallel group is received row r * T + t on every rank (`hier` has
-other rows), so no host ever needs a count and all shapes are static. T must be the same on all
-ranks of the group. Expert rows are the same on all transports, bit for bit. Both directions are
-differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
-on shapes alone.
+Every transport delivers rows at fixed positions: token t of rank r of the expert-parallel group is
+received row r * T + t on every rank (`hier` has other rows), so no host needs a count and all
+shapes are static. T must be the same on all ranks of the group. Expert rows are the same on all
+transports, bit for bit. Both directions are differentiable and deterministic: contributions of
+ranks are summed in fp32 in an order that depends on shapes alone.
 
 Legend: T tokens per rank, D hidden, K expert ids of a token, R ranks, N = R * T.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,18 +17,62 @@ from torch import Tensor
 
 from phalanx.configs.knobs import pluralize
 from phalanx.kernels.derivatives import in_backward
-from phalanx.kernels.expert_mlp import debug
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.elementwise import sums
+from phalanx.kernels.expert_mlp.backend import rows_for
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, check_expert_ids, is_debugging
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import check_routing, make_plan
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.costs import GroupTopology, TopKSampling, TransportCosts
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.local import Local
-from phalanx.parallel.dispatcher.sampling import TopKSampling
 from phalanx.parallel.dispatcher.transport import build
-from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Transport
+from phalanx.parallel.dispatcher.transport_class import (
+    DispatchContext,
+    Dispatcher,
+    Planner,
+    Rank,
+    Received,
+    Transport,
+)
+
+
+class Local(Dispatcher):
+    """The transport `local`: all experts are on this rank, nothing is copied."""
+
+    no_overlap = "nothing is exchanged"
+    sends_back = False
+
+    def __init__(self, plan: Planner) -> None:
+        self._plan = plan
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "Local":
+        return cls(context.plan)
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        return None  # configs.tables.transports states that it serves one rank
+
+    @classmethod
+    def costs(cls, reach: GroupTopology) -> TransportCosts:
+        return TransportCosts()
+
+    def send_tokens(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        return x_TD, topk_idx_TK, topk_prob_TK
+
+    def receive_tokens(self, sent: tuple[Tensor, Tensor, Tensor]) -> Received:
+        x_TD, topk_idx_TK, topk_prob_TK = sent
+        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), inputs_persist=True)
+
+    def receive_sums(
+        self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
+    ) -> Tensor:
+        return sums.plus(sent, addends)
 
 
 @dataclass(frozen=True)
@@ -37,10 +81,8 @@ class TokenChoices:
 
     top_k: int  # number of experts of a token, on average
     width: int  # number of ids in the row: `top_k`, or more if some are -1
-    surplus: int = 0
-    """Number of rows by which a rank's choices of one expert may exceed top-k routing."""
-    groups: int = 1
-    """Number of groups of experts, which the router limits a token to `group_topk` of."""
+    surplus: int = 0  # rows by which choices of one expert may exceed top-k routing
+    groups: int = 1  # of which the router limits a token to `group_topk`
     group_topk: int = 1
 
     def max_rows(self, tokens: int, ranks: int, local: int) -> int:
@@ -50,9 +92,9 @@ class TokenChoices:
 
 
 class BudgetPlanner:
-    """Planner of this rank's experts from the received routing, within the budget.
+    """Planner of this rank's expert slots from the received routing, within the budget.
 
-    Its ids are expert slots: experts, unless there are more slots than experts.
+    Slots are experts, unless there are more slots than experts.
     """
 
     def __init__(
@@ -68,8 +110,8 @@ class BudgetPlanner:
                 f"tokens {tuple(x_TD.shape)} do not fit expert ids {tuple(topk_idx_TK.shape)} "
                 f"with {self._slots.width} slots for top_k={self._slots.top_k}"
             )
-        if debug.on():
-            debug.check_expert_ids(topk_idx_TK, self._ranks * self._local)
+        if is_debugging():
+            check_expert_ids(topk_idx_TK, self._ranks * self._local)
 
     def __call__(
         self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, tokens: int | None = None
@@ -115,19 +157,13 @@ def make_dispatcher(
     fp8_rows: bool = False,
     connections: Connections | None = None,
 ) -> Dispatcher:
-    """The dispatcher of a group, for the transport that `choose_transport` found.
+    """The dispatcher of a group (None: one rank) for the transport of `choose_transport`.
 
     Args:
-        transport: transport of the group (`parallel.dispatcher.transport`).
-        group: the expert-parallel group; None is one rank.
-        experts: number of experts of all ranks.
-        slots: shape of a token's expert ids.
-        budget: budget of rows, shared by all layers.
-        backend: backend of the experts and of `kernels.routing.plan`, which makes the plans.
+        backend: that of the experts and of `kernels.routing.plan`.
         symm: options of `symm`, also inside the nodes of `hier`.
-        recipe: FP8 recipe of the experts.
         fp8_rows: with a recipe, rows travel in FP8; on one rank nothing travels.
-        connections: memory that this process shares with other ranks, which `symm` needs.
+        connections: memory shared with other ranks, which `symm` needs.
 
     Raises:
         ValueError: experts that do not divide over the ranks, or top_k above experts.

@@ -2,9 +2,9 @@
 
 There are two capacities: of a rank's expert rows, and of the blocks of rows that `hier` sends
 between nodes. A dispatcher asks for the size of its buffers and reports the need with `observe`;
-the maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`
-with its other numbers. If that has `exceeded` the budget, it drops the gradients, calls `grow` and
-reruns the step: no token is ever dropped.
+the maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`. If
+that has `exceeded` the budget, it drops the gradients, calls `grow` and reruns the step: no token
+is ever dropped.
 """
 
 import math
@@ -18,24 +18,22 @@ from torch import Tensor
 _HEADROOM = 1.1
 ROW_MULTIPLE = 128  # divisor of the number of expert rows: they fill whole tiles
 _BLOCK_SHARE = 0.48
-"""Part of the excess of expert rows that blocks between nodes have, which makes 1.24 x of 1.5 x.
+"""Part of the excess of expert rows that blocks between nodes have: 1.24 x of 1.5 x.
 
 With popularities of experts n ** -0.6 and EP64 of DeepSeek-V3 on 8 nodes, the fullest block has
-1.223 x the balanced rows, and fits. A quarter more than all rows of that routing would be 1.243 x.
-docs/measured/kernels/rail_blocks.md has the table, which its test computes."""
+1.223 x the balanced rows (docs/measured/kernels/rail_blocks.md, which a test computes).
+"""
 
 
 def block_factor(capacity_factor: float) -> float:
-    """Rows of a block between nodes over the balanced load, for a capacity factor of expert rows.
+    """Rows of a block between nodes over the balanced load, for a capacity factor of experts.
 
-    It has a part of the excess: nodes hold many experts, so that their loads differ less than those
-    of ranks.
+    Nodes hold many experts, so that their loads differ less than those of ranks.
     """
     return 1 + _BLOCK_SHARE * (capacity_factor - 1)
 
 
 def _factor_of_blocks(factor: float) -> float:
-    """Capacity factor with that `block_factor`."""
     return 1 + (factor - 1) / _BLOCK_SHARE
 
 
@@ -47,7 +45,6 @@ class Growth(NamedTuple):
     between_nodes: bool  # false for expert rows, True for blocks of rows between nodes
 
     def event(self, subject: str) -> str:
-        """Line that reports the rerun of `subject`."""
         if not self.between_nodes:
             need, rerun = "experts", f"capacity_factor {self.factor:.2f}"
         else:
@@ -60,10 +57,9 @@ class Growth(NamedTuple):
 
 
 class Capacity:
-    """Number of rows of static buffers, in proportion to the balanced load.
+    """Number of rows of static buffers, as a `factor` of the balanced load.
 
-    `factor` is the current size over the balanced load, `peak` the largest ratio of needed to
-    allocated rows of the last read.
+    `peak` is the largest ratio of needed to allocated rows of the last read.
     """
 
     def __init__(self, factor: float, device: torch.device) -> None:
@@ -71,7 +67,7 @@ class Capacity:
         self._granted = 0.0  # largest number of rows over the balanced load, after rounding up
         self._device = device
         self._most: dict[int, Tensor] = {}
-        """int64 scalar per allocated number of rows: the largest number that was needed."""
+        """Largest number that was needed, an int64 scalar per allocated number of rows."""
 
     def rows(self, balanced: float, *, most: int, multiple: int = 1) -> int:
         """Rows of a buffer for that balanced load: a multiple, and at most the worst case."""
@@ -80,10 +76,7 @@ class Capacity:
         return rows
 
     def observe(self, needed: Tensor, rows: int) -> None:
-        """Note on the device that a buffer of `rows` rows needed `needed` (integer scalar).
-
-        In one kernel, as the experts wait for it.
-        """
+        """Note on the device, in one kernel, that `rows` rows should be `needed` (int scalar)."""
         if rows not in self._most:
             self._most[rows] = torch.zeros((), dtype=torch.int64, device=self._device)
         torch.maximum(self._most[rows], needed, out=self._most[rows])
@@ -96,18 +89,13 @@ class Capacity:
         return peak
 
     def grow(self) -> float:
-        """Enlarge it so that the overflowed step fits with headroom.
-
-        Returns:
-            Rows that were needed over the balanced load.
-        """
+        """Enlarge it for the overflowed step, with headroom; needed rows over the balanced load."""
         # A pipeline stage without experts has granted nothing, and grows all the same.
         needed = (self._granted or self.factor) * self.peak
         self.factor = max(self.factor, needed * _HEADROOM)
         return needed
 
     def reset(self) -> None:
-        """Clear the observations since the last read, as after a step that is discarded."""
         for most in self._most.values():
             most.zero_()
 
@@ -121,8 +109,7 @@ class Budget:
     def __init__(self, capacity_factor: float, device: torch.device) -> None:
         """Start with buffers of `capacity_factor` x the balanced load; the record is on `device`.
 
-        Raises:
-            ValueError: the factor is not finite, or below 1 so that any load would overflow.
+        Raises ValueError for a factor that is not finite, or below 1.
         """
         if not (math.isfinite(capacity_factor) and capacity_factor >= 1):
             raise ValueError(
@@ -135,16 +122,15 @@ class Budget:
 
     @property
     def capacity_factor(self) -> float:
-        """Current number of expert rows over the balanced load."""
         return self.experts.factor
 
     def rows(
         self, tokens: int, top_k: int, ranks: int, local_experts: int, *, most: int | None = None
     ) -> int:
-        """Expert rows S for T tokens a rank: factor x T x K in whole tiles, at most the worst case.
+        """Expert rows S for T tokens a rank: factor x T x K in whole tiles, at most `most`.
 
-        The worst case is `most` rows, by default those of every received token at min(K, L) of this
-        rank's experts; with one rank that is T * K, and a local layer allocates just its need.
+        That is by default every received token at min(K, L) of this rank's experts; with one rank T
+        * K.
         """
         if most is None:
             most = ranks * tokens * min(top_k, local_experts)
@@ -153,16 +139,14 @@ class Budget:
     def block_rows(self, tokens: int, share: float) -> int:
         """Rows C of the block of T tokens for a node, at most T.
 
-        Args:
-            tokens: T.
-            share: part of the tokens that have an expert on a node, on average.
+        `share`: part of the tokens that have an expert on a node, on average.
         """
         return self.blocks.rows(share * tokens, most=tokens) if tokens else 0
 
     def record(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Largest ratios of needed to allocated rows on any rank of `group` since the last read.
 
-        Returns fp64 [2] on the device, of expert rows and of blocks between nodes.
+        fp64 [2] on the device, of expert rows and of blocks between nodes.
         """
         peaks = torch.stack((self.experts.record(), self.blocks.record()))
         if group is not None:

@@ -2,10 +2,10 @@
 
 The gradients of a layer's weights wait for the next exchange of the backward pass, start after it,
 and hide it (`kernels.wgrad_queue`). Of a kernel that fills the GPU the CTAs that find no SM beside
-the exchange start after it, when CTAs that have claimed tiles meanwhile have left none to them.
+the exchange start after it, when others have claimed their tiles.
 
-Tensors of a collective belong to the stream that calls it. It waits for the collective before they
-are freed, so their memory needs no record of the other stream.
+Tensors of a collective belong to the stream that calls it, which waits for the collective before
+they are freed: their memory needs no record of the other stream.
 """
 
 import functools
@@ -25,34 +25,21 @@ from phalanx.kernels import wgrad_queue
 from phalanx.kernels.derivatives import in_backward
 
 type Group = Callable[[], dist.ProcessGroup]
-"""The process group of the next collective; all of them have the same ranks in the same order."""
+"""Process group of the next collective; all have the same ranks in the same order."""
 
 
 class Passes(Protocol):
     """Process groups and exchanges of forward and backward passes."""
 
     @property
-    def beside(self) -> bool:
-        """A forward pass runs beside the backward pass of another micro-batch."""
-        ...
+    def beside(self) -> bool: ...
 
     def groups(self, group: dist.ProcessGroup) -> Group:
-        """Process groups of the ranks of this one. Collective over the job.
-
-        Args:
-            group: this rank's group, one of several that have no rank in common.
-        """
+        """Process groups of this one's ranks, disjoint from others. Collective over the job."""
         ...
 
     def each[T](self, make: Callable[[str], T]) -> Callable[[], T]:
-        """Make what passes do not share.
-
-        Args:
-            make: makes one of it, from the name of a kind of pass.
-
-        Returns:
-            Function that returns that of the present pass.
-        """
+        """Return a getter of the present pass's own object, which `make` makes by kind of pass."""
         ...
 
 
@@ -76,27 +63,21 @@ IN_TURN = InTurn()
 class Collectives:
     """Collectives of a group of ranks.
 
-    Args:
-        group: the process group of the next one.
-        beside: passes of two micro-batches run beside each other, so that a pass waits for its own
-            collectives alone, which are on streams of their own.
+    `beside`: passes of two micro-batches run beside each other, so that a pass waits for its own
+    collectives alone, which are on streams of their own.
     """
 
     def __init__(self, group: Group, *, beside: bool = False) -> None:
         self._group, self._beside = group, beside
-        self.size = group().size()
-        """Number of ranks."""
+        self.size = group().size()  # ranks
 
     @contextmanager
     def during(self, x: Tensor, *, spreads: bool = False) -> Iterator[dist.ProcessGroup]:
         """Context of a collective of `x`, which the current stream waits for; yields its group.
 
-        In a backward pass the current stream computes the weight gradients that wait for an
-        exchange beside it. Without them and with passes in turn it is on the current stream.
-
-        Args:
-            x: what a rank sends.
-            spreads: all of it goes to every rank, not a block of it to each.
+        In a backward pass the current stream computes waiting weight gradients beside it. Without
+        them and with passes in turn it is on the current stream. `spreads`: all of `x` goes to
+        every rank, not a block of it to each.
         """
         group = self._group()
         # One rank exchanges nothing: weight gradients wait for the next exchange.
@@ -118,13 +99,8 @@ class Collectives:
     ) -> Callable[[], None]:
         """Start a collective that sends blocks of `x`, on a stream for exchanges.
 
-        Args:
-            x: what a rank sends.
-            collective: function that calls it over a group.
-
-        Returns:
-            A function that lets the current stream wait for it, before which none of its tensors
-            may be freed.
+        `collective` calls it over a group. Returns a function that lets the current stream wait for
+        it, before which none of its tensors may be freed.
         """
         group, done = self._group(), None
         if x.is_cuda:
@@ -144,7 +120,6 @@ class Collectives:
 
 
 def _paced(group: dist.ProcessGroup, x: Tensor, spreads: bool) -> AbstractContextManager[None]:
-    """Context of a collective on the slow wire of PHALANX_WIRE, if that is set."""
     if not os.environ.get("PHALANX_WIRE"):
         return nullcontext()
     paced: Callable[..., AbstractContextManager[None]] = resolve_name(WIRE)

@@ -1,8 +1,7 @@
 """Symmetric memory of the GPUs of a node, for the exchanges of `kernels.sm90`.
 
-This module allocates Torch symmetric memory, without multicast, with all ranks of a group. There is
-one exchange per group and shape (`parallel.connections`), which itself is
-`kernels.sm90.exchange.exchange`.
+Torch symmetric memory, without multicast, with all ranks of a group. There is one exchange
+(`kernels.sm90.exchange.exchange`) per group and shape (`parallel.connections`).
 
 Legend: T tokens per rank, D hidden, K expert ids of a token.
 """
@@ -16,10 +15,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.sm90.exchange.options import ExchangeOptions
-from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
+from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout, ExchangeOptions
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 from phalanx.parallel.connections import Connections
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
+
+
+class InFlight:
+    """One of the transfers of a layer, from its start until it has been waited for.
+
+    `exchange` returns that of the present pass; a transfer starts and ends in the same pass.
+    """
+
+    def __init__(self, exchange: "Callable[[], Exchange]") -> None:
+        self._exchange = exchange
+        self._transfer: Transfer | None = None
+        self.rows: Tensor | None = None  # that the experts have returned to autograd
+
+    def put(self, transfer: "Transfer") -> "Transfer":
+        self._transfer = transfer
+        return transfer
+
+    def put_rows(self, transfer: "Transfer", rows_ND: Tensor) -> Tensor:
+        """Store a started transfer and the tensor of its receive buffer; returns the latter."""
+        self._transfer, self.rows = transfer, rows_ND
+        return rows_ND
+
+    @property
+    def started(self) -> bool:
+        return self._transfer is not None
+
+    def get(self) -> "Transfer":
+        assert self._transfer is not None
+        return self._transfer
+
+    def wait_side(self) -> "Transfer":
+        """Wait for its side data; kernels wait for its rows from then on."""
+        transfer = self.get()
+        self._exchange().wait(transfer, side_only=True)
+        return transfer
+
+    def wait_rows(self) -> None:
+        """Wait for all of it, without ending it: `wait` follows."""
+        self._exchange().wait(self.get())
+
+    def wait(self) -> "Transfer":
+        """Wait for all of it, and end it."""
+        transfer = self.get()
+        self._transfer = self.rows = None
+        self._exchange().wait(transfer)
+        return transfer
+
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange
@@ -29,19 +77,13 @@ if TYPE_CHECKING:
 class SymmOptions(ExchangeOptions):
     """Options of `symm` and `hier`: those of exchanges, what is saved."""
 
-    keep: bool = False
-    """True if received tokens are saved for the backward pass; otherwise they are resent."""
+    keep: bool = False  # save received tokens for the backward pass, or resend them
 
 
 class PeerMemory:
-    """Memory of this rank that the other ranks of its group can read and write.
+    """Memory of this rank, on one node, that the other ranks of its group can read and write.
 
-    Args:
-        group: the expert-parallel group, on one node.
-        size: number of bytes.
-        clear: function that writes its initial contents.
-
-    Collective over the group.
+    `clear` writes its initial contents. Collective over the group.
     """
 
     def __init__(
@@ -55,8 +97,7 @@ class PeerMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         device = torch.device("cuda", torch.cuda.current_device())
-        self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-        """uint8 [size]."""
+        self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)  # uint8 [size]
         clear(self.memory)
         torch.cuda.synchronize()
         self.handle = symmetric.rendezvous(self.memory, group)
@@ -70,15 +111,8 @@ class PeerMemory:
 class Connection:
     """An exchange, and the symmetric memory that connects the ranks of its group.
 
-    Args:
-        group: the expert-parallel group; one node, at most 16 ranks.
-        tokens, hidden, slots: T, D and K.
-        options: options of the exchange.
-
-    Collective over the group.
-
-    Raises:
-        ValueError: more ranks than the kernels serve.
+    Collective over the group, on one node. Sizes are T, D and K. Raises ValueError for more ranks
+    (16) than the kernels serve.
     """
 
     def __init__(
@@ -122,12 +156,10 @@ class Connection:
         self.exchange.restart()
 
     def release(self) -> None:
-        """Free the memory, though something may still refer to the exchange."""
         self.exchange.release()
         del self._handle
 
     def missing(self) -> str:
-        """Error text on the rank that a wait timed out for; empty if none did."""
         late = self.exchange.timed_out()
         if late is None:
             lost = self._at_barrier.item() and _has_failed()  # a barrier that goes on may yet end

@@ -1,10 +1,8 @@
 """Rows in FP8 between ranks: half the bytes of bf16, in the format that the experts' GEMMs read.
 
-Autograd carries tensors of the rows' shape and dtype without data: a gradient must have the dtype
-of its tensor, and the gradient of rows in FP8 is not FP8.
-
-`hier` sends rows over two transports: first between nodes (the rail), then inside a node. They are
-quantised before the rail and forwarded unchanged.
+Autograd carries tensors of the rows' shape and dtype without data: the gradient of a tensor has its
+dtype, and that of rows in FP8 is not FP8. `hier` quantises rows before the transport between nodes
+(the rail) and forwards them unchanged inside a node.
 
 Legend: T tokens per rank, D hidden, R ranks, N = R * T.
 """
@@ -14,21 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.autograd import Fp8Inputs
+from phalanx.kernels.expert_mlp.interfaces import Fp8Inputs
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.packed import quantize_packed, unpack_rows
+from phalanx.kernels.quantize.quantize import quantize_packed, unpack_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
-Move = Callable[[Tensor], Tensor]
-"""Function that gathers packed rows of all ranks: [T, ...] -> [N, ...]."""
+Move = Callable[[Tensor], Tensor]  # gathers packed rows of all ranks: [T, ...] -> [N, ...]
 
 
 class FP8Rows:
-    """Tokens and gradients of sums on their way to the experts, in one call of a layer.
-
-    Args:
-        recipe: FP8 recipe of the experts.
-    """
+    """Tokens and gradients of sums on their way to the experts, in one call of a layer."""
 
     def __init__(self, recipe: Fp8Block) -> None:
         self._tokens, self._gradient = torch.float8_e4m3fn, FORMATS[recipe.grad_format]
@@ -39,7 +32,6 @@ class FP8Rows:
         return self.tokens_arrived(move(self.pack_tokens(x_TD)), x_TD)
 
     def bring_gradient(self, grad_TD: Tensor, move: Move) -> Tensor:
-        """[N, D] without data; the rows are in `fp8_inputs`."""
         return self.gradient_arrived(move(self.pack_gradient(grad_TD)), grad_TD)
 
     def pack_tokens(self, x_TD: Tensor) -> Tensor:
@@ -47,7 +39,6 @@ class FP8Rows:
         return quantize_packed(x_TD, self._tokens)
 
     def pack_gradient(self, grad_TD: Tensor) -> Tensor:
-        """Quantise for sending: uint8 [T, ...]."""
         return quantize_packed(grad_TD, self._gradient)
 
     def tokens_arrived(self, packed: Tensor, like_TD: Tensor) -> Tensor:
@@ -56,7 +47,6 @@ class FP8Rows:
         return without_data(like_TD, len(packed))
 
     def gradient_arrived(self, packed: Tensor, like_TD: Tensor) -> Tensor:
-        """Put packed rows of the gradient into `fp8_inputs`; returns [N, D] without data."""
         self.fp8_inputs.gradient = unpack_rows(packed, like_TD.shape[1], self._gradient)
         return without_data(like_TD, len(packed))
 
@@ -83,7 +73,7 @@ class RailRows(FP8Rows):
 class ForwardedRows(FP8Rows):
     """Rows that arrived over the rail and are forwarded inside the node, then freed.
 
-    The tensors that its methods take in their place are without data.
+    Its methods take tensors without data in their place.
     """
 
     def __init__(self, recipe: Fp8Block, rail: RailRows) -> None:

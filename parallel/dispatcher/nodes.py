@@ -1,7 +1,7 @@
 """Nodes of an expert-parallel group, and process groups inside and across nodes.
 
-A node is a host. For tests on one host, PHALANX_NODE_GPUS=2 simulates nodes of two consecutive
-ranks of the job each (and PHALANX_WIRE a network between them).
+A node is a host. For tests, PHALANX_NODE_GPUS=2 simulates nodes of two consecutive ranks of the job
+each (and PHALANX_WIRE a network between them).
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,11 @@ class Nodes:
     size: int  # number of ranks on each node
     index: int  # index of this rank's node
     inside: dist.ProcessGroup  # process group of the ranks of this rank's node
-    rail: dist.ProcessGroup
-    """Process group of the ranks with the same local rank, in the order of nodes."""
+    rail: dist.ProcessGroup  # of the ranks with this local rank, in the order of nodes
 
 
 def names_here(rank: int) -> tuple[str, str]:
-    """Names of this host and of the node of a rank on it.
-
-    Raises:
-        ValueError: PHALANX_NODE_GPUS is not a number.
-    """
+    """Names of this host and of a rank's node on it; ValueError: PHALANX_NODE_GPUS is invalid."""
     host, node_gpus = socket.gethostname(), os.environ.get("PHALANX_NODE_GPUS", "")
     if not node_gpus:
         return host, host
@@ -64,10 +59,8 @@ def refuse(names: Sequence[str]) -> Refusal:
 def join(groups: Mapping[tuple[int, ...], Sequence[str]]) -> Nodes | None:
     """The nodes of this rank's group, with new process groups; None if it is in no group.
 
-    Collective over the job: a communicator of NCCL is split off the one of the whole job.
-
-    Args:
-        groups: ranks of each group, and the names of their nodes, for which `refuse` returns None.
+    Collective over the job: a communicator of NCCL is split off the one of the whole job. `groups`
+    are ranks and names of nodes, for which `refuse` returns None.
     """
     mine = None
     for ranks, names in groups.items():
@@ -77,7 +70,6 @@ def join(groups: Mapping[tuple[int, ...], Sequence[str]]) -> Nodes | None:
 
 
 def _new_nodes(ranks: Sequence[int], count: int) -> Nodes | None:
-    """New groups of `ranks` on `count` nodes; None on a rank that is not one of them."""
     size, timeout = len(ranks) // count, time_limit()
     split = [list(ranks[i * size : (i + 1) * size]) for i in range(count)]
     inside = [dist.new_group(node, timeout=timeout) for node in split]

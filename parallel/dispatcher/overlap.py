@@ -13,15 +13,11 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.parallel.dispatcher.transfers import LayerCall, Phase
 
 if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.tile_progress import TileSignal
+    from phalanx.kernels.sm90.exchange.waves import TileSignal
 
 
 class ExpertOverlap:
-    """`kernels.expert_mlp.autograd.Overlap` of one call of a layer.
-
-    Args:
-        call: state of the call.
-    """
+    """`kernels.expert_mlp.interfaces.Overlap` of one call of a layer."""
 
     def __init__(self, call: LayerCall) -> None:
         self._call = call
@@ -34,7 +30,6 @@ class ExpertOverlap:
         return self._call.exchange.ready_words(self._call.local)
 
     def wait_rows(self) -> None:
-        """Wait for all rows that `ready` covers."""
         call = self._call
         (call.sum_grads if call.phase is Phase.SUM_GRADS else call.tokens).wait_rows()
 
@@ -83,7 +78,6 @@ class ExpertOverlap:
         return rows_ND
 
     def tokens(self) -> Rows:
-        """Received tokens, in the backward pass."""
         call = self._call
         if call.fp8 is None:
             return call.saved_tokens if call.keep else call.rows(call.tokens.wait())
@@ -94,7 +88,7 @@ class ExpertOverlap:
     def tokens_first(self) -> Rows:
         """Received tokens, before the gradient of the sums is read.
 
-        Exchanges are waited for in the order of their starts, so that gradient has arrived too.
+        Exchanges are waited for in order, so that gradient has arrived too.
         """
         self._call.sum_grads.wait()
         return self.tokens()

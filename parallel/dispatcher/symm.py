@@ -25,13 +25,12 @@ from torch import Tensor
 
 from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.availability import CUTLASS_DSL
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
 from phalanx.parallel.dispatcher.exchange import exchange_of
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transfers import (
     Collect,
     Dispatch,
@@ -41,7 +40,7 @@ from phalanx.parallel.dispatcher.transfers import (
     saving,
     sent_routing,
 )
-from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank, Received
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.elementwise.sums import block_sum
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.quantize.packed import row_bytes
-from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
+from phalanx.kernels.quantize.quantize import row_bytes
+from phalanx.kernels.routing.plan import pack_routing, routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.peer_buffers import padded, unpadded
+from phalanx.parallel.dispatcher.exchange import InFlight
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows, without_data
-from phalanx.parallel.dispatcher.in_flight import InFlight
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer

@@ -1,7 +1,7 @@
 """Choice of the transport of an expert-parallel group, the same on all of its ranks, with reasons.
 
-It happens once, before layers are built. Every rank gathers the facts of all ranks and decides by
-the same rules: what one rank cannot do, its group does not do.
+Before layers are built, every rank gathers the facts of all ranks and decides by the same rules:
+what one rank cannot do, its group does not do.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.transports import AUTO_SMS, TRANSPORTS
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.collectives import IN_TURN, Passes
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import LoadCounts
 from phalanx.parallel.dispatcher.transport_class import (
     DispatchContext,
     Dispatcher,
+    LoadCounts,
     Rank,
     Transport,
-    one_for_all,
+    refusal_of_any_rank,
     waits_for_tokens,
 )
 from phalanx.parallel.fault.agreement import gather
@@ -56,7 +56,6 @@ def load_counts(transports: Sequence[Transport]) -> LoadCounts | None:
 
 
 def _replicated(chosen: Transport) -> type[Dispatcher]:
-    """The class of a transport with expert replication."""
     replicated: type[Dispatcher] = resolve_name(TRANSPORTS[chosen.name].replicated)
     return replicated
 
@@ -71,8 +70,8 @@ def choose_transport(wanted: str, group: dist.ProcessGroup | None, dtype: torch.
     """The transport of this rank's group; collective over the job.
 
     Args:
-        wanted: key of `configs.tables.transports`, or `auto`: `local` on one rank, else the
-            first of the table that `auto` may take and that can run.
+        wanted: key of `configs.tables.transports`, or `auto`: `local` on one rank, else the first
+            of the table that `auto` may take and that can run.
         group: this rank's expert-parallel group; None is one rank.
         dtype: dtype of the tokens.
 
@@ -99,10 +98,7 @@ def choose_transport(wanted: str, group: dist.ProcessGroup | None, dtype: torch.
 
 
 def refuse(name: str, group: dist.ProcessGroup, dtype: torch.dtype) -> Refusal:
-    """Reason that a transport cannot serve the groups of the job, or None.
-
-    Collective over the job, as `choose_transport` is.
-    """
+    """Reason that a transport cannot serve the groups, or None; collective over the job."""
     _, ranks = _gathered(name, group, dtype)
     return next((text for members in ranks.values() if (text := _refuse(name, members))), None)
 
@@ -125,11 +121,7 @@ def refuse_dtype(name: str, dtype: torch.dtype) -> Refusal:
 
 
 def resolve(wanted: str, ranks: Sequence[Rank]) -> Transport:
-    """The transport of one group, from the facts of its ranks, in their order.
-
-    Raises:
-        ValueError: `wanted` is unknown or cannot serve them.
-    """
+    """The transport of one group, from the facts of its ranks, or ValueError for `wanted`."""
     if wanted not in ("auto", *TRANSPORTS):
         *known, last = ("auto", *TRANSPORTS)
         raise ValueError(
@@ -178,7 +170,6 @@ def connect(
     Args:
         transports: transport of each group, of consecutive ranks, without process groups.
         node_names: name of the node of each rank of the job.
-        group: this rank's group.
         passes: what forward and backward passes exchange by.
     """
     size = len(node_names) // len(transports)
@@ -193,10 +184,7 @@ def connect(
 
 
 def _beside(transport: Transport, group: dist.ProcessGroup, passes: Passes) -> Transport:
-    """The transport for passes beside each other, with process groups for its collectives.
-
-    Collective over the job.
-    """
+    """The transport for passes beside each other, with process groups; collective over the job."""
     if transport.name not in TRANSPORTS:
         return transport
     inside, joined = transport.inside, transport.nodes
@@ -210,11 +198,7 @@ def _beside(transport: Transport, group: dist.ProcessGroup, passes: Passes) -> T
 def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: bool = False) -> int:
     """Number of SMs of exchanges: the value of `parallel.comm_sms`, or the choice of `auto`.
 
-    Args:
-        wanted: a number, or `auto`.
-        transport: transport of this rank's group.
-        backend: backend of the experts of all ranks.
-        quantizes: the experts quantise tokens that arrive in bf16.
+    `quantizes`: the experts quantise tokens that arrive in bf16.
     """
     if isinstance(wanted, int):
         return wanted
@@ -246,13 +230,8 @@ def choices(
 ) -> list[Choice]:
     """Lines of `kernels.registry.table` on the transport and its overlap.
 
-    Args:
-        transport: transport of this rank's group.
-        parallel: configuration, with or without `auto`.
-        backend: backend of the experts.
-        shared: True if layers have shared experts.
-        quantizes: as in `sms_of`.
-        two_passes: True if passes of two micro-batches run beside each other.
+    `shared`: layers have shared experts; `quantizes` as in `sms_of`; `two_passes`: those of two
+    micro-batches run beside each other.
     """
     lines = [Choice("transport", transport.name, transport.reason)]
     if transport.inside is not None:
@@ -271,12 +250,7 @@ def choices(
 
 
 def replication_off(wanted: int | str, transport: Transport) -> Choice:
-    """Line of `kernels.registry.table` on a transport without `parallel.expert_replication`.
-
-    Args:
-        wanted: the knob, not 0.
-        transport: transport of this rank's group.
-    """
+    """Line of `kernels.registry.table` on a transport without the knob's expert replication."""
     facts = TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name])
     within = (transport.inside or transport).name
     if facts.one_rank:
@@ -301,7 +275,7 @@ def _overlap(
     Args:
         sms: number of SMs that exchange, requested by the setting `asked`.
         cannot: reason that the experts cannot start with the tokens that have arrived, or None.
-        shared: True if layers have shared experts.
+        shared: layers have shared experts.
     """
     name = (transport.inside or transport).name
     facts = TRANSPORTS.get(name)
@@ -321,7 +295,6 @@ def _overlap(
 
 
 def _this_rank(wanted: str, dtype: torch.dtype) -> Rank:
-    """Facts of this rank."""
     number = dist.get_rank() if dist.is_initialized() else 0
     host, node = nodes.names_here(number)
     return Rank(number, host, node, refusals_here(wanted, dtype))
@@ -338,7 +311,6 @@ def _gathered(
 
 
 def _transport(name: str, reason: str, ranks: Sequence[Rank]) -> Transport:
-    """The transport of that name, with its choice inside nodes."""
     return Transport(name, reason, _inside(TRANSPORTS[name].inside, ranks))
 
 
@@ -349,7 +321,7 @@ def _inside(names: Sequence[str], ranks: Sequence[Rank]) -> Transport | None:
         on_nodes.setdefault(rank.node, []).append(rank)
     for name in names:
         refusals = (class_of(name).refuse(members) for members in on_nodes.values())
-        refusal = one_for_all(ranks, name) or next(filter(None, refusals), None)
+        refusal = refusal_of_any_rank(ranks, name) or next(filter(None, refusals), None)
         if not refusal:
             return Transport(name, reason)
         reason += f"; not {name}: {refusal}"
@@ -357,8 +329,7 @@ def _inside(names: Sequence[str], ranks: Sequence[Rank]) -> Transport | None:
 
 
 def _refuse(name: str, ranks: Sequence[Rank]) -> Refusal:
-    """Reason that a transport cannot serve a group, or None."""
-    if refusal := one_for_all(ranks, name):
+    if refusal := refusal_of_any_rank(ranks, name):
         return refusal
     if TRANSPORTS[name].over_nodes:
         return nodes.refuse([rank.node for rank in ranks])

@@ -1,7 +1,6 @@
 """Current activity of this process, for the report if the job fails.
 
-One process trains one model, so there is one answer per process. Setting it costs well under a
-microsecond; parallel.fault.watchdog reads it from its own thread.
+Setting it costs well under a microsecond; the watchdog reads it from its own thread.
 """
 
 import time
@@ -37,13 +36,13 @@ def start_run() -> None:
     _parts.clear()
 
 
-def parts_of_start() -> dict[str, float]:
+def startup_times() -> dict[str, float]:
     """Seconds of each activity of this run named `start: PART` that has ended, by part."""
     return {part: round(seconds, 3) for part, seconds in _parts.items()}
 
 
 def heartbeat() -> None:
-    """This process still does the same, and gets on with it."""
+    """Say that this process still does the same, and gets on with it."""
     set_activity(_now.at, limited=_now.limited)
 
 

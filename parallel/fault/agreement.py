@@ -3,15 +3,16 @@
 Host-side and rare (start, checkpoints): everything here is a collective over the whole job.
 """
 
+import ctypes
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
-
-from phalanx.parallel.fault import objects
+from torch import Tensor
 
 
 class Failed(RuntimeError):
@@ -22,16 +23,13 @@ def gather[T](value: T) -> list[T]:
     """`value` of every rank, in rank order. A process without a process group is a world of one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]  # through a process group it would wait for the device
-    return objects.all_gather(value)
+    return _all_gather(value)
 
 
 def agree(error: str | None) -> None:
-    """Go on if no rank has an `error`.
+    """Go on if no rank has an `error`; an empty one is of a rank that stopped because of another.
 
-    An empty error is a rank that stopped because of another one's.
-
-    Raises:
-        Failed: with the first error and its rank.
+    Raises `Failed` with the first error and its rank.
     """
     errors = {rank: e for rank, e in enumerate(gather(error)) if e is not None}
     if errors:
@@ -44,14 +42,11 @@ def agree(error: str | None) -> None:
 def failing_together(
     *errors: type[BaseException], text: Callable[[BaseException], str] = str
 ) -> Iterator[None]:
-    """Context of work of every rank, at whose end all ranks go on or all stop.
+    """Context of work of every rank, at whose end all ranks go on, or all raise `Failed`.
 
     Args:
         errors: exceptions by which a rank fails; others are mistakes, which only that rank raises.
-        text: function that makes an exception's message.
-
-    Raises:
-        Failed: on every rank, with the message of the first rank that failed.
+        text: makes an exception's message; that of the first failing rank is raised.
     """
     failure = None
     try:
@@ -65,9 +60,9 @@ def on_main[T](fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0 and return its (picklable) result on every rank.
 
     Raises:
-        Failed: rank 0 got an error, whose message it has. Of an error that is no OSError, such as
-            a result that cannot be pickled, rank 0 raises the error itself: it is a mistake, and
-            its traceback tells where.
+        Failed: rank 0 got an error, whose message it has. If that is no OSError, it is a mistake,
+            such as a result that cannot be pickled, and rank 0 raises the error itself with its
+            traceback.
     """
     answer: list[Any] = [b"", None]
     mistake: Exception | None = None
@@ -79,9 +74,47 @@ def on_main[T](fn: Callable[[], T]) -> T:
         except Exception as error:
             mistake = error
             answer[1] = "".join(traceback.format_exception_only(error)).rstrip()
-    answer = objects.broadcast(answer)
+    answer = _broadcast(answer)
     if mistake is not None:
         raise mistake
     if answer[1] is not None:
         raise Failed(answer[1])
     return pickle.loads(answer[0])
+
+
+# Collectives of objects: those of torch.distributed need NumPy, which torch does not install.
+
+
+def _all_gather(value: Any) -> list[Any]:
+    mine = _encoded(value)
+    size = torch.tensor([len(mine)], device=_device())
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    lengths = [int(size) for size in sizes]
+    padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
+    found = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(found, padded)
+    return [_decoded(data[:n]) for data, n in zip(found, lengths, strict=True)]
+
+
+def _broadcast(value: Any) -> Any:
+    mine = _encoded(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(mine)], device=_device())
+    dist.broadcast(size, src=0)
+    data = mine if dist.get_rank() == 0 else mine.new_empty(int(size), device=_device())
+    dist.broadcast(data, src=0)
+    return _decoded(data)
+
+
+def _encoded(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device())
+
+
+def _decoded(data: Tensor) -> Any:
+    here = data.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(here.data_ptr(), len(here)))
+
+
+def _device() -> str:
+    """Type of the device whose tensors the job's collectives take; the host's if they do."""
+    return "cpu" if "cpu" in dist.get_backend_config() else "cuda"

@@ -1,11 +1,10 @@
 """A process beside each rank, which goes on where the rank cannot.
 
-Compilers, drivers and rendezvous run for many seconds in C, often with Python's interpreter lock:
-no thread and no signal handler of the rank runs meanwhile. The guard (parallel.fault.guard_process)
-is a small process that knows neither torch nor devices. It begins before torch is imported, talks
-to the guards of the other ranks, keeps the lock of the run folder, and can end its rank at any
-moment: signal 45 has glibc's own `_exit` as its handler, which gets the signal's number as the exit
-code.
+Compilers, drivers and rendezvous run for many seconds in C, often with the interpreter lock: no
+thread and no signal handler of the rank runs meanwhile. The guard (parallel.fault.guard_process)
+knows neither torch nor devices. It begins before torch is imported, talks to the other guards,
+keeps the lock of the run folder, and can end its rank at any moment: signal 45 has glibc's own
+`_exit` as its handler, which gets the signal's number as the exit code.
 
 Messages between the two are JSON, one a line, over a pair of sockets. Imports nothing heavy.
 """
@@ -29,7 +28,7 @@ import phalanx
 
 LOST = 45  # exit code of a rank that ends because of another one, and the signal that ends it so
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
-"""For ranks. A launcher sends them to the guards as well, since it signals process groups."""
+"""Signals for ranks, which a launcher sends to the guards as well: it signals process groups."""
 _BEGIN = """
 import sys; sys.path.insert(0, sys.argv[1])
 from phalanx.parallel.fault.guard_process import main; main()
@@ -40,7 +39,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def closed_in_forks(connection: socket.socket) -> None:
-    """A fork that outlives its rank must not hold the rank's connection open."""
+    """Close the connection in a fork, which may outlive its rank and must not hold it open."""
     _sockets.add(connection)
 
 
@@ -89,18 +88,14 @@ class Guard:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to the guard, unless it is gone.
 
-        Waits for a slow one: a lost message, such as that this rank is done, would be taken for its
+        Waits for a slow one: a lost message, as that this rank is done, would be taken for its
         death.
         """
         with self._sending, suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Return the message of the guard; empty if there was none for `timeout` seconds.
-
-        Raises:
-            EOFError: it is gone.
-        """
+        """Return the guard's messages; none for `timeout` seconds: empty. EOFError: it is gone."""
         try:
             if timeout is not None and not _readable(self._socket, timeout):
                 return []
@@ -118,11 +113,7 @@ class Guard:
             self._socket.shutdown(socket.SHUT_RD)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a message that has one.
-
-        Raises:
-            EOFError: the guard is gone.
-        """
+        """The answer to a message that has one. EOFError: the guard is gone."""
         self.send(message)
         while True:
             for answer in self.receive():
@@ -130,10 +121,7 @@ class Guard:
 
 
 def _readable(connection: socket.socket, timeout: float) -> bool:
-    """Return whether data arrives within so many seconds.
-
-    A timeout of the socket itself would apply to what another thread sends, too.
-    """
+    """Return whether data arrives in time; the socket's own timeout would limit sends, too."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * timeout))

@@ -2,10 +2,10 @@
 
 - It tells the hub what the rank is doing, and that it lives, for as long as the process is neither
   stopped nor gone, whatever holds its interpreter up.
-- A verdict of the hub is passed on. The rank's thread ends the rank, with a post-mortem of its own;
-  if it does not begin to within a second, the guard does it from outside.
-- A launcher that ends its ranks signals the guard as well, for it signals process groups. Before
-  all ranks have met, the rank may be waiting for one that is dead: then the guard ends it.
+- It passes on a verdict of the hub. The rank's thread ends the rank, with a post-mortem; if it does
+  not begin to within a second, the guard does it from outside.
+- A launcher that ends its ranks signals the guard as well. Before all ranks have met, the rank may
+  be waiting for one that is dead: then the guard ends it.
 - It renews the lock of the run folder, and releases it when its rank is gone, however that ended.
 """
 
@@ -38,10 +38,7 @@ class GuardProcess:
     """Until its rank is gone, and, if the hub is here, all others are done or know why not.
 
     Args:
-        rank: connection to it.
-        pid: of it.
-        stacks: file to which the last signal makes it write its stacks.
-        alone: it is the only one.
+        stacks: file to which the last signal makes the rank write its stacks.
     """
 
     def __init__(self, rank: socket.socket, pid: int, stacks: int, alone: bool) -> None:
@@ -65,7 +62,6 @@ class GuardProcess:
         self._struck: float | None = None  # when it was
 
     def run(self) -> None:
-        """Serve; returns when nothing is left to do."""
         while self._here:
             for key, _ in self._selector.select(until_next(self._sent, self._period)):
                 key.data()
@@ -74,7 +70,6 @@ class GuardProcess:
             self._hub.thread.join(self._timeout)
 
     def signalled(self, *_: object) -> None:
-        """The launcher ends this rank."""
         self._signalled = self._signalled or time.monotonic()
 
     # --- the rank ---------------------------------------------------------------------------------
@@ -250,7 +245,6 @@ class GuardProcess:
 
 
 def _stopped(pid: int) -> bool:
-    """Return whether a process is stopped, so that no thread of it runs."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

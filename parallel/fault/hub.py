@@ -2,10 +2,8 @@
 
 Messages are JSON, one a line. From a rank: who it is, with the token of this launch; what it is
 doing, a few times a second; that it failed, or is done. To all ranks: what rank 0 is doing, as a
-sign of life, and the verdict, which is the last.
-
-Whoever can reach the port may connect. Without the token nothing is believed, little is kept, and
-the connection is closed after `_HELLO` seconds.
+sign of life, and the verdict, which is the last. Without the token nothing is believed, little is
+kept, and the connection is closed after `_HELLO` seconds.
 """
 
 import hmac
@@ -31,13 +29,9 @@ class Hub:
     """A thread that runs until it has decided, or all ranks are done.
 
     Args:
-        world: ranks.
         timeout: as in `blame`, in seconds.
         period: between signs of life, in seconds.
-        addresses: of this host, of which the first that it has is listened on; "" is all.
-
-    Raises:
-        OSError: it has none of them.
+        addresses: of this host, the first that it has is listened on ("" is all), or OSError.
     """
 
     def __init__(
@@ -82,7 +76,6 @@ class Hub:
         return self._members[0].at if 0 in self._members else "start"
 
     def _speaker(self, verdict: Verdict) -> int:
-        """The rank that tells the user: the first that can."""
         well = [rank for rank, m in self._members.items() if m.gone is None and not m.left]
         return min((rank for rank in well if rank != verdict.where.rank), default=0)
 
@@ -160,8 +153,8 @@ class Hub:
 def until_next(last: float, period: float) -> float:
     """Seconds to wait for messages until the next sign of life is due, `period` after the `last`.
 
-    A whole period after each message, signs of life would come two periods apart, which is as long
-    as the silence of a rank that is stopped (`QUIET`). One that is overdue cannot be given.
+    A whole period after each message would be two periods apart, which is as long as the silence of
+    a stopped rank (`QUIET`). One that is overdue cannot be given.
     """
     left = last + period - time.monotonic()
     return left if left > 0 else period
@@ -176,11 +169,7 @@ class _Lines:
         self._rest = b""
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """Messages that are complete now.
-
-        Raises:
-            ValueError: one is none, or longer than any of ours.
-        """
+        """Messages that are complete now; ValueError: one is none, or longer than any of ours."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         longest = _LONGEST_HELLO if self.member is None else _LONGEST
         if max(map(len, [*lines, self._rest])) > longest:

@@ -8,10 +8,7 @@ from phalanx.configs.redact import redacted
 
 
 def tell(text: str) -> None:
-    """Leave a message where torchrun looks for it, so that its report ends with it.
-
-    Without secrets.
-    """
+    """Leave a message without secrets where torchrun looks for it, to end its report with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

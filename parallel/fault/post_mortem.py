@@ -1,7 +1,4 @@
-"""Files of a rank whose job fails: Python stacks and the record of its collectives.
-
-Only the user of the run may read them.
-"""
+"""Private files of a rank whose job fails: Python stacks and the record of its collectives."""
 
 import faulthandler
 import json
@@ -24,13 +21,9 @@ from phalanx.parallel.fault.verdict import Where
 
 
 def write(folder: Path, rank: int, verdict: str, error: Exception | None) -> None:
-    """Write this rank's files, or tell why they cannot be written.
+    """Write this rank's files, without secrets, or tell why they cannot be written.
 
-    Args:
-        folder: created.
-        rank: of this process.
-        verdict: why the job ends.
-        error: what this rank has raised, if anything. All is written without secrets.
+    `verdict` says why the job ends, `error` is what this rank has raised, if anything.
     """
     stack = "" if error is None else "".join(traceback.format_exception(error))
     head = redacted(f"{verdict}\n\nrank {rank} was in {current_progress().at}\n{stack}")
@@ -49,10 +42,7 @@ def write(folder: Path, rank: int, verdict: str, error: Exception | None) -> Non
 
 @contextmanager
 def _stderr_to(file: IO[str]) -> Iterator[None]:
-    """Write what torch says by itself to a file: a page for each collective of a captured step.
-
-    It would come after the line that says what happened.
-    """
+    """Write what torch says by itself to a file: a page for each collective of a captured step."""
     sys.stderr.flush()
     before = os.dup(2)
     os.dup2(file.fileno(), 2)
@@ -83,7 +73,7 @@ def _flight_record(broken: bool) -> bytes:
 def end_stopped(folder: Path, where: Where) -> None:
     """Kill a process of this job that does not answer, if it is on this host.
 
-    A stopped process would keep its GPU, and the launcher waiting. It has no stack to give.
+    A stopped process would keep its GPU, and the launcher waiting.
     """
     try:
         process = psutil.Process(where.pid)

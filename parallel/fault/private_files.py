@@ -1,6 +1,6 @@
 """Files that only the user of the run may read: stacks have values, paths and commands in them.
 
-This module imports nothing outside the standard library, as a guard process writes them too.
+Imports the standard library alone, as a guard process writes them too.
 """
 
 import os
@@ -14,11 +14,6 @@ def make_private(folder: Path) -> None:
 
 
 def open_private(path: Path, mode: str, encoding: str | None = None) -> IO[Any]:
-    """Open a new file of mode 0600; one that is there is removed, as its mode would stay.
-
-    Args:
-        path: of the file.
-        mode, encoding: as for `open`, for writing.
-    """
+    """Open a new file of mode 0600; one that is there is removed, as its mode would stay."""
     path.unlink(missing_ok=True)
     return open(path, mode, encoding=encoding, opener=lambda p, flags: os.open(p, flags, 0o600))

@@ -1,9 +1,9 @@
 """Values that all ranks must share, compared before they have process groups.
 
-Ranks that train with different settings, code or libraries make a model of neither, or wait for
-each other in collectives that never meet. Every rank writes a digest of its values to the job's
-store, and rank 0 compares them; only if they differ does anybody write more. Values that are known
-later, when there are groups, are compared by `differences` alone.
+Ranks with different settings, code or libraries make a model of neither, or wait for each other in
+collectives that never meet. Every rank writes a digest of its values to the job's store, and rank 0
+compares them; only if they differ does anybody write more. Values that are known later, when there
+are groups, are compared by `differences` alone.
 """
 
 import hashlib
@@ -39,12 +39,7 @@ class Difference:
 
 
 def settings_of(values: Mapping[str, str], shown: Mapping[str, str]) -> Settings:
-    """The values of this rank, on this host.
-
-    Args:
-        values: to compare, by name.
-        shown: the same for users, without secrets.
-    """
+    """The values of this rank, on this host; `shown` are the same for users, without secrets."""
     marks = {name: _digest(value) for name, value in values.items()}
     return Settings(socket.gethostname(), marks, dict(shown))
 
@@ -58,11 +53,7 @@ def compare(
 ) -> list[Difference]:
     """Differences between the values of all ranks, the same list on each of them. Collective.
 
-    Args:
-        store: of the job, which no rank has compared values by before.
-        rank, world: this one, of how many.
-        values: to compare, by name.
-        shown: gives the same for users, without secrets; called if there is a difference.
+    `shown` gives the values for users, without secrets; it is called if there is a difference.
     """
     store.set(f"settings/{rank}", _digest(json.dumps(values, sort_keys=True)))
     if rank == 0:
@@ -79,11 +70,7 @@ def compare(
 
 
 def differences(everyone: Sequence[Settings]) -> list[Difference]:
-    """Names for which ranks have different values, in the order of rank 0's values.
-
-    Args:
-        everyone: the values of each rank, in rank order.
-    """
+    """Names for which ranks have different values, in the order of rank 0."""
     names = dict.fromkeys(name for one in everyone for name in one.marks)
     found = []
     for name in names:

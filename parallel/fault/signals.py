@@ -1,7 +1,6 @@
 """Signals that ask a run to end.
 
-Imports nothing heavy: train.py enters it before torch is imported, so that a signal during start-up
-is not lost either.
+Imports nothing heavy: train.py enters it before torch is imported, to lose no signal.
 """
 
 import ctypes
@@ -23,13 +22,11 @@ def end_with_parent(number: signal.Signals) -> None:
 class StopSignal:
     """Context in which SIGTERM, SIGUSR1 and SIGINT ask for a clean stop at the next step.
 
-    Sent again they change nothing, but for a third SIGINT: a KeyboardInterrupt, for the person at a
-    terminal who does not want to wait.
+    Sent again they change nothing, but for a third SIGINT: a KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None
-        """Name of the first one."""
+        self.received: str | None = None  # name of the first one
         self._interrupts = 0
         self._previous: dict[signal.Signals, object] = {}
 

@@ -33,8 +33,7 @@ class Member:
 
     where: Where
     heard: float  # last message
-    at: str = "start"
-    """Current activity, its serial number and its begin: see `parallel.fault.activity`."""
+    at: str = "start"  # activity, as are the next two: see `parallel.fault.activity`
     serial: int = 0
     since: float = 0.0
     limited: bool = False
@@ -46,7 +45,6 @@ class Member:
 
     @property
     def bad(self) -> float | None:
-        """When it went down."""
         return self.failed if self.gone is None else self.gone
 
 
@@ -63,10 +61,7 @@ class Verdict:
 def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict | None:
     """The rank that is at fault, or None while all is well or too little is known.
 
-    Args:
-        members: all ranks, by rank.
-        now: in seconds.
-        timeout: seconds without a sign of life, or without progress, that are too many.
+    `timeout`: seconds without a sign of life, or without progress, that are too many.
     """
     here = {rank: m for rank, m in members.items() if not m.left}
     bad = {rank: m.bad for rank, m in here.items() if m.bad is not None}
@@ -116,7 +111,7 @@ def _behind(here: Mapping[int, Member], now: float) -> Verdict:
     """Collectives do not finish though all ranks live: the one that is behind keeps them.
 
     A rank that says that it cannot go on does not hang; if all but one say so, they wait for that
-    one. What the first of them said tells more: whose tokens did not come, for one.
+    one. What the first of them said tells more.
     """
     failed = sorted((m.failed, m.reason) for m in here.values() if m.failed is not None)
     reason = f"; {failed[0][1]}" if failed and failed[0][1] else ""

@@ -1,17 +1,15 @@
 """Notices dead, stopped and hanging ranks, names the one at fault, and ends all of them.
 
-Every rank has a guard, a small process beside it (parallel.fault.guard). A thread of the rank tells
-it what the rank is doing; the guards tell rank 0's, whose hub decides who is at fault when
-something is wrong (parallel.fault.verdict), and bring its verdict back. Each living rank then
-writes its post-mortem to the run folder and exits with `LOST`; one that cannot is ended by its
-guard. A connection that ends is a dead process, noticed at once; one that is still is a stopped
-process or a lost host. Training never waits for any of this, which never touches the device, and
-forks do not have it.
+A thread of each rank tells its guard (parallel.fault.guard) what the rank is doing; the guards tell
+rank 0's, whose hub decides who is at fault (parallel.fault.verdict), and bring its verdict back.
+Each living rank then writes its post-mortem to the run folder and exits with `LOST`; one that
+cannot is ended by its guard. A connection that ends is a dead process, noticed at once; one that is
+still is a stopped process or a lost host. Training never waits for any of this, which never touches
+the device, and forks do not have it.
 
-The fault tolerance of nvidia-resiliency-ext needs its own launcher, `ft_launcher`, and each of its
-monitors judges its own rank by timeouts between heartbeats. A rank that hangs keeps all others
-waiting in their next collective, so that every rank falls silent: who began is seen only by
-comparing what all of them are doing. This also runs under srun and on CPUs.
+nvidia-resiliency-ext needs its own launcher, and its monitors judge their own ranks by timeouts. A
+hanging rank keeps all others waiting in their next collective: who began is seen only by comparing
+what all are doing. This also runs under srun and on CPUs.
 """
 
 import json
@@ -43,9 +41,7 @@ class Watchdog:
     Making one is collective.
 
     Args:
-        guard: of this process.
         store: of the job, in which ranks find rank 0's guard. Groups need not be there yet.
-        rank, world: this one, of how many.
         timeout: seconds without life or progress that end the job.
         folder: of the run; a post-mortem goes to `failures/<time of launch>` in it.
         speak: tells the user and the launcher a line.
@@ -82,7 +78,6 @@ class Watchdog:
         self._thread.start()
 
     def _meet(self, store: dist.Store, timeout: float, folder: Path) -> None:
-        """Join the hub in rank 0's guard."""
         store.set(f"guard/{self._rank}", _place())
         if self._rank == 0:
             one_host = len({store.get(f"guard/{rank}") for rank in range(self._world)}) == 1
@@ -127,8 +122,8 @@ class Watchdog:
         the process ends here, with `LOST`.
 
         Args:
-            error: for the post-mortem. The watchdog formats its traceback, which may take longer
-                than it waits for this call: lines of code are read from the disk.
+            error: for the post-mortem; the watchdog formats its traceback, which reads from the
+                disk.
             reason: in a line, told if nobody is found to be at fault.
             own: whether something went wrong here, rather than in a collective.
         """

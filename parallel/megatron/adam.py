@@ -1,9 +1,8 @@
 """AdamW as Megatron-Core's distributed optimizer checkpoints it: `step` lives in the group.
 
-It replaces Transformer Engine's FusedAdam, which takes the same time but can neither be captured in
-a CUDA graph nor have averages of weights: eager steps of a machine that has the package would have
-other bits than captured ones. With torch.optim.AdamW Megatron-Core 0.19.2 shares one loaded `step`
-tensor among all parameters, which then counts once per parameter, so a resumed run is not exact.
+Transformer Engine's FusedAdam takes the same time but can neither be captured in a CUDA graph nor
+have averages of weights. With torch.optim.AdamW Megatron-Core 0.19.2 shares one loaded `step`
+tensor among all parameters, which then counts once per parameter: a resumed run is not exact.
 """
 
 import functools
@@ -23,8 +22,7 @@ _FUSED_ADAM_ONLY = {
     *("exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "master_weight_dtype"),
     "store_param_remainders",
 }
-"""How FusedAdam keeps its state, which Megatron-Core passes to any optimizer of its name. Here
-`moments` and the parameters' own dtypes decide."""
+"""How FusedAdam keeps its state. Here `moments` and the parameters' own dtypes decide."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -34,8 +32,7 @@ class AdamW(torch.optim.Optimizer):
     `kernels.elementwise.adam`. With bf16 moments and `use_decoupled_grad` parameters may be bf16
     weights: their state has a `remainder`, int16, which makes master copies of them and begins as
     0. Gradients are then fp32 or bf16, in the attribute `decoupled_grad`. `adam_w_mode=False` is
-    L2-regularised Adam. The signature is the part of FusedAdam's that Megatron-Core uses, and
-    `moments`. `own_state` is that of `configs.tables.optimizers`.
+    L2-regularised Adam. The signature is the used part of FusedAdam's, and `moments`.
 
     Raises:
         TypeError: a keyword that neither this nor FusedAdam's state has.
@@ -70,18 +67,16 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("decoupled gradients are for moments in bf16 only")
         self._grad = "decoupled_grad" if use_decoupled_grad else "grad"
         self.moments = moments
-        self.clip_coef = 1.0
-        """With moments in bf16, what the next steps multiply gradients by as they read them."""
-        self._numbers: dict[int, StepNumbers] = {}
-        """Keys are the places of the groups."""
+        self.clip_coef = 1.0  # factor of gradients as they are read, with moments in bf16
+        self._numbers: dict[int, StepNumbers] = {}  # by the places of the groups
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def prepare(self) -> None:
         """Count a step, and bring its numbers to the device.
 
-        `step` does this itself, but not while a CUDA graph of it is captured: then it is called
-        before the capture, and before every replay.
+        `step` does this itself, but not while a CUDA graph of it is captured: it is called before
+        the capture and every replay.
         """
         for i, group in enumerate(self.param_groups):
             if not group["params"]:
@@ -100,7 +95,6 @@ class AdamW(torch.optim.Optimizer):
                 self._update(group, params, self._numbers[i])
 
     def _step_numbers(self, group: dict[str, Any], last: "StepNumbers | None") -> "StepNumbers":
-        """Numbers of the step of a group, on its device; `last` are those of the step before."""
         update = Update(
             lr=group["lr"],
             beta1=group["betas"][0],
@@ -125,7 +119,6 @@ class AdamW(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, Any], params: list[torch.Tensor], numbers: "StepNumbers"
     ) -> None:
-        """Update the parameters of one group that have gradients and state."""
         if self.moments == torch.bfloat16:
             for p in params:
                 grad, state = getattr(p, self._grad), self.state[p]
@@ -166,8 +159,7 @@ class AdamW(torch.optim.Optimizer):
 class StepNumbers(NamedTuple):
     """Numbers of a parameter group that differ from step to step.
 
-    Floats on a CPU; on a GPU fp32 [] there, at the same addresses in every step, so that a CUDA
-    graph reads them anew.
+    Floats on a CPU; on a GPU fp32 [], at the same addresses in every step, for CUDA graphs.
     """
 
     update: Update
@@ -182,10 +174,6 @@ class Setup:
     """The part of the engine that depends on the optimizer: AdamW here, others in subclasses.
 
     The engine calls the methods in this order, and `kind` is built by Megatron-Core.
-
-    Args:
-        optim: knobs.
-        config: Megatron-Core's config of the model.
     """
 
     kind: type[AdamW] = AdamW
@@ -201,25 +189,17 @@ class Setup:
     ) -> FullParamLayout | None:
         """Offsets of a chunk's parameters in the buffers of a sharded optimizer.
 
-        Args:
-            chunk: in the dtypes that it trains in.
-            ddp: of the data parallel wrapper.
-            one_bucket: the wrapper gets `disable_bucketing`.
-
-        Returns:
-            None for those of Megatron-Core.
+        None for those of Megatron-Core. With `one_bucket` the wrapper gets `disable_bucketing`.
         """
         return None
 
-    def wrapped(self, chunk: torch.nn.Module) -> None:
-        """Note that the data parallel wrapper of a chunk is built."""
+    def wrapped(self, chunk: torch.nn.Module) -> None: ...
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `kind`; the process groups exist."""
         return {}
 
-    def built(self, optimizer: Any) -> None:
-        """Note that Megatron-Core has built its optimizer."""
+    def built(self, optimizer: Any) -> None: ...
 
 
 def install(
@@ -227,12 +207,7 @@ def install(
     kind: type[AdamW] = AdamW,
     **options: Any,
 ) -> None:
-    """Have the optimizers that Megatron-Core builds from now on use this AdamW.
-
-    Args:
-        moments: their dtype.
-        kind: a subclass in its place, with its `options`.
-    """
+    """Have the optimizers that Megatron-Core builds from now on use this AdamW, or `kind`."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 

@@ -2,8 +2,8 @@
 
 Megatron-Core 0.19.2 names the CUDA device in five kinds of places on the training path: device
 literals, the current device, streams and events, `Tensor.type()` strings, and the CUDA random
-state. `install()` substitutes those five and nothing else; with CUDA present it does nothing. Call
-it before the first import of a Megatron-Core module that builds tensors.
+state. `install()` substitutes those five and nothing else. Call it before the first import of a
+Megatron-Core module that builds tensors.
 """
 
 import contextlib
@@ -40,10 +40,9 @@ class _Inert:
 def _redirect() -> None:
     """Send `device="cuda"` and `.cuda()` to the CPU, and answer `.type()` as a CUDA tensor would.
 
-    Megatron-Core recognises floating-point parameters by the string `torch.cuda.FloatTensor`.
-
-    The functions that name a device are replaced one by one: a `TorchFunctionMode` would be called
-    for every operation, which costs a quarter of the training of a tiny model.
+    Megatron-Core recognises floating-point parameters by the string `torch.cuda.FloatTensor`. The
+    functions are replaced one by one: a `TorchFunctionMode` would be called for every operation,
+    which costs a quarter of the training of a tiny model.
     """
     tensor, make = torch.Tensor, _device_constructors()  # which remembers them as they are now
     for module in (torch, torch.fft, torch.nested):
@@ -83,8 +82,6 @@ def _is_one_of(value: Any, functions: set[Any]) -> bool:
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that makes a tensor, on the CPU where it is told to make it on CUDA."""
-
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs:
@@ -98,10 +95,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _names_cuda(device: object) -> bool:
-    """Return whether the CPU stands in for a device.
-
-    Under `DisableTorchFunction` CUDA is meant, as where tensors have no memory.
-    """
+    """Return whether the CPU stands in for a device; not under `DisableTorchFunction`."""
     named = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
     return named and not torch._C._is_torch_function_all_disabled()
 
@@ -110,11 +104,7 @@ _installed: list[bool] = []
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this host's CPU. Idempotent.
-
-    Returns:
-        True if the substitutions are active, False where CUDA is available and none is needed.
-    """
+    """Make Megatron-Core run on this host's CPU, unless it has CUDA; returns whether it does."""
     if torch.cuda.is_available():
         return False
     if _installed:

@@ -1,8 +1,8 @@
 """Gathering of the parameters that each data parallel rank has updated a part of.
 
-Megatron-Core gathers buckets of parameters while forward passes compute with others, in hooks of
-modules, and the host notes which buckets a step has gathered. A captured step gathers all of them
-in every replay, of which the host notes nothing: `ParamGather` corrects its notes.
+Megatron-Core gathers buckets of parameters beside forward passes, in hooks of modules, and the host
+notes which a step has gathered. A captured step gathers all of them in every replay, of which the
+host notes nothing: `ParamGather` corrects its notes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +18,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from phalanx.parallel.megatron.updated import parts
 
 _AHEAD = 2
-"""Buckets that are on their way at a time. The two weights of a layer's experts, which are waited
-for at once, are often a bucket each; with the one of Megatron-Core the second would be late."""
+"""Buckets that are on their way at a time. The two weights of a layer's experts, waited for at
+once, are often a bucket each; with one at a time the second would be late."""
 
 
 class ParamGather:
-    """Gathering of parameters beside forward passes.
-
-    Args:
-        chunks: model chunks of this rank, with `overlap_param_gather`; none: nothing is gathered.
-    """
+    """Gathering of parameters beside forward passes, of chunks with `overlap_param_gather`."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         # Buckets are in the order of the backward pass.
@@ -46,7 +42,6 @@ class ParamGather:
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
-        """Inside, forward passes gather parameters."""
         self.begin()
         yield
         self.end()
@@ -54,8 +49,8 @@ class ParamGather:
     def begin(self) -> None:
         """Start to gather what forward passes wait for first.
 
-        Megatron-Core would start when the first module with such parameters is called: a pipeline
-        stage then has its input.
+        Megatron-Core would start when the first module is called: a pipeline stage then has its
+        input.
         """
         _start(self._dense or self._experts)
 
@@ -72,7 +67,6 @@ class ParamGather:
             group.param_gather_dispatched = False
 
     def abandon(self) -> None:
-        """Forget what a step that ended in an error has begun."""
         for group in self._groups():
             group.param_gather_handle = None
         self.invalidate()
@@ -97,9 +91,9 @@ def _start(groups: Sequence[Any]) -> None:
 def _gather_now(group: Any, start: Callable[..., None], **named: Any) -> None:
     """Gather a bucket before this returns.
 
-    In PyTorch 2.11 the worker threads of a gloo group assign the name of what they have completed
-    to one string, without a lock (`ProcessGroupGloo::runLoop`). The name of coalesced gatherings is
-    long enough for the heap, which two at a time would corrupt.
+    The worker threads of a gloo group (PyTorch 2.11) assign the name of what they have completed to
+    one string, without a lock (`ProcessGroupGloo::runLoop`), which two coalesced gatherings at a
+    time would corrupt.
     """
     start(**named)
     if group.param_gather_handle is not None:
@@ -109,9 +103,19 @@ def _gather_now(group: Any, start: Callable[..., None], **named: Any) -> None:
 def gather_once(optimizer: Any) -> None:
     """Have a chain of optimizers gather parameters after the last of their updates.
 
-    Megatron-Core 0.19.2 gathers all parameters of a model after the update of each optimizer of the
-    chain: those of experts have one, all others another.
+    Megatron-Core 0.19.2 gathers all parameters after each, those of experts and all others.
     """
     sharded = [part for part in parts(optimizer) if isinstance(part, DistributedOptimizer)]
     for part in sharded[:-1]:
         part._defer_param_sync = True
+
+
+def gathered(module: Any) -> Any:
+    """The module, its own weights as the last step of the optimizer left them.
+
+    Megatron-Core waits for a module's weights in a hook before its forward pass. Whoever computes
+    with them without calling the module asks here first.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    return module

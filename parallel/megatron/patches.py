@@ -1,6 +1,6 @@
 """Changes of Megatron-Core's objects, one function each, with what it would do without.
 
-Names of Megatron-Core 0.19.2; `parallel.megatron.version` refuses others.
+Names of Megatron-Core 0.19.2; `parallel.megatron.imports` refuses others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.parameter_facts import facts_of
+from phalanx.kernels.expert_mlp.main_grad import facts_of
 
 
 @contextmanager
 def results_to(queue: Any) -> Iterator[None]:
     """Inside, checkpoint saves that are planned take their writer's results from `queue`.
 
-    Megatron-Core would start a server process, which imports the main script again, only to bring
-    the results back. All that it calls of the queue is `get_nowait`.
+    Megatron-Core would start a server process, which imports the main script again, to bring them.
+    All that it calls of the queue is `get_nowait`.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -37,10 +37,7 @@ def results_to(queue: Any) -> Iterator[None]:
 
 @contextmanager
 def shards_from(reader: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, checkpoints are read by `reader(folder)`, in the place of torch's FileSystemReader.
-
-    Megatron-Core knows no other reader than that and the multi-storage client's.
-    """
+    """Inside, checkpoints are read by `reader(folder)`, in place of torch's FileSystemReader."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
@@ -58,8 +55,8 @@ def shards_from(reader: Callable[[Any], Any]) -> Iterator[None]:
 def one_group_of_each_rank() -> Iterator[None]:
     """Inside, all process groups of one rank alone are the same group.
 
-    Megatron-Core makes up to twenty of them, for each layout that has a size of 1, and NCCL makes a
-    communicator of each, with memory of its own on the GPU. Nothing is ever sent in them.
+    Megatron-Core makes up to twenty of them, and NCCL a communicator of each, with memory on the
+    GPU. Nothing is ever sent in them.
     """
     make: Callable[..., Any] = dist.new_group
     alone: dict[int, Any] = {}
@@ -102,10 +99,7 @@ def shift_within_documents() -> None:
 
 
 def losses_ahead_by(function: Callable[..., Tensor]) -> None:
-    """Have models compute the losses of multi-token prediction by `function`.
-
-    It replaces Megatron-Core's `process_mtp_loss`.
-    """
+    """Have models compute multi-token prediction's losses by `function`, not `process_mtp_loss`."""
     from megatron.core.models.gpt import gpt_model
 
     gpt_model.process_mtp_loss = function
@@ -115,7 +109,7 @@ def without_masters(settings: OptimizerConfig) -> None:
     """Have a distributed optimizer store no fp32 masters.
 
     `parallel.megatron.adam` stores the bits that bf16 weights lack. Set after the checks of
-    OptimizerConfig, which ask for Transformer Engine's FusedAdam.
+    OptimizerConfig, which ask for FusedAdam.
     """
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
@@ -137,9 +131,9 @@ def accumulate_on_own_stream(chunk: DistributedDataParallel) -> None:
     """Have each backward pass add its gradients on the stream of its own forward pass.
 
     Megatron-Core keeps the graph nodes that accumulate gradients, with the stream on which the
-    wrapper was made. Gradients of passes on other streams would be handed over to that one, and a
-    CUDA graph would hold the memory of all of them. Without its nodes each forward pass makes new
-    ones; the hooks are kept by the parameters.
+    wrapper was made: gradients of other streams would be handed over to it, and a CUDA graph would
+    hold the memory of all of them. Without its nodes each forward pass makes new ones; the
+    parameters keep the hooks.
     """
     chunk.grad_accs.clear()
     for parameter in chunk.module.parameters():
@@ -151,8 +145,8 @@ def accumulate_on_own_stream(chunk: DistributedDataParallel) -> None:
 def reduce_in_order(chunk: DistributedDataParallel) -> None:
     """Have gradients arrive for their reduction in the queue of weight gradients.
 
-    Megatron-Core would start the reduction of a bucket in the backward pass, when autograd returns
-    the last of its gradients, which may still be in the queue.
+    Megatron-Core would start the reduction of a bucket when autograd returns the last of its
+    gradients, which may still be in the queue.
     """
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         group.register_grad_ready = partial(_arrive, group, group.register_grad_ready)
@@ -167,9 +161,8 @@ def _arrive(group: Any, register: Callable[..., None], *given: Any) -> None:
 def during_transfers(work: Callable[[], None]) -> Iterator[None]:
     """Inside, `work` is called between the start of a pipeline stage's transfers and their end.
 
-    Megatron-Core would wait for what the other stages send. Before a transfer that only receives it
-    is called first: nobody waits for its start, and NCCL's kernel, which waits on some SMs, would
-    keep the persistent kernels of `work` from ending.
+    Before a transfer that only receives it is called first: nobody waits for its start, and NCCL's
+    kernel, which waits on some SMs, would keep the persistent kernels of `work` from ending.
     """
     names = ("_p2p_ops", "_batched_p2p_ops")
     originals = [getattr(p2p_communication, name) for name in names]

@@ -1,7 +1,7 @@
 """Megatron-Core's parallel linear layers, computed by a recipe of FP8.
 
-Their parameters, names and checkpoints stay; only the product is another. Names of Megatron-Core
-0.19.2: a layer calls its `_forward_impl` with the input and weights of this rank.
+Their parameters, names and checkpoints stay. A layer of Megatron-Core 0.19.2 calls its
+`_forward_impl` with the input and weights of this rank.
 """
 
 from typing import Any
@@ -14,17 +14,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.kernels.expert_mlp.dense_mlp import dense_linear
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
 
 
 def compute_by(spec: MLPSpec, module: nn.Module) -> None:
     """Have all parallel linear layers of a module compute by the recipe of `spec`.
 
-    Args:
-        spec: with a recipe; layers of other widths than its kernels take are computed by torch's.
-        module: its sums of outputs over tensor parallel ranks are Megatron-Core's. Blocks of
-            weights begin anew on each rank.
+    Those of widths that its kernels do not take are computed by torch's. Sums over tensor parallel
+    ranks are Megatron-Core's. Blocks of weights begin anew on each rank.
     """
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):

@@ -1,9 +1,8 @@
 """Weight gradients of linear layers, added to Megatron-Core's fp32 buffers inside the GEMM.
 
 Megatron-Core asks Apex for this (`fused_weight_gradient_mlp_cuda`); torch can do it too, through
-cuBLASLt: bf16 operands, an fp32 result, added to what is there. Without it every micro-batch writes
-each gradient in bf16, reads it again and adds it: for an output layer of 200 thousand tokens that
-is more traffic than the layer's weights make.
+cuBLASLt. Without it every micro-batch writes each gradient in bf16, reads it again and adds it: for
+an output layer of 200 thousand tokens more traffic than the layer's weights make.
 """
 
 from functools import partial
@@ -20,13 +19,11 @@ class Accumulate:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
-        """main_grad += grad^T @ input in fp32, now or from the queue of weight gradients."""
         if wgrad_queue.delays() and _is_shared(input_TI):
             input_TI = input_TI.clone()
         wgrad_queue.submit(partial(accumulate, input_TI, grad_TO, main_grad_OI))
 
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-    """The same where gradients are reduced in the dtype of the operands."""
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # where reduced in the operands' dtype
 
 
 @torch.no_grad()
@@ -43,8 +40,8 @@ def accumulate(input_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
 def _is_shared(input_TI: Tensor) -> bool:
     """True of inputs gathered over tensor parallel ranks, in a buffer that other layers take too.
 
-    They are copied. Were they used at once instead, an output layer that shares its weight with the
-    embedding would add to its gradient in another order.
+    They are copied: used at once, an output layer that shares its weight with the embedding would
+    add to its gradient in another order.
     """
     address = input_TI.untyped_storage().data_ptr()
     buffers = get_global_memory_buffer().buffer.values()

@@ -1,13 +1,10 @@
 """Memory of one forward pass of a layer: what its modules leave for the backward pass.
 
-The layer enters a context (`enter_layer`), passes it to its modules as an argument, and closes
-parts of it with the tensor whose gradient comes before theirs (`LayerContext.close`). The modules
-name what they produce; the plan decides whether it is saved, recomputed or offloaded. Where nothing
-is recomputed or offloaded, or without gradients, a context does nothing.
-
-Attention alone cannot take the argument: Megatron-Core's SelfAttention calls its projections and
-core attention with fixed signatures. It asks for `current_layer_context`, the one ambient state of
-a layer.
+The layer enters a context (`enter_layer`), passes it to its modules, and closes parts of it with
+the tensor whose gradient comes before theirs (`LayerContext.close`). The modules name what they
+produce; the plan decides whether it is saved, recomputed or offloaded. Without gradients, or where
+all is saved, a context does nothing. Attention alone asks for `current_layer_context`:
+Megatron-Core's SelfAttention calls its parts with fixed signatures.
 """
 
 import threading
@@ -35,12 +32,7 @@ KEEP_ALL = MemoryPlan()  # plan that neither recomputes nor offloads anything
 
 
 class LayerContext:
-    """Memory of one forward pass of a layer.
-
-    Args:
-        plan: treatment of the layer's activations.
-        number: the layer's number; consecutive layers have consecutive numbers.
-    """
+    """Memory of one forward pass of a layer; consecutive layers have consecutive numbers."""
 
     def __init__(self, plan: MemoryPlan, number: int = 0) -> None:
         self._plan, self._number = plan, number
@@ -48,18 +40,15 @@ class LayerContext:
         self._offloaded: list[Tensor] = []
 
     def recomputes(self, name: str) -> bool:
-        """True if the plan recomputes `name`."""
         return name in self._plan.recompute
 
     def offloads(self, name: str) -> bool:
-        """True if the plan moves `name` to host memory."""
         return name in self._plan.offload
 
     def region(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """Result of `function(*inputs)`, freed at the next `close` if the plan recomputes `name`.
 
-        The results must then share their storages with no other tensor, and nobody may read them
-        after that `close`.
+        The results must share their storages with no other tensor, and nobody reads them after it.
         """
         if not self.recomputes(name):
             return function(*inputs)
@@ -70,18 +59,12 @@ class LayerContext:
     def drop(
         self, name: str, tensors: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]
     ) -> None:
-        """Free tensors at the next `close` if the plan recomputes `name`.
-
-        They must share their storages with no other tensor, and nobody may read them after it.
-        """
+        """Free tensors at the next `close` if the plan recomputes `name`; as for `region`."""
         if self.recomputes(name):
             self._open.append(DroppedTensors(tensors, recompute))
 
     def offload(self, name: str, *tensors: Tensor) -> None:
-        """Move tensors to host memory at `end` if the plan offloads `name`.
-
-        Nobody may read them from the layer's end until its backward pass.
-        """
+        """Move tensors, unread until backward, to host memory at `end` if the plan says so."""
         if self.offloads(name):
             self._offloaded += tensors
 
@@ -118,10 +101,7 @@ _STATE = threading.local()
 
 
 def current_layer_context() -> LayerContext:
-    """Context of the layer that runs in this thread, for attention.
-
-    `INACTIVE` outside of layers and without gradients, as inside `checkpoint`.
-    """
+    """Context of the layer that runs in this thread, for attention; or `INACTIVE`."""
     context: LayerContext = getattr(_STATE, "context", INACTIVE)
     return context if torch.is_grad_enabled() else INACTIVE
 

@@ -2,12 +2,10 @@
 
 The tensors of a layer are copied out on a stream of their own while the next layer runs, whose end
 waits for the copy and frees their memory. When the backward pass reaches a layer, the copies back
-of the layer before it start. The last layer's tensors are still on the device when the backward
-pass starts.
+of the layer before it start. The last layer's tensors are still on the device then.
 
-Copies, events and waits are all on streams, host memory is pinned, and a repeated step asks for the
-same buffers: all of it can be captured in a CUDA graph, after an eager step has allocated them. On
-a CPU a copy is synchronous.
+Copies, events and waits are all on streams, and a repeated step asks for the same pinned buffers:
+all of it can be captured in a CUDA graph, after an eager step. On a CPU a copy is synchronous.
 """
 
 import mmap
@@ -17,25 +15,20 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.cuda._pin_memory_utils import pin_memory
 
-from phalanx.parallel.memory.storages import as_bytes, free, storages
+from phalanx.parallel.memory.recompute import as_bytes, free, storages
 
 _SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
 
 
 class _HostBuffers:
-    """Pool of pinned buffers by size.
-
-    Buffers stay allocated until the process ends: pinning takes longer than filling.
-    """
+    """Pool of pinned buffers by size, kept until the process ends: pinning is slow."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._maps: list[mmap.mmap] = []
-        self.used = 0
-        """Bytes in use."""
+        self.used = 0  # bytes
 
     def acquire(self, size: int, pinned: bool) -> Tensor:
-        """A buffer, uint8 [size]."""
         self.used += size
         free_buffers = self._free.setdefault(size, [])
         if free_buffers:
@@ -50,7 +43,6 @@ class _HostBuffers:
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """Put a buffer back into the pool."""
         self.used -= buffer.numel()
         self._free[buffer.numel()].append(buffer)
 
@@ -60,23 +52,14 @@ class OffloadedGroup:
 
     def __init__(self, number: int, previous: "OffloadedGroup | None") -> None:
         self.number = number
-        """Number of the layer."""
-        self.previous = previous
-        """Group of the layer before, which the backward pass needs next."""
-        self.pairs: list[tuple[UntypedStorage, Tensor]] = []
-        """Storages, each with a host buffer of its size."""
-        self.freed = False
-        """The device memory of the storages has been freed."""
-        self.event: Any = None
-        """Event after the last copy, out or in."""
+        self.previous = previous  # of the layer before, which the backward pass needs next
+        self.pairs: list[tuple[UntypedStorage, Tensor]] = []  # storages and host buffers
+        self.freed = False  # the device memory of the storages is
+        self.event: Any = None  # after the last copy, out or in
 
 
 class Offloader:
-    """Copies between a device and host memory.
-
-    Args:
-        device: device of the activations.
-    """
+    """Copies between a device and host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -89,11 +72,7 @@ class Offloader:
     def send(self, tensors: list[Tensor], number: int) -> OffloadedGroup:
         """Start copies of tensors to the host, and free those that were sent before.
 
-        Nobody reads the tensors before `need`.
-
-        Args:
-            tensors: tensors on storages of which nobody else needs a part.
-            number: number of the layer.
+        Nobody reads the tensors before `need`, or needs another part of their storages.
         """
         sent = [s for s in storages(tensors) if s.nbytes() >= _SMALLEST or not self._cuda]
         last = self._last

@@ -1,21 +1,53 @@
 """Recomputation, in the backward pass, of what was freed in the forward pass.
 
 `checkpoint` saves the inputs of a function and none of its intermediate tensors. A
-`RecomputedRegion` also frees the function's results, which later code has saved; `DroppedTensors`
-frees results alone. Both are refilled before anyone reads them, when the caller says so. Random
-states are not restored: what is recomputed must not be random. All of it can be captured in a CUDA
-graph.
-
-Counterparts of Megatron-Core's `tensor_parallel.checkpoint` and `CheckpointWithoutOutput`.
+`RecomputedRegion` also frees its results, which later code has saved; `DroppedTensors` frees
+results alone. Both are refilled when the caller says so. What is recomputed must not be random. All
+of it can be captured in a CUDA graph. Counterparts of Megatron-Core's `tensor_parallel.checkpoint`
+and `CheckpointWithoutOutput`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from phalanx.parallel.memory.storages import alias, free, refill, storages
+
+def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Distinct storages of the tensors, without empty ones."""
+    distinct = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return [storage for storage in distinct.values() if storage.nbytes()]
+
+
+def free(storage: UntypedStorage) -> None:
+    """Free the memory; tensors on it keep their shape and can be refilled."""
+    storage.resize_(0)
+
+
+def refill(tensor: Tensor, value: Tensor, size: int) -> None:
+    """Write `value` to the storage of `tensor`, of `size` bytes, which may have been freed.
+
+    Through another tensor on the storage, so that autograd sees no change.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != size:
+        storage.resize_(size)
+    alias(tensor).copy_(value)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor on the same storage, unknown to autograd."""
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return out.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """All bytes of a storage, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
 
 Function = Callable[..., Any]
 
@@ -23,11 +55,8 @@ Function = Callable[..., Any]
 def checkpoint(function: Function, *inputs: Tensor, addend: Tensor | None = None) -> Any:
     """Result of `function(*inputs)`, a tensor or several, of which only the inputs are saved.
 
-    Args:
-        function: called here and once more in the backward pass.
-        inputs: its arguments both times.
-        addend: last argument that `function` adds to its one result. It is not saved, and the
-            recomputation does without it: its gradient is the result's.
+    `function` adds `addend`, its last argument, to its one result. It is not saved, and the
+    recomputation does without it: its gradient is the result's.
     """
     return _Checkpoint.apply(function, addend, *inputs)
 
@@ -52,8 +81,7 @@ class _Checkpoint(torch.autograd.Function):
 class RecomputedRegion:
     """A function whose results, and all that it saves, are freed after their use.
 
-    Args:
-        function: of tensors, to tensors that share their storages with no other tensor.
+    Its results share their storages with no other tensor.
     """
 
     def __init__(self, function: Function) -> None:
@@ -61,13 +89,10 @@ class RecomputedRegion:
         self._node: Any = None
         self._results: tuple[Tensor, ...] = ()
         self._sizes: list[int] = []
-        self.inputs: tuple[Tensor, ...] = ()
-        """Inputs of the recomputation, for the gradients; empty before `fill`."""
-        self.outputs: tuple[Tensor, ...] = ()
-        """Results of the recomputation, for the gradients; empty before `fill`."""
+        self.inputs: tuple[Tensor, ...] = ()  # with gradients; empty before `fill`
+        self.outputs: tuple[Tensor, ...] = ()  # with gradients; empty before `fill`
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Results of the function."""
         outputs = _Region.apply(self, *inputs)
         # Aliases: the results themselves hold the node, which holds this.
         self._results = tuple(alias(result) for result in _as_tuple(outputs))
@@ -114,11 +139,9 @@ class _Region(torch.autograd.Function):
 
 
 class DroppedTensors:
-    """Tensors that are freed, and the function that recomputes them.
+    """Tensors that are freed, and the function that recomputes their values without gradients.
 
-    Args:
-        tensors: tensors that share their storages with no other tensor.
-        recompute: returns tensors of the same values; called without gradients.
+    They share their storages with no other tensor.
     """
 
     def __init__(
@@ -154,7 +177,6 @@ def _detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _input_grads(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs; those of parameters are accumulated as usual."""
     pairs = zip(outputs, grads, strict=True)
     wanted = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
     if wanted:

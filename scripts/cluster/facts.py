@@ -16,7 +16,7 @@ _QUERY = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.g
 def facts(
     device: torch.device, command: list[str], *, after: bool = False, name: str = ""
 ) -> dict[str, Any]:
-    """Facts for the head of a table and of a JSON file; `after` the run only those that may change.
+    """Facts for the head of a table and of a JSON file; `after` the run those that may change.
 
     `name` is that of a device that CUDA does not know.
     """
@@ -56,7 +56,6 @@ def state(device: torch.device) -> dict[str, str]:
 
 
 def smi(device: torch.device, fields: tuple[str, ...]) -> list[str]:
-    """Answers of nvidia-smi about this GPU; empty if it does not answer."""
     if device.type != "cuda":
         return []
     identity = str(torch.cuda.get_device_properties(device).uuid)

@@ -1,7 +1,6 @@
 """Results of a cluster against what its machines are known to reach, and ranks against each other.
 
-Expectations are those of `configs.tables.machines`. Where there is none (CPUs, GPUs and networks
-that the table does not know), GPUs are compared with the median of all.
+Where `configs.tables.machines` has no expectations, GPUs are compared with the median of all.
 """
 
 import math
@@ -18,8 +17,8 @@ ENOUGH = 0.75
 GPUs, and collectives of other libraries and shapes differ by this much."""
 ENOUGH_TFLOPS = 0.85  # part of an expected speed that matrix products have to reach
 SLOW = {"gpu": 0.92, "cpu": 0.2}
-"""Part of the median speed below which a rank is slow. Processes that share cores differ more than
-GPUs, whose clocks differ by a few percent."""
+"""Part of the median speed below which a rank is slow: clocks of GPUs differ by a few percent,
+processes that share cores by more."""
 MOST_SKEW = 0.5
 """Seconds by which clocks of hosts may differ: times in logs and in locks on a shared disk."""
 
@@ -36,11 +35,7 @@ class Expected:
 
 
 def expected_of(cluster: Cluster, network_gbs: float | None = None) -> Expected:
-    """Expectations for the GPUs of a cluster.
-
-    Args:
-        network_gbs: rate of a GPU's network, where it is another than that of the table.
-    """
+    """Expectations for the GPUs of a cluster; `network_gbs` in place of the table's."""
     machine = MACHINES.get(machine_of(cluster.ranks[0].gpu.name, "unknown"))
     hosts = {rank.host for rank in cluster.ranks}
     if machine is None:
@@ -59,12 +54,7 @@ def expected_of(cluster: Cluster, network_gbs: float | None = None) -> Expected:
 
 
 def findings(cluster: Cluster, expected: Expected) -> list[str]:
-    """Lines on what is below expectation, each with ranks and hosts by name; empty if all is fine.
-
-    Args:
-        cluster: results of all ranks.
-        expected: rates to reach.
-    """
+    """Lines on what is below expectation, each with ranks and hosts by name; empty if fine."""
     checks = (_differences, _driver, _speeds, _memory, _links, _clocks)
     return [line for check in checks for line in check(cluster, expected)]
 
@@ -89,7 +79,6 @@ def _driver(cluster: Cluster, expected: Expected) -> Iterator[str]:
 
 
 def _speeds(cluster: Cluster, expected: Expected) -> Iterator[str]:
-    """Ranks that are slower than most, and GPUs that are all slower than expected."""
     usual = median_high(rank.tflops for rank in cluster.ranks)
     for rank in cluster.ranks:
         if rank.tflops < SLOW["gpu" if rank.gpu.visible else "cpu"] * usual:
@@ -105,7 +94,6 @@ def _speeds(cluster: Cluster, expected: Expected) -> Iterator[str]:
 
 
 def _memory(cluster: Cluster, expected: Expected) -> Iterator[str]:
-    """GPUs that cannot write each other's memory."""
     for rank in cluster.ranks:
         gpu = rank.gpu
         if gpu.peers < gpu.visible - 1:
@@ -134,7 +122,6 @@ def _links(cluster: Cluster, expected: Expected) -> Iterator[str]:
 
 
 def _clocks(cluster: Cluster, expected: Expected) -> Iterator[str]:
-    """Hosts whose clock is off."""
     for skew in cluster.skews:
         if abs(skew.seconds) > MOST_SKEW + skew.uncertainty:
             yield (

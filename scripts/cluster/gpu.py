@@ -23,8 +23,7 @@ _SLOWED_BY = {
     0x40: "heat (hardware)",
     0x80: "power brake",
 }
-"""Bits of nvmlClocksEventReasons that are faults. That the software holds a GPU to its power limit
-(0x4) is usual under load."""
+"""Bits of nvmlClocksEventReasons that are faults; the power limit (0x4) is usual under load."""
 _WARM = 800  # products that the driver is asked beside: more than a second on an H100
 _REPEATS = {"cuda": (10, 8), "cpu": (1, 40)}
 """Products of a round, and rounds: a single one on a CPU, which another process may interrupt."""
@@ -70,8 +69,7 @@ def product(device: torch.device) -> tuple[Callable[[], object], float]:
 def tflops(device: torch.device, call: Callable[[], object], flops: float, delay: float) -> float:
     """Speed of a product in 1e12 operations a second, at the best of some rounds.
 
-    Args:
-        delay: seconds that a round waits, to rehearse a slow rank.
+    `delay`: seconds that a round waits, to rehearse a slow rank.
     """
     products, rounds = _REPEATS[device.type]
 
@@ -97,13 +95,11 @@ def shortest(device: torch.device, call: Callable[[], object], rounds: int) -> f
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def _number(text: str) -> float | None:
-    """A number of nvidia-smi, or None for `[N/A]`."""
     try:
         return float(text)
     except ValueError:

@@ -16,14 +16,10 @@ def compare(
     leaders: Mapping[str, int],
     clock: Callable[[], float] = time.time,
 ) -> Skew | None:
-    """Skew of this rank's host, or None on ranks that are not the first of another host.
+    """Skew of this rank's host, or None unless it is the first rank (`leaders`) of another.
 
     Rank 0 answers each host in turn with its time. The best of some round trips counts: the answer
     was made at its middle, give or take half of it. Collective over these ranks.
-
-    Args:
-        leaders: first rank of each host.
-        clock: gives seconds since the epoch.
     """
     others = {host: leader for host, leader in leaders.items() if leader}
     if rank == 0:

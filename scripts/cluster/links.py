@@ -87,9 +87,6 @@ def rails(
     """Rate between this rank and each of its partners, by the ranks of a pair.
 
     A partner is the rank with the same place on another node. Collective over the job.
-
-    Args:
-        nodes: ranks of each node.
     """
     size, every, found = _RAIL[device.type] // 4, list(nodes.values()), {}
     sent, received = (torch.zeros(size, device=device) for _ in range(2))

@@ -32,7 +32,6 @@ def measure(place: Place, store: dist.Store, timeout: float, fault: str = "") ->
 
     Args:
         place: this rank; its device is the current one.
-        store: of the job.
         timeout: seconds of a stage; the watchdog ends the job after it.
         fault: `slow` or `hang`, to rehearse either on this rank.
     """
@@ -106,7 +105,6 @@ def _stage(name: str) -> None:
 def _slowest(
     nodes: dict[str, list[int]], everyone: list[dict[tuple[int, int], float]]
 ) -> list[Rail]:
-    """The slowest pair of ranks of each pair of nodes."""
     node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
     worst: dict[tuple[str, str], Rail] = {}
     for found in everyone:

@@ -27,11 +27,7 @@ class Unreachable(NotMet):
 
 
 def meet(rank: int, world: int, timeout: float) -> dist.Store:
-    """Wait for all ranks, and return the store of the job.
-
-    Args:
-        rank, world: this one, of how many.
-        timeout: seconds in which all have to come.
+    """Wait `timeout` seconds for all ranks, and return the store of the job.
 
     Raises:
         NotMet: ranks are missing; on all that came, with the same message.
@@ -84,11 +80,7 @@ def leave(store: dist.Store, rank: int, world: int) -> None:
 
 
 def _connect(address: str, port: int, until: float) -> None:
-    """Wait until the store is there: torch fills pages when it waits in vain.
-
-    Raises:
-        OSError: it has not come in time.
-    """
+    """Wait until the store is there, or raise OSError: torch fills pages when it waits in vain."""
     while True:
         left = until - time.monotonic()
         try:
@@ -101,7 +93,6 @@ def _connect(address: str, port: int, until: float) -> None:
 
 
 def _absent(store: dist.Store, world: int, timeout: float) -> list[int]:
-    """Ranks that have not come in time."""
     keys, until = [f"here/{rank}" for rank in range(world)], time.monotonic() + timeout
     while not store.check(keys):
         if time.monotonic() > until:
@@ -111,14 +102,7 @@ def _absent(store: dist.Store, world: int, timeout: float) -> list[int]:
 
 
 def absence(absent: Sequence[int], here: Mapping[int, str], local: int, timeout: float) -> str:
-    """Message about ranks that did not come.
-
-    Args:
-        absent: their numbers.
-        here: host of each other rank.
-        local: ranks of a node.
-        timeout: seconds that they had.
-    """
+    """Message about ranks that did not come, of hosts `here` with `local` ranks of a node."""
     nodes = sorted({rank // local for rank in absent})
     hosts: dict[str, list[int]] = {}
     for rank, host in sorted(here.items()):

@@ -50,7 +50,6 @@ def text(cluster: Cluster, expected: Expected, found: list[str]) -> str:
 
 
 def values(cluster: Cluster, expected: Expected, found: list[str]) -> dict[str, Any]:
-    """Everything that was found, for JSON."""
     return {
         "exit_code": exit_code(found),
         "findings": found,
@@ -60,12 +59,10 @@ def values(cluster: Cluster, expected: Expected, found: list[str]) -> dict[str, 
 
 
 def exit_code(found: list[str]) -> int:
-    """0 if nothing was found, or 1."""
     return 1 if found else 0
 
 
 def _job(cluster: Cluster, expected: Expected) -> list[str]:
-    """Lines on what several ranks measure together."""
     lines = []
     if expected.tflops and expected.node_gbs:
         lines.append(

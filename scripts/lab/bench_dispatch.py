@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phalanx.configs import programs
 from phalanx.configs.tables.transports import AUTO_SMS
-from phalanx.moe.report.quiet import quiet
+from phalanx.moe.report.console import quiet
 from phalanx.scripts.cluster.facts import facts
 from phalanx.scripts.lab.bench.models import cases
 from phalanx.scripts.lab.bench.records import Report, shape_text
@@ -66,8 +66,7 @@ RUNS = {
     "rows": "dispatch.replication",
     "rail": "dispatch.rail",
     "between": "dispatch.between",
-}
-"""Module of each suite, which is a function of the same name."""
+}  # each a function of the same name
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -54,7 +54,6 @@ TOLERANCE = 0.01
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("compare_throughput", __doc__)
     add = p.add_argument
     add("overrides", nargs="*", metavar="OVERRIDE", help=programs.here("of train.py, with sweeps"))
@@ -99,11 +98,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 @may_leave
 @reports_bad_input("compare_throughput")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Returns:
-        The exit code: 0 all points were measured, 1 one was not, 2 bad input, 130 stopped.
-    """
+    """Command line; returns 0 if all points were measured, 1 if not, 2 bad input, 130 stopped."""
     args = arguments(argv)
     if args.from_json:
         return show(args)

@@ -30,11 +30,10 @@ import torch
 from torch import Tensor
 
 from phalanx import train
-from phalanx.kernels.expert_mlp import providers
+from phalanx.kernels.expert_mlp import backend as expert_backends
+from phalanx.kernels.expert_mlp import fp8
 from phalanx.kernels.expert_mlp.calls import Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.fp8 import emulated as emulated_fp8
-from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
 from phalanx.kernels.quantize.blocks import Quantized
 
 ADDED = ("kernels=torch", "precision=fp8_block", "run.graph=off")
@@ -63,7 +62,7 @@ class Zeros:
         return "\n".join(("of numbers that were not zero, in FP8 are", *lines))
 
 
-class Counting(EmulatedFP8):
+class Counting(fp8.EmulatedFP8):
     """The emulated recipe, which reports to `zeros` what it quantises."""
 
     zeros: Zeros
@@ -100,12 +99,12 @@ def counting() -> Iterator[Zeros]:
         backend.zeros = zeros
         return backend
 
-    providers.provider.cache_clear()
+    expert_backends.provider.cache_clear()
     try:
-        with mock.patch.object(emulated_fp8, "EmulatedFP8", counting_backend):
+        with mock.patch.object(fp8, "EmulatedFP8", counting_backend):
             yield zeros
     finally:
-        providers.provider.cache_clear()
+        expert_backends.provider.cache_clear()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -63,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("make_routing", __doc__)
     add = p.add_argument
     add("out", type=Path, metavar="OUT")
@@ -83,11 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def weight_of(text: str) -> tuple[int, float]:
-    """Expert and weight of `EXPERT=WEIGHT`.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """Expert and weight of `EXPERT=WEIGHT`, or ValueError."""
     expert, _, weight = text.partition("=")
     try:
         return int(expert), float(weight)

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
-from phalanx.moe.text.names import short_names
-from phalanx.moe.text.units import count
+from phalanx.moe.text import count, short_names
 from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import (
     centred_means,
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("plot_losses", __doc__)
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
@@ -102,11 +100,7 @@ def _draw(curves: Curves, args: argparse.Namespace) -> None:
 
 
 def load(paths: Sequence[Path]) -> Curves:
-    """Curves of runs' folders, of their metrics.jsonl, or of files of --json.
-
-    Raises:
-        ValueError: there are no losses.
-    """
+    """Curves of runs' folders, metrics.jsonl, or files of --json; ValueError without losses."""
     named: list[tuple[str, Curve]] = []
     for path in paths:
         named += _stored(path) if path.suffix == ".json" else [_logged(path)]
@@ -214,7 +208,7 @@ def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
 def table(curves: Curves, parts: int | None) -> str:
     """Mean loss of the first run in each part of the common steps, and the others' differences.
 
-    Parts are of tokens where steps have different numbers of tokens.
+    Parts are of tokens where steps differ in them.
     """
     names, lines = heads(list(curves))
     if over_tokens(curves):
@@ -242,7 +236,7 @@ def _cell(mean: float | None, first: float | None) -> str:
 
 
 _Rows = list[tuple[str, Sequence[float | None]]]
-"""Bounds of each part of the runs, and the mean loss of each run in it; None if it has none."""
+"""Bounds of each part, and the mean loss of each run in it; None if it has none."""
 
 
 def _by_steps(curves: Sequence[Curve], parts: int | None) -> _Rows:

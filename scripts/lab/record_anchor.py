@@ -28,8 +28,7 @@ from phalanx.configs.validate import data_parallel_size, expert_parallel_size, v
 from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.scripts.output.bad_input import reports_bad_input
 
-TOLERANCE = 0.01
-"""Tolerated relative difference between the metrics and the values computed from the command."""
+TOLERANCE = 0.01  # between metrics and the values of the command
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 EXAMPLE = """example:
@@ -58,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser(
         "record_anchor",
         "Write docs/measured/training/NAME.yaml from the metrics of a 50-step run.",
@@ -131,7 +129,6 @@ def backend(cfg: Config, path: Path) -> str:
 
 
 def window(path: Path) -> list[dict[str, Any]]:
-    """Steps 41-50 of a metrics.jsonl."""
     by_step = {record["step"]: record for record in read(path) if "step_time" in record}
     if missing := [str(step) for step in WINDOW if step not in by_step]:
         raise ValueError(f"--metrics {path} lacks steps {', '.join(missing)}: use run=bench")
@@ -222,7 +219,6 @@ def commit() -> str:
 
 
 def _rounded(value: float, digits: int) -> float:
-    """`value` rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
 
 

@@ -1,10 +1,9 @@
 """Load of experts and ranks under a recorded routing, and the expert rows that it needs.
 
 Computes on a CPU, before a run, what the run would log, with expert replication and without. The
-recorded tokens are one step. Micro-batch m of an expert-parallel group has R * T of them in order,
-from token m * R * T on, and wraps around after the last, as in `moe.router.replay`, which repeats
-the first micro-batch. Tokens after the last full micro-batch are not counted. Plans of replicas and
-the budget of rows are those of the transports.
+recorded tokens are one step. Micro-batch m of an expert-parallel group has R * T of them from token
+m * R * T on, and wraps around after the last, as in `moe.router.forced`. Tokens after the last full
+micro-batch are not counted. Plans of replicas and the budget of rows are the transports'.
 
 Legend: N tokens recorded, K experts per token, M micro-batches, T tokens of a rank, R ranks, E
 experts, L = E / R of a rank.
@@ -48,23 +47,19 @@ class RecordedLoad:
     ranks: int  # number of ranks, R
     replica_slots: int  # replica slots of a rank
     micro_batches: int  # number of micro-batches, M
-    capacity_factor: float
-    """Smallest capacity factor, in hundredths, whose budget has enough rows for every layer."""
+    capacity_factor: float  # smallest one, in hundredths, with enough rows
     layers: Mapping[str, LayerLoad]  # load of each layer, by its name in the file
 
     @property
     def load_max(self) -> float:
-        """Largest `load_max` of a layer, which a run logs."""
         return max(load.load_max for load in self.layers.values())
 
     @property
     def busiest_rank(self) -> float:
-        """Mean of `busiest_rank` over layers, which a run logs."""
         return mean(load.busiest_rank for load in self.layers.values())
 
     @property
     def replicas(self) -> float:
-        """Mean of copies over layers and micro-batches, which a run logs."""
         return mean(load.replicas for load in self.layers.values())
 
 
@@ -77,16 +72,11 @@ def recorded_load(
     replication: ReplicationOptions,
     micro_batches: int | None = None,
 ) -> RecordedLoad:
-    """Load of an expert-parallel group under recorded choices.
+    """Load of an expert-parallel group under recorded choices [N, K] of each layer.
 
     Args:
-        ids: choices [N, K] of each layer.
-        experts: number of experts, E.
-        ranks: number of ranks, R.
-        tokens: tokens of a rank, T.
         replication: slots, 0 for a run without, and the cost of a copy.
-        micro_batches: number of micro-batches, M; by default as many as the recording has, but at
-            least one.
+        micro_batches: M; by default as many as the recording has, but at least one.
 
     Raises:
         ValueError: sizes below 1, experts that do not divide over the ranks, or too many ranks or
@@ -137,13 +127,7 @@ def rows_of_ranks(plan: ReplicationPlan) -> Tensor:
 
 
 def least_factor(rows: int, *, tokens: int, top_k: int) -> float:
-    """Smallest `parallel.capacity_factor`, in hundredths, whose budget has `rows` rows.
-
-    Args:
-        rows: expert rows of the rank that needs most.
-        tokens: tokens of a rank, T.
-        top_k: experts per token, K.
-    """
+    """Smallest `parallel.capacity_factor`, in hundredths, with `rows` rows on a rank."""
     lower = (rows - ROW_MULTIPLE) * 100 // (tokens * top_k)  # budgets are rounded up to a multiple
     for hundredths in count(max(100, lower)):
         budget = Budget(hundredths / 100, torch.device("cpu"))

@@ -1,7 +1,6 @@
 """A routing that was not recorded: written by hand as JSON, or random with weights of the experts.
 
-Both return the choices of every layer of a model, which `moe.router.recording.write` writes to a
-file.
+`moe.router.recording.write` writes these choices of every layer of a model to a file.
 """
 
 import json
@@ -19,16 +18,10 @@ OTHERS = "*"  # name, in JSON, of all layers that are not named
 
 
 def read_choices(path: Path, model: ModelConfig) -> dict[str, Ids]:
-    """Choices [tokens, top_k] of each layer from a JSON file.
+    """Choices [tokens, top_k] of each layer of a model from a JSON file.
 
-    Args:
-        path: file with a list for each layer name, or for `*`; its items are lists of the experts
-            of one token, best first.
-        model: model with these layers, experts and top-k.
-
-    Raises:
-        ValueError: the file has another format; one line with the file and the problem.
-        OSError: the file cannot be read.
+    It has a list for each layer name, or for `*`, of lists of the experts of one token, best first.
+    Raises ValueError, one line with the file and the problem, or OSError.
     """
     try:
         choices = json.loads(path.read_text(encoding="utf-8"))
@@ -59,15 +52,9 @@ def random_choices(
 ) -> dict[str, Ids]:
     """Random choices [tokens, top_k] of each layer.
 
-    Args:
-        model: model with these layers, experts and top-k.
-        weights: weight of each expert, above 0, 1 by default. A token draws its experts one after
-            the other, each with a probability in proportion to its weight.
-        tokens: number of tokens of each layer.
-        seed: seed of the draw.
-
-    Raises:
-        ValueError: an expert or a number is out of range; one line.
+    A token draws its experts one after the other, each with a probability in proportion to its
+    weight, above 0, 1 by default. Raises ValueError, one line, for an expert or number out of
+    range.
     """
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{tokens} tokens: a file holds 1 to {MOST_TOKENS}")

@@ -88,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("routing_load", __doc__)
     add = p.add_argument
     add("file", type=Path, metavar="FILE")
@@ -110,11 +109,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace, experts: int) -> None:
-    """Check the options against a recording of `experts` experts.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """Raise ValueError for options that do not fit a recording of `experts` experts."""
     parts = args.micro_batches
     for option, least, values in (
         ("expert", 1, args.expert),

@@ -78,8 +78,7 @@ class Event(NamedTuple):
     stream: int  # GPU stream, or thread
     name: str
     stack: str = ""  # enclosing operations, outermost first
-    call: int = -1
-    """Number of the operation, which nested calls cut into several events; -1 for a kernel."""
+    call: int = -1  # nested calls cut one into several events; -1: a kernel
 
     @property
     def kind(self) -> str:
@@ -96,7 +95,9 @@ class Trace(NamedTuple):
 
     events: list[Event]  # events sorted by start time
     on_gpu: bool
-    facts: dict[str, Any]  # facts of `moe.report.title`, and `steps`; empty if the file has none
+    facts: dict[
+        str, Any
+    ]  # facts of `moe.report.start_page`, and `steps`; empty if the file has none
     steps: tuple[tuple[float, str], ...] = ()
     """Start of each step, microseconds on the events' clock, and its name, `step 5`."""
 
@@ -158,7 +159,7 @@ def read(path: Path) -> Trace:
 def _steps(records: list[dict[str, Any]], on_gpu: bool) -> list[tuple[float, str]]:
     """Start of each step that the host annotates.
 
-    On a GPU a step starts with the first kernel launched in it, which may run much later.
+    On a GPU that of its first kernel, which may run much later.
     """
     host = [r for r in records if r.get("cat") == "user_annotation" and _STEP.match(r["name"])]
     begins = sorted((r["ts"], r["name"]) for r in host)
@@ -191,8 +192,7 @@ def _steps_in(
 def _own_times(records: list[dict[str, Any]]) -> Iterator[Event]:
     """Self times of a thread's operations, without the operations that they called.
 
-    Self time of our annotations is Python's and left out; gloo's annotations are its
-    exchanges.
+    That of our annotations is Python's and left out; gloo's annotations are its exchanges.
     """
     records = sorted(records, key=lambda r: (r["ts"], -r["dur"]))
     stack: list[tuple[float, dict[str, Any]]] = []  # (end, record)
@@ -278,14 +278,12 @@ def without(some: list[tuple[float, float]], excluded: list[tuple[float, float]]
 
 
 def alone(events: list[Event], kind: str) -> float:
-    """Time in which only kernels of one kind ran."""
     return without(
         union(e for e in events if e.kind == kind), union(e for e in events if e.kind != kind)
     )
 
 
 def exposed(events: list[Event]) -> float:
-    """Share of the time in which only exchanges ran."""
     exchange, _ = KINDS[0]
     return alone(events, exchange) / (max(e.end for e in events) - events[0].begin)
 
@@ -359,7 +357,6 @@ def plot(trace: Trace, path: Path, heading: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("timeline", __doc__)
     add = p.add_argument
     add("trace", type=Path, help="trace_*.json.gz of a run, or what --crop wrote")

@@ -8,10 +8,7 @@ from collections.abc import Callable
 def reports_bad_input[**P](script: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorator of a `main`: ValueError and OSError become lines on stderr and the exit code 2.
 
-    The line of an OSError begins with its file.
-
-    Args:
-        script: name of the program, with which each line begins.
+    A line begins with the name of the script; the text of an OSError with its file.
     """
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:

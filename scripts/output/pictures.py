@@ -23,8 +23,7 @@ def pyplot() -> Any:
 def title(facts: dict[str, Any]) -> str:
     """`first: tiny on 2 x CPU process, bf16, torch experts, sequence 256, batch 32, embedded data`.
 
-    Args:
-        facts: some or all facts of `moe.report.title`; without a model the title is empty.
+    `facts` are some or all of `moe.report.start_page`; without a model the title is empty.
     """
     if "model" not in facts:
         return ""
@@ -69,10 +68,7 @@ def left_out(steps: Sequence[int]) -> str:
 
 
 def differences(many: list[dict[str, Any]]) -> list[str]:
-    """Facts of each run that not all runs share: `torch experts, batch 16`.
-
-    Facts that some runs do not record are left out.
-    """
+    """Facts of each run that not all runs share: `torch experts, batch 16`; of those all record."""
     forms = {"model": "{}", "ranks": "{} ranks", "device": "{}", **_FORMS}
     known = [key for key in forms if all(key in facts for facts in many)]
     differing = [key for key in known if len({str(facts[key]) for facts in many}) > 1]
@@ -91,8 +87,8 @@ def smoothing(values: int) -> int:
 def centred_means(values: dict[int, float], window: int) -> dict[int, float]:
     """Centred means of `window` consecutive values (an odd number), by step.
 
-    The window shrinks near the ends and stays centred: a straight line remains unchanged, whereas
-    one-sided means would lie above a falling curve.
+    The window shrinks near the ends and stays centred: one-sided means would lie above a falling
+    curve.
     """
     numbers, half = list(values.values()), window // 2
     means = {}

@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import phalanx.adapters.transformers
-from phalanx.adapters.transformers.coverage import unreached
+from phalanx.adapters.transformers.loading import unreached
 from tests.adapters.hf_classes import decorated
 from tests.adapters.hf_models import model
 from tests.adapters.test_transformers_classes import KNOWN, REFUSED, up_before_gate

@@ -14,7 +14,7 @@ from phalanx.configs import capture
 from phalanx.configs.knobs import get, knobs, overrides, put
 from phalanx.configs.load import GROUPS, compose, load
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
+from phalanx.parallel.checkpoint.start import CheckpointMismatch, compare
 from tests.support.advice import advised, tried
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,14 +19,14 @@ from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.moe.model.precision import recipe
+from phalanx.moe.model.kernel_facts import recipe
 from phalanx.moe.plan.cost.activations import Activations
 from phalanx.moe.plan.cost.stages import exchange_bytes, stage_memory
 from phalanx.moe.plan.cost.step_time import step_time

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from phalanx.configs.capture import WARM_STEPS
 from phalanx.moe.run import step as steps
-from phalanx.parallel.cuda_graph import WARM_STEPS, CaptureFailed, Inputs
+from phalanx.parallel.cuda_graph import CaptureFailed, Inputs
 from tests.support.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist

@@ -17,13 +17,13 @@ FP8 = [*SMALL, "precision=fp8_block"]
 
 @contextmanager
 def products(
-    _: int, *, backend: str = "phalanx.kernels.expert_mlp.fp8.emulated:EmulatedFP8"
+    _: int, *, backend: str = "phalanx.kernels.expert_mlp.fp8:EmulatedFP8"
 ) -> Iterator[dict[str, int]]:
     """Calls of a quantized recipe in the forward passes of a run, by operand."""
-    from phalanx.kernels.expert_mlp import dense_linear
+    from phalanx.kernels.expert_mlp import dense_mlp
 
     calls = {"linear": 0, "fc1": 0}
-    linear, emulated = dense_linear._Linear.forward, resolve_name(backend)
+    linear, emulated = dense_mlp._Linear.forward, resolve_name(backend)
     fc1 = emulated.fc1_act
 
     def of_linear(*given: Any) -> Any:
@@ -37,12 +37,12 @@ def products(
 
         return of_fc1
 
-    dense_linear._Linear.forward = staticmethod(of_linear)
+    dense_mlp._Linear.forward = staticmethod(of_linear)
     emulated.fc1_act = counted(fc1)
     try:
         yield calls
     finally:
-        dense_linear._Linear.forward = staticmethod(linear)
+        dense_mlp._Linear.forward = staticmethod(linear)
         emulated.fc1_act = fc1
 
 

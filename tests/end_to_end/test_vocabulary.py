@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx import train
 from phalanx.configs.load import load
+from phalanx.moe.data.blend import fill, shown
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import Sidecar
-from phalanx.moe.data.vocabulary import fill, shown
 from phalanx.parallel.checkpoint import saved_config
 from phalanx.scripts import convert_hf, evaluate, prepare_data, sample
 from tests.support.runs import SMALL, run, text, write_corpus

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, one_group
+from phalanx.kernels.expert_mlp.backend import provider
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, gather_rows, one_group
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.expert_mlp.sort_pairs import gather_rows
 from phalanx.kernels.wgrad_queue import Waiting
 
 SWIGLU = Activation("swiglu")
@@ -147,19 +146,19 @@ def forward(
     split: bool = False,
     poison: bool = False,
     order_L: Tensor | None = None,
-    stays: bool = False,
+    inputs_persist: bool = False,
     **spec: Any,
 ) -> Tensor:
     """Output of `run`, computed from the leaves.
 
     With `split`, rows are gathered before the MLP and summed after it. `poison` is a
-    split that puts NaN in dy's padding. `stays` as in `grouped_mlp`.
+    split that puts NaN in dy's padding. `inputs_persist` as in `grouped_mlp`.
     """
     weights = MLPWeights(*(leaves.get(name) for name in ("w1", "w2", "b1", "b2")))
     how = MLPSpec(p.act, backend, **spec)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order_L)
     if not split and not poison:
-        return grouped_mlp(leaves["x"], weights, plan, how, stays=stays)
+        return grouped_mlp(leaves["x"], weights, plan, how, inputs_persist=inputs_persist)
     x_SD = _Gather.apply(leaves["x"], plan, backend)
     sorted_rows = plan._replace(row_index_S=None, inverse_NK=None)
     out = grouped_mlp(x_SD, weights, sorted_rows, how)
@@ -289,7 +288,9 @@ def two_micro_batches(problems: Sequence[Problem], backend: str, **spec: Any) ->
         leaf.main_grad = torch.ones(leaf.shape)  # type: ignore[attr-defined]
     with wgrad_queue.opened(Waiting(pairs=True)):
         for p in problems:
-            out = forward(p, leaves_of(p) | shared, backend, accumulate=True, stays=True, **spec)
+            out = forward(
+                p, leaves_of(p) | shared, backend, accumulate=True, inputs_persist=True, **spec
+            )
             out.backward(p.dout)
         wgrad_queue.run_all()
     return {name: leaf.main_grad for name, leaf in shared.items()}  # type: ignore[attr-defined]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.kernels.expert_mlp import debug
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, is_debugging
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.functional.module import GroupedMLP
@@ -125,7 +124,7 @@ def test_nobody_reads_the_padding(switched_on: None) -> None:
 @pytest.mark.parametrize("value", ["", "0"])
 def test_switched_off_nothing_is_read(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_DEBUG", value)
-    assert not debug.on()
+    assert not is_debugging()
     m, given = GroupedMLP(L, D, 8, K, backend="torch"), (torch.randn(T, D), *routing(L))
     with sync_free():
         m(*given)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.kernels.narrow import as_int32
+from phalanx.kernels.elementwise.rows import as_int32
 
 END = 5
 

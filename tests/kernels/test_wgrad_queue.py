@@ -86,7 +86,7 @@ class Paired:
     def __call__(self) -> None:
         self.done.append(self.name)
 
-    def together(self, later: "Paired") -> None:
+    def run_with(self, later: "Paired") -> None:
         self.done.append(f"{self.name}+{later.name}")
 
 

@@ -63,8 +63,8 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
     All ranks call it together. The budget fits any routing.
     """
     from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-    from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
+    from phalanx.moe.model.kernel_facts import activation_of
     from phalanx.parallel.dispatcher.capacity import Budget
     from phalanx.parallel.dispatcher.transport import choose_transport
 

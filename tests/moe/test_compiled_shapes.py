@@ -15,12 +15,12 @@ from torch import Tensor
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
-from phalanx.kernels.core_attention import fa4_shipped
-from phalanx.kernels.core_attention.fa4_shipped import AttentionLayer
+from phalanx.kernels.core_attention import fa4
+from phalanx.kernels.core_attention.fa4 import AttentionLayer
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.kernels.rms_norm import quack_library
 from phalanx.kernels.rms_norm.quack_library import Rows
-from phalanx.moe.compiled_shapes import attention_layers, norm_rows
+from phalanx.moe.model.kernel_facts import attention_layers, norm_rows
 from tests.support.distributed import run_distributed
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ NOT_SHIPPED = {
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_of_models_are_shipped(model):
     needed_layers, needed_rows = keys(f"model={model}")
-    assert needed_layers and needed_layers <= set(fa4_shipped.SHIPPED)
+    assert needed_layers and needed_layers <= set(fa4.SHIPPED)
     assert needed_rows - set(quack_library.SHIPPED) == NOT_SHIPPED.get(model, set())
     assert len(needed_rows) >= 4
 

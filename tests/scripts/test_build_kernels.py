@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.cache import Cache, statistics
-from phalanx.kernels.core_attention import fa4_shipped
+from phalanx.kernels.core_attention import fa4
 from phalanx.kernels.rms_norm import quack_library
 from phalanx.kernels.sm90.jit import launch, shipped
-from phalanx.kernels.sm90.jit.objects import symbols
+from phalanx.kernels.sm90.jit.program import symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels
 
@@ -19,7 +19,7 @@ KERNEL, CONFIG = next(one for one in SHIPPED if one[0].__name__ == "GatherKernel
 LABEL = f"{KERNEL.__name__} {CONFIG}"
 LABELS = [
     *(f"{kernel.__name__} {config}" for kernel, config in SHIPPED),
-    *(f"flash-attn-4 {layer}" for layer in fa4_shipped.SHIPPED),
+    *(f"flash-attn-4 {layer}" for layer in fa4.SHIPPED),
     *(f"QuACK {rows}" for rows in quack_library.SHIPPED),
 ]
 
@@ -59,7 +59,7 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
 
 
 def test_the_kernels_of_a_run_are_listed(tmp_path, capsys):
-    layer = fa4_shipped.AttentionLayer(3, 128, 128, deterministic=True, documents=True)
+    layer = fa4.AttentionLayer(3, 128, 128, deterministic=True, documents=True)
     rows = [
         quack_library.Rows(768, step, adds)
         for step in ("forward", "backward")
@@ -76,10 +76,10 @@ def test_the_kernels_of_a_run_are_listed(tmp_path, capsys):
 
 def test_workers_build_the_kernels_of_the_run(tmp_path, monkeypatch, capsys):
     def made(layer, folder):
-        assert layer == fa4_shipped.AttentionLayer(8, 192, 192)
+        assert layer == fa4.AttentionLayer(8, 192, 192)
 
     monkeypatch.setattr(build_kernels, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(fa4_shipped, "build", made)
+    monkeypatch.setattr(fa4, "build", made)
     run = ("model=qwen3_30b_a3b", "model.attention.head_dim=192", "kernels.norm=torch")
     only = ("--dir", str(tmp_path), "--only", "flash-attn-4")
     assert build_kernels.main([*only, "--run", *run]) == 0

@@ -15,17 +15,20 @@ from phalanx.configs.tables.backends import EXPERT_BACKENDS, ExpertBackend
 from phalanx.configs.tables.optimizers import OPTIMIZERS, OptimizerFacts
 from phalanx.configs.tables.recipes import RECIPES, RecipeFacts
 from phalanx.configs.tables.transports import TRANSPORTS, TransportFacts
-from phalanx.kernels.elementwise import block_sum
+from phalanx.kernels.elementwise import sums
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.backend import Backend, Options
 from phalanx.kernels.expert_mlp.calls import RowsCall
-from phalanx.kernels.expert_mlp.providers import Options
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.registry import Facts
 from phalanx.parallel.dispatcher.costs import GroupTopology, Links, TransportCosts
-from phalanx.parallel.dispatcher.received import Planner, Received
-from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
+from phalanx.parallel.dispatcher.transport_class import (
+    DispatchContext,
+    Dispatcher,
+    Planner,
+    Received,
+)
 from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 
 # --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
@@ -83,7 +86,7 @@ class Broadcasts(Dispatcher):
     def receive_sums(
         self, sent: Tensor, received: Received, addends: Sequence[Tensor] = ()
     ) -> Tensor:
-        return block_sum.plus(_Collect.apply(sent, self._group), addends)
+        return sums.plus(_Collect.apply(sent, self._group), addends)
 
 
 def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -16,7 +16,7 @@ with importing_megatron():
     import megatron.core.models.mimo.optimizer  # noqa: F401
     import torch._dynamo  # noqa: F401 - of the first optimizer, half a second
 
-    import phalanx.kernels.expert_mlp.fp8.emulated
+    import phalanx.kernels.expert_mlp.fp8
     import phalanx.kernels.expert_mlp.reference
     import phalanx.kernels.expert_mlp.torch_grouped
     import phalanx.kernels.rms_norm.torch_norm

@@ -51,7 +51,7 @@ def _take_rows(budget: Any) -> None:
 
 def _shrink(trainer: Any) -> None:
     """Shrink the budget; the next step is eager or captured, alternately."""
-    from phalanx.parallel.cuda_graph import WARM_STEPS
+    from phalanx.configs.capture import WARM_STEPS
 
     budget, graph = trainer.job.budget, trainer.compute.graph
     _take_rows(budget)

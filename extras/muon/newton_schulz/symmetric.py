@@ -2,7 +2,7 @@
 
 Both are symmetric, so that the kernel for NVIDIA GPUs computes the tiles on and below the diagonal
 and stores each twice, which saves most of half of the products; and a polynomial needs no pass of
-its own. Elsewhere, and in fp32, they are torch's products.
+its own. Elsewhere, and in fp32, they are torch's products. Operands are bf16 or fp32, contiguous.
 
 Legend: B matrices, M rows, N columns, S the smaller of both.
 """
@@ -13,11 +13,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def gram(x_BMN: Tensor) -> Tensor:
-    """X X^T, or X^T X of more rows than columns: [B, S, S] of the dtype of `x_BMN`.
-
-    Args:
-        x_BMN: bf16 or fp32, contiguous.
-    """
+    """X X^T, or X^T X of more rows than columns: [B, S, S] of the dtype of `x_BMN`."""
     x_BSK = x_BMN.mT if x_BMN.shape[1] > x_BMN.shape[2] else x_BMN
     if not _fused(x_BMN):
         return x_BSK @ x_BSK.mT
@@ -34,13 +30,9 @@ def polynomial(
 ) -> Tensor:
     """a I + b G + c G^2 of symmetric matrices G: [B, S, S] of their dtype.
 
-    The kernel rounds once; torch's products are rounded before they are added.
-
-    Args:
-        gram_BSS: bf16 or fp32, contiguous.
-        abc: a, b and c.
-        scale_B: fp32 factors s; the result is that of s G, times the root of s. With G = X X^T it
-            multiplies X as the polynomial of the scaled matrix would multiply that.
+    The kernel rounds once; torch's products are rounded before they are added. With fp32 factors
+    `scale_B`, s, the result is that of s G, times the root of s: with G = X X^T it multiplies X as
+    the polynomial of the scaled matrix would multiply that.
     """
     a, b, c = abc
     if _fused(gram_BSS):

@@ -80,11 +80,8 @@ def launch(
 ) -> None:
     """X X^T into `out_BSS`; with `abc`, a I + b X + c X^2 of symmetric matrices X.
 
-    Args:
-        x_BSK: of any strides; contiguous with `abc`.
-        out_BSS: contiguous, of the same dtype.
-        abc: a, b and c.
-        scale_B: fp32 factors, with `abc`: see `polynomial`.
+    `x_BSK` has any strides, contiguous with `abc`; `out_BSS` is contiguous, of the same dtype.
+    `scale_B` are fp32 factors, with `abc`: see `polynomial`.
     """
     B, S, K = x_BSK.shape
     if not x_BSK.numel():

@@ -1,10 +1,10 @@
-"""Plan of expert replication for a micro-batch: experts, slots, and the rows of each copy.
+"""Plan of expert replication for a micro-batch: experts, slots, the rows of each copy, and pairs.
 
 Every rank of an expert-parallel group has the routing of all tokens of a micro-batch before these
 are sent. From the number of rows of every expert it computes this plan, the same on all ranks: in
-integers, with static shapes, no host read, ties to the lower number. `reference_replication_plan`
-is the definition, in torch on any device; `extras.replication.kernels.replication_plan_triton`
-computes the same in one launch, bit for bit.
+integers, with static shapes, no host read, ties to the lower number. `reference_replication_plan`,
+`count_rows` and `assign_pairs` are the definition, in torch on any device;
+`extras.replication.kernels.replication_plan_triton` computes the same bit for bit.
 
 The load of a rank is the number of rows that it computes, plus `cost` for every copy that it lends
 or borrows: the rows that it could compute while an expert's weights pass its link. Until there is
@@ -18,7 +18,12 @@ than `least`, which covers the fixed cost of copies in a layer. This is greedy l
 cases of the tests, and within 1.015 on average. Replicas that last for a micro-batch are from ECHO
 (Megatron-LM, issue 2368).
 
-Legend: E experts, R ranks, L = E / R experts of a rank, N replica slots of a rank.
+A rank has L + G expert slots: its own experts, and its replica slots. The slot of a pair of a token
+and an expert is rank * (L + G) + local expert, or rank * (L + G) + L + replica slot. With slots in
+place of expert ids all later steps are as without replication.
+
+Legend: E experts, R ranks, L = E / R experts and G (N in the plan) replica slots of a rank, N
+received rows (those of all ranks, rank-major), K expert ids of a token, P = N * K pairs.
 """
 
 import math
@@ -36,8 +41,7 @@ class ReplicationSize(NamedTuple):
     ranks: int  # R; the owner of expert e is rank e // L
     slots: int  # N
     cost: int  # rows that a copy costs its owner, and its borrower (`replica_cost`)
-    tile: int = 128
-    """Alignment of a part of an expert's rows, so that GEMM tiles and FP8 blocks stay whole."""
+    tile: int = 128  # alignment of parts of an expert's rows: whole GEMM tiles and FP8 blocks
     least: int = 0  # rows by which the largest load has to fall; otherwise there are no copies
 
 
@@ -74,11 +78,7 @@ def replica_cost(
 
 
 def make_replication_plan(count: Tensor, size: ReplicationSize) -> ReplicationPlan:
-    """The plan of a micro-batch: by the kernel on a GPU, elsewhere by the definition.
-
-    Args:
-        count: number of rows of each expert of all ranks, int32 [E], or [C, E] per chunk of tokens.
-        size: other parameters.
+    """The plan of a micro-batch from rows of experts, int32 [E], or [C, E] per chunk of tokens.
 
     Raises:
         ValueError: sizes that do not fit together, or too large for the kernel.
@@ -181,11 +181,57 @@ def _level(load_R: Tensor, open_R: Tensor, most: Tensor, cost: int) -> Tensor:
 
 
 def _first(mask: Tensor) -> Tensor:
-    """Index of the first True of a vector that has one."""
     index = torch.arange(mask.numel(), device=mask.device)
     return torch.where(mask, index, mask.numel()).min()
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] with an index on the device."""
     return x.gather(0, index[None])[0]
+
+
+def route_to_replicas(
+    idx_NK: Tensor, experts: int, size: ReplicationSize
+) -> tuple[ReplicationPlan, Tensor]:
+    """The plan of a micro-batch and the slot of every pair, by kernels on a GPU."""
+    if not idx_NK.is_cuda:
+        plan = make_replication_plan(count_rows(idx_NK, experts), size)
+        return plan, assign_pairs(idx_NK, plan)
+    from phalanx.extras.replication.kernels import replication_plan_triton as kernels
+
+    counts_CE = kernels.count_chunks(idx_NK, experts)
+    plan = make_replication_plan(counts_CE, size)
+    return plan, kernels.assign_pairs(idx_NK, counts_CE, plan)
+
+
+def count_rows(idx_NK: Tensor, experts: int) -> Tensor:
+    """Number of rows of each expert, int32 [E]; the id -1 is no expert."""
+    flat = idx_NK.flatten().long()
+    counts = flat.new_zeros(experts + 1).scatter_add_(
+        0, flat % (experts + 1), torch.ones_like(flat)
+    )
+    return counts[:experts].int()
+
+
+def assign_pairs(idx_NK: Tensor, plan: ReplicationPlan) -> Tensor:
+    """Slot of the copy that computes each pair, int32 [N, K], -1 without an expert."""
+    (R, G), E = plan.expert_RN.shape, plan.owner_rows_E.numel()
+    L = E // R
+    expert_P = idx_NK.flatten()
+    slot_P = torch.where(expert_P >= 0, expert_P // L * (L + G) + expert_P % L, -1)
+    if G:
+        number_P = pair_numbers(expert_P, E)
+        slots = (t.flatten() for t in (plan.expert_RN, plan.begin_RN, plan.end_RN))
+        for slot, (expert, begin, end) in enumerate(zip(*map(Tensor.unbind, slots), strict=True)):
+            taken_P = (expert_P == expert) & (number_P >= begin) & (number_P < end)
+            slot_P = slot_P.masked_fill(taken_P, slot // G * (L + G) + L + slot % G)
+    return slot_P.view_as(idx_NK)
+
+
+def pair_numbers(expert_P: Tensor, experts: int) -> Tensor:
+    """Number of earlier pairs of the same expert, int32 [P]; undefined for the id -1."""
+    key_P = torch.where(expert_P >= 0, expert_P, experts)
+    key_P, order_P = torch.sort(key_P, stable=True)
+    starts = torch.searchsorted(key_P, torch.arange(experts + 1, device=key_P.device))
+    row_P = torch.arange(key_P.numel(), device=key_P.device)
+    number_P = row_P - starts.index_select(0, key_P.long())
+    return torch.empty_like(number_P).scatter_(0, order_P, number_P).int()

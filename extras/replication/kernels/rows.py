@@ -11,7 +11,8 @@ elsewhere the definition in this file. `send_unreduced_rows` is the definition o
 which is `kernels.sm90.exchange.combine_push` on GPUs.
 
 Legend: T tokens of a rank, K expert ids of a token, R ranks, N = R * T received rows, S expert
-rows, D hidden, L own experts of a rank, P expert slots of a rank.
+rows, D hidden, L own experts of a rank, P expert slots of a rank. Expert ids idx and the expert
+slots that compute these pairs are int32, -1 for none.
 """
 
 from collections.abc import Sequence
@@ -32,10 +33,8 @@ class ExpertOwner(NamedTuple):
 class ReturnPlan(NamedTuple):
     """Expert rows of a rank that return as sums, and those that return unreduced."""
 
-    sums_NK: Tensor
-    """int32: expert rows as `ExpertPlan.inverse_NK` that return as sums; -1 for others."""
-    pairs_S: Tensor
-    """int32: pairs n * K + k of unreduced rows, in any order; undefined behind these."""
+    sums_NK: Tensor  # int32: expert rows as in `ExpertPlan` that return as sums; -1 for others
+    pairs_S: Tensor  # int32: pairs n * K + k of unreduced rows, in any order; then undefined
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     """int32 [1]: number of unreduced rows."""
     inverse_NK: Tensor  # int32: expert rows of all pairs
@@ -44,14 +43,9 @@ class ReturnPlan(NamedTuple):
 def split_returns(
     idx_NK: Tensor, slot_NK: Tensor, inverse_NK: Tensor, rows: int, owner: ExpertOwner
 ) -> ReturnPlan:
-    """Separate the rows that return as sums from those that return unreduced.
+    """Separate the S = `rows` rows that return as sums from those that return unreduced.
 
-    Args:
-        idx_NK: int32 expert ids of all ranks' tokens, -1 for none.
-        slot_NK: int32 expert slots that compute these pairs.
-        inverse_NK: int32 expert rows of the pairs that this rank computes, -1 for others.
-        rows: S.
-        owner: owners, and this rank.
+    `inverse_NK` are int32 expert rows of the pairs that this rank computes, -1 for others.
     """
     if idx_NK.is_cuda:
         from phalanx.extras.replication.kernels import rows_triton
@@ -72,13 +66,7 @@ def split_returns(
 def send_unreduced_rows(
     y_SD: Tensor, return_plan: ReturnPlan, unreduced_RKTD: Sequence[Tensor]
 ) -> None:
-    """Definition of the exchange of unreduced rows: to [k, t] of the token's rank.
-
-    Args:
-        y_SD: expert rows.
-        return_plan: return plan of this rank's rows.
-        unreduced_RKTD: memory [K, T, D] of each rank.
-    """
+    """Definition of the exchange of unreduced rows: to [k, t] of the token's rank's [K, T, D]."""
     (K, T), D = unreduced_RKTD[0].shape[:2], y_SD.shape[1]
     row_RTK = return_plan.inverse_NK.view(-1, T, K)
     unreduced_RTK = (return_plan.inverse_NK >= 0) & (return_plan.sums_NK < 0)
@@ -98,10 +86,7 @@ def sum_unreduced_rows(
 
     Args:
         unreduced_KTD: received unreduced rows; those of other pairs are not read.
-        idx_TK: int32 expert ids of this rank's tokens, -1 for none.
-        slot_TK: int32 expert slots that compute these pairs.
         sums_ND: received sums, row h * T + t from owner h; written in place.
-        owner: owners, and this rank.
     """
     if unreduced_KTD.is_cuda:
         from phalanx.extras.replication.kernels import rows_triton

@@ -125,7 +125,7 @@ def _sum_token(  # type: ignore[no-untyped-def]
 def split_returns(
     idx_NK: Tensor, slot_NK: Tensor, inverse_NK: Tensor, rows: int, owner: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`extras.replication.kernels.rows.split_returns`."""
+    """`rows.split_returns`."""
     N, K = idx_NK.shape
     sums_NK, pairs_S = torch.empty_like(inverse_NK), inverse_NK.new_empty(rows)
     count = inverse_NK.new_zeros(1)
@@ -143,7 +143,7 @@ def split_returns(
 def sum_unreduced_rows(
     unreduced_KTD: Tensor, idx_TK: Tensor, slot_TK: Tensor, sums_ND: Tensor, owner: Any
 ) -> None:
-    """`extras.replication.kernels.rows.sum_unreduced_rows`."""
+    """`rows.sum_unreduced_rows`."""
     K, T, D = unreduced_KTD.shape
     if T:
         sum_unreduced_rows_kernel[(triton.cdiv(T, _TOKENS),)](

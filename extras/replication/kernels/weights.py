@@ -1,8 +1,9 @@
 """Weights of replicated experts, sent to replica slots, and their gradients, sent back.
 
-The definitions, in terms of the memory of all ranks; `extras.replication.kernels.weights_triton`
-does the same with addresses. Only the device knows the experts of slots, so both look at all slots,
-whichever experts they hold.
+The definitions, in terms of the memory [G, ...] of all ranks;
+`extras.replication.kernels.weights_triton` does the same with addresses. Only the device knows the
+experts of slots, int32 `expert_RG`, -1 for none, so both look at all slots, whichever experts they
+hold.
 
 Legend: R ranks, L own experts of a rank, G replica slots of a rank.
 """
@@ -14,14 +15,7 @@ from torch import Tensor
 
 
 def send_weights(own_L: Tensor, expert_RG: Tensor, slots_RG: Sequence[Tensor], rank: int) -> None:
-    """Copy this rank's experts to the slots of their replicas.
-
-    Args:
-        own_L: one weight of the own experts, [L, ...].
-        expert_RG: int32 expert in each slot, -1 for none.
-        slots_RG: memory [G, ...] of each rank.
-        rank: this rank.
-    """
+    """Copy one weight of this rank's experts, [L, ...], to the slots of their replicas."""
     for expert_G, slots_G in zip(expert_RG, slots_RG, strict=True):
         index_G = expert_G - rank * len(own_L)
         sent_G = (expert_G >= 0) & (index_G >= 0) & (index_G < len(own_L))
@@ -30,16 +24,7 @@ def send_weights(own_L: Tensor, expert_RG: Tensor, slots_RG: Sequence[Tensor], r
 
 
 def reduce_grads(own_L: Tensor, expert_RG: Tensor, grads_RG: Sequence[Tensor], rank: int) -> None:
-    """Add gradients of replicas to those of this rank's experts.
-
-    In the order of ranks, in fp32, with one rounding for each.
-
-    Args:
-        own_L: gradients of one weight of the own experts, [L, ...], fp32 or narrower; in place.
-        expert_RG: int32 expert in each slot, -1 for none.
-        grads_RG: fp32 memory [G, ...] of each rank.
-        rank: this rank.
-    """
+    """Add replicas' gradients, in the order of ranks, in fp32, with one rounding for each."""
     for expert_G, grads_G in zip(expert_RG, grads_RG, strict=True):
         for expert, grad in zip(expert_G, grads_G, strict=True):
             index_1 = (expert - rank * len(own_L)).view(1)
@@ -51,5 +36,4 @@ def reduce_grads(own_L: Tensor, expert_RG: Tensor, grads_RG: Sequence[Tensor], r
 
 
 def _broadcast(mask: Tensor, like: Tensor) -> Tensor:
-    """Mask of the first dimension, broadcastable to `like`."""
     return mask.view(-1, *[1] * (like.ndim - 1))

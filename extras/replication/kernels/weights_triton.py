@@ -267,20 +267,14 @@ def send_weights(
     *,
     sms: int,
 ) -> None:
-    """`extras.replication.kernels.weights.send_weights` of two layers, in one launch.
-
-    A second launch would wait for SMs.
+    """`weights.send_weights` of two layers, in one launch: a second one would wait for SMs.
 
     Args:
-        layers: the first and the second layer. Weights are contiguous, an expert's in a multiple of
-            16 bytes, as in all memory of slots.
+        layers: weights are contiguous, an expert's in a multiple of 16 bytes, as in all memory of
+            slots; others are a ValueError.
         expert_RG: int32, contiguous.
         begins_W: int32, `kernels.sm90.exchange.peer_buffers.wave_begins` of G slots.
         buffers: flags of weights.
-        sms: number of SMs.
-
-    Raises:
-        ValueError: weights that are not contiguous.
     """
     R, G = expert_RG.shape
     args: list[Tensor | int] = []
@@ -308,12 +302,7 @@ def send_weights(
 
 
 def send_grads(buffers: PeerBuffers, layer: int) -> None:
-    """Signal all ranks that this rank's gradients of a layer are complete, after earlier kernels.
-
-    Args:
-        buffers: flags of gradients.
-        layer: 0 for fc1, then 1 for fc2.
-    """
+    """Signal that gradients of layer 0 (fc1), then 1 (fc2) are complete, after earlier kernels."""
     signal_grads_kernel[(1,)](
         *(buffers.flags_R, buffers.state, layer, buffers.rank, len(buffers.flags_R)),
         LAST=layer == 1,
@@ -333,17 +322,11 @@ def reduce_grads(
     layer: int,
     sms: int,
 ) -> None:
-    """`extras.replication.kernels.weights.reduce_grads`, once all ranks have signalled.
+    """`weights.reduce_grads`, once all ranks have signalled.
 
     It waits on the SMs that it needs: GEMMs of other streams would take SMs that are free when the
-    flags arrive.
-
-    Args:
-        own_L, expert_RG: as in `send_weights`.
-        memory_R: int64, addresses of [G, ...] of each rank.
-        buffers: flags of gradients.
-        layer: as in `send_grads`.
-        sms: as in `send_weights`.
+    flags arrive. `memory_R` are int64 addresses of [G, ...] of each rank; other arguments are those
+    of `send_weights` and `send_grads`.
     """
     R, G = expert_RG.shape
     _check(own_L)

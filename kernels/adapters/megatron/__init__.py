@@ -11,7 +11,6 @@ the dispatcher too: tokens are exchanged within kernels, and no count is read on
 
 from phalanx.adapters.expert_groups import groups, release
 from phalanx.adapters.megatron.experts import Experts
-from phalanx.adapters.megatron.layer import SymmMoELayer
-from phalanx.adapters.megatron.specs import block_spec, spec, symm_spec
+from phalanx.adapters.megatron.specs import SymmMoELayer, block_spec, spec, symm_spec
 
 __all__ = ["Experts", "SymmMoELayer", "block_spec", "groups", "release", "spec", "symm_spec"]

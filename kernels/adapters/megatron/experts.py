@@ -1,5 +1,9 @@
 """Experts of one rank in Megatron-Core's MoE layer, in place of its grouped or sequential MLP.
 
+Distributed checkpoints have them under the keys of Megatron-Core's own. There a linear layer of
+experts also has a state of Transformer Engine for each expert, which is empty in bf16. It is
+written and read here as well, or Megatron-Core would miss it.
+
 Legend: L local experts, D hidden, F expert width, S rows sorted by expert.
 """
 
@@ -10,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import activations
 from megatron.core.activations import squared_relu
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
@@ -18,13 +22,60 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from phalanx.adapters.megatron.checkpoint import sharded, without_extra_states
 from phalanx.kernels.api import (
     Activation,
     ExpertOptions,
     grouped_experts_sorted,
     resolve_backend,
 )
+
+_LAYERS = ("linear_fc1", "linear_fc2")
+_EXTRA = "_extra_state"
+
+
+def sharded(
+    parameters: dict[str, nn.Parameter],
+    groups: ProcessGroupCollection,
+    prefix: str,
+    offsets: tuple[tuple[int, int, int], ...],
+) -> ShardedStateDict:
+    """Parameters [L, ...], by the checkpoint's names, as shards of [E, ...], and E experts' states.
+
+    `offsets`: of the shards in axes before that of the experts.
+    """
+    axis, local = len(offsets), len(parameters["linear_fc1.weight"])
+    rank, size = groups.ep.rank(), groups.ep.size()
+    replica = (0, 0, groups.expt_dp.rank())
+    state: ShardedStateDict = {}
+    for name, parameter in parameters.items():
+        state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+            f"{prefix}experts.{name}",
+            parameter,  # itself: the optimizer's state is matched to parameters by identity
+            *offsets,
+            (axis, rank, size),
+            replica_id=replica,
+            prepend_axis_num=axis,
+        )
+    experts = [*(size for _, _, size in offsets), local * size]
+    before = [offset for _, offset, _ in offsets]
+    for layer in _LAYERS:
+        for e in range(local):
+            state[f"{prefix}{layer}.{_EXTRA}{e}"] = ShardedObject(
+                f"{prefix}experts.{layer}.{_EXTRA}",
+                torch.empty(0, dtype=torch.uint8),
+                tuple(experts),
+                (*before, rank * local + e),
+                replica,
+            )
+    return state
+
+
+def without_extra_states(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Remove Transformer Engine's states from a state dict that is loaded."""
+    for key in list(state):
+        if key.startswith(prefix) and _EXTRA in key:
+            del state[key]
+
 
 _KINDS = {
     (True, F.silu): "swiglu",
@@ -33,7 +84,7 @@ _KINDS = {
     (True, activations.quick_gelu): "quick_geglu",  # Megatron-Core has two
     (False, squared_relu): "squared_relu",
 }
-"""Activations by `gated_linear_unit` and `activation_func`."""
+"""Kinds by `gated_linear_unit` and `activation_func`."""
 _REFUSED = {
     "moe_latent_size": "experts in a latent space",
     "moe_apply_probs_on_input": "probabilities that scale the input",
@@ -47,16 +98,11 @@ _REFUSED = {
     "moe_paged_stash": "paged activations",
 }
 """Fields of Megatron-Core's config that the experts do not implement."""
-_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
-"""Parts of Megatron-Core's experts that `offload_modules` may name."""
+_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}  # parts that `offload_modules` may name
 
 
 def activation_of(config: TransformerConfig) -> Activation:
-    """The activation of a model's experts.
-
-    Raises:
-        ValueError: one that the kernels do not compute.
-    """
+    """The activation of a model; ValueError for one that the kernels do not compute."""
     gated = config.gated_linear_unit
     kind = _KINDS.get((gated, config.activation_func))
     if kind is None:
@@ -71,11 +117,7 @@ def activation_of(config: TransformerConfig) -> Activation:
 
 
 def check(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-    """Refuse what the experts do not implement.
-
-    Raises:
-        ValueError: with the name of the option.
-    """
+    """Raise ValueError, with the name of the option, for what the experts do not implement."""
     for name, what in _REFUSED.items():
         if getattr(config, name, None):
             raise ValueError(f"{name}: phalanx's experts do not support {what}: leave it out")
@@ -91,14 +133,10 @@ def check(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> N
 
 
 class StackedLinear(nn.Module):
-    """Parameters of one linear layer of all local experts: weight [L, O, I], bias [L, O] or None.
+    """Parameters of one linear layer of all L local experts: weight [L, O, I], bias [L, O] or None.
 
     A module of its own, because Megatron-Core exempts parameters from weight decay that are vectors
     or whose names end with `.bias`.
-
-    Args:
-        config: Megatron-Core's config of the model.
-        experts, width, depth: L, O and I.
     """
 
     def __init__(self, config: TransformerConfig, experts: int, width: int, depth: int) -> None:
@@ -117,15 +155,13 @@ class Experts(MegatronModule):
     """The L experts of a rank, with the constructor and the call of Megatron-Core's experts.
 
     Parameters in `config.params_dtype`: linear_fc1.weight [L, 2F, D] as [gate; up], or [L, F, D]
-    without a gate; linear_fc2.weight [L, D, F]; with `config.add_bias_linear` linear_fc1.bias
-    [L, 2F or F] and linear_fc2.bias [L, D]. Checkpoints have the keys and shapes of TEGroupedMLP
-    and SequentialMLP.
+    without a gate; linear_fc2.weight [L, D, F]; with `config.add_bias_linear` linear_fc1.bias [L,
+    2F or F] and linear_fc2.bias [L, D]. Checkpoints have the keys and shapes of TEGroupedMLP and
+    SequentialMLP.
 
     Args:
-        num_local_experts: L.
-        config: Megatron-Core's config of the model.
         pg_collection: process groups with `ep`, `expt_tp` and `expt_dp`.
-        name: name of the module, which is not used.
+        name: not used.
 
     Raises:
         ValueError: an option of the config that the experts do not implement, by its name.
@@ -163,13 +199,11 @@ class Experts(MegatronModule):
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """w1, w2, b1 and b2."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         return fc1.weight, fc2.weight, fc1.bias, fc2.bias
 
     @property
     def resolved_backend(self) -> str:
-        """Backend of the kernels for rows of the parameters' dtype, on their device."""
         w1, w2, *_ = self.weights
         return resolve_backend(w1, w1, w2, **self.options).backend
 
@@ -179,12 +213,9 @@ class Experts(MegatronModule):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Outputs of the experts of sorted rows by their probabilities [S, D], and no bias.
+        """Outputs of sorted rows [S, D] by their probabilities [S], and no bias.
 
-        Args:
-            permuted_local_hidden_states: [S, D].
-            tokens_per_expert: [L] rows of each expert, on the device or on the host.
-            permuted_probs: [S].
+        `tokens_per_expert`: [L] rows of each expert, on the device or on the host.
         """
         rows_SD = permuted_local_hidden_states
         out_SD = grouped_experts_sorted(
@@ -207,8 +238,7 @@ class Experts(MegatronModule):
     ) -> ShardedStateDict:
         """The parameters under the keys of TEGroupedMLP, split over experts.
 
-        Raises:
-            ValueError: the metadata asks for one tensor per expert.
+        Raises ValueError for `singleton_local_shards`, one tensor per expert.
         """
         if (metadata or {}).get("singleton_local_shards"):
             raise ValueError(

@@ -3,13 +3,13 @@
     import phalanx.adapters.transformers
     model = AutoModelForCausalLM.from_pretrained(NAME, experts_implementation="phalanx")
 
-The import registers the implementation for every class of experts that transformers dispatches;
-of others a warning names the class. Models that are loaded, or made by `from_config`, are checked
-at once (`prepare`): experts whose activation is not known are refused by the name of their class.
-Parameters stay as transformers has them, for adapters, optimizers and saved models; weights in
-another layout are copied in each pass, unless `convert(model)` converts them. `expert_parallel`
-shares experts between ranks. `fuse_norms(model)` has RMSNorms computed by torch's fused kernel,
-which saves a quarter of a step of Qwen3-30B-A3B's layers.
+The import registers the implementation for every class of experts that transformers dispatches; of
+others a warning names the class. Models that are loaded, or made by `from_config`, are checked at
+once (`prepare`): experts whose activation is not known are refused by the name of their class.
+Parameters stay as transformers has them; weights in another layout are copied in each pass, unless
+`convert(model)` converts them. `expert_parallel` shares experts between ranks. `fuse_norms(model)`
+has RMSNorms computed by torch's fused kernel, which saves a quarter of a step of Qwen3-30B-A3B's
+layers.
 """
 
 import transformers
@@ -25,9 +25,8 @@ except ImportError as missing:
     ) from missing
 
 from phalanx.adapters.expert_groups import groups, release
-from phalanx.adapters.transformers.conversion import convert
 from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
-from phalanx.adapters.transformers.experts import forward
+from phalanx.adapters.transformers.experts import convert, forward
 from phalanx.adapters.transformers.loading import chosen, prepared, warned
 from phalanx.adapters.transformers.modules import NAME, prepare
 from phalanx.adapters.transformers.norms import fuse_norms

@@ -25,16 +25,13 @@ from transformers.distributed.expert_parallel import EPImplementation
 from phalanx.adapters.expert_groups import group_of
 from phalanx.adapters.transformers.experts import options_of, weights_of
 
-EP_NAME = "phalanx_symm"
-"""Value of `ep_implementation`."""
+EP_NAME = "phalanx_symm"  # value of `ep_implementation`
 
 
 class SymmEP(EPImplementation):
     """One layer's experts over the ranks of the expert-parallel mesh.
 
     Args:
-        experts: the module, whose parameters are sharded over the mesh.
-        ep_mesh: ranks that share the experts.
         tp_mesh: ranks that have the same tokens; each exchanges a part of them.
         capacity_factor: as for `ExpertParallelGroup`, the same in all layers.
 
@@ -58,13 +55,8 @@ class SymmEP(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, D] weighted sum of each token's experts, of all ranks; collective over the mesh.
 
-        Args:
-            hidden_states: [T, D].
-            top_k_index: [T, K] ids of experts of all ranks.
-            top_k_weights: [T, K].
-
-        Raises:
-            ValueError: T is no multiple of the ranks that have the same tokens.
+        `top_k_index` [T, K] has ids of experts of all ranks. ValueError if T is no multiple of the
+        ranks that have the same tokens.
         """
         mesh, tokens = self.tp_mesh, hidden_states.shape[0]
         if tokens % mesh.size():

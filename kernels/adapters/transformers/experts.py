@@ -1,7 +1,9 @@
-"""The forward pass of a module of experts of transformers.
+"""The forward pass of a module of experts of transformers, and the conversion of its weights.
 
 Parameters stay as transformers has them, so that adapters, optimizers and saved states are those of
-its own experts: weights in another layout are copied in each pass.
+its own experts: weights in another layout, as GPT-OSS's, are copied in each pass. Converted they
+are read as they are, but then what is made from parameters has the layout of the kernels: adapters
+are refused, and an optimizer's state is not that of transformers' own experts.
 
 Legend: T tokens, K experts per token, D hidden.
 """
@@ -9,11 +11,11 @@ Legend: T tokens, K experts per token, D hidden.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from phalanx.adapters.transformers.conversion import check_unadapted
-from phalanx.adapters.transformers.modules import facts_of, names_of
-from phalanx.kernels.api import ExpertOptions, grouped_experts
+from phalanx.adapters.transformers.modules import NAME, experts_of, facts_of, names_of
+from phalanx.kernels.api import ExpertOptions, grouped_experts, keep_converted
 
 
 def forward(
@@ -23,16 +25,13 @@ def forward(
 
     Args:
         experts: a module whose class has transformers' decorator.
-        hidden_states: [T, D] fp32 or bf16.
+        hidden_states: [T, D] fp32 or bf16, as the result is.
         top_k_index: [T, K] experts of each token; ids outside of the module's count as none.
         top_k_weights: [T, K] their weights.
 
-    Returns:
-        [T, D] in the dtype of the input.
-
     Raises:
-        ValueError: the experts are of a kind that the kernels do not compute, or have an adapter
-            on weights that `convert` has converted.
+        ValueError: the experts are of a kind that the kernels do not compute, or have an adapter on
+            weights that `convert` has converted.
     """
     weights, x = weights_of(experts), hidden_states
     if not torch.is_autocast_enabled(x.device.type):
@@ -48,10 +47,54 @@ def weights_of(experts: Any) -> list[Any]:
 
 
 def options_of(experts: Any) -> ExpertOptions:
-    """Activation and present layout of a module.
-
-    Raises:
-        ValueError: the experts are of a kind that the kernels do not compute.
-    """
+    """Activation and present layout; ValueError for experts that the kernels do not compute."""
     activation, layout = facts_of(experts)
     return {"activation": activation, "layout": layout}
+
+
+_ADVICE = "use the model without phalanx.adapters.transformers.convert"
+
+
+class Converted:
+    """In place of a module's `is_transposed`, which adapters and others ask for."""
+
+    def __bool__(self) -> bool:
+        raise ValueError(
+            f"the weights of these experts are in the layout of experts_implementation={NAME!r}, "
+            f"which adapters and other implementations do not know: {_ADVICE}"
+        )
+
+
+def convert(model: nn.Module) -> int:
+    """Convert experts' weights in another layout to the kernels', once; return how many modules.
+
+    State dicts and saved models keep the layout of transformers. Parameters, their gradients and an
+    optimizer's state do not: call it before an optimizer is created, and load states of optimizers
+    of converted models alone.
+
+    Raises:
+        ValueError: experts of a kind that the kernels do not compute, or parameters that are
+            sharded already, or that an adapter or an optimizer has.
+    """
+    others = [experts for experts in experts_of(model) if facts_of(experts)[1] != "halves"]
+    adapted = {id(getattr(module, "base_layer", None)) for module in model.modules()}
+    for experts in others:
+        if id(experts) in adapted:
+            raise ValueError(f"{type(experts).__name__}: these experts have an adapter: {_ADVICE}")
+    for experts in others:
+        activation, layout = facts_of(experts)
+        keep_converted(experts, layout, names_of(experts))
+        experts.is_transposed = Converted()
+        experts._apply_gate = _refuse  # transformers' eager experts call it
+        experts._phalanx = activation, "halves"
+    return len(others)
+
+
+def check_unadapted(experts: Any) -> None:
+    """Raise ValueError for converted experts of which a parameter has a parametrization."""
+    if isinstance(experts.is_transposed, Converted) and is_parametrized(experts):
+        raise ValueError(f"{type(experts).__name__}: converted experts have an adapter: {_ADVICE}")
+
+
+def _refuse(gate_up: Tensor) -> Tensor:
+    raise ValueError(f"the weights of these experts are in the layout of {NAME!r}: {_ADVICE}")

@@ -14,22 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-_ROWS = 5
-"""Rows on which a class is compared with torch's function."""
+_ROWS = 5  # on which a class is compared with torch's function
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Have RMSNorms of a model computed by `torch.nn.functional.rms_norm`.
+    """Have RMSNorms computed by `torch.nn.functional.rms_norm`; return the number of modules.
 
     Modules are found by the end of their class's name and compared with the function by values; of
     another kind, as with a weight that counts from 1, they stay as they are. Parameters, state
-    dicts and copies are those of transformers.
-
-    Args:
-        model: any model; its norms are floating point, on one device each.
-
-    Returns:
-        Number of modules that are fused.
+    dicts and copies are those of transformers. Norms are floating point, on one device each.
     """
     fused = 0
     for module in model.modules():
@@ -57,7 +50,6 @@ def _epsilon(norm: Any) -> float:
 
 @torch.no_grad()
 def _is_plain(norm: Any) -> bool:
-    """True if the module computes what the function computes."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.is_meta:
         return False

@@ -2,14 +2,14 @@
 
 The way back of an exchange (with the epochs and flags of `push`), together with the sums
 (`combine`): row n goes to rank n // T as soon as the last of its experts here has finished, while
-`grouped_gemm` works on later experts. Work comes in waves of experts, or with few experts of slices
-of their rows (`waves`): wave by wave, warps claim chunks of expert rows, and the last of a token's
-expert rows sends their sum, straight from registers.
+`grouped_gemm` works on later experts. Work comes in waves of experts, or of slices of their rows
+(`waves`): warps claim chunks of expert rows, and the last of a token's expert rows sends their sum,
+straight from registers.
 
-In the forward pass it is launched twice: on the few SMs that `grouped_gemm` yields half-way, while
-that runs; and after it on its stream with all SMs, for the rest. In the backward pass it is
-launched once, under the weight gradients, and also sends side data, before the rows. With expert
-replication the last launch also sends single rows (`UnreducedRows`), after the sums.
+The forward pass launches it twice: on the few SMs that `grouped_gemm` yields half-way, while that
+runs, and after it with all SMs, for the rest. The backward pass launches it once, under the weight
+gradients, and sends side data first. With expert replication the last launch also sends single rows
+(`UnreducedRows`), after the sums.
 
     stream of fc2      [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
                           signals  v        v       yields SMs v
@@ -28,9 +28,9 @@ Roles. All 16 warps of every CTA do the same:
     the last warp of all CTAs   of both launches: set `progress` to 0 and the epoch to u, fence of
                                 system scope, raise the flags that are left at all ranks
 
-Barriers. CTAs of the two launches may never be on the GPU together, so that none waits for another.
-A warp waits for peers (`push.open_exchange`), and for counts of fc2, which runs already. The count
-of finished CTAs spans both launches: the exchange ends with whichever is last.
+CTAs of the two launches may never be on the GPU together, so none waits for another: a warp waits
+for peers, and for counts of fc2, which runs already. The count of finished CTAs spans both
+launches: the exchange ends with whichever is last.
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -60,23 +60,22 @@ from phalanx.kernels.sm90.exchange.push import (
     send_side,
     side_block,
 )
-from phalanx.kernels.sm90.exchange.tile_progress import (
+from phalanx.kernels.sm90.exchange.waves import (
     CLAIMED,
     COUNTS,
     FINISHED_CTAS,
     PROGRESS,
     ReadyRows,
+    last_wave_of,
+    slice_tiles,
 )
-from phalanx.kernels.sm90.exchange.waves import last_wave_of, slice_tiles
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit import ptx
-from phalanx.kernels.sm90.jit.arguments import require
-from phalanx.kernels.sm90.jit.launch import launch
+from phalanx.kernels.sm90.jit.launch import launch, require
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr, WordVecPtr
 
 _WARP = 32
-_CHUNK = 16
-"""Expert rows of a warp's claim: their look-up takes two dependent loads, shared by 16 lanes."""
+_CHUNK = 16  # expert rows of a claim: 16 lanes share the two dependent loads of their look-up
 _PIECES = 8  # 16-byte accesses of a lane in flight
 _COPIED = 6  # the same for plain copies: with eight some K run out of registers
 _COLUMNS = 8  # bf16 of a 16-byte access
@@ -85,20 +84,15 @@ _WORDS = _COLUMNS // 2
 
 @cute.jit
 def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) -> Int32:
-    """Chunk `number` of `count`, rotated by the rank's share.
-
-    An expert's rows are in the order of their target ranks. Every rank starts with another part of
-    a wave, as one link cannot receive from all ranks at once.
-    """
+    """Chunk `number` of `count`, rotated by the rank's share. An expert's rows are in the order of
+    their target ranks, and one link cannot receive from all ranks at once."""
     # A rotation leaves neighbours next to each other: chunks of one expert stay together in time.
     begin = number + count * rank // ranks
     return cutlass.select_(begin >= count, begin - count, begin)
 
 
 class UnreducedRows(NamedTuple):
-    """Expert rows that are sent unreduced, each to slot k and token t of its token's rank
-    (`extras.replication.kernels.rows`).
-    """
+    """Expert rows that are sent unreduced, each to slot k and token t of its token's rank."""
 
     pairs_S: Tensor  # int32: pairs n * K + k of these rows; arbitrary past `count`
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
@@ -158,9 +152,8 @@ class CombinePushKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Rows of `width` = D / 8 pieces, `local` experts, `limit` in milliseconds; from waves on:
-        the last fields of `ReadyRows`; CTAs of all launches; 16 bytes of a block of side data;
-        CTAs."""
+        """`width` = D / 8, `local` experts, `limit` in milliseconds; waves to bits as in
+        `ReadyRows`; CTAs of all launches; `pieces` of 16 bytes of a block of side data; CTAs."""
         ranks = self.config.ranks
         self.kernel(
             y,
@@ -355,7 +348,6 @@ class CombinePushKernel:
         chunks_before: Int32,
         rank: Int32,
     ) -> Int32:
-        """The lane's expert row of a chunk of a wave; -1 for none."""
         lane, count = cute.arch.lane_idx(), cute.arch.shuffle_sync(chunks, wave)
         number = claimed - cute.arch.shuffle_sync(chunks_before, wave)
         number = rotated(number, count, rank, self.config.ranks)
@@ -411,7 +403,6 @@ class CombinePushKernel:
         rank: Int32,
         ctas: Int32,
     ) -> None:
-        """Send rows of y unreduced; warps of the launch take them in turn."""
         ranks, slots = cutlass.const_expr(self.config.ranks), cutlass.const_expr(self.config.slots)
         # No wait: the launch comes after the whole GEMM. No claim: every row is one copy.
         total = cute.make_tensor(count, cute.make_layout(1))[0]
@@ -435,7 +426,6 @@ class CombinePushKernel:
 
     @cute.jit
     def _copy(self, source: Int64, target: Int64, width: Int32) -> None:
-        """Copy a row."""
         for part in cutlass.range((width + _COPIED * _WARP - 1) // (_COPIED * _WARP)):
             first = part * (_COPIED * _WARP) + cute.arch.lane_idx()
             words = cute.make_rmem_tensor((_WORDS, _COPIED), Uint32)
@@ -475,12 +465,9 @@ def combine_push(
             not sent: nobody waits for it, or its rows exceeded y's capacity, and the step is
             repeated (`parallel.dispatcher.capacity`).
         offsets: int32 [L + 1].
-        buffers: the exchange's memory.
-        tokens: T.
-        ctas: of this launch.
-        total_ctas: of all launches.
+        ctas, total_ctas: of this launch, and of all launches.
         side: contiguous, one of R equal blocks to each rank, in multiples of 16 bytes.
-        unreduced_rows: rows that are sent unreduced, in the last launch, after the whole GEMM.
+        unreduced_rows: sent in the last launch, after the whole GEMM.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.

@@ -1,7 +1,7 @@
 """Exchanges of rows between the GPUs of a node: the host side of `push` and `combine_push`.
 
-An exchange is started by every rank of a group in the same order, and waited for in that order. No
-count is read, by host or device, before rows are sent; epochs are counted on the device, so that
+Every rank of a group starts exchanges in the same order, and waits for them in that order. No count
+is read, by host or device, before rows are sent; epochs are counted on the device, so that
 exchanges can be captured in a CUDA graph. This side rotates over the receive buffers (`SLOTS`),
 orders streams and chooses the kernels' arguments; it allocates no memory that others see and calls
 no collective (see `parallel.dispatcher.exchange`).
@@ -32,7 +32,6 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import Rows
 from phalanx.kernels.sm90.exchange.combine_push import UnreducedRows, combine_push
-from phalanx.kernels.sm90.exchange.options import ExchangeOptions
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     SEEN_BYTES,
@@ -40,18 +39,16 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
     STATE,
     WAVES,
     BufferLayout,
+    ExchangeOptions,
     PeerBuffers,
 )
 from phalanx.kernels.sm90.exchange.push import push, wait_peers
-from phalanx.kernels.sm90.exchange.ready import ready_words
-from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
+from phalanx.kernels.sm90.exchange.waves import PROGRESS, ReadyRows, TileSignal, ready_words
 from phalanx.kernels.sm90.experts.tile_choice import choose
 from phalanx.kernels.sm90.gemm.operands import data_of
 
-SLICES = 16
-"""With fewer experts than this their rows are sent back in slices, so that waves are small."""
-YIELD_AFTER = 0.5
-"""Fraction of a rank's experts after which fc2 yields SMs to the sums of those it has finished."""
+SLICES = 16  # with fewer experts their rows are sent back in slices, so that waves are small
+YIELD_AFTER = 0.5  # fraction of experts after which fc2 yields SMs to the sums of finished ones
 
 
 class Transfer(NamedTuple):
@@ -70,8 +67,6 @@ class Exchange:
     Args:
         memory: this rank's symmetric memory, uint8 [layout.total], after `layout.clear`.
         addresses: of the memory of all ranks, as this one's GPU sees them.
-        rank: this rank.
-        layout: layout of the memory.
         options: reserved SMs, which push under other kernels on a stream of their own, and timeout.
             Without such SMs pushes take all of them, on the current stream.
     """
@@ -129,10 +124,7 @@ class Exchange:
     ) -> Transfer:
         """Start to push rows, after all work so far on the current stream.
 
-        Args:
-            rows, table, side, back: as for `push`.
-            local: experts of a rank.
-            all_sms: take all SMs, as nothing is to overlap.
+        Arguments are those of `push`; `all_sms` takes all SMs, as nothing is to overlap.
         """
         sources = (rows.contiguous(), table, side)
         # Sums back are waited for as a whole: only experts read rows in waves.
@@ -150,11 +142,7 @@ class Exchange:
         return transfer
 
     def tile_signal(self, y_SD: Tensor, a_SF: Rows, local: int) -> TileSignal:
-        """Tile-signal request for the fc2 launch whose sums `send_sums` will send.
-
-        Args:
-            y_SD: output of fc2. a_SF: its input. local: experts of a rank.
-        """
+        """Request to signal tiles of fc2's launch, a_SF to y_SD, whose sums `send_sums` sends."""
         loop = choose("grouped_gemm", a_SF, y_SD.shape[1], data_of(a_SF).shape[1])
         # The fewest bits with which all experts have SLICES slices together.
         slice_bits = (-(-SLICES // local) - 1).bit_length()
@@ -176,9 +164,8 @@ class Exchange:
         Args:
             signal: request of the fc2 launch, which precedes this call: nothing here may be waited
                 for before it.
-            index_S, inverse_NK, offsets: as for `combine_push`.
+            index_S, inverse_NK, offsets, unreduced_rows: as for `combine_push`.
             after: recorded before that launch.
-            unreduced_rows: rows of fc2 that are sent unreduced, with the rest.
 
         Returns:
             The transfer, and a function that sends the rest, to be called before the wait.
@@ -212,11 +199,7 @@ class Exchange:
     ) -> Transfer:
         """Send sums of expert rows, all of which are complete, and side data back.
 
-        Args:
-            dx_SD: expert rows.
-            index_S, inverse_NK, offsets, side: as for `combine_push`.
-            all_sms: take all SMs, as nothing is to overlap.
-            unreduced_rows: expert rows that are sent unreduced.
+        Arguments are those of `combine_push`; `all_sms` takes all SMs, as nothing is to overlap.
         """
         sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
         ctas = self._ctas(all_sms)
@@ -238,9 +221,8 @@ class Exchange:
         """Call `send` on the stream of pushes: after all work so far on the current stream, and
         before the next exchange.
 
-        Returns:
-            A function that lets the current stream wait for it. Its inputs have to stay alive until
-            then, or until the next exchange has been waited for.
+        Returns a function that lets the current stream wait for it; its inputs have to stay alive
+        until then, or until the next exchange has been waited for.
         """
         with self._on_push_stream() as stream:
             send()
@@ -249,7 +231,6 @@ class Exchange:
 
     @contextmanager
     def _on_push_stream(self, after: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Stream]:
-        """Context of the stream of pushes, which waits for `after`, or for the current stream."""
         current = torch.cuda.current_stream()
         stream = self._stream or current
         if stream != current:
@@ -259,7 +240,6 @@ class Exchange:
             yield stream
 
     def _ctas(self, all_sms: bool = False) -> int:
-        """CTAs of a kernel that sends, one on each of its SMs."""
         return self._options.sms(self._memory.device, all_sms=all_sms)
 
     @contextmanager
@@ -269,10 +249,8 @@ class Exchange:
         waves: int = 1,
         after: torch.cuda.Event | None = None,
     ) -> Iterator[tuple[Transfer, PeerBuffers]]:
-        """Context in which the next exchange is launched, on the stream of pushes.
-
-        A context adds no frames between a layer and the launch. See `_on_push_stream` for `after`.
-        """
+        """Context of the next exchange's launch. A context adds no frames between layer and
+        launch."""
         slot = self._next
         # All ranks start exchanges in the same order, so that their turns agree without a word.
         self._next = (slot + 1) % SLOTS
@@ -286,8 +264,7 @@ class Exchange:
     def wait(self, transfer: Transfer, *, side_only: bool = False) -> None:
         """Let the current stream wait for all ranks' rows, or for their side data alone.
 
-        Exchanges are waited for in the order of their starts; the same one twice for side data,
-        then rows.
+        Exchanges are waited for in the order of their starts; one twice for side data, then rows.
         """
         part = 0 if side_only else transfer.waves
         epochs_ahead = transfer.number - self._waited
@@ -303,19 +280,12 @@ class Exchange:
         wait_peers(self._buffers[transfer.slot], part=0, epochs_ahead=epochs_ahead, own_only=True)
 
     def rows(self, transfer: Transfer) -> Tensor:
-        """Received rows [N, D]."""
         return self._rows[transfer.slot]
 
     def side(self, transfer: Transfer) -> Tensor:
-        """Received side data, uint8."""
         return self._side[transfer.slot]
 
     def ready_words(self, local: int) -> Tensor:
-        """Words with which kernels wait for rows of the exchange whose side data arrived last.
-
-        Args:
-            local: experts of a rank.
-        """
         if local not in self._ready_words:
             buffers = self._buffers[0]  # flags and counters, which all buffers share
             self._ready_words[local] = ready_words(
@@ -331,7 +301,6 @@ class Exchange:
         return self._ready_words[local]
 
     def _waves(self, local: int) -> int:
-        """Number of waves of tokens to a rank's experts."""
         return min(WAVES, local) if self._options.in_waves else 1
 
     def restart(self) -> None:

@@ -39,10 +39,8 @@ def store_release(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None
 
 @dsl_user_op
 def store_flag(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Store a flag after a fence of the caller, which several flags share.
-
-    Relaxed, but not a plain store: that could be torn or delayed without bound.
-    """
+    """Store a flag after a fence of the caller, which several flags share. Relaxed, not plain: that
+    could be torn or delayed without bound."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Int64(where).ir_value(**at), Int32(value).ir_value(**at)]
     _asm(None, values, "st.relaxed.sys.global.s32 [$0], $1;", "l,r,~{memory}", at)
@@ -50,10 +48,7 @@ def store_flag(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -
 
 @dsl_user_op
 def load_global(where: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
-    """16 bytes of global memory.
-
-    Not through the read-only cache (`.nc`): other kernels and GPUs write it while a kernel runs.
-    """
+    """16 bytes of global memory, not through the read-only cache: others write it meanwhile."""
     code = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     return _four_words(Int64(where), code, dict(loc=loc, ip=ip), "l")
 
@@ -68,8 +63,8 @@ def trap(*, loc: Any = None, ip: Any = None) -> None:
 def wait(flag: Int64, epoch: Int32, limit_ms: Int32, report: Int64, peer_rank: Int32) -> None:
     """Wait until the flag has reached `epoch`, which wraps around.
 
-    After `limit_ms` milliseconds the rank + 1, the epoch and the flag go to `report`, three int32
-    that the host can read, and the kernel traps.
+    After `limit_ms` the rank + 1, the epoch and the flag go to `report`, three int32 that the host
+    can read, and the kernel traps.
     """
     value = load_acquire(flag)
     # Nanoseconds of the GPU, whatever clock its SMs run at. Most flags have come by the first look.

@@ -1,4 +1,4 @@
-"""Layout of the memory that ranks of an expert-parallel group write to each other, as integers.
+"""Memory that ranks of an expert-parallel group write to each other, and options of exchanges.
 
 Every rank has one block of symmetric memory: its flags, then the receive buffers of `SLOTS`
 exchanges, each [R * T, D] rows in bf16 and R blocks of side data. `parallel.dispatcher.exchange`
@@ -14,11 +14,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """SMs that exchange, and the limit of a wait."""
+
+    comm_sms: int = 0  # SMs that push while other kernels run; 0 takes all, and nothing overlaps
+    timeout: float = 600  # timeout in seconds of a wait for a peer
+    two_passes: bool = False
+    """True if passes of two micro-batches exchange at a time. Each pass then pushes with its
+    reserved SMs alone, and no kernel that computes waits for rows: so every push runs, and no pass
+    can keep the other one from what it waits for."""
+
+    @property
+    def overlaps(self) -> bool:
+        """True if exchanges run under other kernels, on SMs of their own."""
+        return self.comm_sms > 0
+
+    @property
+    def in_waves(self) -> bool:
+        return self.overlaps and not self.two_passes
+
+    @property
+    def limit_ms(self) -> int:
+        return int(1000 * self.timeout)
+
+    def sms(self, device: torch.device, *, all_sms: bool = False) -> int:
+        """Number of SMs of a kernel that exchanges; `all_sms`: no other one of this pass runs."""
+        if self.overlaps and (self.two_passes or not all_sms):
+            return self.comm_sms
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 MAX_RANKS = 16
 MAX_WAVES = 8
 WAVES = 7
-"""Waves of a rank's experts on the way to them (`kernels.sm90.exchange.waves`): the first has 1/31
-of the experts, the last 6/31. On the way back the last wave is the smallest."""
+"""Waves of a rank's experts on the way to them: the first has 1/31 of the experts, the last 6/31.
+On the way back the last wave is the smallest (`kernels.sm90.exchange.waves`)."""
 ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
 """A rank's flags, int32. Those of part p begin at p * MAX_RANKS, part 0 for side data and part
 w + 1 for wave w: flag r is the last exchange whose part p has arrived from rank r. From
@@ -26,8 +58,8 @@ ALLOWED on, flag r is the last exchange that rank r allows this one to push."""
 FLAGS = ALLOWED + MAX_RANKS
 EPOCH, SEEN, CLAIMED, FINISHED_CTAS = 0, 1, 2, 3
 STATE = FINISHED_CTAS + 1 + MAX_WAVES
-"""int32 counters of a rank: exchanges pushed, the one that was waited for last, chunks of rows that
-were claimed, and CTAs that have finished the side data and each wave."""
+"""int32 counters of a rank: exchanges pushed, the one waited for last, chunks of rows that were
+claimed, and CTAs that have finished the side data and each wave."""
 SEEN_BYTES = 4 * SEEN
 
 SLOTS = 4
@@ -43,8 +75,7 @@ class PeerBuffers(NamedTuple):
 
     rows_R: Tensor  # addresses of the [R * T, D] rows that each rank receives
     side_R: Tensor  # addresses of each rank's blocks of side data
-    flags_R: Tensor
-    """Addresses of each rank's flags, int32 [FLAGS], initially 0, and 1 from ALLOWED on."""
+    flags_R: Tensor  # addresses of int32 [FLAGS] of each rank, initially 0, and 1 from ALLOWED on
     state: Tensor  # int32 [STATE] of this rank, initially 0
     report: Tensor
     """int32 [4] in pinned memory, initially 0: 1 + the rank for which a wait timed out, the epoch
@@ -53,7 +84,6 @@ class PeerBuffers(NamedTuple):
     limit_ms: int  # milliseconds after which a wait times out
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the kernels that push and wait, by name."""
         fields = self._asdict()
         fields["limit"] = fields.pop("limit_ms")
         return fields
@@ -70,7 +100,6 @@ class BufferLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of rows that a rank receives in an exchange."""
         return 2 * self.ranks * self.tokens * self.hidden
 
     @property
@@ -80,29 +109,23 @@ class BufferLayout:
 
     @property
     def total(self) -> int:
-        """All bytes of a rank."""
         return self.rows_at(SLOTS)
 
     def rows_at(self, slot: int) -> int:
-        """Byte offset of a slot's rows."""
         return _aligned(4 * FLAGS) + slot * (_aligned(self.row_bytes) + _aligned(self.side_bytes))
 
     def side_at(self, slot: int) -> int:
-        """Byte offset of a slot's side data."""
         return self.rows_at(slot) + _aligned(self.row_bytes)
 
     def clear(self, memory: Tensor) -> None:
-        """Initialise the memory, uint8 [total], before it is shared."""
         memory.zero_()  # rows that never arrive must at least be finite
         memory[: 4 * FLAGS].view(torch.int32)[ALLOWED:] = 1
 
     def rows(self, memory: Tensor, slot: int) -> Tensor:
-        """Received rows [R * T, D], bf16, of a slot."""
         at = self.rows_at(slot)
         return memory[at : at + self.row_bytes].view(torch.bfloat16).view(-1, self.hidden)
 
     def side(self, memory: Tensor, slot: int) -> Tensor:
-        """Received side data of a slot, uint8."""
         at = self.side_at(slot)
         return memory[at : at + _aligned(self.side_bytes)]
 

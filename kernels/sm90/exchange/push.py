@@ -33,7 +33,7 @@ count, after the last part sets the epoch to u, and raises the part's flag at al
 
     16 warps --shared memory--> CTA --fence, `state`--> last CTA --fence--> flags at R ranks
 
-Flags are read by `wait_peers`, for a stream, and by kernels that wait for waves (`ready`).
+Flags are read by `wait_peers`, for a stream, and by kernels that wait for waves (`waves.WaveWait`).
 
 Legend: R ranks, N rows, T tokens of a rank, K slots of a token, D columns.
 """
@@ -60,26 +60,20 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
     PeerBuffers,
 )
 from phalanx.kernels.sm90.exchange.waves import parts_before
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit import ptx
-from phalanx.kernels.sm90.jit.arguments import require
-from phalanx.kernels.sm90.jit.launch import launch
+from phalanx.kernels.sm90.jit.launch import launch, require
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr
 
 MAX_SLOTS = 32  # most slots of a row: `combine_push` gives each slot a lane
-WARPS = 16
-"""Warps of a CTA. With `_PIECES` accesses a lane, 64 KiB of an SM are in flight."""
+WARPS = 16  # warps of a CTA: with `_PIECES` accesses a lane, 64 KiB of an SM are in flight
 _WARP = 32
 _CHUNK = 8  # rows of a warp's claim, which as many lanes look up at once
 _PIECES = 8  # 16-byte accesses of a lane in flight
 
 
 def side_block(side: Tensor, blocks: int) -> int:
-    """Bytes of a block of side data, of `blocks` in all.
-
-    Raises:
-        ValueError: they are no multiple of 16.
-    """
+    """Bytes of a block of side data, of `blocks` in all; a ValueError if no multiple of 16."""
     size = side.numel() * side.element_size()
     if size % (16 * blocks):
         raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
@@ -87,11 +81,7 @@ def side_block(side: Tensor, blocks: int) -> int:
 
 
 def check_sizes(kernel: str, ranks: int, slots: int) -> None:
-    """Check the limits that a kernel is compiled for.
-
-    Raises:
-        ValueError: too many ranks or slots.
-    """
+    """Raise ValueError for more ranks or slots than a kernel is compiled for."""
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"{ranks} ranks: {kernel} serves 1 to {MAX_RANKS}")
     if not 1 <= slots <= MAX_SLOTS:
@@ -102,10 +92,8 @@ def check_sizes(kernel: str, ranks: int, slots: int) -> None:
 def open_exchange(
     state: cute.Tensor, flags_R: cute.Tensor, rank: Int32, limit: Int32, report: cute.Pointer
 ) -> Int32:
-    """All threads of a CTA: allow the exchange after this one, wait until all ranks allow this one.
-
-    Returns its epoch.
-    """
+    """All threads of a CTA: allow the next exchange, wait until all ranks allow this one: its
+    epoch."""
     # Every CTA reads EPOCH here, and only the last one that finishes the exchange writes it.
     thread, epoch = cute.arch.thread_idx()[0], state[EPOCH] + 1
     if thread < cute.size(flags_R):
@@ -137,12 +125,9 @@ def claim(counter: cute.Pointer) -> Int32:
 def block_rows(
     number: Int32, T: Int32, rank: Int32, ranks: cutlass.Constexpr, chunk: cutlass.Constexpr
 ) -> tuple[Int32, Int32]:
-    """Rows that go back come in blocks of T, one for each rank: first row of a chunk, and the end
-    of its block.
-
-    Chunks alternate between the blocks, and every rank starts with another one: in the same order
-    all ranks would write to the same rank at a time.
-    """
+    """First row and end of a chunk of rows that go back, in blocks of T, one for each rank. Chunks
+    alternate between the blocks, and every rank starts with another one: in the same order all
+    ranks would write to the same rank at a time."""
     # Chunk i of the blocks comes R times in succession, each time for another rank.
     target = (number + rank) % ranks
     return target * T + number // ranks * chunk, (target + 1) * T
@@ -168,8 +153,8 @@ def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
     """One lane of each warp, after its work: 1 if all warps of `count` CTAs have finished.
 
     `warps`, in shared memory, and `ctas` count from 0. Two steps, as a fence of system scope waits
-    for the stores of its CTA: one CTA's last warp pays for it, and the other warps go on. After
-    another fence by the caller the writes of all CTAs are visible to all GPUs.
+    for the stores of its CTA, which one warp then pays for. After another fence by the caller the
+    writes of all CTAs are visible to all GPUs.
     """
     last = Int32(0)
     # acq_rel: the last warp sees (and its fence covers) the writes of the CTA's other warps.
@@ -235,9 +220,7 @@ def send_side(
     back: cutlass.Constexpr,
 ) -> None:
     """Send the block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
-
-    Every rank starts with itself, so that they do not all write to the same one.
-    """
+    Every rank starts with itself, so that they do not all write to the same one."""
     # Threads of the whole grid take successive pieces: accesses of a warp are contiguous.
     first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
     step, ranks = ctas * (WARPS * _WARP), cutlass.const_expr(cute.size(side_R))
@@ -270,7 +253,6 @@ class PushConfig:
 
     @property
     def width(self) -> int:
-        """Accesses of 16 bytes that a row takes."""
         return self.row_bytes // 16
 
 
@@ -301,8 +283,7 @@ class PushKernel:
         waves: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """`local` experts a rank; `pieces`: 16 bytes of a block of side data; `limit` in
-        milliseconds."""
+        """`local` experts a rank; `pieces` of 16 bytes in a block of side data; `limit` in ms."""
         ranks = self.config.ranks
         self.kernel(
             rows,
@@ -393,7 +374,6 @@ class PushKernel:
             publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
 
     def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
-        """First row of a chunk, and an upper bound of its end."""
         if self.config.back:
             return block_rows(number, T, rank, self.config.ranks, _CHUNK)
         return number * _CHUNK, T
@@ -442,7 +422,6 @@ class PushKernel:
         wave: Int32,
         waves: Int32,
     ) -> Int32:
-        """Ranks that a row is sent to in this wave, a bit each."""
         this_wave, before = Int32(0), Int32(0)
         # Shares of the experts, times local * parts: compared without a division.
         begin = local * parts_before(wave, local, waves)
@@ -493,12 +472,7 @@ class WaitPeersKernel:
         counts: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """`limit` in milliseconds; `epochs_ahead`: exchanges since the last one that was waited
-        for.
-
-        `own_only`: 1 to wait for this rank's own flag only; `counts`: 1 to make the exchange the
-        last one that was waited for.
-        """
+        """`limit` in milliseconds; other arguments as those of `wait_peers`."""
         self.kernel(
             flags_R, state, report, rank, limit, part, epochs_ahead, own_only, counts
         ).launch(grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream)
@@ -551,13 +525,11 @@ def push(
         table_NK: int32, contiguous: global expert ids of the rows, -1 for an empty slot.
         side: contiguous; all of it to every rank, or `back` one of R equal blocks to each. In
             multiples of 16 bytes; may be empty.
-        buffers: the exchange's memory.
         tokens: T.
         local_experts: experts of a rank; rank r has those from r * local_experts on.
         ctas: number of CTAs, one a SM.
         back: rows go back to the ranks of their tokens.
-        waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), each with a flag for its
-            tokens; 1 with `back`.
+        waves: groups of a rank's experts, each with a flag for its tokens; 1 with `back`.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -596,10 +568,8 @@ def wait_peers(
     """Let the current stream wait for a part of an exchange from all ranks.
 
     Args:
-        buffers: the exchange's memory.
         part: 0 for the side data, 1 + w for wave w, which arrives after those before it.
-        epochs_ahead: exchanges since the last one that was waited for, in the order of their
-            pushes; 0 is that one.
+        epochs_ahead: exchanges since the last one that was waited for; 0 is that one.
         own_only: only until this rank has sent the part, hence its push is running.
         counts: make it the last one that was waited for. Default: unless `own_only`.
     """

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.utils import LayoutEnum
 
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit import ptx
 
 _ROWS = 64  # rows of a warp group
@@ -41,7 +41,6 @@ class Output:
 
     @property
     def block(self) -> int:
-        """Columns of a block."""
         return 8 * _ROW_BYTES // self.dtype.width
 
     @property
@@ -55,7 +54,6 @@ class Output:
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, shape, blocks)
 
     def tma(self, mW: cute.Tensor) -> tuple[Any, Any]:
-        """Host side: atom and tensor to store or add blocks of the result [O, I, experts]."""
         layout = cute.slice_(self.smem_layout(1), (None, None, 0))
         if self.add:
             op: Any = cpasync.CopyReduceBulkTensorTileS2GOp()
@@ -65,7 +63,6 @@ class Output:
         return atom[0], atom[1]
 
     def storage(self) -> Any:
-        """The part of a kernel's shared memory that the buffers need."""
         return struct(blocks=array(self.dtype, cute.cosize(self.smem_layout(1)), 1024))
 
 
@@ -163,7 +160,6 @@ class Store:
                 cute.arch.cp_async_bulk_commit_group()
 
     def finish(self) -> None:
-        """Wait until the last blocks have left shared memory."""
         self._wait(0)
 
     @cute.jit
@@ -178,7 +174,6 @@ class Store:
         cute.copy(self.atom, self.from_smem[(None, stage)], self.to_gmem[(None, top, left, expert)])
 
     def _words(self, buffer: int, at: Int32) -> cute.Pointer:
-        """Pointer to fp32 element `at` of a buffer of this warp group, before swizzling."""
         block = (buffer * MMA_GROUPS + self.group) * (_ROWS * _ROW_BYTES // 4)
         return cute.recast_ptr(self.base, dtype=Float32) + (block + at)
 
@@ -187,8 +182,8 @@ class Store:
         """Write block j of the tile to shared memory in fp32.
 
         A thread's accumulators come in fours, an atom of 8 columns each: two neighbouring columns
-        of a row, then of the row 8 below. With the swizzle alone, rows would share banks in
-        pairs, so odd rows write the atoms of a block in another order than even ones.
+        of a row, then of the row 8 below. With the swizzle alone, rows would share banks in pairs,
+        so odd rows write the atoms of a block in another order than even ones.
         """
         lane = self.thread % 32
         below, quarter = lane // 4, lane % 4
@@ -210,7 +205,6 @@ class Store:
 
     @cute.jit
     def _round(self, acc: cute.Tensor, j: cutlass.Constexpr, buffer: cutlass.Constexpr) -> None:
-        """Write block j of the tile, rounded, to shared memory."""
         rounded = cute.make_rmem_tensor(cute.make_layout(self.fragment).shape, BFloat16)
         values = cute.make_rmem_tensor(cute.make_layout(self.fragment).shape, Float32)
         source = self.to_smem.retile(acc)
@@ -234,8 +228,7 @@ class Stores:
         tma: tuple[Any, Any],
         shape: tuple[Int32, Int32],
     ) -> None:
-        """`each`: make one for each tile, so that its addresses hold no registers over the product;
-        otherwise one serves all."""
+        """`each`: make one a tile, whose addresses then hold no registers over the product."""
 
         def store(thread: Int32) -> Store:
             return Store(config, storage, tiled_mma, thread, tma, shape)

@@ -1,19 +1,25 @@
-"""The fused kernels of this package as a backend of the expert MLP.
+"""The fused kernels of this package as a backend of the expert MLP, in bf16 and in FP8.
 
-An adapter and nothing more: every operation of `kernels.expert_mlp.backend` calls functions of this
-package, imported at their first use.
+An adapter: every operation of `kernels.expert_mlp.backend` calls functions of this package,
+imported at their first use.
 
 Shape legend as in `kernels.expert_mlp.backend`; C column tiles of the kernel that wrote partial
 sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, PlanSize, UnquantizedMixin
+from phalanx.kernels.expert_mlp.backend import (
+    BackendOfParts,
+    HiddenGrads,
+    Options,
+    UnquantizedMixin,
+)
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -26,17 +32,21 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
     tensors_of,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, PlanSize
+from phalanx.kernels.expert_mlp.fp8 import FP8Operands, weight_copy
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.quantize import (
+    column_offsets,
+    empty_transpose,
+    transpose_rows,
+)
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 
 
 class Fused(UnquantizedMixin):
-    """`kernels.expert_mlp.backend.BackendOfParts` on Hopper, in bf16.
-
-    Args:
-        launch: options of every GEMM's launch.
-    """
+    """`kernels.expert_mlp.backend.BackendOfParts` on Hopper, in bf16."""
 
     fuses_gather: ClassVar[bool] = True
     writes_into_out: ClassVar[bool] = True
@@ -131,7 +141,7 @@ class Fused(UnquantizedMixin):
         )
 
     def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
-        from phalanx.kernels.sm90.experts.wgrad_pair import wgrad_pair
+        from phalanx.kernels.sm90.experts.wgrad import wgrad_pair
 
         into = first.into
         assert into is not None
@@ -167,11 +177,9 @@ class Fused(UnquantizedMixin):
         return combine(y_SD, inverse_NK, addends=addends)
 
     def _weights(self, linear: Linear) -> Tensor | Quantized:
-        """Weights as the GEMMs take them."""
         return linear.weight_LOI
 
     def _scale_of_bias(self, linear: Linear, plan: ExpertPlan, like_S: Tensor) -> Tensor | None:
-        """Factor of each expert row's bias, if there is a bias."""
         if linear.bias_LO is None:
             return None
         if plan.row_prob_S is None:
@@ -181,9 +189,8 @@ class Fused(UnquantizedMixin):
     def _dprob(
         self, partial_CS: Tensor | None, dy: Operand, b2_LD: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
-        """Gradient of the probabilities from partial sums of the column tiles."""
         from phalanx.kernels.sm90.experts.bias_products_triton import bias_products
-        from phalanx.kernels.sm90.experts.dprob import dprob
+        from phalanx.kernels.sm90.experts.fc2_dgrad_dact import dprob
 
         if partial_CS is None:
             return None
@@ -192,3 +199,76 @@ class Fused(UnquantizedMixin):
             table_NL = bias_products(dy.matrix, b2_LD)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
+
+
+class FusedFP8(FP8Operands, Fused):
+    """`kernels.expert_mlp.backend.BackendOfParts` on Hopper, in FP8.
+
+    Compared with `kernels.expert_mlp.fp8` operands of weight gradients are transposed from rows in
+    FP8, not quantised a second time from bf16: the same values but where the smallest of a block
+    underflow (`kernels.quantize.quantize.transpose_rows`). With `keep` FP8 copies of weights stay
+    with them.
+    """
+
+    waits_for_weights: ClassVar[bool] = False  # they are quantized first
+
+    def __init__(self, launch: LaunchOptions, recipe: Fp8Block, keep: bool) -> None:
+        FP8Operands.__init__(self, recipe)
+        Fused.__init__(self, launch)
+        self._keep = keep
+
+    def rows_and_columns(
+        self,
+        call: RowsCall | None,
+        plan: ExpertPlan,
+        operands: Sequence[Operand],
+        rows: Callable[[RowsCall], Tensor] | None = None,
+    ) -> tuple[Tensor | None, list[Operand]]:
+        from phalanx.kernels.sm90.fp8.transpose_overlap import overlap_transposes
+
+        quantized = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
+        # SMs of a margin belong to exchanges, which transposes would hold up.
+        if call is None or self._launch.sm_margin or not quantized:
+            return super().rows_and_columns(call, plan, operands, rows)
+        columns, transposes, moved_bytes = list(operands), [], 0
+        for i in quantized:
+            kwargs = self._transpose(operands[i], plan)
+            out = empty_transpose(**kwargs)
+            columns[i] = Operand(out, parts=operands[i].parts)
+            transposes.append(partial(transpose_rows, **kwargs, out=out))
+            moved_bytes += 2 * out.data_CT.numel()
+        y_SO = overlap_transposes(
+            lambda free: (rows or self.rows)(call._replace(free_sms=free)),
+            2.0 * len(call.a_SI.data) * call.linear.weight_LOI[0].numel(),
+            transposes,
+            moved_bytes,
+            call.a_SI.data.device,
+        )
+        return y_SO, columns
+
+    def wgrad(self, call: WgradCall) -> Tensor:
+        return super().wgrad(_of_columns(call))
+
+    def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
+        return super().wgrad_pair(_of_columns(first), _of_columns(second))
+
+    def _weights(self, linear: Linear) -> Quantized:
+        return weight_copy(linear, keep=self._keep)
+
+
+def _of_columns(call: WgradCall) -> WgradCall:
+    """The call with a plan for the tokens of columns, in whole blocks."""
+    return call._replace(plan=call.plan.relocated(column_offsets))
+
+
+def fused(options: Options) -> BackendOfParts:
+    """The fused kernels for Hopper, in bf16 or FP8; a ValueError for other recipes."""
+    import_kernels()
+    if options.recipe is None:
+        return Fused(options.launch)
+    if not isinstance(options.recipe, Fp8Block):
+        name = options.recipe.format
+        raise ValueError(f"kernels.backend=fused has no {name}: use kernels=torch")
+    if options.recipe.wgrad == "bf16":
+        raise ValueError("kernels.backend=fused has no precision.wgrad=bf16: use kernels=torch")
+    return FusedFP8(options.launch, options.recipe, options.keep_fp8)

@@ -19,18 +19,18 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64
 from torch import Tensor
 
-from phalanx.kernels.sm90.fp8.mainloop import FORMATS
-from phalanx.kernels.sm90.fp8.promotion import BLOCK
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS
 from phalanx.kernels.sm90.gemm.operands import Matrix, Rows, data_of, format_of, rows
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import Bf16ScalarPtr, Fp32Ptr, IntPtr
 
 CHUNK = 256  # rows of a slot
 WARPS = 8
 _LANE_COLUMNS = 8
-_COLUMNS = 32 * _LANE_COLUMNS
-"""Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row in bf16."""
+_COLUMNS = (
+    32 * _LANE_COLUMNS
+)  # columns of a CTA of the first kernel; a lane holds 8, 16 bytes of bf16
 _SUM_THREADS = 128
 _IN_FLIGHT = 64  # bytes that a lane of the first kernel requests before its first addition
 
@@ -43,18 +43,15 @@ class BiasGradConfig:
     add: bool = False  # add to db
     scaled: bool = False  # rows are multiplied by scale
     indexed: bool = False  # rows of d are picked by an index
-    behind: bool = False
-    """offsets[0] may be above 0: slots of rows before it are neither written nor read."""
+    behind: bool = False  # offsets[0] may be above 0: slots before are neither written nor read
     rows_format: str = "bf16"  # `bf16`, `e4m3` or `e5m2`
 
     @property
     def element(self) -> Any:
-        """Type of the elements of d."""
         return BFloat16 if self.rows_format == "bf16" else FORMATS[self.rows_format]
 
     @property
     def together(self) -> int:
-        """Rows that a warp has in flight."""
         bytes_of_row: int = _LANE_COLUMNS * self.element.width // 8
         return _IN_FLIGHT // bytes_of_row
 
@@ -79,14 +76,8 @@ class BiasGradKernel:
         L: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch both kernels.
-
-        Args:
-            d: S rows of O channels in config.rows_format, with config.indexed any number. scale:
-            fp32 [S]. index: int32 [S]. offsets: int32 [L + 1]. slots: fp32 [S // CHUNK + L, O].
-            db: [L, O].
-            O: a multiple of 64.
-        """
+        """`S` rows of `O` channels, a multiple of 64, in d; scale, index [S]; offsets [L + 1];
+        slots fp32 [S // CHUNK + L, O]; db [L, O]."""
         O = cute.assume(O, divby=64)  # noqa: E741
         row = cute.assume(Int64(O), divby=64)
         # Slots by the largest number that any distribution of rows over experts needs: the host
@@ -174,10 +165,7 @@ class BiasGradKernel:
 
     @cute.jit
     def _find(self, offsets: cute.Tensor, experts: Int32, slot: Int32) -> tuple[Int32, Int32]:
-        """First row of a slot's chunk and the end of its expert; equal if the slot has none.
-
-        The expert is the last one whose slots begin at or before this one, by bisection.
-        """
+        """First row of a slot's chunk and the end of its expert, by bisection; equal for none."""
         low, high = Int32(0), experts - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -201,7 +189,6 @@ class BiasGradKernel:
         first: Int32,
         end: Int32,
     ) -> None:
-        """Add rows first, first + 8, ... before `end`."""
         count = cutlass.max((end - first + (WARPS - 1)) // WARPS, 0)
         # Several rows are requested before the first is added: loads, not additions, bound this.
         batch = self.config.together
@@ -228,7 +215,6 @@ class BiasGradKernel:
     def _load(
         self, d: "_Columns", scale: cute.Tensor, index: cute.Tensor, row: Int32
     ) -> tuple[cute.Tensor, Float32]:
-        """8 columns of a row, and what to multiply them by."""
         source = index[row] if self.config.indexed else row
         piece = cute.make_rmem_tensor(_LANE_COLUMNS, self.config.element)
         at = d.data + (Int64(source) * d.pitch + d.first)
@@ -247,8 +233,6 @@ class BiasGradKernel:
 
 
 class _Columns(NamedTuple):
-    """A lane's columns of all rows."""
-
     data: cute.Pointer
     scales: cute.Pointer
     first: Int32
@@ -278,16 +262,13 @@ def bias_grad(
         d: bf16 [S, O], contiguous, O a multiple of 64; or e4m3 or e5m2, where rows are contiguous
             and begin at multiples of 16 bytes, with a scale for 128 channels: fp32 [S, blocks of
             O], of any strides. With index_S [N, O], and d[s] is row index_S[s].
-        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
-            offsets[e + 1].
+        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to offsets[e
+            + 1].
         parts: equal ranges of O whose borders no block of FP8 rows crosses.
         scale_S: fp32 [S]; default: ones. index_S: int32 [S]. Neither is read from offsets[L] on.
         out_LO: bf16 or fp32, contiguous; default: a new one of `dtype`.
-        accumulate: add to out_LO instead of writing it.
+        accumulate: add to out_LO. Otherwise experts without rows get zeros.
         behind: offsets[0] need not be 0; rows before it are not read.
-
-    Returns:
-        db_LO; experts without rows have zeros, or with `accumulate` what they had.
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.

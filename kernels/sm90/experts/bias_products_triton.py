@@ -1,8 +1,8 @@
 """Products of rows and the biases of fc2: their share of the gradient of the routing probabilities.
 
-A narrow GEMM that gathers nothing. A library chooses its algorithm, and with it the order of sums,
-by the number of experts; the bits of a row and an expert must be the same where an expert is a
-replica (expert replication). Here they depend on D alone. FP8 rows become bf16 as they are read.
+A library chooses its algorithm, and with it the order of sums, by the number of experts; the bits
+of a row and an expert must be the same where an expert is a replica (expert replication). Here they
+depend on D alone. FP8 rows become bf16 as they are read.
 
 Legend: N rows, L experts, D channels, B blocks of channels.
 """
@@ -57,15 +57,12 @@ def bias_products_kernel(  # type: ignore[no-untyped-def]
 
 
 def bias_products(dy: Tensor | Quantized, b2_LD: Tensor) -> Tensor:
-    """<dy[n], b2[l]> of all rows and all experts.
+    """<dy[n], b2[l]> of all rows and all experts, fp32 [N, L].
 
     Args:
         dy: bf16 [N, D], contiguous; or FP8, where rows are contiguous, with fp32 scales [N, B] of
             any strides.
         b2_LD: bf16, contiguous.
-
-    Returns:
-        fp32 [N, L].
 
     Raises:
         ValueError: another dtype, not contiguous, or not of as many channels.

@@ -28,11 +28,11 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
+from phalanx.kernels.limits import COMBINE_ADDENDS as MAX_ADDENDS
+from phalanx.kernels.limits import COMBINE_SLOTS as MAX_SLOTS
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import IntVecPtr, WordVecPtr
 from phalanx.kernels.sm90.jit.ptx import pack, unpack
-from phalanx.kernels.sm90_limits import COMBINE_ADDENDS as MAX_ADDENDS
-from phalanx.kernels.sm90_limits import COMBINE_SLOTS as MAX_SLOTS
 
 THREADS = 256
 _COLUMNS = 8  # bf16 of a 16-byte access
@@ -62,8 +62,7 @@ class CombineConfig:
 
     @property
     def batch(self) -> int:
-        """Slots whose rows are loaded together: all, or half of more than 8. The addends come with
-        the last batch."""
+        """Slots whose rows are loaded together: all, or half of more than 8."""
         return -(-self.slots // -(-self.slots // _IN_FLIGHT))
 
 
@@ -85,8 +84,7 @@ class CombineKernel:
         width: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch over rows of `width` = D / 8 pieces; addends beyond config.addends may be
-        anything."""
+        """Launch over rows of `width` = D / 8 pieces, reading config.addends addends."""
         block = THREADS * self.config.pieces
         self.kernel(y, inverse, out, first, tokens, width, second).launch(
             grid=[(tokens * width + (block - 1)) // block, 1, 1],
@@ -161,7 +159,6 @@ class CombineKernel:
 
     @cute.jit
     def _load_slots(self, inverse: cute.Pointer, token: Int32, row: cute.Tensor) -> None:
-        """Rows of a token's slots, in the widest loads that divide them."""
         slots = self.config.slots
         wide = cutlass.const_expr(4 if slots % 4 == 0 else 2 if slots % 2 == 0 else 1)
         for k in cutlass.range_constexpr(0, slots, wide):
@@ -173,7 +170,6 @@ class CombineKernel:
 
 
 def _piece(base: cute.Pointer, number: Int64) -> cute.Tensor:
-    """8 columns of bf16, as words."""
     return cute.make_tensor(base + number * _WORDS, cute.make_layout(_WORDS))
 
 
@@ -196,8 +192,7 @@ def combine(
         addends: up to two [N, D], bf16.
 
     Raises:
-        ValueError: a shape, dtype, stride, alignment, device or number of addends that the kernel
-            does not take.
+        ValueError: an argument that the kernel does not take.
     """
     where = y_SD.device
     if y_SD.ndim != 2 or inverse_NK.ndim != 2:

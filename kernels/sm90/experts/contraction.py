@@ -18,20 +18,21 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather, TileLoads
-from phalanx.kernels.sm90.experts.contraction_ring import (
+from phalanx.kernels.sm90.experts.contraction_loads import (
     BOX,
     BOX_BYTES,
+    Clear,
     ContractionRing,
     D,
+    Gather,
+    TileLoads,
     V,
     blocks_of,
 )
 from phalanx.kernels.sm90.experts.wgrad_operands import Factor
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.ring import State
-from phalanx.kernels.sm90.gemm.storage import array, struct
-from phalanx.kernels.sm90.gemm.tensors import vector
+from phalanx.kernels.sm90.gemm.tensors import array, struct, vector
 
 SKEW = 2  # stages by which the first group leads: one group stores while the other one multiplies
 
@@ -41,8 +42,7 @@ class Contraction:
     """A `WgradMath` of operands in bf16."""
 
     columns: int  # columns of a tile, of I: 128, 192 or 256
-    gathered: int | None = None
-    """Operand, D or V, whose rows are picked by an index; None: both are in the experts' order."""
+    gathered: int | None = None  # operand, D or V, whose rows are picked by an index, if any
     stages: int = 1
 
     def __post_init__(self) -> None:
@@ -57,7 +57,6 @@ class Contraction:
 
     @property
     def boxes(self) -> tuple[int, int]:
-        """Boxes of a stage of d and of v."""
         return TILE_ROWS // BOX, self.columns // BOX
 
     @property
@@ -66,7 +65,6 @@ class Contraction:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread in the loading and in a multiplying group; they sum to an SM's."""
         return (40, 232) if self.gathered is None else (56, 224)
 
     @property
@@ -134,8 +132,7 @@ class Contraction:
         return d, v
 
     def tma(self, mD: cute.Tensor, mV: cute.Tensor) -> tuple[Any, ...]:
-        """Host side: atom and tensor of d [O, rows], then of v [I, rows]; a gathered one has
-        none."""
+        """Host side: atom and tensor of d [O, rows], then of v [I, rows], if not gathered."""
         descriptors: list[Any] = []
         for which, tensor in ((D, mD), (V, mV)):
             if which != self.gathered:
@@ -146,7 +143,6 @@ class Contraction:
         return tuple(descriptors)
 
     def storage(self) -> Any:
-        """The part of a kernel's shared memory that the stages need."""
         d, v = self.smem_layouts()
         return struct(
             barriers=array(cutlass.Int64, 4 * self.stages),
@@ -177,18 +173,15 @@ class ContractionMma:
         self.tile = self.acc = cute.make_rmem_tensor(shape, Float32)
 
     def of_segment(self, tiled_mma: cute.TiledMma, operands: tuple[Any, ...]) -> "ContractionMma":
-        """The side for another segment, with the same accumulators."""
         other = copy(self)
         other.tiled_mma = tiled_mma
         return other
 
     def begin(self) -> tuple[State, State]:
-        """States of the stage to multiply next and of the one to release next."""
         user = pipeline.PipelineUserType.Consumer
         return self.loop.state(user), self.loop.state(user)
 
     def size(self, row: Int32, stop: Int32) -> Int32:
-        """Rows of an expert."""
         return stop - row
 
     @cute.jit
@@ -244,11 +237,9 @@ class ContractionMma:
 
     @cute.jit
     def _wait_for_leader(self, state: State, blocks: Int32) -> None:
-        """Second group: wait until the first one has issued SKEW stages of the tile.
-
-        One group keeps the tensor cores busy, so this costs nothing, and at the end of the tile the
-        second one multiplies while the first one stores.
-        """
+        """Second group: wait until the first one has issued SKEW stages of the tile. One group
+        keeps the tensor cores busy, so this costs nothing, and at the end of the tile the second
+        one multiplies while the first one stores."""
         if self.group == 1:
             index = state.index + cutlass.min(blocks, SKEW) - 1
             phase = state.phase

@@ -1,13 +1,14 @@
 """Loading warps of a weight gradient: from rows in global memory to stages of `contraction`.
 
-Rows in the experts' order come by TMA, from whichever row an expert begins at. The last stage of
-an expert then also holds rows that follow the expert's own: the next expert's, or padding that may
-be NaN. A second warp waits for such a stage and clears these rows before it arrives at its full
+Rows in the experts' order come by TMA, from whichever row an expert begins at. The last stage of an
+expert then also holds rows that follow the expert's own: the next expert's, or padding that may be
+NaN. A second warp waits for such a stage and clears these rows before it arrives at its full
 barrier. Rows picked by an index come by cp.async from all four warps, which also bring both
 operands of a last stage, with zeros for the rows after the expert's end; the index is not read
 there.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -16,16 +17,76 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.experts.contraction_ring import (
-    BOX,
-    BOX_BYTES,
-    ContractionRing,
-    D,
-    V,
-    blocks_of,
-)
-from phalanx.kernels.sm90.gemm.expert_tiles import unpack
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS
 from phalanx.kernels.sm90.gemm.ring import State
+from phalanx.kernels.sm90.gemm.tile_scheduler import unpack
+
+MMA_WARPS = 4 * MMA_GROUPS
+BOX = 64  # columns of a box, and rows of a stage
+BOX_BYTES = 2 * BOX * BOX
+D, V = 0, 1  # the two operands
+
+
+def blocks_of(rows: Int32) -> Int32:
+    """Number of stages that hold `rows` rows."""
+    return (rows + (BOX - 1)) // BOX
+
+
+@dataclass(frozen=True)
+class ContractionRing:
+    """The four barriers of each stage, as seen by every thread; `init_barriers` comes first.
+
+    A phase ends with so many arrivals:
+
+        full            1, of the TMA warp with its bytes, or of the warp that cleared the stage;
+                        + 128 with a gathered operand, one of each thread whose cp.async landed
+        empty           8, of the multiplying warps
+        tma_done        1, of the TMA warp with its bytes: in place of full, for stages to be
+        cleared leader_started  1, of a thread of the first group
+    """
+
+    loop: Any  # the `contraction.Contraction`
+    storage: Any
+
+    @property
+    def full(self) -> cute.Pointer:
+        return self.storage.barriers.data_ptr()
+
+    @property
+    def empty(self) -> cute.Pointer:
+        return self.full + self.loop.stages
+
+    @property
+    def tma_done(self) -> cute.Pointer:
+        """TMA has filled a stage in which rows after an expert's last one have to be cleared."""
+        return self.full + 2 * self.loop.stages
+
+    @property
+    def leader_started(self) -> cute.Pointer:
+        """The first group has issued the stage's wgmma: only the skew depends on it."""
+        return self.full + 3 * self.loop.stages
+
+    def init_barriers(self) -> None:
+        """One warp: initialise the barriers; a fence and a barrier of the CTA follow."""
+        # cp.async arrives once a thread: each thread's copies complete by themselves.
+        fillers = 1 if self.loop.gathered is None else 1 + GROUP_THREADS
+        with cute.arch.elect_one():
+            for stage in range(self.loop.stages):
+                cute.arch.mbarrier_init(self.full + stage, fillers)
+                cute.arch.mbarrier_init(self.empty + stage, MMA_WARPS)
+                cute.arch.mbarrier_init(self.tma_done + stage, 1)
+                cute.arch.mbarrier_init(self.leader_started + stage, 1)
+
+    def producer_acquire(self, state: State) -> None:
+        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+
+    def consumer_wait(self, state: State) -> None:
+        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+
+    def consumer_release(self, state: State) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + state.index)
+
 
 _CHUNK = 8  # elements of the 16 bytes that a thread copies or clears at a time
 _LANES = BOX // _CHUNK  # lanes that share a row of a box; a warp covers 4 rows
@@ -40,19 +101,17 @@ class RowLoads:
         self.loop, self.ring = loop, ContractionRing(loop, storage)
 
     def state(self) -> State:
-        """Pipeline state before the first tile."""
         return self.loop.state(pipeline.PipelineUserType.Producer)
 
     def begin(self, row: Int32, stop: Int32, position: Int32) -> tuple[Any, ...]:
-        """Start a tile. Its two halves share its expert's first row and number of rows, tile
-        indices of O and of I, the number of blocks, and the sources of the first one."""
+        """Start a tile, of two halves: its expert's first row and number of rows, tile indices of O
+        and of I, the number of blocks, and the sources of the first one."""
         rows = stop - row
         return row, rows, unpack(position), blocks_of(rows), self.look_up(row, rows, Int32(0))
 
     def half(
         self, state: State, tile: tuple[Any, ...], second: bool
     ) -> tuple[State, tuple[Any, ...]]:
-        """Load the first or the second half of a tile's blocks."""
         row, rows, at, blocks, picked = tile
         half = (blocks + 1) // 2
         begin, end = (half, blocks) if second else (Int32(0), half)
@@ -60,11 +119,9 @@ class RowLoads:
         return state, (row, rows, at, blocks, picked)
 
     def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
-        """Source rows of a block of the expert, one a lane; without an index there are none."""
         return Int32(0)
 
     def load(self, *arguments: Any) -> Any:
-        """Load some blocks, see `TileLoads`."""
         raise NotImplementedError
 
 
@@ -79,7 +136,6 @@ class TileLoads(RowLoads):
         operands: tuple[Any, ...],
         warp: Int32,
     ) -> None:
-        """`tma` and `operands` as `Contraction.operands` returns them."""
         super().__init__(loop, storage)
         self.which = [which for which in (D, V) if which != loop.gathered]
         self.atoms, self.tensors = tma[::2], tma[1::2]
@@ -111,7 +167,6 @@ class TileLoads(RowLoads):
     def issue(
         self, parts: list[tuple[Any, Any, Any]], k: Int32, index: Int32, barrier: cute.Pointer
     ) -> None:
-        """Load block k into stage `index`; the copies complete on `barrier`."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.bytes)
         for atom, smem, gmem in parts:
@@ -128,13 +183,8 @@ class TileLoads(RowLoads):
         end: Int32,
         picked: Int32,
     ) -> tuple[State, Int32]:
-        """Load blocks begin .. end - 1 of an expert's rows, for one tile.
-
-        Args:
-            state: pipeline state; returned past the blocks that were loaded.
-            row, rows: the expert's first row, and how many it has.
-            tiles: tile indices of O and of I. picked: used by `Gather`.
-        """
+        """Load blocks begin .. end - 1 of an expert's rows; `tiles` are tile indices of O and of I.
+        Returns `state` past these blocks. `picked` is for `Gather`."""
         parts = self.partition(row, tiles)
         for k in cutlass.range(begin, end, unroll=1):
             self.ring.producer_acquire(state)
@@ -155,7 +205,6 @@ class Clear:
         self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
 
     def begin(self) -> tuple[Int32, Int32]:
-        """Stages filled before the first tile, and phases of tma_done."""
         return Int32(0), Int32(0)
 
     @cute.jit
@@ -170,11 +219,9 @@ class Clear:
 
     @cute.jit
     def __call__(self, last: Int32, rows: Int32, phases: Int32) -> Int32:
-        """Clear stage `last`, counted over all tiles, from its row `rows` on.
-
-        Bit i of `phases` is the phase of tma_done[i], which only stages to be cleared complete;
-        returned for the next call.
-        """
+        """Clear stage `last`, counted over all tiles, from its row `rows` on. Bit i of `phases`,
+        returned for the next call, is the phase of tma_done[i], which only stages to be cleared
+        complete."""
         index = last % self.loop.stages
         lane = cute.arch.lane_idx()
         cute.arch.mbarrier_wait(self.ring.tma_done + index, (phases >> index) & 1)
@@ -199,10 +246,8 @@ class Clear:
 
 class Gather(RowLoads):
     """cp.async by four warps: rows picked by an index, and both operands of an expert's last stage.
-
     A warp copies 16 rows of a stage, 4 rows of a box with an instruction. Lanes 0 to 15 hold the
-    index of these rows, read one block ahead.
-    """
+    index of these rows, read one block ahead."""
 
     def __init__(
         self,
@@ -268,12 +313,8 @@ class Gather(RowLoads):
     def _copy(
         self, which: cutlass.Constexpr, stage: Int32, tile: Int32, source: Int32, valid: Int32
     ) -> None:
-        """Copy this warp's rows of one operand; lane r holds the source of its row r.
-
-        Args:
-            stage: destination. tile: index of the operand's column tile.
-            valid: rows of the block that are the expert's; the others become zero.
-        """
+        """Copy this warp's rows of one operand to a stage; lane r holds the source of its row r.
+        Rows from `valid` on are not the expert's, and become zero."""
         tensor, boxes = self.tensors[which], self.loop.boxes[which]
         width = tensor.shape[0]
         below, chunk = self.lane // _LANES, self.lane % _LANES

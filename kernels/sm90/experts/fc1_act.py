@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.sm90.exchange.ready import WORDS
+from phalanx.kernels.sm90.exchange.waves import WORDS
 from phalanx.kernels.sm90.experts.tile_choice import choose, require_tile
 from phalanx.kernels.sm90.fp8.act import Fp8Act
 from phalanx.kernels.sm90.gemm.epilogues import Act
@@ -39,7 +39,7 @@ from phalanx.kernels.sm90.gemm.operands import (
     weights,
 )
 from phalanx.kernels.sm90.gemm.tensors import matrix, vector, words
-from phalanx.kernels.sm90.jit.arguments import launch_persistent, require
+from phalanx.kernels.sm90.jit.launch import launch_persistent, require
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 
 
@@ -89,26 +89,23 @@ def fc1_act(
 
     Args:
         x: bf16 [N, D], or [S, D] without an index, contiguous; or e4m3, where rows are contiguous
-            and begin at multiples of 16 bytes, with a scale for 128 channels: fp32
-            [N, blocks of D], of any strides. D is a multiple of 64.
-        w1_LHD: bf16, contiguous; or e4m3, contiguous, with a scale for 128 x 128: fp32
-            [L, blocks of H, blocks of D], of any strides, where with a gate blocks restart in the
-            linear half. With a gate its F rows come before those of the linear half; F is a
-            multiple of 64.
-        offsets: int32 [L + 1], as in `grouped_gemm`.
-        act: the activation; computed from h as it is rounded.
+            and begin at multiples of 16 bytes, with a scale for 128 channels: fp32 [N, blocks of
+            D], of any strides. D is a multiple of 64.
+        w1_LHD: bf16, contiguous; or e4m3, contiguous, with a scale for 128 x 128: fp32 [L, blocks
+            of H, blocks of D], of any strides, where with a gate blocks restart in the linear half.
+            With a gate its F rows come before those of the linear half; F is a multiple of 64.
         index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
         bias_LH: bf16, contiguous.
         keep_h: return h too; without it, it is not written.
-        ready: int64 [6] of `ready.ready_words`, on the device: rows of x (in FP8 with their
+        ready: int64 [6] of `waves.ready_words`, on the device: rows of x (in FP8 with their
             scales), picked by an index, are still in flight.
         out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
             Default: new ones.
-        counter, options, loop: as in `grouped_gemm`.
+        offsets, counter, options, loop: as in `grouped_gemm`.
 
     Returns:
         h_SH in bf16 (or None), and a_SF in bf16; from operands in FP8 in e4m3, with a scale for 128
-        channels of a row.
+            channels of a row.
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.

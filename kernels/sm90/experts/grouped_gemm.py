@@ -13,7 +13,7 @@ from cutlass import Int32
 from torch import Tensor
 
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
-from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal, tile_sizes
+from phalanx.kernels.sm90.exchange.waves import NEXT_TILE, TileSignal, tile_sizes
 from phalanx.kernels.sm90.experts.tile_choice import choose, require_tile
 from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig
@@ -29,7 +29,7 @@ from phalanx.kernels.sm90.gemm.operands import (
     weights,
 )
 from phalanx.kernels.sm90.gemm.tensors import matrix, vector, words
-from phalanx.kernels.sm90.jit.arguments import launch_persistent, require
+from phalanx.kernels.sm90.jit.launch import launch_persistent, require
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, WordPtr
 
 
@@ -79,7 +79,7 @@ def grouped_gemm(
     loop: Mainloop | None = None,
     signal: TileSignal | None = None,
 ) -> Tensor:
-    """y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]), summed in fp32, rounded once.
+    """y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]), bf16 [S, N], summed in fp32, rounded once.
 
     Args:
         a: bf16 [S, K], contiguous; or e4m3 or e5m2, where rows are contiguous and begin at
@@ -89,19 +89,15 @@ def grouped_gemm(
             contiguous, with a scale for 128 x 128: fp32 [L, blocks of N, blocks of K], of any
             strides. N is a multiple of 64. For the data gradient of fc1 in FP8 these are
             `QuantizedWeights.data_LIO` and `scale.mT`.
-        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
-            offsets[e + 1]. Nothing is read or written from offsets[L] on.
+        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to offsets[e
+            + 1]. Nothing is read or written from offsets[L] on.
         parts: parts of K, 1 or 2, in each of which blocks of FP8 restart.
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
             one. Default: that of the stream, or of the captured graph (`counter_of`).
-        options: options of the launch.
         loop: tile to use; default `tile_choice.choose`.
         signal: signal finished tiles to their reader; has `out_SN`, `loop` and `counter`.
-
-    Returns:
-        y_SN in bf16.
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.

@@ -4,6 +4,10 @@ fc1: d is the gradient of the pre-activations and v the input; fc2: d the output
 activations. One launch of `wgrad_kernel`, straight into the accumulated gradient, on the current
 stream and without reading anything on the host. In bf16 one of the operands may be gathered; in FP8
 both are transposed, which also brings a gathered one into the experts' order.
+
+With few rows for each expert a weight gradient is bound by memory: its fp32 sums are read and
+written once for every micro-batch. `wgrad_pair` multiplies the rows of two micro-batches, whose
+operands lie in tensors of their own, before a sum is read and written, once for the two.
 """
 
 from typing import Any
@@ -11,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.calls import Operand
+from phalanx.kernels.expert_mlp.calls import ExpertRows, Operand
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns
 from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
-from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel, WgradMath
+from phalanx.kernels.sm90.experts.wgrad_kernel import (
+    WgradConfig,
+    WgradKernel,
+    WgradMath,
+    WgradPairKernel,
+)
 from phalanx.kernels.sm90.experts.wgrad_operands import (
     channels_of,
     data_of,
@@ -25,7 +34,7 @@ from phalanx.kernels.sm90.experts.wgrad_operands import (
 )
 from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
 from phalanx.kernels.sm90.gemm.operands import E4M3, FORMATS
-from phalanx.kernels.sm90.jit.arguments import launch_persistent, require
+from phalanx.kernels.sm90.jit.launch import launch_persistent, require
 
 
 def choose(I: int) -> int:  # noqa: E741
@@ -52,24 +61,21 @@ def wgrad(
 
     Args:
         d: bf16 [S, O], contiguous, O a multiple of 64; with `gather` [N, O], and d[s] is row
-            index_S[s]. Or e4m3 or e5m2 [O, T], contiguous, with scales fp32
-            [T / 128, blocks of O] of any strides; each of its parts is a multiple of 64.
+            index_S[s]. Or e4m3 or e5m2 [O, T], contiguous, with scales fp32 [T / 128, blocks of O]
+            of any strides; each of its parts is a multiple of 64.
         v: bf16 [S, I] likewise; or e4m3 [I, T] likewise, in one part.
-        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
-            offsets[e + 1]. In FP8 those of `quantize.blocks.column_offsets`, multiples of 128, and
-            padding among the tokens is zero. Nothing is read from offsets[L] on.
+        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to offsets[e
+            + 1]. In FP8 those of `quantize.blocks.column_offsets`, multiples of 128, and padding
+            among the tokens is zero. Nothing is read from offsets[L] on.
         index_S: int32, of the operand with `gather`, at most one; not read from offsets[L] on.
         out_LOI: bf16 or fp32, contiguous; default: a new one of `dtype`.
-        accumulate: add to out_LOI instead of writing it. In bf16 what is added is rounded before,
-            and the sum after. Experts without rows are left alone.
+        accumulate: add to out_LOI. In bf16 what is added is rounded before, and the sum after.
+            Experts without rows are left alone.
         zeros: without `accumulate` experts without rows get zeros; otherwise they are left alone.
         order_L: int32 [L], the experts in the order in which they should be started, best by
             falling number of rows.
         counter, options: as in `grouped_gemm`.
         tile: columns of a tile (128, 192, 256); default `choose`.
-
-    Returns:
-        dw_LOI.
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
@@ -110,11 +116,7 @@ def wgrad(
 def arguments(
     device: torch.device, d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None
 ) -> dict[str, Any]:
-    """Arguments of the kernel for the rows of a segment, checked.
-
-    Raises:
-        ValueError: shape, dtype, strides, alignment or device.
-    """
+    """Checked arguments of the kernel for the rows of a segment, or a ValueError."""
     S = tokens_of(v if d.gather else d)
     factors = dict(
         d=factor(device, "d", d, tokens_of(d) if d.gather else S),
@@ -129,11 +131,7 @@ def arguments(
 
 
 def check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None) -> None:
-    """Check what can be told of operands without their device.
-
-    Raises:
-        ValueError: a wrong number of dimensions, a size, or operands that do not go together.
-    """
+    """Raise ValueError for sizes that do not go together, which takes no device."""
     both = {"d": d, "v": v}
     if any(data_of(x).ndim != 2 for x in both.values()) or offsets.ndim != 1:
         shapes = [list(t.shape) for t in (data_of(d), data_of(v), offsets)]
@@ -160,11 +158,6 @@ def check_sizes(d: Operand, v: Operand, offsets: Tensor, index_S: Tensor | None)
 
 
 def _check_columns(d: Operand, v: Operand) -> None:
-    """Check what operands in FP8 can be besides.
-
-    Raises:
-        ValueError: they are gathered, in parts or padded as the kernel does not take.
-    """
     if d.gather or v.gather:
         raise ValueError("d and v: operands in FP8 must be in the experts' order, not gathered")
     if v.parts > 1:
@@ -182,3 +175,77 @@ def math_of(d: Operand, v: Operand, tile: int | None) -> WgradMath:
             raise ValueError(f"d must be torch.float8_e4m3fn or e5m2, not {dtype}")
         return Fp8Contraction(columns, FORMATS[dtype])
     return Contraction(columns, D if d.gather else V if v.gather else None)
+
+
+def wgrad_pair(
+    first: ExpertRows,
+    second: ExpertRows,
+    out_LOI: Tensor,
+    *,
+    accumulate: bool = False,
+    zeros: bool = True,
+    order_L: Tensor | None = None,
+    counter: Tensor | None = None,
+    options: LaunchOptions = DEFAULT,
+    tile: int | None = None,
+) -> Tensor:
+    """dw[e] (+)= sum over expert e's rows s, first and second, of outer(d[s], v[s]).
+
+    The sum over all rows is in fp32, the first ones before the second ones, and rounded once: two
+    calls of `wgrad` round the sum in `out_LOI` after each. Both are of the same experts, channels
+    and format, and gather the same operand; their numbers of rows are independent. `out_LOI` is
+    bf16 or fp32, contiguous, and returned. Other arguments are those of `wgrad`; experts without
+    rows are those that have none in both.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    for rows in (first, second):
+        check_sizes(*rows)
+    (d, v, offsets, _), others = first, second.offsets
+    if any(_kind(x) != _kind(y) for x, y in zip(first[:2], second[:2], strict=True)):
+        raise ValueError("first and second: operands must have the same channels and format")
+    if len(offsets) != len(others):
+        raise ValueError("first and second: must have the same experts")
+    if out_LOI.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"out must be torch.bfloat16 or torch.float32, not {out_LOI.dtype}")
+    L, device = len(offsets) - 1, data_of(d).device
+    both = [arguments(device, *rows) for rows in (first, second)]
+    require(
+        device,
+        out=(out_LOI, out_LOI.dtype, (L, channels_of(d), channels_of(v))),
+        order=(order_L, torch.int32, (L,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    filled = [rows for rows in (first, second) if tokens_of(rows.d) and tokens_of(rows.v)]
+    if len(filled) < 2:
+        rows = filled[0] if filled else first
+        return wgrad(
+            *(rows.d, rows.v, rows.offsets),
+            index_S=rows.index_S,
+            out_LOI=out_LOI,
+            accumulate=accumulate,
+            zeros=zeros,
+            order_L=order_L,
+            counter=counter,
+            options=options,
+            tile=tile,
+        )
+    config = WgradConfig(
+        math_of(d, v, tile),
+        fp32_out=out_LOI.dtype == torch.float32,
+        add=accumulate,
+        ordered=order_L is not None,
+        zeros=zeros or accumulate,
+    )
+    launch_persistent(
+        *(WgradPairKernel, config, device, options, counter),
+        **both[0],
+        **{f"{name}2": value for name, value in both[1].items()},
+        **dict(dw=out_LOI, order=order_L, L=L),
+    )
+    return out_LOI
+
+
+def _kind(x: Operand) -> tuple[object, ...]:
+    return channels_of(x), data_of(x).dtype, x.parts, x.gather

@@ -7,8 +7,8 @@ stay on the device: offsets[e] to offsets[e + 1] are expert e's, and rows from o
 influence.
 
 The rows of an expert may lie in two segments, each with operands and offsets of its own, such as
-the rows of two micro-batches (`WgradPairKernel`). A tile is then the sum over the rows of the first
-segment and of the second one, and is stored once.
+the rows of two micro-batches (`WgradPairKernel`). A tile is then the sum over the rows of both,
+stored once; it has a record for each segment, which differ in their rows alone.
 
 How stages are loaded and multiplied is a `WgradMath`: `contraction.Contraction` of rows in bf16,
 `fp8.contraction.Fp8Contraction` of columns in FP8.
@@ -36,8 +36,6 @@ Pipelines, and the arrivals that complete a phase of their barriers:
 
 In bf16 the second group runs 2 stages behind the first: one stores a tile while the other
 multiplies.
-
-A tile has a record for each segment, which differ in their rows alone.
 """
 
 from dataclasses import dataclass, replace
@@ -51,11 +49,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.experts.accumulate import Output, Stores
 from phalanx.kernels.sm90.experts.wgrad_operands import Factor
-from phalanx.kernels.sm90.gemm.expert_tiles import ExpertTiles, unpack
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, THREADS, TILE_ROWS
-from phalanx.kernels.sm90.gemm.storage import struct
-from phalanx.kernels.sm90.gemm.tensors import vector
-from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
+from phalanx.kernels.sm90.gemm.tensors import struct, vector
+from phalanx.kernels.sm90.gemm.tile_scheduler import ExpertTiles, Schedule, Scheduler, unpack
 from phalanx.kernels.sm90.jit.pointers import BytesPtr, IntPtr
 
 SMEM_BYTES = 227 * 1024
@@ -113,10 +109,8 @@ class WgradMath(Protocol):
         """Side of the clearing warp, if there is one."""
 
     def multiplier(self, storage: Any, tiled_mma: cute.TiledMma, operands: Any) -> Any:
-        """Side of a multiplying warp group; its `tile` holds the accumulators after a call.
-
-        Its `of_segment` returns the side for another segment, which adds to the same accumulators.
-        """
+        """Side of a multiplying warp group; its `tile` holds the accumulators after a call. Its
+        `of_segment` returns the side for another segment, which adds to the same accumulators."""
 
 
 class Segment(NamedTuple):
@@ -179,13 +173,8 @@ class WgradKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch.
-
-        Args:
-            dw: [L, O, I]. index: int32 [S]; read only if an operand is gathered.
-            offsets: int32 [L + 1]. order: int32 [L]; read only with config.ordered.
-            counter: int32 [1], 0 before and after. ctas: size of the grid.
-        """
+        """dw [L, O, I]; index [S], read only if an operand is gathered; offsets [L + 1]; order [L],
+        read only with config.ordered; counter [1], 0 before and after."""
         self.start((Segment(d, v, index, offsets),), dw, order, counter, L, ctas, stream)
 
     def start(
@@ -314,10 +303,8 @@ class WgradKernel:
         """Loading warp: tiles to stages; the first one also finds the tile after the current one.
 
         The claim is issued when the last segment of a tile begins and read half-way: by then the
-        atomic has returned, and the stages hold enough work to hide a look-up.
-
-        Args:
-            loaders: those of each segment. others: offsets of the segments behind the first one.
+        atomic has returned, and the stages hold enough work to hide a look-up. `loaders` are those
+        of each segment, `others` offsets of the segments behind the first one.
         """
         tile, first = Int32(0), Int32(0)
         window_expert, begin, end = Int32(0), Int32(0), Int32(0)
@@ -371,7 +358,6 @@ class WgradKernel:
 
     @cute.jit
     def _clear(self, clear: Any, scheduler: Scheduler) -> None:
-        """Clearing warp: it handles the last stage of tiles whose rows do not fill it."""
         carry, clear_tile = clear.begin(), clear.tile
         number = Int32(0)
         row, stop, _, expert = scheduler.read(number)
@@ -382,11 +368,7 @@ class WgradKernel:
 
     @cute.jit
     def _compute(self, mmas: tuple[Any, ...], stores: Stores, scheduler: Scheduler) -> None:
-        """Multiplying warp group: stages to accumulators to a tile of dw.
-
-        Args:
-            mmas: sides of each segment, with the same accumulators.
-        """
+        """Multiplying warp group, a side for each segment: from stages to a tile of dw."""
         mma = mmas[0]
         store, size_of, advance = stores.get, mma.size, mma.advance
         number, carry = Int32(0), mma.begin()
@@ -436,10 +418,5 @@ class WgradPairKernel(WgradKernel):
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch, see `WgradKernel`.
-
-        Args:
-            d, v, index, offsets: the first segment. d2, v2, index2, offsets2: the second one.
-        """
         both = Segment(d, v, index, offsets), Segment(d2, v2, index2, offsets2)
         self.start(both, dw, order, counter, L, ctas, stream)

@@ -36,13 +36,8 @@ def factor(
 ) -> Factor:
     """Check an operand and return it as an argument.
 
-    Args:
-        device: device of the call's tensors. name: name of the argument.
-        tokens: its rows in bf16, or T.
-        dtype: its only dtype in FP8; None: e4m3 or e5m2.
-
-    Raises:
-        ValueError: shape, dtype, strides, alignment or device.
+    `tokens` are its rows in bf16, or T. `dtype` is its only one in FP8; None: e4m3 or e5m2. Shape,
+    dtype, strides, alignment and device raise a ValueError.
     """
     q, data, channels = x.matrix, data_of(x), channels_of(x)
     if not isinstance(q, QuantizedColumns):

@@ -1,23 +1,116 @@
 """The product of a weight gradient in FP8: stages of `fp8.mainloop`, of operands by channels.
 
-Both operands are stored by channels, an expert's tokens side by side and padded with zeros to
-whole blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are
-whole, and no stage holds tokens of two experts. The scales are those of `wgrad_mma`.
+Both operands are stored by channels, an expert's tokens side by side and padded with zeros to whole
+blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are whole, and
+no stage holds tokens of two experts. A block of 128 tokens has a scale for 128 channels of an
+operand, and the product of two of them is that of many accumulators.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.experts.wgrad_operands import Factor
-from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop, activations, weights
-from phalanx.kernels.sm90.fp8.promotion import BLOCK
-from phalanx.kernels.sm90.fp8.wgrad_mma import Fp8WgradMma, layout_mma
-from phalanx.kernels.sm90.gemm.expert_tiles import unpack
-from phalanx.kernels.sm90.gemm.mainloop import TILE_ROWS
+from phalanx.kernels.sm90.fp8.mainloop import (
+    BLOCK,
+    Fp8Mainloop,
+    Promotion,
+    Scales,
+    activations,
+    address,
+    weights,
+)
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.ring import State
+from phalanx.kernels.sm90.gemm.tile_scheduler import unpack
+from phalanx.kernels.sm90.jit import ptx
+
+_ROWS = TILE_ROWS // MMA_GROUPS  # rows of a warp group; O and I are multiples of them
+
+
+class Fp8WgradMma(Promotion):
+    """Side of a multiplying warp group, with scales of 128 x 128."""
+
+    def __init__(
+        self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, rows: Int32, scales: Any
+    ) -> None:
+        """`rows`: O. `scales`: of d and v [blocks of T, blocks of C], channels of d's parts, 0."""
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS) - 1
+        super().__init__(loop, storage, tiled_mma, group)
+        self.rows = rows
+        self.of_d, self.of_v, self.each, self.zero = scales
+        shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
+        # The flat accumulators as those of one wgmma over all columns, which is what `Store` takes.
+        self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
+
+    def of_segment(self, tiled_mma: cute.TiledMma, operands: tuple[Any, ...]) -> "Fp8WgradMma":
+        other = copy(self)
+        other.tiled_mma = tiled_mma
+        other.of_d, other.of_v, *_ = operands[2]
+        return other
+
+    def begin(self) -> Int32:
+        return Int32(0)
+
+    def size(self, row: Int32, stop: Int32) -> Int32:
+        return (stop - row) // BLOCK
+
+    @cute.jit
+    def __call__(
+        self,
+        filled: Int32,
+        row: Int32,
+        blocks: Int32,
+        down: Int32,
+        across: Int32,
+        add: Any = False,
+    ) -> Int32:
+        channel = down * TILE_ROWS + self.group * _ROWS
+        if channel < self.rows:
+            scales = self._scales(row // BLOCK, channel, across)
+            self.multiply(filled, blocks, scales, add)
+        else:
+            self.skip(filled, blocks)
+        return filled
+
+    def advance(self, filled: Int32, blocks: Int32) -> Int32:
+        return filled + blocks
+
+    def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
+        """Scales of the tile: 64 channels of a warp group are within one block, as each 64 of v."""
+        second = cutlass.select_(channel >= self.each, Int32(1), Int32(0))
+        behind = channel - second * self.each
+        of_part = (self.each + (BLOCK - 1)) // BLOCK
+        n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
+        low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
+        # Not uniform to the compiler, as in `promotion.Fp8MmaConsumer`.
+        lane_zero = ptx.lane() * self.zero
+        d = address(self.of_d, block, second * of_part + behind // BLOCK + lane_zero)
+        blocks = (low,) if self.loop.columns == BLOCK else (low, high)
+        v = [address(self.of_v, block, at + lane_zero) for at in blocks]
+        return Scales(
+            (d,),
+            4 * Int64(self.of_d.stride[0]),
+            tuple(v),
+            4 * Int64(self.of_v.stride[0]),
+            n % BLOCK == 0,
+        )
+
+
+def layout_mma(columns: int) -> cute.TiledMma:
+    """MMA whose accumulators have the layout of a tile's, whatever the type of its operands."""
+    major = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        *(BFloat16, BFloat16, major, major, Float32),
+        (MMA_GROUPS, 1, 1),
+        tiler_mn=(_ROWS, columns),
+    )
 
 
 @dataclass(frozen=True)
@@ -93,17 +186,14 @@ class ColumnLoads:
     """The loading warp: TMA of whole stages of both operands."""
 
     def __init__(self, loop: Fp8Contraction, storage: Any, loads: Any, operands: Any) -> None:
-        """`loads` and `operands` as `Fp8Contraction.operands` returns them."""
         self.columns = loop.columns
         self.load = loop.mainloop.producer(storage, loads, operands[0], None)
 
     def state(self) -> State:
-        """Pipeline state before the first tile."""
         return self.load.ring.producer_state()
 
     def begin(self, row: Int32, stop: Int32, position: Int32) -> tuple[Any, ...]:
-        """Start a tile. Its two halves share its place, its first block of tokens, the middle one
-        and the one behind the last."""
+        """A tile's place, its first block of tokens, the middle one and the one behind the last."""
         down, across = unpack(position)
         block, behind = row // BLOCK, stop // BLOCK
         at = (down * TILE_ROWS, across * self.columns, Int32(0), Int32(self.columns // 2))
@@ -112,13 +202,12 @@ class ColumnLoads:
     def half(
         self, state: State, tile: tuple[Any, ...], second: bool
     ) -> tuple[State, tuple[Any, ...]]:
-        """Load the first or the second half of a tile's blocks."""
         at, block, middle, behind = tile
         first, last = (middle, behind) if second else (block, middle)
         return self.load(state, (), *at, first, last), tile
 
 
 def _scales(x: Factor, blocks: Any) -> cute.Tensor:
-    """[token blocks, channel blocks], the sizes of which the kernel reads being given."""
+    """[token blocks, channel blocks], of which the kernel reads the given number."""
     layout = cute.make_layout((1, blocks), stride=(x.scale_token, x.scale_channel))
     return cute.make_tensor(x.scale, layout)

@@ -14,8 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.fp8.mainloop import FORMATS, activations
-from phalanx.kernels.sm90.fp8.promotion import BLOCK
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations
 from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import ROWS, WARPS
 from phalanx.kernels.sm90.jit import ptx
@@ -23,17 +22,14 @@ from phalanx.kernels.sm90.jit import ptx
 REGION = ROWS * BLOCK  # bytes of 16 rows
 _LARGEST = {"e4m3": 9, "e5m2": 16}  # the largest number of a format is 0.875 * 2^this
 _INFINITY, _NAN, _BELOW_NORMAL = 0x7F800000, 0x7FC00000, 0x00400000
-_ROUND_UP = 0x1FFFFF
-"""Added to the bits of an fp32, carries into its exponent if its mantissa is above 0.875."""
+_ROUND_UP = 0x1FFFFF  # carries into the exponent of fp32 bits whose mantissa is above 0.875
 _PIECE = 16
 MAGNITUDES = 0x7FFF7FFF  # mask of a pair of bf16: all bits but the signs
 
 
 def power(amax: Int32, name: str) -> Int32:
-    """Exponent of the factor up: the largest power of two for which amax stays in range.
-
-    `amax` are the bits of a non-negative bf16 as fp32. 0 if it is 0 or infinite.
-    """
+    """Exponent of the factor up: the largest power of two for which amax stays in range. `amax` are
+    the bits of a non-negative bf16 as fp32; of 0 and infinity the exponent is 0."""
     exponent = cutlass.min(_LARGEST[name] + 126 - ((amax + _ROUND_UP) >> 23), 127)
     finite = (amax > 0) & (amax < _INFINITY)
     return cutlass.select_(finite, exponent, Int32(0))
@@ -52,10 +48,8 @@ def scale_down(exponent: Int32, amax: Int32) -> Int32:
 
 
 class Values:
-    """A warp's 16 rows of 128 channels, in pairs of bf16; those not written count as 0.
-
-    A lane has two rows, 8 apart, and of each 8 channels two neighbours.
-    """
+    """A warp's 16 rows of 128 channels, in pairs of bf16; those not written count as 0. A lane has
+    two rows, 8 apart, and of each 8 channels two neighbours."""
 
     def __init__(self) -> None:
         self.words = cute.make_rmem_tensor(4 * BLOCK // 16, Uint32)
@@ -65,14 +59,11 @@ class Values:
 
     def put(self, q: int, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
         """Channels 16 q to 16 q + 15: four words, as `epilogues` packs eight accumulators.
-
-        `counted` is MAGNITUDES, or 0 for channels past the last one.
-        """
+        `counted` is MAGNITUDES, or 0 for channels past the last one."""
         self.count(words, counted)
         self.set(q, words)
 
     def set(self, q: int, words: Sequence[Uint32]) -> None:
-        """Store words that `count` has seen."""
         for i, word in enumerate(words):
             self.words[4 * q + i] = word
 
@@ -92,8 +83,7 @@ class Values:
 
 
 def tensors(x: Rows, name: str) -> tuple[cute.Tensor, cute.Tensor]:
-    """Host side: contiguous rows to write in the format `name`, [rows, channels of a part, parts],
-    and their scales [rows, blocks]."""
+    """Host side: contiguous rows to write, [rows, channels of a part, parts], and their scales."""
     blocks = (x.channels + (BLOCK - 1)) // BLOCK * x.parts
     layout = cute.make_layout((x.rows, blocks), stride=(Int64(blocks), 1))
     data = cute.recast_ptr(x.data, dtype=FORMATS[name])
@@ -114,16 +104,11 @@ def _layout(count: int) -> cute.ComposedLayout:
 
 
 class RowBytes:
-    """Device side: a warp's regions of shared memory for 16 rows in FP8."""
+    """Device side: a warp's regions of shared memory for 16 rows in the FP8 format `name`. `data`
+    is a field of shared memory with `regions` for each warp, aligned to 1024 bytes; `thread` counts
+    from the first multiplying thread."""
 
     def __init__(self, name: str, data: Any, regions: int, thread: Int32) -> None:
-        """Take the regions of the calling warp.
-
-        Args:
-            name: of the format.
-            data: a field of shared memory with `regions` for each warp, aligned to 1024 bytes.
-            thread: counts from the first multiplying thread.
-        """
         self.name = name
         layout = _layout(WARPS * regions)
         self.tensor = data.get_tensor(layout.outer, swizzle=layout.inner, dtype=FORMATS[name])
@@ -131,11 +116,8 @@ class RowBytes:
         self.base = ptx.address(data.data_ptr()) + self.first * REGION
 
     def write(self, region: int, values: Values, scales: Any, at: tuple[Int32, ...]) -> None:
-        """Quantise values into a region, and store their scales.
-
-        Args:
-            scales: fp32 [rows, blocks]. at: the first row, the row after the last one, the block.
-        """
+        """Quantise values into a region, and store their scales, fp32 [rows, blocks]. `at`: the
+        first row, the row after the last one, the block."""
         # Factors of the lane's two rows, 8 apart.
         ups = []
         for half in range(2):
@@ -155,11 +137,9 @@ class RowBytes:
                 ptx.store_shared_half((start ^ (_PIECE * q)) + (i // 2 * 8 + i % 2 * 1024), pair)
 
     def _start(self) -> Int32:
-        """Shared address of the lane's first two bytes in the first region.
-
-        Swizzle of 128 bytes: 16-byte piece c of row r lies at c ^ (r % 8). So piece 0 of row r is
-        16 r bytes into its row, and an XOR of the address with 16 q gives piece q.
-        """
+        """Shared address of the lane's first two bytes in the first region. Swizzle of 128 bytes:
+        16-byte piece c of row r lies at c ^ (r % 8). So piece 0 of row r is 16 r bytes into its
+        row, and an XOR of the address with 16 q gives piece q."""
         lane = ptx.lane()
         return self.base + lane // 4 * (BLOCK + _PIECE) + lane % 4 * 2
 
@@ -190,10 +170,8 @@ class RowBytes:
         column: Int32,
         part: cutlass.Constexpr,
     ) -> None:
-        """Store a region to rows top .. end - 1, from `column` of a part up to its end.
-
-        Counts as one store of `Staging.drain`.
-        """
+        """Store a region to rows top .. end - 1, from `column` of a part up to its end. It counts
+        as one store of `Staging.drain`."""
         # Bytes that all lanes wrote (generic proxy) become visible to TMA (async proxy).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

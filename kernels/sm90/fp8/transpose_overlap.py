@@ -15,22 +15,15 @@ import torch
 from phalanx.kernels.quantize.blocks import QuantizedColumns
 from phalanx.kernels.sm90.jit.launch import sms
 
-TRANSPOSED = 50e9
-"""Bytes a second that an SM reads and writes in transposes while memory is not the limit."""
+TRANSPOSED = 50e9  # bytes a second that an SM moves in transposes while memory is not the limit
 MULTIPLIED = 7.5e12  # FLOP a second of an SM in a GEMM in FP8
 LEAST = 1 / 9
-"""Smallest share of the SMs for transposes. With fewer they run after the GEMM: overlapped they
-would take power from it and save nothing."""
+"""Smallest share of the SMs for transposes: fewer would take power from the GEMM and save nothing,
+so they run after it."""
 
 
 def share(moved_bytes: int, flops: float, sms: int) -> int:
-    """SMs for transposes, at most half, so that both take about the same time; 0: after the GEMM.
-
-    Args:
-        moved_bytes: bytes that the transposes read and write.
-        flops: those of the GEMM.
-        sms: SMs of the device.
-    """
+    """SMs for transposes, at most half, for about the same time of both; 0: after the GEMM."""
     transposes, gemm = moved_bytes / TRANSPOSED, flops / MULTIPLIED
     wanted = math.ceil(sms * transposes / (transposes + gemm))
     return 0 if wanted < LEAST * sms else min(wanted, sms // 2)
@@ -50,14 +43,13 @@ def overlap_transposes[T](
 ) -> T:
     """Launch `gemm` on the current stream and transposes at the same time; returns its result.
 
-    The current stream waits for the transposes.
+    The current stream waits for the transposes. On a CPU one runs after the other.
 
     Args:
         gemm: takes the number of SMs that it leaves free.
         flops: floating-point operations of the GEMM.
         transposes: allocate nothing, as their stream's memory would be used on another.
         moved_bytes: bytes that the transposes read and write.
-        device: on a CPU one runs after the other, for stand-ins of the kernels.
     """
     free = share(moved_bytes, flops, sms(device)) if device.type == "cuda" else 0
     if not free:

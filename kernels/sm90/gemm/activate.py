@@ -10,8 +10,8 @@ from phalanx.kernels.expert_mlp.activation import Activation, function
 from phalanx.kernels.sm90.jit import ptx
 
 _LOG2E = math.log2(math.e)
+# Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26; absolute error 1.5e-7.
 _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-"""Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26; absolute error 1.5e-7."""
 
 
 def forward(act: Activation, gate: Float32, up: Float32) -> Float32:
@@ -52,11 +52,6 @@ def _clamp(act: Activation, gate: Float32, up: Float32) -> tuple:
 
 
 def _activate(act: Activation, x: Float32) -> tuple[Float32, Float32]:
-    """Value and derivative of the activation, by the table's `cute` function.
-
-    Raises:
-        ValueError: the table has no such function.
-    """
     if not act.facts.cute:
         raise ValueError(
             f"activation {act.kind!r} has no `cute` function in phalanx.configs.tables.activations"
@@ -94,7 +89,6 @@ def _sigmoid_linear(x: Float32, alpha: float) -> tuple[Float32, Float32]:
 
 
 def _normal(x: Float32) -> tuple[Float32, Float32]:
-    """Distribution function and density of the normal distribution."""
     bell = ptx.exp2(x * x * Float32(-0.5 * _LOG2E))
     magnitude = cute.arch.fmax(x, -x)
     t = cute.arch.rcp_approx(1.0 + Float32(0.3275911 * math.sqrt(0.5)) * magnitude)

@@ -2,9 +2,9 @@
 
 Each is a frozen choice (compiled in) with a host side, which creates the TMA descriptors, and a
 device side for one warp: `prefetch` runs when the tile is known, ahead of its multiplication; a
-call stores the tile. Between tiles a warp has one integer (`carry`), which each call takes and
-returns: for `Linear` the pending tile of its `Signaller`, for `ActGrad` phases of its barriers.
-Every value is rounded once.
+call stores the tile at `row` and column tile `column` of an expert that ends at `end`. Between
+tiles a warp has one integer (`carry`), which each call takes and returns: for `Linear` the pending
+tile of its `Signaller`, for `ActGrad` phases of its barriers. Every value is rounded once.
 
 Legend: S rows, N columns of y, F expert width, H = 2F or F channels of h, L experts.
 """
@@ -17,31 +17,27 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.sm90.exchange.tile_progress import Signaller
+from phalanx.kernels.sm90.exchange.waves import Signaller
 from phalanx.kernels.sm90.gemm import activate
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
-from phalanx.kernels.sm90.gemm.storage import array, struct
-from phalanx.kernels.sm90.gemm.tensors import matrix
+from phalanx.kernels.sm90.gemm.tensors import array, matrix, struct
 from phalanx.kernels.sm90.jit import ptx
 
 
 class _Warp:
-    """Position of a warp in a tile."""
+    """Position of a warp in a tile; `thread` counts from the first multiplying thread."""
 
     def __init__(self, loop: Mainloop, thread: Int32) -> None:
-        """`thread` counts from the first multiplying thread."""
         self.loop = loop
-        self.blocks_m = loop.group_rows // 64
-        """Blocks of 16 rows of a warp, at a stride of 64 rows."""
+        self.blocks_m = loop.group_rows // 64  # blocks of 16 rows of a warp, at a stride of 64 rows
         self.number = cute.arch.make_warp_uniform(thread // 32)
         self.first = self.number % 4 * 16 if loop.pingpong else self.number * 16
         """First row of the warp in the tile."""
 
     @property
     def column(self) -> Int32:
-        """Column of the lane's accumulators in 8."""
         return 2 * (ptx.lane() % 4)
 
     def values(self, acc: cute.Tensor, m: int, q: int) -> list[Float32]:
@@ -63,7 +59,6 @@ class _Warp:
 def _add_bias(
     values: list[Float32], words: cute.Tensor, expert: Int32, n: Int32, scales: list[Float32]
 ) -> None:
-    """Add bias (times scale) to 8 accumulators; n is the column of the first."""
     for i in range(2):
         low, high = ptx.unpack(words[expert, (n + 8 * i) // 2])
         for half in range(2):
@@ -90,8 +85,7 @@ class Linear:
     """y = acc (+ bias * scale)."""
 
     bias: bool = False
-    signals: bool = False
-    """Signal finished tiles to a reader that waits for waves of experts (`progress`)."""
+    signals: bool = False  # signal finished tiles to a reader that waits for waves of experts
 
     def strips(self, loop: Mainloop) -> Strips:
         return Strips(64, 4 if loop.pingpong else 2)
@@ -131,10 +125,7 @@ class _Linear:
     def __call__(
         self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
-        """Store the tile at `row` and column tile `column` of an expert that ends at `end`.
-
-        If it signals, `expert` is the expert's slice.
-        """
+        """If it signals, `expert` is the expert's slice."""
         if cutlass.const_expr(self.config.signals):
             # Cooperative: the last tile's stores have drained under this one's product.
             if cutlass.const_expr(not self.loop.pingpong):
@@ -202,7 +193,6 @@ class Act:
 
     @property
     def h_strips(self) -> int:
-        """Strips of h that are stored: none without keep_h."""
         return self.num_gate_parts if self.keep_h else 0
 
     def sets(self, loop: Mainloop) -> int:
@@ -238,8 +228,6 @@ class Act:
 
 
 class _Act:
-    """Device side of `Act`: 32 channels at a time."""
-
     def __init__(self, config: Act, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         self.staging = Staging(config.strips(loop), storage, thread)
@@ -252,7 +240,6 @@ class _Act:
     def __call__(
         self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
-        """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
         wide = self.loop.columns // self.config.num_gate_parts
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
@@ -276,7 +263,6 @@ class _Act:
         expert: Int32,
         probs: list[Float32],
     ) -> None:
-        """Write h and a of 32 channels to strips, and store these."""
         config, h_strips, sets = self.config, self.config.h_strips, self.config.sets(self.loop)
         first = j % sets * (h_strips + 1)
         # Before the first block of a row all stores are drained: blocks past the end were skipped,
@@ -334,7 +320,6 @@ class ActGrad:
         return struct(strips=self.strips(loop).storage(), loaded=loaded)
 
     def init_barriers(self, storage: Any) -> None:
-        """One warp: initialise the barriers of the loads of h."""
         with cute.arch.elect_one():
             for number in range(WARPS * 3):
                 cute.arch.mbarrier_init(storage.loaded.data_ptr() + number, 1)
@@ -358,10 +343,8 @@ class ActGrad:
 
 
 class _ActGrad:
-    """Device side of `ActGrad`: 32 channels at a time, with h of the next ones in flight.
-
-    `carry` has a bit for each strip of h: the phase in which its barrier completes next.
-    """
+    """Device side of `ActGrad`: 32 channels at a time, with h of the next ones in flight. `carry`
+    has a bit for each strip of h: the phase in which its barrier completes next."""
 
     def __init__(
         self, config: ActGrad, loop: Mainloop, storage: Any, thread: Int32, args: Any
@@ -375,7 +358,6 @@ class _ActGrad:
 
     @cute.jit
     def prefetch(self, row: Int32, end: Int32, column: Int32) -> None:
-        """Start to load h of the first channels, under the multiplication."""
         self.staging.drain(0)
         self._load(0, row, column)
         self._load(1, row, column)
@@ -396,7 +378,6 @@ class _ActGrad:
     def __call__(
         self, acc: cute.Tensor, carry: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
-        """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
         probs = []
         sums = cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range_constexpr(self.steps):
@@ -433,7 +414,6 @@ class _ActGrad:
         probs: list[Float32],
         sums: cute.Tensor,
     ) -> None:
-        """Replace h by dh in its strip, and store both dh and a."""
         parts, strip = self.config.num_gate_parts, i % 3
         m, j = i // self.width, i % self.width
         for q in range(2):

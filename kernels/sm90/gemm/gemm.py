@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.exchange.ready import WaveWait
+from phalanx.kernels.sm90.exchange.waves import WaveWait
 from phalanx.kernels.sm90.gemm.epilogues import Act, Linear
 from phalanx.kernels.sm90.gemm.mainloop import (
     GROUP_THREADS,
@@ -25,8 +25,7 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     Producer,
 )
 from phalanx.kernels.sm90.gemm.operands import Rows, Weights
-from phalanx.kernels.sm90.gemm.storage import array, struct
-from phalanx.kernels.sm90.gemm.tensors import vector
+from phalanx.kernels.sm90.gemm.tensors import array, struct, vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 
 SMEM_BYTES = 227 * 1024

@@ -25,8 +25,7 @@ from cutlass.utils import LayoutEnum
 
 from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.ring import Ring, State
-from phalanx.kernels.sm90.gemm.storage import array, struct
-from phalanx.kernels.sm90.gemm.tensors import matrix, stacked
+from phalanx.kernels.sm90.gemm.tensors import array, matrix, stacked, struct
 from phalanx.kernels.sm90.jit import ptx
 
 GROUP_THREADS = 128
@@ -38,8 +37,8 @@ _CHUNK = 16  # bytes of a cp.async; 8 of them are a row of a stage of A
 _PASSES = TILE_ROWS * 8 // GROUP_THREADS
 _ATOM = 64  # rows of a wgmma
 _ORDER = 3
-"""First of the two named barriers that order the warp groups at the tensor cores (CUTLASS
-has an OrderedSequenceBarrier for this); 0 is `sync_threads`'s."""
+"""First of the two named barriers that order the warp groups at the tensor cores, like CUTLASS's
+OrderedSequenceBarrier; 0 is `sync_threads`'s."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +59,14 @@ class Mainloop:
 
     @property
     def types(self) -> tuple[Any, Any]:
-        """Elements of A and of B."""
         return BFloat16, BFloat16
 
     @property
     def depth(self) -> int:
-        """Channels of a stage."""
         return 8 * ROW_BYTES // self.types[0].width
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread in the loading and in a multiplying warp group."""
         # setmaxnreg takes registers from a pool of 168 * 384 that the CTA was launched with: a pair
         # that asks for more, such as 48 and 232, would wait for ever. Gathering warps hold 8 source
         # addresses of 64 bits each.
@@ -78,12 +74,10 @@ class Mainloop:
 
     @property
     def warps(self) -> int:
-        """Multiplying warps of a tile."""
         return 4 if self.pingpong else 8
 
     @property
     def group_rows(self) -> int:
-        """Rows of a tile that one warp group multiplies."""
         return TILE_ROWS if self.pingpong else TILE_ROWS // MMA_GROUPS
 
     @property
@@ -92,7 +86,6 @@ class Mainloop:
 
     @property
     def box(self) -> int:
-        """Columns that one TMA copy brings."""
         # Transposed, columns are contiguous, and a box is as wide as the swizzle, 128 bytes.
         return 64 if self.b_transposed else self.columns // 2
 
@@ -114,7 +107,6 @@ class Mainloop:
         )
 
     def smem_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Stages of A and of B, swizzled by 128 bytes."""
         a = hopper.make_smem_layout_a(
             *(LayoutEnum.ROW_MAJOR, (TILE_ROWS, self.columns, self.depth)),
             *(self.types[0], self.stages),
@@ -122,7 +114,6 @@ class Mainloop:
         return a, self._layout_b(self.columns, self.stages)
 
     def box_layout(self) -> cute.ComposedLayout:
-        """The stages of B, box by box."""
         return self._layout_b(self.box, self.stages * self.columns // self.box)
 
     def _layout_b(self, columns: int, count: int) -> cute.ComposedLayout:
@@ -157,7 +148,6 @@ class Mainloop:
         return a[0], a[1], b[0], b[1]
 
     def storage(self) -> Any:
-        """The part of a kernel's shared memory that the stages need."""
         layout_a, layout_b = self.smem_layouts()
         return struct(
             ring=Ring.fields(self.stages),
@@ -172,13 +162,11 @@ class Mainloop:
         return Ring(storage.ring, self.stages, arriving, copiers, self.warps)
 
     def producer(self, *args: Any) -> "Producer":
-        """Loading side; the arguments are those of `Producer`."""
         return Producer(self, *args)
 
     def mma_consumer(
         self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any
     ) -> Any:
-        """Side of a multiplying warp group; scales are for FP8."""
         return MmaConsumer(self, storage, tiled_mma, group)
 
 
@@ -188,7 +176,6 @@ class Producer:
     modes: ClassVar[int] = 1  # modes of the operands' tensors that the contraction takes
 
     def __init__(self, loop: Mainloop, storage: Any, tma: Any, mA: cute.Tensor, index: Any) -> None:
-        """`tma` as `Mainloop.tma` returns it."""
         self.loop, self.ring = loop, loop.ring(storage)
         self.atom_a, self.tensor_a, self.atom_b, self.tensor_b = tma
         self.mA, self.index = mA, index
@@ -217,7 +204,6 @@ class Producer:
         return tuple(addresses)
 
     def _pitch(self) -> Int64:
-        """Bytes of a row of A in memory."""
         return 2 * Int64(self.mA.shape[1])
 
     def place(self, k: Int32) -> tuple[Int32, ...]:
@@ -225,7 +211,6 @@ class Producer:
         return (k,)
 
     def copy(self, to: Int32, source: Int64, k: Int32) -> None:
-        """Start the copy of this thread's piece of block k of a row that begins at `source`."""
         ptx.cp_async(to, source + k * ROW_BYTES)
 
     @cute.jit
@@ -240,12 +225,8 @@ class Producer:
         begin: Int32,
         end: Int32,
     ) -> State:
-        """Load blocks begin .. end - 1 of the contraction for a tile.
-
-        Args:
-            row, column, expert: first row, first column of B's first half, and expert.
-            half_offset: columns from B's first half to its second.
-        """
+        """Load blocks begin .. end - 1 of the contraction for a tile: first row of A, first column
+        of B's first half, expert, and columns from that half to the second one."""
         to_a, from_a = self._a(row)
         # Partitions are made once a tile; blocks of the contraction only pick a coordinate.
         boxes = self._boxes(column, expert, half_offset)
@@ -291,7 +272,6 @@ class Producer:
     def _boxes(
         self, column: Int32, expert: Int32, half_offset: Int32
     ) -> list[tuple[Any, Any, Any]]:
-        """Number, destination and source of the boxes of B."""
         loop, parts = self.loop, []
         count = loop.columns // loop.box
         half = loop.columns // 2
@@ -325,16 +305,13 @@ def _partition(atom: Any, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Te
 
 
 class MmaConsumer:
-    """Side of a multiplying warp group. `acc` holds its part of the tile after a call.
-
-    A thread's accumulators, flat: 4 * (columns // 8) for each 64 rows; there, for each 8 columns,
-    two neighbours in row lane // 4 of the warp's 16 and two 8 rows below.
-    """
+    """Side of a multiplying warp group. `acc` holds its part of the tile after a call. A thread's
+    accumulators, flat: 4 * (columns // 8) for each 64 rows; there, for each 8 columns, two
+    neighbours in row lane // 4 of the warp's 16 and two 8 rows below."""
 
     def __init__(
         self, loop: Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32
     ) -> None:
-        """`group` is 0 or 1."""
         self.loop, self.ring, self.tiled_mma, self.group = (
             loop,
             loop.ring(storage),
@@ -371,10 +348,8 @@ class MmaConsumer:
         self, first: Int32, blocks: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> None:
         """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
-
         Blocks of 64 rows of the tile at `row` that lie past `end` are skipped. `column` and
-        `expert` are used where operands have scales.
-        """
+        `expert` are used where operands have scales."""
         rows = end - row
         if cutlass.const_expr(self.loop.pingpong):
             self._order_barrier(self.group).arrive_and_wait()

@@ -1,8 +1,8 @@
 """Operands of the grouped GEMMs: checked where they enter, and an argument of a kernel each.
 
 An operand is a tensor in bf16, or a `Quantized` in FP8. `rows` and `weights` check one and return
-the record by which kernels take it, so that a launcher and a kernel state an operand once,
-whatever its format. A main loop makes tensors of the records (`Mainloop.operands`).
+the record by which kernels take it, whatever its format; for shape, dtype, strides, alignment or
+device they raise a ValueError. A main loop makes tensors of the records (`Mainloop.operands`).
 
 Legend: R rows, C channels, L experts, N and K channels out and in of weights.
 """
@@ -37,8 +37,7 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Stacked weights as an argument: tensors and ints at a launch, pointers and Int32 in a
-    kernel."""
+    """Stacked weights as an argument, like `Rows`."""
 
     data: BytesPtr  # [L, N, parts * channels], or the transpose of a contiguous tensor in bf16
     scale: Fp32Ptr  # fp32 [L, blocks of N, blocks of K], of any strides; null in bf16
@@ -58,11 +57,7 @@ def data_of(x: Matrix) -> Tensor:
 
 
 def format_of(name: str, x: Matrix) -> str:
-    """Format of rows, as tiles name it: `bf16`, `e4m3` or `e5m2`.
-
-    Raises:
-        ValueError: another dtype.
-    """
+    """Format of rows, `bf16`, `e4m3` or `e5m2`, or a ValueError."""
     dtype, quantized = data_of(x).dtype, isinstance(x, Quantized)
     if dtype not in FORMATS or (dtype == torch.bfloat16) == quantized:
         wanted = "float8_e4m3fn or e5m2" if quantized else "bfloat16"
@@ -71,15 +66,9 @@ def format_of(name: str, x: Matrix) -> str:
 
 
 def rows(name: str, x: Matrix, shape: tuple[int, int], parts: int = 1) -> Rows:
-    """Check rows and return them as an argument.
+    """Check rows of `shape` (R, C), with C in `parts` in FP8, and return them as an argument.
 
-    Args:
-        name: name of the argument.
-        x: bf16, contiguous; or FP8, where rows begin at multiples of 16 bytes.
-        shape: R and C. parts: parts of C in FP8.
-
-    Raises:
-        ValueError: shape, dtype, strides, alignment or device.
+    x is bf16, contiguous; or FP8, where rows begin at multiples of 16 bytes.
     """
     device = data_of(x).device
     if not isinstance(x, Quantized):
@@ -126,11 +115,7 @@ def require_output(
     parts: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Check rows that a caller gave to be written to, which are as `new_rows` makes them.
-
-    Raises:
-        ValueError: shape, dtype, strides, alignment or device.
-    """
+    """Check rows that a caller gave to be written to, which are as `new_rows` makes them."""
     device = data_of(like).device
     if not isinstance(like, Quantized) or not isinstance(x, Quantized):
         require_same_format("the operands", like, name, x)
@@ -147,13 +132,9 @@ def weights(
     """Check stacked weights and return them as an argument.
 
     Args:
-        device: device of the call's tensors. name: name of the argument.
         w: bf16 [L, N, K], contiguous or the transpose of a contiguous [L, K, N]; or e4m3 [L, N, K],
             contiguous. N and K are multiples of 64.
         n_parts, k_parts: parts of N and of K, multiples of 64, in each of which blocks restart.
-
-    Raises:
-        ValueError: shape, dtype, strides, alignment or device.
     """
     data = data_of(w)
     shape = list(data.shape)
@@ -179,11 +160,7 @@ def is_transposed(w: Matrix) -> bool:
 
 
 def require_scales(device: torch.device, name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """Check scales, of which only the strides are free.
-
-    Raises:
-        ValueError: shape, dtype or device.
-    """
+    """Check scales, of which only the strides are free."""
     if scale.dtype != torch.float32 or scale.shape != shape or scale.device != device:
         raise ValueError(
             f"{name} must be torch.float32 {list(shape)} on {device}, not {scale.dtype} "
@@ -192,11 +169,7 @@ def require_scales(device: torch.device, name: str, scale: Tensor, shape: tuple[
 
 
 def require_same_format(name: str, x: Matrix, other_name: str, other: Matrix) -> None:
-    """Check that two operands are both in bf16 or both in FP8.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Raise ValueError unless two operands are both in bf16 or both in FP8."""
     if isinstance(x, Quantized) != isinstance(other, Quantized):
         fp8, bf16 = (name, other_name) if isinstance(x, Quantized) else (other_name, name)
         raise ValueError(f"{fp8} in FP8, {bf16} in bf16: must be the same")

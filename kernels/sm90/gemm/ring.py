@@ -1,8 +1,7 @@
 """Pipeline of stages between loading and multiplying warps: a ring, with two barriers a stage.
 
-CuTe's PipelineTmaAsync with one addition: threads that copy with cp.async arrive as well. A stage
-is full when all its bytes have arrived, and empty when the warps that multiply it have released it.
-A barrier's phase ends with as many arrivals as it was initialised for:
+CuTe's PipelineTmaAsync with one addition: threads that copy with cp.async arrive as well. A
+barrier's phase ends with as many arrivals as it was initialised for:
 
     full[stage]   1, of the warp that issues TMA, which also says how many bytes to wait for,
                   + copiers, one of each thread whose cp.async have reached shared memory
@@ -17,10 +16,9 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32
 
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 
-type State = Any
-"""A `cutlass.pipeline.PipelineState`, which has no types."""
+type State = Any  # a `cutlass.pipeline.PipelineState`, which has no types
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Ring:
 
     @staticmethod
     def fields(stages: int) -> Any:
-        """The part of a kernel's shared memory that a ring needs."""
         return struct(full=array(cutlass.Int64, stages), empty=array(cutlass.Int64, stages))
 
     def init_barriers(self) -> None:
@@ -49,23 +46,18 @@ class Ring:
                 cute.arch.mbarrier_init(empty + stage, self.readers)
 
     def producer_state(self) -> State:
-        """Pipeline state of a loading warp."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
     def full_barrier(self, state: State) -> cute.Pointer:
-        """Full barrier of the stage."""
         return self.storage.full.data_ptr() + state.index
 
     def producer_acquire(self, state: State) -> None:
-        """Wait until the stage may be overwritten."""
         # A producer state starts in phase 1: the first round over the stages does not wait.
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + state.index, state.phase)
 
     def producer_arrive_and_expect_tx(self, state: State) -> None:
-        """One warp, before its TMA copies: arrive, and add their bytes to the phase.
-
-        Both are one operation: between them the phase could end without the bytes.
-        """
+        """One warp, before its TMA copies: arrive, and add their bytes to the phase. Both are one
+        operation: between them the phase could end without the bytes."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(state), self.bytes)
 
@@ -79,17 +71,14 @@ class Ring:
         return number % self.stages, number // self.stages % 2
 
     def next_position(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """`place` of the next block."""
         last = stage == self.stages - 1
         next_stage = cutlass.select_(last, Int32(0), stage + 1)
         return next_stage, cutlass.select_(last, phase ^ 1, phase)
 
     def consumer_try_wait(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
-        """True if a stage is full; does not wait."""
         return cute.arch.mbarrier_try_wait(self.storage.full.data_ptr() + stage, phase)
 
     def consumer_wait(self, stage: Int32, phase: Int32) -> None:
-        """Wait until a stage is full."""
         cute.arch.mbarrier_wait(self.storage.full.data_ptr() + stage, phase)
 
     def consumer_wait_block(self, number: Int32) -> Int32:
@@ -100,7 +89,6 @@ class Ring:
 
     @cute.jit
     def consumer_release(self, stage: Int32) -> None:
-        """A multiplying warp, all its lanes, has read a stage."""
         # One arrival a warp rather than a thread: 8 atomics on the barrier in place of 256. The
         # wait for wgmma before it covers all lanes.
         lane = Int32(cute.arch.lane_idx())

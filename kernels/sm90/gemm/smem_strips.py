@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit import ptx
 
 ROWS = 16
@@ -31,7 +31,6 @@ class Strips:
 
     @property
     def pitch(self) -> int:
-        """Bytes of a row."""
         return 2 * self.columns
 
     @property
@@ -39,7 +38,6 @@ class Strips:
         return WARPS * self.count * ROWS * self.pitch
 
     def storage(self) -> Any:
-        """Field of shared memory for all strips."""
         # 1024: TMA swizzles by bits of the address, `_flip` by the row. They agree where the first
         # row of all strips starts the pattern.
         return struct(data=array(BFloat16, self.bytes // 2, 1024))
@@ -53,11 +51,9 @@ class Strips:
         return cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, plain)
 
     def to_memory(self, tensor: cute.Tensor) -> tuple[Any, Any]:
-        """TMA atom and tensor to store strips to `tensor` [rows, columns]."""
         return self._tma(cpasync.CopyBulkTensorTileS2GOp(), tensor)
 
     def from_memory(self, tensor: cute.Tensor) -> tuple[Any, Any]:
-        """TMA atom and tensor to load strips from `tensor` [rows, columns]."""
         return self._tma(cpasync.CopyBulkTensorTileG2SOp(), tensor)
 
     def _tma(self, op: Any, tensor: cute.Tensor) -> tuple[Any, Any]:
@@ -67,29 +63,25 @@ class Strips:
 
 
 class Staging:
-    """Device side: one warp's strips."""
+    """Device side: one warp's strips; `thread` counts from the first multiplying thread."""
 
     def __init__(self, strips: Strips, storage: Any, thread: Int32) -> None:
-        """`thread` counts from the first multiplying thread."""
         self.strips = strips
         layout = strips.layout(WARPS * strips.count)
         self.tensor = storage.data.get_tensor(layout.outer, swizzle=layout.inner)
         self.first = cute.arch.make_warp_uniform(thread // 32) * strips.count
         base = ptx.address(storage.data.data_ptr()) + self.first * (ROWS * strips.pitch)
+        # Shared address of the lane's row for stmatrix and ldmatrix.
         self.fragment = base + self._inside(thread % 32)
-        """Shared address of the lane's row for stmatrix and ldmatrix."""
 
     def _inside(self, lane: Int32) -> Int32:
-        """Bytes from the first strip to the lane's row for stmatrix."""
         row = lane % ROWS
         return row * self.strips.pitch + (lane // ROWS ^ self._flip(row)) * 16
 
     def _flip(self, row: Int32) -> Int32:
-        """Swizzle: the XOR on the 16-byte chunks of a row, which TMA applies as well.
-
-        Rows of 128 bytes start on the same bank, rows of 64 on two in turn: so 8 rows take 8
-        chunks, or 2 x 4, and stmatrix has no bank conflicts.
-        """
+        """Swizzle: the XOR on the 16-byte chunks of a row, which TMA applies as well. Rows of 128
+        bytes start on the same bank, rows of 64 on two in turn: so 8 rows take 8 chunks, or 2 x 4,
+        and stmatrix has no bank conflicts."""
         return row % 8 if self.strips.columns == 64 else row // 2 % 4
 
     def write(self, strip: int, q: int, words: list[Uint32]) -> None:
@@ -97,7 +89,6 @@ class Staging:
         ptx.stmatrix(self._at(self.fragment, strip, q), *words)
 
     def read(self, strip: int, q: int) -> tuple[Uint32, ...]:
-        """The inverse of `write`."""
         return ptx.ldmatrix(self._at(self.fragment, strip, q))
 
     def _at(self, where: Int32, strip: int, q: int) -> Int32:
@@ -120,10 +111,7 @@ class Staging:
         end: Int32,
         column: Int32,
     ) -> None:
-        """Store what the warp wrote to rows top .. end - 1, from `column` on.
-
-        Counts as one store for `drain`.
-        """
+        """Store what was written to rows top .. end - 1, from `column` on: one store of `drain`."""
         # Writes of stmatrix (generic proxy) become visible to TMA (async proxy); also needed before
         # a strip that lanes have stored is loaded to by TMA.
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -139,7 +127,6 @@ class Staging:
         cute.arch.cp_async_bulk_commit_group()
 
     def expect(self, strips: int, barrier: cute.Pointer) -> None:
-        """Arrive at `barrier` and expect the bytes of `strips` loads."""
         with cute.arch.elect_one():
             size = strips * ROWS * self.strips.pitch
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)

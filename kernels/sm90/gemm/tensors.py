@@ -1,4 +1,4 @@
-"""Host side of kernels: tensors over their pointer arguments."""
+"""Tensors over pointer arguments, and structs of the fields that parts of a kernel need."""
 
 from typing import Any
 
@@ -30,3 +30,13 @@ def words(pointer: cute.Pointer, L: Int32, N: Int32) -> cute.Tensor:
 def vector(pointer: cute.Pointer, size: Any) -> cute.Tensor:
     """A contiguous tensor of one dimension."""
     return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def struct(**fields: Any) -> Any:
+    """A `cute.struct` of these fields, in this order, created while tracing."""
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def array(dtype: Any, size: int, align: int = 8) -> Any:
+    """Field: `size` elements at a multiple of `align` bytes."""
+    return cute.struct.Align[cute.struct.MemRange[dtype, size], align]  # type: ignore[misc]

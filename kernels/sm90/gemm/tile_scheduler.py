@@ -3,14 +3,17 @@
 All tiles are claimed with an atomic add, the first of a CTA too: one that starts late, because
 another kernel still has its SM, or shares it, takes fewer. The first warp of a CTA claims one tile
 ahead, looks its expert up in the device's offsets and sends a record to the other warps through
-shared memory. A tile belongs to one CTA and one expert, and results
-do not depend on who computed it.
+shared memory. A tile belongs to one CTA and one expert, and results do not depend on who computed
+it.
 
-Every tile is claimed once, and every CTA makes one claim past the last tile; the last of these
-claims sets the counter back to 0, so a counter is zeroed once, not once a launch.
+Every CTA makes one claim past the last tile; the last of these sets the counter back to 0, so a
+counter is zeroed once, not once a launch.
 
 Records go through `SLOTS` slots with two barriers each: full[slot] takes 1 arrival, of the first
 warp when the record is written; empty[slot] one of each warp that reads records.
+
+Where all experts have the same number of tiles, as in weight gradients, tiles are numbered expert
+by expert, in the caller's order, and looked up by division (`ExpertTiles`).
 """
 
 from collections.abc import Callable
@@ -22,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from phalanx.kernels.sm90.exchange.waves import slice_tiles
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 
 SLOTS = 2  # records in flight: that of the current tile and of the next one
 RECORD_INTS = 4
@@ -35,13 +38,8 @@ def raster(index: Any, row_tiles: Any, column_tiles: Any, band: int, smaller: Ca
     """Row and column of a tile inside an expert, so that neighbours share operands in L2.
 
     Bands of `band` columns are walked row by row, every other band upwards. Integers of Python and
-    of the device both work.
-
-    Args:
-        index: position in the expert, 0 to row_tiles * column_tiles - 1.
-        row_tiles, column_tiles: size of the expert's grid of tiles, both positive.
-        band: columns of a band.
-        smaller: minimum of two such integers.
+    of the device both work; `smaller` is the minimum of two. `index` counts the tiles of the
+    expert's grid.
     """
     number = index // (row_tiles * band)
     inside = index - number * (row_tiles * band)
@@ -58,11 +56,9 @@ class Schedule:
     tile_rows: int  # rows of a tile
     readers: int  # warps of a CTA that read records: those that load and those that multiply
     band: int = 8
-    sliced: bool = False
-    """Tiles of an expert come in slices of its rows, and records contain the slice."""
+    sliced: bool = False  # an expert's tiles come in slices of its rows, which records contain
 
     def storage(self) -> Any:
-        """Field of shared memory for the barriers and records."""
         return struct(
             full=array(cutlass.Int64, SLOTS),
             empty=array(cutlass.Int64, SLOTS),
@@ -80,8 +76,7 @@ class Scheduler:
     counter: cute.Tensor
     experts: Int32
     column_tiles: Int32
-    slice_bits: Any = None
-    """log2 of the slices that an expert's rows are taken in; None without slices."""
+    slice_bits: Any = None  # log2 of the slices that an expert's rows are taken in, if any
 
     def init_barriers(self) -> None:
         """Initialise the barriers; a fence and a barrier of the CTA follow."""
@@ -108,7 +103,6 @@ class Scheduler:
 
     @cute.jit
     def send(self, number: Int32, row: Int32, end: Int32, column: Int32, expert: Int32) -> None:
-        """First warp: write the record of tile `number`."""
         slot = number % SLOTS
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + slot, (number // SLOTS) % 2 ^ 1)
         record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
@@ -121,8 +115,7 @@ class Scheduler:
 
     @cute.jit
     def claim(self) -> Int32:
-        """First warp: issue the claim of a tile; its number arrives in lane 0, for
-        `claimed_tile`."""
+        """First warp: claim a tile, whose number arrives in lane 0, for `claimed_tile`."""
         # relaxed: the counter orders nothing but itself.
         claimed = Int32(0)
         if cute.arch.lane_idx() == 0:
@@ -133,12 +126,10 @@ class Scheduler:
 
     @cute.jit
     def first(self) -> Int32:
-        """First warp: the CTA's first tile."""
         return self.claimed_tile(self.claim())
 
     @cute.jit
     def claimed_tile(self, claimed: Int32) -> Int32:
-        """First warp: number of the tile of a claim, in all lanes."""
         return cute.arch.shuffle_sync(claimed, 0)
 
     @cute.jit
@@ -167,7 +158,7 @@ class Scheduler:
 
         Returns:
             The window of the tile, then row, end, column and expert of the tile, then the number of
-            tiles up to the end of the window: if there is no such tile (expert -1), of all.
+                tiles up to the end of the window: if there is no such tile (expert -1), of all.
         """
         total = cute.arch.shuffle_sync(inclusive, _WARP - 1)
         while tile - before >= total and first + _WARP < self.experts:
@@ -218,3 +209,62 @@ class Scheduler:
     def _record(self, slot: Int32) -> cute.Pointer:
         # Aligned to a record, which is then read and written in one access.
         return (self.storage.records.data_ptr() + slot * RECORD_INTS).align(4 * RECORD_INTS)
+
+
+_ROW_SHIFT = 16
+
+
+def unpack(position: Int32) -> tuple[Int32, Int32]:
+    """Row and column of a tile in its expert's grid, from the record's third number."""
+    # A record has four numbers: row and column of the tile share one.
+    return position >> _ROW_SHIFT, position & ((1 << _ROW_SHIFT) - 1)
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """From a tile's number to its record, in one warp; 32 experts are looked up at a time."""
+
+    offsets: cute.Tensor
+    order: cute.Tensor  # experts in the order of their tiles; read only if `ordered`
+    ordered: bool
+    band: int  # width of the raster's bands, in tiles (see `raster`)
+    experts: Int32
+    row_tiles: Int32
+    column_tiles: Int32  # tiles of an expert across; `row_tiles` is their number down
+
+    @property
+    def each(self) -> Int32:
+        return self.row_tiles * self.column_tiles
+
+    @cute.jit
+    def window(self, first: Int32) -> tuple[Int32, ...]:
+        """Experts number first .. first + 31 of the order, one a lane: expert, begin and end."""
+        expert = cutlass.min(first + cute.arch.lane_idx(), self.experts - 1)
+        if cutlass.const_expr(self.ordered):
+            expert = self.order[expert]
+        return expert, self.offsets[expert], self.offsets[expert + 1]
+
+    @cute.jit
+    def locate(
+        self, tile: Int32, first: Int32, expert: Int32, begin: Int32, end: Int32
+    ) -> tuple[Int32, ...]:
+        """The record of a tile, from its number over all experts and the window that the last call
+        returned. Returns the window moved to where the tile is, then the expert's first row and the
+        row after its last, position (see `unpack`) and expert, -1 if there is no such tile."""
+        number = tile // self.each
+        page = number - number % _WARP
+        # Claims only grow, so a page of 32 experts is read once.
+        if number < self.experts and page != first:
+            first = page
+            expert, begin, end = self.window(first)
+        lane = number % _WARP
+        row = cute.arch.shuffle_sync(begin, lane)
+        stop = cute.arch.shuffle_sync(end, lane)
+        at_tile = cute.arch.shuffle_sync(expert, lane)
+        # Offsets are not read there; the shuffles above take what the window had.
+        if number >= self.experts:
+            at_tile = Int32(-1)
+        down, across = raster(
+            tile - number * self.each, self.row_tiles, self.column_tiles, self.band, cutlass.min
+        )
+        return first, expert, begin, end, row, stop, down << _ROW_SHIFT | across, at_tile

@@ -18,8 +18,7 @@ TILES = {
 }
 """Tiles by name: ping-pong (pp) or cooperative (co), and columns of accumulators."""
 PATH = Path(__file__).with_name("tiles.json")
-DEEP = 4096
-"""Channels of the contraction from which gathered loads bound a tile, with times of their own."""
+DEEP = 4096  # channels of the contraction from which gathered loads bound a tile
 
 
 def kind(name: str, *, gather: bool, depth: int) -> str:
@@ -45,10 +44,9 @@ def choose(
     gather: bool = False,
     num_gate_parts: int = 1,
 ) -> Mainloop:
-    """The fastest tile.
+    """The fastest tile of `grouped_gemm`, `fc1_act` or `fc2_dgrad_dact`.
 
     Args:
-        name: `grouped_gemm`, `fc1_act` or `fc2_dgrad_dact`.
         columns: of the output. depth: channels of the contraction.
         transposed: B is stored [L, K, N]. gather: rows of A are picked by an index.
         num_gate_parts: accumulators of an output element, 2 with a gate.

@@ -27,7 +27,7 @@ from phalanx.kernels import compiled_libraries as libraries
 from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.launch_options import LaunchOptions
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
 from phalanx.kernels.sm90.jit.program import Program
@@ -35,8 +35,7 @@ from phalanx.kernels.sm90.jit.stand_ins import compiler_fits
 
 ARCH = "sm_90a"  # default target of compilation
 ARCHES = {(9, 0): ARCH, (10, 0): "sm_100a", (10, 3): "sm_103a"}
-"""Targets by CUDA capability. Kernels with warpgroup instructions support the first alone; all
-others are the same for each."""
+"""Targets by CUDA capability: kernels with warpgroup instructions support the first alone."""
 _ALIGN = 16
 _HERE = Path(__file__).parents[1]
 PREFIX = "phalanx"  # beginning of the names of a kernel's functions
@@ -62,7 +61,7 @@ def launch(kernel: type[Kernel], config: Any, /, **arguments: Any) -> None:
     """Run a kernel on the current stream of the tensors' device.
 
     Args:
-        kernel: its class. config: its compiled-in choices.
+        kernel, config: its class and its compiled-in choices.
         arguments: arguments of its `__call__`, by name: a tensor for a pointer (None is a null
             pointer), an int for an Int32, a record for a record.
 
@@ -125,13 +124,8 @@ def compile_kernel(
 ) -> Any:
     """Compile a kernel with `cute.compile`, without a GPU and without the cache.
 
-    Args:
-        kernel_type: its class. config: its compiled-in choices.
-        options: further options of `cute.compile`, such as `--keep-cubin`.
-        arch: one of ARCHES; None is ARCH.
-
-    Raises:
-        ValueError: the kernel is not for this target.
+    `options` are further ones of `cute.compile`, such as `--keep-cubin`; `arch`, by default ARCH,
+    is one of ARCHES. A kernel that is not for this target is a ValueError.
     """
     arch = arch or ARCH
     if why := refuse(kernel_type, arch):
@@ -167,7 +161,7 @@ def _facts(kernel: type[Kernel], config: Any) -> tuple[str, ...]:
 
 def build(kernel: type[Kernel], config: Any, cache: Cache, arch: str | None = None) -> bytes:
     """The kernel's object from the cache, compiled if it is missing; needs no GPU."""
-    from phalanx.kernels.sm90.jit.objects import export
+    from phalanx.kernels.sm90.jit.program import export
 
     return cache.fetch(
         entry_name(kernel, config, arch),
@@ -182,8 +176,7 @@ def sms(device: torch.device) -> int:
 
 
 def persistent_ctas(device: torch.device, options: LaunchOptions) -> int:
-    """CTAs of a persistent kernel: one for each SM that the options do not leave free, at least
-    1."""
+    """CTAs of a persistent kernel: one for each SM that is not left free, at least 1."""
     return max(1, sms(device) - options.sm_margin)
 
 
@@ -196,12 +189,8 @@ def check(
 ) -> None:
     """Check a tensor argument of a kernel; None, an absent optional tensor, passes.
 
-    Args:
-        device: device of the call's tensors. name: name of the argument.
-        dtype, shape: the required ones; shape None means any.
-
-    Raises:
-        ValueError: device, dtype, shape, contiguity or, for bf16, alignment to 16 bytes.
+    Device, dtype, shape (None: any), contiguity and, for bf16, alignment to 16 bytes raise a
+    ValueError.
     """
     if tensor is None:
         return
@@ -242,7 +231,7 @@ def _symbols(kernel: type[Kernel], config: Any) -> Callable[[str], int]:
                 f"{kernel.__name__} {config} is not among the compiled kernels: "
                 f"pip install '{CUTLASS_DSL}' compiles it, or use backend=torch"
             )
-    from phalanx.kernels.sm90.jit.objects import symbols
+    from phalanx.kernels.sm90.jit.program import symbols
 
     return symbols(build(kernel, config, Cache(folder()), arch), PREFIX)
 
@@ -272,7 +261,6 @@ def _epilogues(config: str) -> Iterator[str]:
 
 
 def _placeholder(parameter: Parameter) -> Any:
-    """An argument of the types that a kernel is compiled for; its values have no influence."""
     values = [
         Int32(0)
         if element is None
@@ -280,3 +268,81 @@ def _placeholder(parameter: Parameter) -> Any:
         for element in parameter.elements
     ]
     return values[0] if parameter.record is None else parameter.record(*values)
+
+
+def require(device: torch.device, **arguments: tuple[Tensor | None, torch.dtype, Any]) -> None:
+    """`check` each argument, a triple of tensor, dtype and shape (None: any)."""
+    for name, (tensor, dtype, shape) in arguments.items():
+        check(device, name, tensor, dtype, shape)
+
+
+def launch_persistent(
+    kernel: type[Kernel],
+    config: Any,
+    device: torch.device,
+    options: LaunchOptions,
+    counter: Tensor | None,
+    /,
+    **arguments: Any,
+) -> None:
+    """`launch` a kernel of one CTA an SM, which claims its tiles, on the SMs that `options` leave.
+
+    `counter` is int32 [1], 0 before the call and after it, by default that of `counter_of`;
+    launches that may overlap must not share one.
+    """
+    counter = counter_of(device) if counter is None else counter
+    ctas = persistent_ctas(device, options)
+    launch(kernel, config, **arguments, counter=counter, ctas=ctas)
+
+
+def counter_of(device: torch.device) -> Tensor:
+    """A claim counter, int32 [1] and 0, for a kernel on the current stream.
+
+    Kernels of a stream share one, as each leaves it at 0. A captured kernel gets its own: the
+    stream of a graph, and what overlaps it, are unknown.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.is_current_stream_capturing():
+        return _CAPTURED.take(device, stream, _capture_on(stream))
+    return _of_stream(device, stream)
+
+
+class CaptureCounters:
+    """Counters in the memory of the graph that is being captured, which zeroes them itself.
+
+    They are allocated as needed and live as long as the graph, in blocks, one for each stream,
+    whose kernels follow the one that zeroes it: one zeroing serves hundreds of launches.
+    """
+
+    BLOCK = 512
+
+    def __init__(self) -> None:
+        self._capture = 0
+        self._blocks: list[Tensor] = []
+        """Blocks of this capture: memory dropped during a capture would be reused within it."""
+        self._left: dict[int, list[Tensor]] = {}  # unused counters by stream
+
+    def take(self, device: torch.device, stream: int, capture: int) -> Tensor:
+        """The next counter of the current stream, int32 [1]; there is one capture at a time."""
+        if capture != self._capture:
+            self._capture, self._blocks, self._left = capture, [], {}
+        if not self._left.get(stream):
+            block = torch.zeros(self.BLOCK, dtype=torch.int32, device=device)
+            self._blocks.append(block)
+            self._left[stream] = list(block.split(1))
+        return self._left[stream].pop()
+
+
+_CAPTURED = CaptureCounters()
+
+
+def _capture_on(stream: int) -> int:
+    error, _, number, *_ = cuda.cuStreamGetCaptureInfo(cuda.CUstream(stream))
+    if error != cuda.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cannot query the capture of a stream: {error.name}")
+    return int(number)
+
+
+@functools.cache
+def _of_stream(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)

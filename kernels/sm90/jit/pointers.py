@@ -24,8 +24,7 @@ type Bf16Ptr = Annotated[cute.Pointer, Element(cutlass.BFloat16, 16)]
 type Bf16ScalarPtr = Annotated[cute.Pointer, Element(cutlass.BFloat16, 4)]
 type BytesPtr = Annotated[cute.Pointer, Element(cutlass.Uint8, 16)]
 """Elements of a type that the configuration names; kernels recast the pointer to it."""
-type WordPtr = Annotated[cute.Pointer, Element(cutlass.Uint32, 4)]
-"""Words of two bf16."""
+type WordPtr = Annotated[cute.Pointer, Element(cutlass.Uint32, 4)]  # words of two bf16
 type WordVecPtr = Annotated[cute.Pointer, Element(cutlass.Uint32, 16)]
 type Fp32Ptr = Annotated[cute.Pointer, Element(cutlass.Float32, 4)]
 type Fp32VecPtr = Annotated[cute.Pointer, Element(cutlass.Float32, 16)]
@@ -60,11 +59,8 @@ _KNOWN: dict[type, Arguments] = {}
 
 
 def arguments_of(kernel: type) -> Arguments:
-    """Arguments of a kernel class, read once from the annotations of its `__call__`.
-
-    Raises:
-        TypeError: an argument is no pointer of this file, Int32 or record of them.
-    """
+    """Arguments of a kernel class, read once from the annotations of its `__call__`. One that is no
+    pointer of this file, Int32 or record of them is a TypeError."""
     if kernel not in _KNOWN:
         parameters, values = dict[str, Parameter](), dict[str, Element | None]()
         _, *found, _ = signature(kernel.__call__).parameters.values()  # self, ..., stream

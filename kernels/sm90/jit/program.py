@@ -1,31 +1,36 @@
-"""A compiled kernel in this process: loading its machine code, and calls.
+"""A compiled kernel: its object file by CuTe DSL, loading its machine code, and calls.
 
 A kernel has machine code for the GPU and a host function, which makes the TMA descriptors and
 launches. That is called through its address with a block of arguments that is rewritten for each
 call, so that a launch takes about a microsecond of Python; the DSL's own call wraps every argument
-in objects.
+in objects. Objects run on any host of the same machine type, whatever CPU built them.
 """
 
 import ctypes
+import platform
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import cutlass.cute as cute
 from cuda.bindings import runtime
+from cutlass.base_dsl.compiler import HostTarget
+from cutlass.runtime import find_runtime_libraries
 
 
 class Program:
-    """A kernel, loaded. Calls of several threads, and to several GPUs, may overlap."""
+    """A kernel, loaded. Calls of several threads, and to several GPUs, may overlap.
+
+    Args:
+        lookup: addresses of the functions `entry`, `cuda_init` and `cuda_load_to_device`; of
+            `symbols` or `kernels.compiled_libraries.symbols`.
+        kinds: those of the kernel's arguments, as `Arguments.kinds` tells them.
+    """
 
     def __init__(self, lookup: Callable[[str], int], kinds: str) -> None:
-        """Needs no GPU.
-
-        Args:
-            lookup: addresses of the functions `entry`, `cuda_init` and `cuda_load_to_device`; of
-                `jit.objects.symbols` or `jit.libraries.symbols`.
-            kinds: those of the kernel's arguments, as `Arguments.kinds` tells them.
-        """
         self._lookup = lookup
         self._entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(lookup("entry"))
         self._kinds = kinds
@@ -36,11 +41,7 @@ class Program:
         self._loading = threading.Lock()
 
     def __call__(self, device: int, values: Sequence[int], stream: int) -> None:
-        """Launch on `device`, which must be the current one.
-
-        Args:
-            values: arguments of the kernel, pointers as addresses.
-            stream: a CUDA stream's handle.
+        """Launch on `device`, the current one, pointers being addresses and `stream` a handle.
 
         Raises:
             RuntimeError: the CUDA runtime rejects the launch.
@@ -59,8 +60,7 @@ class Program:
             raise RuntimeError(f"kernel not launched: {_error_name(error)}")
 
     def load(self, device: int) -> None:
-        """Load the machine code on a device, which must be the current one, before its first
-        launch.
+        """Load the machine code on the current device, before its first launch.
 
         Other devices are not touched: a process creates no context on other GPUs of its node.
         """
@@ -78,7 +78,6 @@ class Program:
             self._devices.add(device)
 
     def _initialise(self, name: str, *arguments: Any) -> None:
-        """Call a function of the object, whose last argument receives the error."""
         error = ctypes.c_int32(0)
         pointers = [ctypes.cast(a, ctypes.c_void_p) for a in (*arguments, ctypes.pointer(error))]
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._lookup(name))(
@@ -89,8 +88,6 @@ class Program:
 
 
 class _Block:
-    """Arguments of one call: their values, and pointers to each and to the error."""
-
     def __init__(self, kinds: str) -> None:
         kinds += "Qi"  # the stream, and the error
         # `struct` aligns a value of no size as one of its kind: the offset at which that begins.
@@ -103,3 +100,36 @@ class _Block:
 
 def _error_name(code: int) -> str:
     return f"{runtime.cudaError_t(code).name} ({code})"
+
+
+HOSTS = {
+    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
+    "aarch64": "linux-aarch64",
+}
+"""Host targets of `export`, by `platform.machine()`."""
+
+
+def export(compiled: Any, prefix: str) -> bytes:
+    """Object file of a result of `cute.compile`, with symbols that start with `prefix`."""
+    for library in find_runtime_libraries(enable_tvm_ffi=False):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # its symbols must be found in the export
+    compiled.host_target = HostTarget(HOSTS[platform.machine()])
+    return compiled.dump_to_object(prefix)
+
+
+def symbols(data: bytes, prefix: str) -> Callable[[str], int]:
+    """Link an object of `export`; returns the function from a name of `Program` to its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.o"
+        path.write_bytes(data)
+        function = cute.runtime.load_module(str(path))[prefix]
+
+    def lookup(name: str) -> int:
+        if name == "entry":
+            address = ctypes.cast(function.capi_func, ctypes.c_void_p).value
+        else:
+            address = function.engine.lookup(f"_mlir_{prefix}_{name}")
+        assert address is not None
+        return address
+
+    return lookup

@@ -39,8 +39,7 @@ def max_pair(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32
 
 @dsl_user_op
 def pack_fp8(name: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Two fp32 rounded to a pair of e4m3 or e5m2, in the lower half; values that are too large
-    become the largest number."""
+    """Two fp32 rounded to a pair of e4m3 or e5m2, in the lower half, and saturated."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Float32(high).ir_value(**at), Float32(low).ir_value(**at)]
     # The first operand of a conversion of two is the upper half of the result.
@@ -163,8 +162,7 @@ def cp_async_or_zero(
 def bulk_load(
     where: Int32, source: Int64, size: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Start to copy from global to shared memory, in multiples of 16 bytes, which a barrier in
-    shared memory counts."""
+    """Start to copy multiples of 16 bytes from global to shared memory, with a barrier there."""
     at: Site = dict(loc=loc, ip=ip)
     values = [x.ir_value(**at) for x in (Int32(where), Int64(source), Int32(size), Int32(barrier))]
     kind = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -175,8 +173,7 @@ def bulk_load(
 def bulk_store(
     target: Int64, where: Int32, size: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Start to copy from shared to global memory, in multiples of 16 bytes, as part of the thread's
-    next group of bulk copies."""
+    """Start to copy multiples of 16 bytes to global memory, in the thread's next bulk group."""
     at: Site = dict(loc=loc, ip=ip)
     values = [x.ir_value(**at) for x in (Int64(target), Int32(where), Int32(size))]
     code = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
@@ -207,16 +204,13 @@ def send_pair(
 
 @dsl_user_op
 def load_constant_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory that is constant during the kernel, if `wanted`; otherwise 0.
-
-    The compiler does not move it."""
+    """fp32 from constant global memory if `wanted`, otherwise 0; the compiler does not move it."""
     return _load_if("ld.global.nc.f32", where, wanted, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
 def load_fresh_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory past the L1 cache, as other SMs and GPUs write it, if `wanted`;
-    otherwise 0."""
+    """fp32 from global memory past the L1 cache, as others write it, if `wanted`; otherwise 0."""
     return _load_if("ld.relaxed.gpu.global.f32", where, wanted, dict(loc=loc, ip=ip), ",~{memory}")
 
 

@@ -1,8 +1,8 @@
 """Kernels that this package's heuristics can choose: built ahead of time, checked by tests.
 
-One function a group of families, one line a family. Others are compiled at their first launch.
-CuTe DSL is not imported before `SHIPPED` or `COMPILED` is read. Those of optional capabilities are
-in lists of their own, which `with_capabilities` adds.
+One function a group of families, one line a family. Others are compiled at their first launch. CuTe
+DSL is not imported before `SHIPPED` or `COMPILED` is read. Those of optional capabilities are in
+lists of their own, which `with_capabilities` adds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,8 @@ from typing import Any
 from phalanx.configs.tables.capabilities import KERNELS
 from phalanx.kernels.expert_mlp.activation import Activation
 
-SHIPPED: tuple[tuple[type, Any], ...]
-"""Kernel class and configuration of each that trains a model; created at the first read."""
-COMPILED: tuple[tuple[type, Any], ...]
-"""Kernels of wheels: those of `SHIPPED`, and more for the public functions."""
+SHIPPED: tuple[tuple[type, Any], ...]  # those that train a model
+COMPILED: tuple[tuple[type, Any], ...]  # those of wheels, also for the public functions
 
 SWIGLU = Activation("swiglu")
 GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
@@ -25,7 +23,6 @@ EITHER = (False, True)
 
 
 def _gemms() -> Iterator[tuple[type, Any]]:
-    """`grouped_gemm`, `fc1_act` and `fc2_dgrad_dact` by the tiles of their tables."""
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
     from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
@@ -64,7 +61,6 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 
 def _fp8_gemms() -> Iterator[tuple[type, Any]]:
-    """Kernels in FP8, by the tiles that they choose."""
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
@@ -74,8 +70,7 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
         WgradKernel,
         WgradPairKernel,
     )
-    from phalanx.kernels.sm90.fp8.act import Fp8Act
-    from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
+    from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
     from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
     from phalanx.kernels.sm90.gemm.epilogues import Linear
@@ -113,11 +108,10 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
-    """Gradients in bf16, or added to fp32 ones; experts in the order of the plan, if there is
-    one."""
+    """Gradients in bf16, or added to fp32 ones; experts in the order of the plan, if any."""
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
     from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
-    from phalanx.kernels.sm90.experts.dprob import DprobConfig, DprobKernel
+    from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DprobConfig, DprobKernel
     from phalanx.kernels.sm90.experts.wgrad_kernel import (
         WgradConfig,
         WgradKernel,
@@ -175,7 +169,6 @@ def _routing() -> Iterator[tuple[type, Any]]:
 
 
 def _exchanges() -> Iterator[tuple[type, Any]]:
-    """Exchanges of eight GPUs, for the widths and top_k of the models in configs/model."""
     from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
     from phalanx.kernels.sm90.exchange.push import (
         PushConfig,
@@ -231,8 +224,7 @@ def _for_functions() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.experts.combine import CombineConfig, CombineKernel
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
-    from phalanx.kernels.sm90.fp8.act import Fp8Act
-    from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
+    from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
     from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig

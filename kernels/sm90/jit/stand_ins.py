@@ -54,7 +54,6 @@ class _Placeholder(type):
         return made
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A decorated function or class itself; else another placeholder."""
         return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else cls
 
     def __getitem__(cls, key: Any) -> Any:
@@ -65,8 +64,6 @@ class _Placeholder(type):
 
 
 class _Names(ModuleType):
-    """A module of placeholders, and a package of such modules."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__ = []
@@ -80,8 +77,6 @@ class _Names(ModuleType):
 
 
 class _Finder(Loader):
-    """Finder and loader of `cutlass` and of all that it contains."""
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         return spec_from_loader(name, self) if _is_compiler(name) else None
 

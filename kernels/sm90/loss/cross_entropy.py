@@ -45,16 +45,15 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit import ptx
-from phalanx.kernels.sm90.jit.arguments import require
-from phalanx.kernels.sm90.jit.launch import launch, sms
+from phalanx.kernels.sm90.jit.launch import launch, require, sms
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, LongPtr, WordVecPtr
 
 CLUSTERS = (1, 2, 4, 8)  # CTAs that may share a row: every Hopper GPU takes eight
 STAGES = 4
-"""One is summed, one becomes a gradient, one is stored, one is loaded. Measured: three take a fifth
-more time, six 1 % less."""
+"""One is summed, one becomes a gradient, one is stored, one is loaded. Three take a fifth more
+time, six 1 % less."""
 SLOTS = 2 * STAGES
 _COLUMNS = 8  # bf16 of a 16-byte access
 _WIDEST = 28_800  # columns of a stage: four of them fill shared memory
@@ -62,8 +61,8 @@ _WARPS = 16
 _THREADS = 32 * _WARPS  # threads for statistics, and as many for gradients
 _STATISTICS, _GRADIENTS = 1, 2  # named barriers of the two halves; 0 belongs to sync_threads
 _ROUNDS = 8
-"""Clusters launched per cluster that the SMs hold. A GPU may hold fewer clusters than its SMs
-suggest, as GPCs differ in size; with several rounds that matters little."""
+"""Clusters launched per cluster that the SMs hold: several, as a GPU may hold fewer than its SMs
+suggest, where GPCs differ in size."""
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
 _LOWEST = -1e30  # largest logit of an empty part; finite, so that differences are no NaN
@@ -204,13 +203,11 @@ class CrossEntropyKernel:
         cute.arch.cluster_wait()
 
     def _expect_statistics(self, storage: Any, slot: Int32) -> None:
-        """One thread: expect a row's statistics from all CTAs in a slot."""
         seen = storage.seen.data_ptr() + slot
         cute.arch.mbarrier_arrive_and_expect_tx(seen, self.cluster * 8)
 
     @cute.jit
     def _load(self, storage: Any, stage: Int32, source: Int64, width: Int32) -> None:
-        """One thread: start to load a part into a stage."""
         full = storage.full.data_ptr() + stage
         # Also for an empty part, of 0 bytes: the phase completes with this arrival alone.
         cute.arch.mbarrier_arrive_and_expect_tx(full, width * 2)
@@ -219,8 +216,7 @@ class CrossEntropyKernel:
 
     @cute.jit
     def _statistics(self, storage: Any, number: Int32, width: Int32, rank: Int32) -> None:
-        """Send statistics of row `number` to all CTAs: log2 of the largest exponential, and the sum
-        of all over it."""
+        """Send log2 of row `number`'s largest exponential, and the sum over it, to all CTAs."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = _wait_for_part(storage, number)
@@ -274,7 +270,6 @@ class CrossEntropyKernel:
         out: cute.Tensor,
         factor: Float32,
     ) -> None:
-        """Write the gradient of row `number` over its logits, and its loss."""
         thread, slot = cute.arch.thread_idx()[0] - _THREADS, number % SLOTS
         # Two waits: the bulk load is visible to those who waited for its barrier, and these warps
         # have not.
@@ -317,12 +312,10 @@ class CrossEntropyKernel:
 
 
 def _stage(storage: Any, stage: Int32) -> Int32:
-    """Shared address of a stage."""
     return ptx.address(storage.data.data_ptr()) + stage * (2 * _WIDEST)
 
 
 def _wait_for_part(storage: Any, number: Int32) -> Int32:
-    """Shared address of the part of row `number` of the cluster, once it has arrived."""
     stage = number % STAGES
     # A stage's barrier completes one phase for every fourth row.
     cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, number // STAGES % 2)
@@ -330,7 +323,6 @@ def _wait_for_part(storage: Any, number: Int32) -> Int32:
 
 
 def _eight(address: Int32) -> list[Float32]:
-    """The 8 columns in 16 bytes of shared memory."""
     return [x for word in ptx.load_shared(address) for x in ptx.unpack(word)]
 
 
@@ -351,7 +343,7 @@ def cross_entropy_(logits_NV: Tensor, target_N: Tensor, scale: Tensor) -> Tensor
         scale: fp32, one element: the future gradient of every loss.
 
     Raises:
-        ValueError: a shape, dtype, stride, alignment or device that the kernel does not take.
+        ValueError: an argument that the kernel does not take.
     """
     where, (N, V) = logits_NV.device, logits_NV.shape
     require(

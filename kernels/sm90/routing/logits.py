@@ -1,7 +1,16 @@
-"""Rows of router logits in the registers of a warp, and the arithmetic of routing probabilities.
+"""Rows of router logits in the registers of a warp, their keys, and routing probabilities.
 
 Shared by the kernels `topk` and `topk_backward`: one warp a token, four successive logits of every
 128 a lane. All arithmetic is fp32, whatever the logits are.
+
+`topk` ranks experts by keys: fp32 numbers as unsigned integers in the same order. A maximum over a
+warp is one instruction for integers, and a key with the complement of the expert in its low word
+breaks ties in the comparison (`pair`).
+
+Group-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) ranks groups of experts by the
+sum of their best one or two scores, and only experts of the best groups keep their scores. Every
+lane puts the two best keys of each of its vectors, which are of one group, into shared memory; lane
+g collects those of group g, and counts the groups better than itself. Ties go to the lower group.
 
 Legend: T tokens, E experts, K experts per token.
 """
@@ -11,14 +20,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
+from phalanx.kernels.limits import TOPK_EXPERTS as MAX_EXPERTS
+from phalanx.kernels.limits import TOPK_GROUP_SCORES as MAX_BEST
+from phalanx.kernels.limits import TOPK_GROUP_STEP
+from phalanx.kernels.limits import TOPK_GROUPS as MAX_GROUPS
+from phalanx.kernels.limits import TOPK_SLOTS as MAX_SLOTS
 from phalanx.kernels.sm90.jit.ptx import unpack
-from phalanx.kernels.sm90_limits import TOPK_EXPERTS as MAX_EXPERTS
-from phalanx.kernels.sm90_limits import TOPK_GROUP_SCORES as MAX_BEST
-from phalanx.kernels.sm90_limits import TOPK_GROUP_STEP
-from phalanx.kernels.sm90_limits import TOPK_GROUPS as MAX_GROUPS
-from phalanx.kernels.sm90_limits import TOPK_SLOTS as MAX_SLOTS
 
 WARPS = 8  # warps, and tokens, of a CTA
 LANES = 32
@@ -90,17 +99,14 @@ class Logits:
 
     @staticmethod
     def of(config: TopkConfig, logits: cute.Pointer, token: Int32, experts: Int32) -> "Logits":
-        """Row of a token in logits [T, E]."""
         # 64 bits: T * E may exceed 2^31. E is a multiple of 8, so that rows begin at whole vectors.
         first = Int64(token) * (experts >> 2) * words_of(config)
         return Logits(config, logits + first, experts)
 
     def expert(self, v: int) -> Int32:
-        """First expert of vector v of this lane."""
         return (v * LANES + cute.arch.lane_idx()) * FOUR
 
     def vector(self, v: int) -> cute.Tensor:
-        """Vector v of this lane in memory, as words."""
         words = words_of(self.config)
         at = (v * LANES + cute.arch.lane_idx()) * words
         return cute.make_tensor(self.row + at, cute.make_layout(words))
@@ -121,7 +127,6 @@ class Logits:
 
     @cute.jit
     def one(self, expert: Int32) -> Float32:
-        """Load the logit of any expert of the row."""
         # Two bf16 share a word, the even expert in its lower half.
         if cutlass.const_expr(self.config.bf16):
             low, high = unpack(load_one(self.row + expert // 2))
@@ -180,3 +185,99 @@ def load_one(pointer: cute.Pointer) -> Any:
 def store_one(pointer: cute.Pointer, value: Any) -> None:
     """Store an element at a pointer."""
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value
+
+
+_SIGN = 0x80000000
+ALL_BITS = 0xFFFFFFFF
+
+
+def key_of(x: Float32) -> Uint32:
+    """Key of x, above 0; equal for both zeros. The rank of a NaN is not specified."""
+    # -0 + 0 is +0: one key for both zeros. Numbers with a sign are reversed, others moved above.
+    bits = as_bits(x + Float32(0))
+    return Uint32(
+        cutlass.select_(bits >= Uint32(_SIGN), Uint32(ALL_BITS) - bits, bits + Uint32(_SIGN))
+    )
+
+
+def bits_of(key: Uint32) -> Uint32:
+    """Bits of the fp32 number of a key."""
+    bits = cutlass.select_(key >= Uint32(_SIGN), key - Uint32(_SIGN), Uint32(ALL_BITS) - key)
+    return Uint32(bits)
+
+
+def larger(a: Uint32, b: Uint32) -> Uint32:
+    """Maximum of two keys."""
+    # cutlass.max compares with a sign if its first argument is a constant.
+    return Uint32(cutlass.select_(a > b, a, b))
+
+
+def smaller(a: Uint32, b: Uint32) -> Uint32:
+    """Minimum of two keys."""
+    return Uint32(cutlass.select_(a > b, b, a))
+
+
+def pair(key: Uint32, expert: Int32) -> Uint64:
+    """Key and expert in one integer: of equal keys the lower expert is larger."""
+    return (Uint64(key) << 32) + Uint64(Uint32(ALL_BITS) - Uint32(expert))
+
+
+MINUS_INFINITY = 0x007FFFFF  # key of -inf, the score of an expert whose group is not chosen
+_LOW = 0xFFFFFFFF
+
+
+@cute.jit
+def keep_best_groups(
+    groups: ExpertGroups, row: Logits, keys: cute.Tensor, best: cute.Tensor
+) -> None:
+    """Overwrite the keys of experts in groups that are not chosen by that of -inf. `row` gives the
+    experts of this lane's keys [4, vectors], in registers, 0 past the last expert. `best` is shared
+    memory of the warp, a Uint64 for each vector of each lane; overwritten."""
+    _store_best(keys, best)
+    score = _group_key(groups, best)
+    lane, rank = cute.arch.lane_idx(), Int32(0)
+    for g in cutlass.range_constexpr(groups.number):
+        other = cute.arch.shuffle_sync(score, g)
+        # Ranks are distinct, as ties go to the lower group: exactly `chosen` groups are chosen.
+        if other > score:
+            rank += 1
+        if other == score and lane > g:
+            rank += 1
+    chosen = Uint32(cute.arch.vote_ballot_sync(lane < groups.number and rank < groups.chosen))
+    for v in cutlass.range_constexpr(row.config.vectors):
+        # Experts that are excluded score -inf; 0 is for places without an expert.
+        group = Uint32(row.expert(v)) // Uint32(groups.size)
+        if row.expert(v) < row.experts and (chosen >> group) % 2 == 0:
+            for i in cutlass.range_constexpr(FOUR):
+                keys[i, v] = Uint32(MINUS_INFINITY)
+
+
+@cute.jit
+def _store_best(keys: cute.Tensor, best: cute.Tensor) -> None:
+    lane = cute.arch.lane_idx()
+    for v in cutlass.range_constexpr(keys.shape[1]):
+        first, second = keys[0, v], Uint32(0)
+        for i in cutlass.range_constexpr(1, FOUR):
+            # Both from the old `first`: what a larger key displaces may be the second best.
+            first, second = larger(first, keys[i, v]), larger(second, smaller(first, keys[i, v]))
+        best[v * LANES + lane] = (Uint64(first) << 32) + Uint64(second)
+    cute.arch.sync_warp()  # before `_group_key` reads other lanes' pairs
+
+
+@cute.jit
+def _group_key(groups: ExpertGroups, best: cute.Tensor) -> Uint32:
+    lane, vectors = cute.arch.lane_idx(), groups.size // FOUR
+    first, second, key = Uint32(0), Uint32(0), Uint32(0)
+    if lane < groups.number:
+        for j in cutlass.range_constexpr(vectors):
+            # Groups lie a power of two apart for most sizes: starting each lane at another vector
+            # of its group spreads the lanes over the banks.
+            pair = best[lane * vectors + (lane + j) % vectors]
+            high, low = Uint32(pair >> 32), Uint32(pair & Uint64(_LOW))
+            second = larger(smaller(first, high), larger(second, low))
+            first = larger(first, high)
+        # Scores are added as numbers, then compared as keys again.
+        key = first
+        if cutlass.const_expr(groups.best == MAX_BEST):
+            key = key_of(as_float(bits_of(first)) + as_float(bits_of(second)))
+    return key

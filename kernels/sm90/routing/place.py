@@ -32,9 +32,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.limits import PLAN_CAPACITIES as CAPACITIES
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr, IntVecPtr
-from phalanx.kernels.sm90_limits import PLAN_CAPACITIES as CAPACITIES
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -50,7 +50,7 @@ class PlanConfig:
 
     capacity: int  # most local experts: 64, 256, 512 or 1024
     overlap: bool = True
-    """Start the second kernel under the first one; it waits before it reads the counts."""
+    """Start the second kernel under the first; it waits before it reads the counts."""
 
     def __post_init__(self) -> None:
         if self.capacity not in CAPACITIES:
@@ -84,11 +84,9 @@ class PlanKernel:
         span: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch both kernels; `blocks` chunks, `span` pairs of a warp, `first` local expert.
-
-        idx, prob [P]; row_index, row_prob [S]; offsets [L + 1]; inverse [P]; needed [1]; order [L];
-        counts, scratch of [blocks, L rounded up to 4].
-        """
+        """Launch both kernels; `blocks` chunks, `span` pairs of a warp, `first` local expert. idx,
+        prob [P]; row_index, row_prob [S]; offsets [L + 1]; inverse [P]; needed [1]; order [L];
+        counts, scratch of [blocks, L rounded up to 4]."""
         # Counts are read four experts at a time; those past the last one are 0.
         width = cute.assume((L + 3) // 4 * 4, divby=4)
         mIdx = cute.make_tensor(idx, cute.make_layout(P))
@@ -124,7 +122,6 @@ class PlanKernel:
     def count(
         self, idx: cute.Tensor, counts: cute.Tensor, first: Int32, experts: Int32, span: Int32
     ) -> None:
-        """counts[c, e] = pairs of chunk c for expert e."""
         if cutlass.const_expr(self.config.overlap):
             # First of all, so that `place` starts under this kernel: it waits for the counts
             # itself.
@@ -162,7 +159,6 @@ class PlanKernel:
         rows: Int32,
         span: Int32,
     ) -> None:
-        """Write the plan, from the pairs and the counts of all chunks."""
         capacity = self.config.capacity
         memory = cutlass.utils.SmemAllocator().allocate(
             struct(
@@ -247,7 +243,6 @@ class PlanKernel:
 
     @cute.jit
     def _count(self, counts: cute.Tensor, expert: cute.Tensor) -> None:
-        """Count pairs, in shared memory."""
         for j in cutlass.range_constexpr(_BATCH):
             if expert[j] >= 0:
                 _add(counts, expert[j], Int32(1))
@@ -256,10 +251,7 @@ class PlanKernel:
     def _sum_chunks(
         self, counts: cute.Tensor, total: cute.Tensor, before: cute.Tensor, chunk: Int32
     ) -> None:
-        """Add up the counts of all chunks, and of those before this block's.
-
-        A thread sums four experts; groups of threads take chunks in turn.
-        """
+        """Add up the counts of all chunks, and of those before, four experts a thread."""
         thread = cute.arch.thread_idx()[0]
         chunks, width = counts.shape
         # As many groups as fit; with few experts each has few chunks to read.
@@ -301,12 +293,7 @@ class PlanKernel:
         experts: Int32,
         rows: Int32,
     ) -> Int32:
-        """From counts to rows: `next_row` of every warp, the offsets, and clamped counts in
-        `total`.
-
-        Returns:
-            The number of rows in use.
-        """
+        """Write `next_row` of every warp, the offsets and clamped counts; returns the rows used."""
         thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         # Experts of a thread: successive ones, so that its sum is a step of the prefix sum.
@@ -370,8 +357,7 @@ class PlanKernel:
         experts: Int32,
         rows: Int32,
     ) -> None:
-        """Rank a warp's pairs pair, pair + 32, ... before `end`, and write their rows and
-        inverse."""
+        """Rank a warp's pairs pair, pair + 32, ... before `end`; write their rows and inverse."""
         expert = self._experts(idx, pair, 32, end, first, experts)
         # Loads of the probabilities are issued before the ranks are computed, which hides them.
         value = cute.make_rmem_tensor(_BATCH, Float32)
@@ -404,8 +390,7 @@ class PlanKernel:
 
     @cute.jit
     def _sort(self, count: cute.Tensor, order: cute.Tensor, first: Int32, experts: Int32) -> None:
-        """Position of experts first, first + warps of the grid, ... in the order by falling
-        count."""
+        """Place experts first, first + warps of the grid, ... in the order by falling count."""
         # Each expert counts those ahead of it: few experts a warp, and no exchange between CTAs.
         lane = cute.arch.lane_idx()
         for e in cutlass.range(first, experts, cute.arch.grid_dim()[0] * WARPS, unroll=1):

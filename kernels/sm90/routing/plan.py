@@ -1,6 +1,6 @@
 """Routing plan on the device: the received rows of each expert of a rank, in expert order.
 
-`plan` computes the plan from the routing of all received rows, with the two kernels of `place`;
+`plan` computes it from the routing of all received rows, with the two kernels of `place`;
 `plan_backward` maps the gradient of the rows' probabilities back to the pairs. Bitwise the same as
 `kernels.routing.plan.make_plan` with any other backend.
 
@@ -19,12 +19,12 @@ from cutlass import Float32, Int32
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.limits import PLAN_CAPACITIES as CAPACITIES
+from phalanx.kernels.limits import PLAN_EXPERTS as MAX_EXPERTS
+from phalanx.kernels.limits import PLAN_SLOTS as MAX_SLOTS
 from phalanx.kernels.sm90.jit.launch import check, launch, sms
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
 from phalanx.kernels.sm90.routing.place import MAX_PAIRS, WARPS, PlanConfig, PlanKernel
-from phalanx.kernels.sm90_limits import PLAN_CAPACITIES as CAPACITIES
-from phalanx.kernels.sm90_limits import PLAN_EXPERTS as MAX_EXPERTS
-from phalanx.kernels.sm90_limits import PLAN_SLOTS as MAX_SLOTS
 
 MAX_ROWS = 1 << 30
 _BATCH = 4  # pairs of a thread of `GatherKernel`
@@ -38,11 +38,9 @@ class Chunks(NamedTuple):
 
 
 def chunks(pairs: int, experts: int, sms: int) -> Chunks:
-    """Chunks for a GPU of `sms` SMs, at least one, with a multiple of 32 pairs for every warp.
-
-    A CTA spends about 5 cycles on a pair and 1/16 on each count of all chunks, which it reads to
-    find the rows of its pairs: the fastest number of chunks balances the two.
-    """
+    """Chunks for a GPU of `sms` SMs, at least one, with a multiple of 32 pairs for every warp. A
+    CTA spends about 5 cycles on a pair and 1/16 on each count of all chunks, which it reads to find
+    the rows of its pairs: the fastest number of chunks balances the two."""
     # c CTAs take 5 * pairs / c + c * experts / 16 cycles: least at the square root.
     wanted = min(max(1, math.isqrt(80 * pairs // experts)), sms)
     span = 32 * max(1, -(-pairs // (32 * WARPS * wanted)))
@@ -57,11 +55,9 @@ class GatherConfig:
 
 
 class GatherKernel:
-    """out[p] = values[index[p]], or 0 where the index is negative.
-
-    A thread has `_BATCH` pairs, as many apart as a CTA has threads: accesses of a warp are
-    contiguous. Threads share nothing, so there is no barrier.
-    """
+    """out[p] = values[index[p]], or 0 where the index is negative. A thread has `_BATCH` pairs, as
+    many apart as a CTA has threads: accesses of a warp are contiguous. Threads share nothing, so
+    there is no barrier."""
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
@@ -76,7 +72,6 @@ class GatherKernel:
         pairs: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """values [rows]; index and out [pairs]."""
         block = self.config.threads * _BATCH
         self.kernel(
             cute.make_tensor(values, cute.make_layout(rows)),
@@ -116,8 +111,7 @@ def plan(
     local_experts: int,
     rows: int,
 ) -> ExpertPlan:
-    """Sort the pairs of this rank's experts into `rows` expert rows, as
-    `kernels.routing.plan.make_plan`.
+    """Sort the pairs of this rank's experts, as `kernels.routing.plan.make_plan` does.
 
     Args:
         topk_idx_NK: int32 global expert ids; an id outside this rank's range (-1, say) has no row.
@@ -127,7 +121,7 @@ def plan(
         rows: S. If `needed` is larger, the last experts lack rows, and the step has to be repeated.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or size that the kernel does not take.
+        ValueError: an argument that the kernel does not take.
     """
     where = topk_idx_NK.device
     if topk_idx_NK.ndim != 2 or not 1 <= topk_idx_NK.shape[1] <= MAX_SLOTS:
@@ -173,15 +167,12 @@ def plan(
 
 
 def plan_backward(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
-    """From the gradient of `row_prob_S` to that of the pairs: dprob_S[inverse], 0 for a pair
-    without a row.
+    """Gradient of the pairs from that of `row_prob_S`: dprob_S[inverse], 0 for a pair without row.
 
-    Args:
-        dprob_S: fp32. Rows that `inverse_NK` does not name are not read.
-        inverse_NK: int32, below S.
+    dprob_S is fp32, inverse_NK int32 below S; rows that the latter does not name are not read.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that the kernel does not take.
+        ValueError: an argument that the kernel does not take.
     """
     check(inverse_NK.device, "inverse", inverse_NK, torch.int32, None)
     check(inverse_NK.device, "dprob", dprob_S, torch.float32, (dprob_S.numel(),))

@@ -4,7 +4,7 @@ The router's choice and weights in one pass over the logits, one warp a token. E
 16 logits as keys, integers of the same order. Few logits reach the K-th largest of the lanes' best
 ones: these candidates are collected, and each counts those better than itself. Ties go to the lower
 expert. A token with more than 32 candidates takes K rounds of a warp maximum instead. With
-group-limited routing, `kernels.sm90.routing.expert_groups` excludes experts before.
+group-limited routing, `kernels.sm90.routing.logits` excludes experts before.
 
 Roles. 8 warps of a CTA, a token each; they share no data, so there is no barrier but `sync_warp`:
 
@@ -30,12 +30,12 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from torch import Tensor
 
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.limits import impossible_groups
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, Fp32VecPtr, IntPtr, WordVecPtr
-from phalanx.kernels.sm90.routing.expert_groups import keep_best_groups
-from phalanx.kernels.sm90.routing.keys import ALL_BITS, bits_of, key_of, larger, pair
 from phalanx.kernels.sm90.routing.logits import (
+    ALL_BITS,
     FOUR,
     LANES,
     MAX_EXPERTS,
@@ -46,13 +46,17 @@ from phalanx.kernels.sm90.routing.logits import (
     Logits,
     TopkConfig,
     as_float,
+    bits_of,
+    keep_best_groups,
+    key_of,
+    larger,
+    pair,
     sigmoid,
     store_one,
     sum_exp,
     warp_sum,
 )
 from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
-from phalanx.kernels.sm90_limits import impossible_groups
 
 
 class TopkKernel:
@@ -73,8 +77,7 @@ class TopkKernel:
         scale: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """logits [T, E] in words; bias [E], if any; idx, prob [T, K]; `scale`: bits of an fp32
-        factor."""
+        """logits [T, E] in words; bias [E], if any; idx, prob [T, K]; `scale`: bits of an fp32."""
         self.kernel(logits, bias, idx, prob, T, E, scale).launch(
             grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
             block=[WARPS * LANES, 1, 1],
@@ -135,7 +138,6 @@ class TopkKernel:
 
     @cute.jit
     def _keys(self, row: Logits, x: cute.Tensor, bias: cute.Pointer) -> cute.Tensor:
-        """Keys of the compared scores; 0 past the last expert."""
         keys = cute.make_rmem_tensor((FOUR, self.config.vectors), Uint32)
         keys.fill(0)  # below the key of every number, even of -inf
         for v in cutlass.range_constexpr(self.config.vectors):
@@ -152,10 +154,8 @@ class TopkKernel:
 
     @cute.jit
     def _gather(self, row: Logits, keys: cute.Tensor, found: cute.Tensor) -> tuple[Uint32, Int32]:
-        """The largest key, and the number of candidates, of which up to 32 go to `found`.
-
-        At least K keys reach the K-th largest of the lanes' best. The rest of `found` is 0.
-        """
+        """The largest key, and the number of candidates, of which up to 32 go to `found`. At least
+        K keys reach the K-th largest of the lanes' best. The rest of `found` is 0."""
         found[cute.arch.lane_idx()] = Uint64(0)
         cute.arch.sync_warp()  # zeros of all lanes before any lane's candidates
         # A bound: K lanes hold a key at or above the K-th largest of the lanes' best. Each round
@@ -226,7 +226,6 @@ class TopkKernel:
     def _weigh(
         self, row: Logits, x: cute.Tensor, value: Float32, chosen: cutlass.Boolean, top: Uint32
     ) -> Float32:
-        """Probability, before its factor, of a lane's chosen expert with logit `value`."""
         weights = self.config.weights
         part = Float32(0)
         if cutlass.const_expr(weights == "sigmoid" or weights == "sigmoid_sum"):
@@ -291,7 +290,7 @@ def topk(
     bias_E: Tensor | None = None,
     groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
-    """Experts of every token and their weights, as defined by `kernels.routing.topk.scores`.
+    """Experts of every token and their weights, as defined by `kernels.routing.topk_scores`.
 
     Args:
         logits_TE: fp32 or bf16; E a multiple of 8, up to 512.
@@ -301,15 +300,15 @@ def topk(
         softmax_over: `all` logits, or the chosen ones (`topk`), which equals normalising.
         scale: factor of the weights.
         bias_E: fp32, with `sigmoid` only: the choice is by sigmoid plus bias, the weights are not.
-        groups: number of groups of experts, up to 32, and how many a token chooses from; with
-            fewer than all, `sigmoid` only, a multiple of 4 experts in a group, and K less than
-            three times as many.
+        groups: number of groups of experts, up to 32, and how many a token chooses from; with fewer
+            than all, `sigmoid` only, a multiple of 4 experts in a group, and K less than three
+            times as many.
 
     Returns:
         idx_TK int32, best first, ties to the lower expert, and prob_TK fp32.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or option that the kernel does not take.
+        ValueError: an argument that the kernel does not take.
     """
     biased = bias_E is not None
     config = _config(logits_TE, top_k, score, normalize, softmax_over, biased, groups)
@@ -335,17 +334,13 @@ def topk_backward(
     softmax_over: str,
     scale: float,
 ) -> Tensor:
-    """Gradient of the logits from that of the probabilities; the choice has none.
+    """Gradient of the logits, in their dtype, from that of the probabilities; the choice has none.
 
-    Args:
-        dprob_TK, prob_TK: fp32. idx_TK: int32. The latter two from `topk`.
-        logits_TE and the options: those of `topk`; scale not 0.
-
-    Returns:
-        dlogits_TE in the dtype of the logits.
+    dprob_TK and prob_TK are fp32, idx_TK int32, the latter two from `topk`; logits and options are
+    those of `topk`, scale not 0.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or option that the kernel does not take.
+        ValueError: an argument that the kernel does not take.
     """
     if dprob_TK.ndim != 2:
         raise ValueError(f"dprob must be [T, K], not {list(dprob_TK.shape)}")
@@ -418,7 +413,6 @@ def _expert_groups(number: int, chosen: int, *, experts: int, top_k: int) -> Exp
 
 
 def _bits(scale: float) -> int:
-    """An fp32 as the Int32 of the same bits."""
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be finite")
     return unpack("<i", pack("<f", scale))[0]

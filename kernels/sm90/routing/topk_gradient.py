@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.gemm.tensors import array, struct
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr, WordVecPtr
 from phalanx.kernels.sm90.jit.ptx import pack
 from phalanx.kernels.sm90.routing.logits import (
@@ -60,8 +60,7 @@ class TopkGradientKernel:
         scale: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """dprob, idx, prob [T, K]; logits, dlogits [T, E] in words; `scale`: bits of an fp32
-        factor."""
+        """dprob, idx, prob [T, K]; logits, dlogits [T, E] in words; `scale`: bits of an fp32."""
         self.kernel(dprob, idx, prob, logits, dlogits, T, E, scale).launch(
             grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
             block=[WARPS * LANES, 1, 1],
@@ -138,8 +137,7 @@ class TopkGradientKernel:
 
     @cute.jit
     def _everywhere(self, row: Logits, out: Logits, spread: cute.Tensor, mean: Float32) -> None:
-        """Softmax over all: q * (gradient - mean), the gradient 0 at experts that are not
-        chosen."""
+        """Softmax over all: q * (gradient - mean), the gradient 0 at experts not chosen."""
         # -inf past the last expert: it is no maximum, and `sum_exp` leaves those lanes out.
         x = row.load(Float32(-float("inf")))
         largest = x[0]
@@ -159,14 +157,12 @@ class TopkGradientKernel:
     def _spread(
         self, spread: cute.Tensor, expert: Int32, value: Float32, chosen: cutlass.Boolean
     ) -> None:
-        """Scatter the chosen experts' values into the row in shared memory."""
         if chosen:
             spread[expert] = value  # experts of a token are distinct: no two lanes meet
         cute.arch.sync_warp()  # values of all lanes before any lane reads its part
 
     @cute.jit
     def _read(self, spread: cute.Tensor) -> cute.Tensor:
-        """This lane's part of the row in shared memory."""
         x = cute.make_rmem_tensor((FOUR, self.config.vectors), Float32)
         for v in cutlass.range_constexpr(self.config.vectors):
             at = (v * LANES + cute.arch.lane_idx()) * FOUR
@@ -176,7 +172,6 @@ class TopkGradientKernel:
 
     @cute.jit
     def _write(self, out: Logits, x: cute.Tensor) -> None:
-        """This lane's part of the row, in the dtype of the logits."""
         for v in cutlass.range_constexpr(self.config.vectors):
             if out.expert(v) < out.experts:
                 words = cute.make_rmem_tensor(words_of(self.config), Uint32)

@@ -11,23 +11,23 @@ from tokenizers import Tokenizer
 from phalanx.configs import programs
 from phalanx.configs.schema import Config
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.sidecars import (
-    check_of_data,
-    check_of_model,
-    sidecars,
-    tokenizer_of_data,
-    tokenizers_of,
-)
 from phalanx.moe.data.token_files import BYTES, BYTES_EOD
 from phalanx.moe.data.tokenizer.encoder import (
     PLAIN,
     ByteEncoder,
     Encoder,
     TokenEncoder,
+    load_tokenizer,
     text_of_bytes,
 )
-from phalanx.moe.data.tokenizer.files import load_tokenizer
-from phalanx.moe.data.tokenizer.special_tokens import special_tokens
+from phalanx.moe.data.tokenizer.special_tokens import (
+    check_of_data,
+    check_of_model,
+    sidecars,
+    special_tokens,
+    tokenizer_of_data,
+    tokenizers_of,
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Codec:
 
     tokenizer: Tokenizer | None
     """None for bytes of UTF-8; else the codec's own, whose settings change."""
-    ends: tuple[int, ...]
-    """Ids that end a document, that of the training data first; empty if none is known."""
+    ends: tuple[int, ...]  # that of the training data first; empty if none is known
     special_text: str = PLAIN  # `choice` of the encoder
 
     @cached_property
@@ -50,9 +49,7 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without an end. Bytes that are not UTF-8 (surrogateescape) stay bytes.
 
-        Raises:
-            DataError: the text has such bytes, and a tokenizer needs UTF-8; or it spells a special
-                token, which is refused.
+        Raises DataError for such bytes if a tokenizer needs UTF-8, and for refused special tokens.
         """
         if self.tokenizer is not None and shown(text) != text:
             raise DataError(f"{shown(text)!r} is not UTF-8, which its tokenizer needs")
@@ -70,8 +67,7 @@ class Codec:
     def continuation(self, before: list[int], ids: list[int]) -> str:
         """Text of `ids` that follows the text of `before`, which may be empty.
 
-        Both are decoded together, because decoders such as Llama's drop the leading space of a
-        text.
+        Decoded together, because decoders such as Llama's drop the leading space of a text.
         """
         full = self.decode([*before, *ids])
         return full[len(commonprefix((self.decode(before), full))) :]  # noqa: RUF071
@@ -96,7 +92,6 @@ def codec_of(
 
     Args:
         common: of the checkpoint: its configuration, and facts of an imported model.
-        vocab_size: of the model.
         tokenizer: `bytes`, a tokenizer.json or its folder; None takes that of the data.
         eod: token that ends a document, if neither data nor model define one.
         special_text: `choice` of the encoder.
@@ -142,11 +137,7 @@ def codec_of(
 
 
 def codec_of_run(cfg: Config) -> Codec:
-    """The codec of a run that samples (`run.sample_every`).
-
-    Raises:
-        DataError: its data does not define a tokenizer.
-    """
+    """The codec of a run that samples; a DataError if its data does not define a tokenizer."""
     data = {"config": {"data": asdict(cfg.data)}}
     remedy = programs.here(
         "run.sample_every needs <prefix>.tokenizer.json next to each prefix of data.blend, where "

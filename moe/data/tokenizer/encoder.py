@@ -12,12 +12,54 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.tokenizer.files import load_tokenizer
+from phalanx.moe.data.host_cache import DataError, digest
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """A tokenizer that neither truncates nor pads, whatever its file says; else a DataError."""
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def meaning(tokenizer: Tokenizer) -> str:
+    """Digest of all that gives a text its ids: vocabulary, merges, added tokens, how text is split.
+
+    Files of one meaning may differ in their form, and in what they add or do after that.
+    """
+    content = json.loads(tokenizer.to_str())  # the library's form, whatever the file's
+    splitting = _without_offsets(content["pre_tokenizer"])
+    return digest([content["model"], content["normalizer"], splitting, content["added_tokens"]])
+
+
+def same_meaning(one: Path, two: Path) -> bool:
+    """True if two files of tokenizer.json give every text the same ids; a DataError for others."""
+    return meaning(load_tokenizer(str(one))) == meaning(load_tokenizer(str(two)))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose ids are bytes of UTF-8, each of which is a token as `<0x0A>`."""
+    words = {f"<0x{number:02X}>": number for number in range(256)}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _without_offsets(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {k: _without_offsets(v) for k, v in part.items() if k != "trim_offsets"}
+    return [_without_offsets(each) for each in part] if isinstance(part, list) else part
+
 
 PLAIN, SPECIAL, ERROR = "plain", "special", "error"
 CHOICES = (PLAIN, SPECIAL, ERROR)
@@ -29,11 +71,7 @@ _NUL = b"\xc0\x80"
 
 
 class Encoder(ABC):
-    """Conversion of texts to ids.
-
-    Args:
-        choice: one of `CHOICES`.
-    """
+    """Conversion of texts to ids, with one of `CHOICES`."""
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
@@ -68,8 +106,7 @@ def encoder_of(path: str, ends: tuple[int, ...], choice: str) -> Encoder:
 class ByteEncoder(Encoder):
     """Ids are bytes of UTF-8, and byte 0 ends documents.
 
-    The character U+0000 of a text becomes bytes C0 80 unless byte 0 is wanted, as in Java's
-    modified UTF-8: UTF-8 itself never has them.
+    U+0000 in a text becomes bytes C0 80, as in Java's modified UTF-8, unless byte 0 is wanted.
     """
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
@@ -89,12 +126,9 @@ def text_of_bytes(raw: bytes) -> str:
 
 
 class TokenEncoder(Encoder):
-    """Ids of a tokenizer.
+    """Ids of a tokenizer, which becomes the encoder's own: its settings change.
 
-    Args:
-        tokenizer: becomes the encoder's own, whose settings change.
-        ends: ids that end a document, which are special whatever the tokenizer calls them.
-        choice: one of `CHOICES`.
+    The `ends` of documents are special whatever the tokenizer calls them.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Iterable[int], choice: str) -> None:

@@ -1,27 +1,27 @@
 """Special tokens of a model and its generation_config.json, from its data and its tokenizer.
 
-Export, sample.py and evaluate.py share these checks: an id is below the size of the vocabulary, a
-tokenizer is that of the model, and config.json and generation_config.json agree.
+Also checks that a tokenizer belongs to a run's data, by the files next to it, and to the model.
+Imports no torch.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.sidecars import check_of_data, check_of_model, sidecars
-from phalanx.moe.data.token_files import BYTES_EOD
+from phalanx.moe.data.remote_files import beside
+from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
+from phalanx.moe.data.tokenizer.encoder import load_tokenizer, meaning, same_meaning
 
 Ids = dict[str, int | list[int]]
-Chosen = Mapping[str, int | list[int] | None]
-"""Ids that a user sets in place of the known ones; None removes one."""
+Chosen = Mapping[str, int | list[int] | None]  # None removes an id
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 CHOOSE = "give --{option} an id below {vocab_size}, or none"
-"""Advice of the converter on an id out of range."""
 _LISTS = ("suppress_tokens", "begin_suppress_tokens")
 
 _SHOWN = 60  # characters of a value in a message
@@ -34,10 +34,8 @@ class SpecialTokens:
 
     ids: Ids  # known ones of `bos_token_id`, `eos_token_id`, `pad_token_id` of config.json
     generation: dict[str, Any]
-    """generation_config.json: the same ids, and all other fields of the model's file. Its
-    `eos_token_id` may list more ids at which a text ends."""
-    notes: tuple[str, ...] = ()
-    """Lines on ids that differ from those of the tokenizer, and on the tokenizer of an export."""
+    """generation_config.json, with the same ids; its `eos_token_id` may list more."""
+    notes: tuple[str, ...] = ()  # lines on ids unlike the tokenizer's, and on that of an export
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -57,15 +55,8 @@ def special_tokens(
     """Known special tokens of a model.
 
     The token that ended documents in training has priority, then the tokenizer's, then those of
-    the imported model.
-
-    Args:
-        data: the data section of the run's configuration.
-        tokenizer: folder with the tokenizer's files.
-        base: result of `imported_tokens` for an imported model.
-        vocab_size: upper bound of the ids.
-        chosen: ids that override all of these.
-        remedy: advice on an id out of range, with fields `option` and `vocab_size`.
+    the imported model (`base`, from `imported_tokens`); `chosen` ids override all of these. The
+    `remedy` is advice on an id out of range, with fields `option` and `vocab_size`.
 
     Raises:
         DataError: an id is outside the vocabulary, or a file cannot be read.
@@ -101,11 +92,7 @@ def special_tokens(
 
 
 def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None:
-    """Check that a folder's tokenizer is that of a run's data and model.
-
-    Raises:
-        DataError: it is not, or cannot be read.
-    """
+    """Check that a folder's tokenizer is that of a run's data and model; else a DataError."""
     remedy = "leave --tokenizer out to export that of the data"
     if (file := folder / "tokenizer.json").is_file():
         check_of_data(file, data, remedy)
@@ -113,20 +100,12 @@ def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None
 
 
 def check_vocabulary(folder: Path, vocab_size: int, remedy: str) -> None:
-    """Check that all tokens of a folder's tokenizer are in the vocabulary.
-
-    Raises:
-        DataError: one is not; or a file cannot be read.
-    """
+    """Check that all tokens of a folder's tokenizer are in the vocabulary; else a DataError."""
     check_of_model(folder, _ids(folder, _settings(folder)), vocab_size, remedy)
 
 
 def token_ids(config: Mapping[str, Any]) -> Ids:
-    """Special tokens of a config.json.
-
-    Raises:
-        DataError: a token is no id.
-    """
+    """Special tokens of a config.json; a DataError for one that is no id."""
     known: Ids = {}
     for name in TOKENS:
         ids = config.get(name)
@@ -139,13 +118,7 @@ def token_ids(config: Mapping[str, Any]) -> Ids:
 
 
 def check_ids(where: str, values: Mapping[str, Any], vocab_size: int, remedy: str = CHOOSE) -> None:
-    """Check the token ids of config.json or generation_config.json.
-
-    Args:
-        where: name of the file in messages.
-        values: its fields; only ids are checked.
-        vocab_size: of the model.
-        remedy: as for `special_tokens`.
+    """Check the token ids of config.json or generation_config.json, which messages call `where`.
 
     Raises:
         DataError: an id is outside the vocabulary, or not an id.
@@ -194,7 +167,6 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _ids(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
-    """Ids of all tokens in the files of a tokenizer; added tokens have priority."""
     tokenizer = json_object(folder / "tokenizer.json")
     try:
         words = tokenizer.get("model", {}).get("vocab") or json_object(folder / "vocab.json")
@@ -210,11 +182,7 @@ def _ids(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a folder; empty if the file is missing.
-
-    Raises:
-        DataError: the file is no JSON object.
-    """
+    """A JSON object of a folder, empty if the file is missing; a DataError for other content."""
     if not path.is_file():
         return {}
     try:
@@ -245,3 +213,94 @@ def shown(value: Any) -> str:
     """A value as text of limited length, for messages."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def prefixes(data: Mapping[str, Any]) -> list[str]:
+    """Local prefixes of the descriptions (sidecars) of a run's data section."""
+    if data.get("source") != "indexed":
+        return []
+    return [beside(str(entry), str(data.get("cache", ""))) for entry in data.get("blend", [])]
+
+
+def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
+    """Descriptions of a run's data whose files still exist; a DataError if one cannot be read."""
+    paths = [Path(f"{prefix}.json") for prefix in prefixes(data)]
+    return [Sidecar.read(path) for path in paths if path.is_file()]
+
+
+def tokenizer_of_data(data: Mapping[str, Any]) -> Path | str | None:
+    """The tokenizer.json that is kept next to a run's data, or `BYTES`; None if neither is known.
+
+    Raises DataError if a description of the data cannot be read.
+    """
+    if data.get("source") == "embedded" or {s.tokenizer for s in sidecars(data)} == {BYTES}:
+        return BYTES
+    return next(iter(_kept(data)), None)
+
+
+def _kept(data: Mapping[str, Any]) -> list[Path]:
+    files = (tokenizer_beside(prefix) for prefix in prefixes(data))
+    return [file for file in files if file.is_file()]
+
+
+def tokenizers_of(described: Iterable[Sidecar]) -> str:
+    """Tokenizers that descriptions name, as a list for the user; empty without any."""
+    return ", ".join(sorted({each.tokenizer for each in described}))
+
+
+def check_of_data(tokenizer: Path, data: Mapping[str, Any], remedy: str = "") -> None:
+    """Check that data was prepared with a tokenizer.json, or with one of the same meaning.
+
+    Data without descriptions passes. Raises DataError, with the `remedy`, for another tokenizer.
+    """
+    described = sidecars(data)
+    sums = {each.tokenizer_sha256 for each in described}
+    if not sums or _sha256(tokenizer) in sums:
+        return
+    meanings = {each.tokenizer_meaning for each in described}
+    # Older descriptions have no meaning, but may have the file.
+    same = (meanings - {""} and meaning(load_tokenizer(str(tokenizer))) in meanings) or any(
+        same_meaning(tokenizer, kept) for kept in _kept(data) if _sha256(kept) in sums
+    )
+    if not same:
+        hint = f": {remedy}" if remedy else ""
+        raise DataError(
+            f"tokenizer {tokenizer} is not that of the data, which is "
+            f"{tokenizers_of(described)}{hint}"
+        )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_pair(prefix: str, described: list[Sidecar]) -> None:
+    """Check that a .bin/.idx pair was prepared with the tokenizer of a run's data.
+
+    What has no description passes, as does every pair if `described` is empty; else a DataError.
+    """
+    path = Path(f"{Path(prefix).expanduser()}.json")
+    if not (described and path.is_file() and path.with_suffix(".idx").is_file()):
+        return
+    own = Sidecar.read(path)
+    if not any(own.same_tokenizer(each) for each in described):
+        raise DataError(
+            f"{prefix} was prepared with the tokenizer {own.tokenizer}, and the data of the run "
+            f"with {tokenizers_of(described)}: prepare its text with that one"
+        )
+
+
+def check_of_model(
+    tokenizer: Path, ids: Mapping[str, int], vocab_size: int, remedy: str = ""
+) -> None:
+    """Check that a model's vocabulary includes all tokens of a tokenizer, which may have fewer.
+
+    Raises DataError, with the `remedy`, for an id outside the vocabulary.
+    """
+    token = max(ids, key=ids.__getitem__, default="")
+    if ids and ids[token] >= vocab_size:
+        hint = f": {remedy}" if remedy else ""
+        raise DataError(
+            f"tokenizer {tokenizer} has ids up to {ids[token]} ({token!r}), but "
+            f"model.vocab_size={vocab_size}: it is not that of the model{hint}"
+        )

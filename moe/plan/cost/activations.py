@@ -1,8 +1,7 @@
 """Bytes that a micro-batch saves for its backward pass, and extra bytes the backward pass needs.
 
-Counted from the tensors that modules save, and checked against allocations on an H200
-(tests/moe/plan/cost/test_stages.py), with Transformer Engine's attention and norms. A tensor
-shared by two operations counts once. bf16 unless stated.
+Checked against allocations on an H200 (tests/moe/plan/cost/test_stages.py), with Transformer
+Engine's attention and norms. A tensor shared by two operations counts once. bf16 unless stated.
 
 Legend: T tokens of a rank before sequence parallelism splits them, N received tokens, S expert
 rows, L experts of a rank, D hidden, F expert width, H = 2F if gated.
@@ -28,13 +27,20 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.kernels.expert_mlp.providers import rows_for
-from phalanx.moe import experts
-from phalanx.moe.model import dense_mlp
+from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.moe.plan.cost.traffic import costs, nodes, overlap_sms, received
 from phalanx.moe.plan.cost.weights import LayerKind, all_kinds
-from phalanx.moe.router import router
-from phalanx.moe.saved_tensors import SavedTensors, TokenCounts, saves_fp8_inputs
+from phalanx.moe.router.token_rounding import slots
+from phalanx.moe.saved_tensors import (
+    SavedTensors,
+    TokenCounts,
+    dense_backward,
+    dense_saved,
+    experts_backward,
+    experts_saved,
+    router_saved,
+    saves_fp8_inputs,
+)
 from phalanx.parallel.dispatcher.capacity import Budget
 
 
@@ -44,7 +50,7 @@ def sizes(cfg: Config, world: int) -> TokenCounts:
     tokens = d.micro_batch * d.sequence_length // p.context
     local = tokens // p.tensor
     ranks = expert_parallel_size(cfg, world)
-    expert_slots = router.slots(e.router, experts=e.experts, top_k=e.top_k)
+    expert_slots = slots(e.router, experts=e.experts, top_k=e.top_k)
     local_slots = e.experts // ranks + replica_slots(cfg, world)
     worst = expert_slots.max_rows(local, ranks, local_slots)
     if not expert_backend(cfg.kernels.backend).row_budget:  # balanced load assumed
@@ -75,7 +81,7 @@ _RECOMPUTED: dict[str, tuple[str, ...]] = {
     "moe_act": ("expert_a",),
     "moe": ("shared", "expert_h", "expert_a", "moe"),
 }
-"""Groups of tensors that a name of run.recompute frees; with `full` only the input is saved."""
+"""Tensors that a name of run.recompute frees; with `full` only the input is saved."""
 
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "residual": ("residual",),
@@ -87,10 +93,8 @@ _OFFLOADED: dict[str, tuple[str, ...]] = {
 class Activations:
     """Activation memory of the layers and the output head of a model on one rank.
 
-    Args:
-        cfg: valid; `kernels.backend`, `kernels.attention` and `parallel.dispatch` are resolved.
-        world: ranks.
-        rows: S, if other than that of `sizes`.
+    `kernels.backend`, `kernels.attention` and `parallel.dispatch` are resolved; `rows` are S, if
+    other than that of `sizes`.
     """
 
     def __init__(self, cfg: Config, world: int, rows: int | None = None) -> None:
@@ -109,8 +113,8 @@ class Activations:
     def dense_layer(self, fp8: bool | None = None, mixer: str = ATTENTION) -> LayerMemory:
         """Memory of a layer with a dense MLP; `fp8` None follows the recipe of most layers."""
         cfg, fp8_dense = self._cfg, self._fp8_dense(fp8)
-        saved = dense_mlp.saved_bytes(cfg, self.sizes, cfg.model.dense_ffn, fp8=fp8_dense)
-        backward = dense_mlp.backward_bytes(cfg, self.sizes)
+        saved = dense_saved(cfg, self.sizes, cfg.model.dense_ffn, fp8=fp8_dense)
+        backward = dense_backward(cfg, self.sizes)
         more = self._fp8_inputs(1, instead=True) if fp8_dense else 0
         return self._layer({"dense": saved}, backward, fp8_dense, more, mixer)
 
@@ -118,10 +122,10 @@ class Activations:
         """Memory of a layer with experts; `fp8` None follows the recipe of most layers."""
         cfg, fp8_dense, shared = self._cfg, self._fp8_dense(fp8), self._cfg.model.moe.shared_ffn
         parts = self._experts(is_fp8(cfg) and fp8 is not False)
-        parts["shared"] = dense_mlp.saved_bytes(cfg, self.sizes, shared, fp8=fp8_dense)
+        parts["shared"] = dense_saved(cfg, self.sizes, shared, fp8=fp8_dense)
         more = self._fp8_inputs(1, instead=False) if fp8_dense and shared else 0
         local = cfg.model.moe.experts // expert_parallel_size(cfg, self._world)
-        backward = experts.backward_bytes(cfg, self.sizes, local) + self.replica_memory().backward
+        backward = experts_backward(cfg, self.sizes, local) + self.replica_memory().backward
         backward += costs(cfg, self._world).backward * width(cfg) * cfg.model.hidden
         return self._layer(parts, backward, fp8_dense, more, mixer)
 
@@ -151,15 +155,15 @@ class Activations:
         return 8 * self.sizes.local_tokens * self._cfg.model.hidden * width(self._cfg)
 
     def _fp8_dense(self, fp8: bool | None) -> bool:
-        """Do linear layers other than the routed experts follow the recipe?"""
+        """True if linear layers other than the routed experts follow the recipe."""
         on = quantizes(self._cfg) if fp8 is None else fp8
         return on and quantizes_dense(self._cfg)
 
     def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
         """Extra bytes of FP8 copies of a norm's output, one for each linear layer that reads it.
 
-        They are saved `instead` of the bf16 output or in addition to it. Every tensor parallel
-        rank saves the full copy.
+        They are saved `instead` of the bf16 output or in addition to it, in full on every tensor
+        parallel rank.
         """
         if not saves_fp8_inputs(self._cfg):
             return 0
@@ -168,10 +172,7 @@ class Activations:
         return copies - (s.local_tokens * 2 * hidden if instead else 0)
 
     def _projections(self) -> int:
-        """Extra bytes of FP8 inputs of attention's projections.
-
-        Core attention saves the input of the output projection in bf16 too.
-        """
+        """Extra bytes of FP8 inputs of attention's projections; bf16 of the output's too."""
         a, s = self._cfg.model.attention, self.sizes
         if not saves_fp8_inputs(self._cfg):
             return 0
@@ -186,7 +187,6 @@ class Activations:
     def _layer(
         self, mlp: SavedTensors, backward: int, fp8: bool, more: int, mixer: str
     ) -> LayerMemory:
-        """Memory of a layer whose MLP saves `mlp`, and `more` bytes of its input in FP8."""
         facts = MIXERS[mixer]
         hidden = self.sizes.local_tokens * self._cfg.model.hidden * width(self._cfg)
         # Inputs and outputs of two norms; output of attention plus bias. Recomputing norms frees
@@ -212,9 +212,9 @@ class Activations:
         cfg, p, hidden = self._cfg, self._cfg.precision, self._cfg.model.hidden
         if path := expert_backend(cfg.kernels.backend).saved_tensors:
             parts: SavedTensors = resolve_name(path)(cfg, self.sizes, fp8=fp8)
-            parts["moe"] += router.saved_bytes(cfg, self.sizes)
+            parts["moe"] += router_saved(cfg, self.sizes)
             return parts
-        parts, sent = experts.saved_tensors(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)
+        parts, sent = experts_saved(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)
         tokens = sent.saved * width(cfg) * hidden
         if fp8 and (p.wgrad == "fp8" or rows_in_fp8(cfg)):
             # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
@@ -222,15 +222,12 @@ class Activations:
             resent = bool(overlap_sms(cfg, self._world))
             rows = sent.saved if resent else max(sent.saved, self._received())
             tokens = rows * fp8_row(hidden)
-        parts["moe"] += router.saved_bytes(cfg, self.sizes) + tokens
+        parts["moe"] += router_saved(cfg, self.sizes) + tokens
         parts["moe"] += self.replica_memory().saved
         return parts
 
     def _received(self) -> int:
-        """Received tokens; 0 if a transport for one rank stands in for a larger group.
-
-        `moe.plan.cost.rows` compares such a layer with one of a group that sends tokens.
-        """
+        """Received tokens; 0 if a transport for one rank stands in for a larger group."""
         one_rank = TRANSPORTS[self._cfg.parallel.dispatch].one_rank
         alone = expert_parallel_size(self._cfg, self._world) == 1
         return 0 if one_rank and not alone else received(self._cfg, self._world)

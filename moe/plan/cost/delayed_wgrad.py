@@ -1,4 +1,8 @@
-"""Weight gradients that wait for transfers: where they can, and bytes of their operands.
+"""Weight gradients that wait, for transfers or for those of the next micro-batch.
+
+With few rows for each expert the kernels of weight gradients take longer to read and write the sums
+than to multiply; two micro-batches in one pass halve that traffic, and keep the operands of one
+more micro-batch.
 
 Legend: T tokens of a rank before sequence parallelism splits them, N received tokens, S expert
 rows, D hidden, F expert width, H = 2F if gated.
@@ -7,15 +11,17 @@ rows, D hidden, F expert width, H = 2F if gated.
 from collections.abc import Iterable
 from itertools import chain
 
-from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.arithmetic.mixers import mixer_of
-from phalanx.configs.formats import width
-from phalanx.configs.layout import replica_slots
+from phalanx.configs.arithmetic.layers import has_experts, mixer_of
+from phalanx.configs.arithmetic.rates import with_wide_experts
+from phalanx.configs.formats import grad_width, multiplies_fp8, width
+from phalanx.configs.layout import expert_parallel_size, micro_batches, replica_slots
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
+from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.traffic import costs
 from phalanx.moe.plan.cost.weights import LayerKind
 from phalanx.moe.saved_tensors import TokenCounts, saves_fp8_inputs
@@ -26,8 +32,7 @@ AUTO, OFF, ON, PAIRS = "auto", "off", "on", "pairs"  # values of `parallel.delay
 def refusal(cfg: Config) -> str:
     """Reason why no weight gradient can wait for transfers; empty if some can.
 
-    Args:
-        cfg: valid, with resolved kernels and `parallel.overlap_microbatches`.
+    Kernels and `parallel.overlap_microbatches` of `cfg` are resolved.
     """
     if cfg.parallel.pipeline == 1:
         return "there is one pipeline stage"
@@ -49,9 +54,6 @@ def beside_exchanges(cfg: Config) -> bool:
     """True if weight gradients wait for the next exchange of the backward pass, and hide it.
 
     Their operands are those of one layer at most, which is about what the exchange needs later.
-
-    Args:
-        cfg: valid, with resolved kernels, transport and `parallel.overlap_microbatches`.
     """
     p, transport = cfg.parallel, TRANSPORTS.get(cfg.parallel.dispatch)
     if p.pipeline > 1 and p.overlap_microbatches != "on":
@@ -62,11 +64,7 @@ def beside_exchanges(cfg: Config) -> bool:
 
 
 def waits(cfg: Config) -> bool:
-    """True if weight gradients wait for a pipeline's transfers.
-
-    Args:
-        cfg: valid, with resolved kernels and `parallel.delay_wgrad`.
-    """
+    """True if weight gradients wait for a pipeline's transfers."""
     return cfg.parallel.delay_wgrad in (ON, PAIRS) and not refusal(cfg)
 
 
@@ -121,12 +119,61 @@ def head_operands(cfg: Config, counts: TokenCounts) -> int:
 def held_passes(stage: int, spare: int, operands: int) -> int:
     """Number of backward passes whose weight gradients wait beyond a transfer (ZB-H1).
 
-    One for each stage before this one, which saves that many more micro-batches, but no more than
-    that stage needs: a few percent of the bubble are not worth most of the memory.
-
-    Args:
-        stage: from 0.
-        spare: bytes that this stage needs less than the one that needs most.
-        operands: bytes of one pass, of which one more is held in any case.
+    One for each stage before this one (from 0), which saves that many more micro-batches, but no
+    more than fit into the `spare` bytes that this stage needs less than the one that needs most: a
+    few percent of the bubble are not worth most of the memory. `operands` are bytes of one pass, of
+    which one more is held in any case.
     """
     return stage if not operands else max(0, min(stage, spare // operands - 1))
+
+
+def pairs_refusal(cfg: Config, world: int) -> str:
+    """Reason why no weight gradients of two micro-batches are in one pass; empty if some are."""
+    if not has_experts(cfg.model):
+        return "the model has no experts"
+    if reason := not_accumulated(cfg):
+        return reason
+    if micro_batches(cfg, world) == 1:
+        return "a step has one micro-batch"
+    if cfg.parallel.overlap_microbatches == "on":
+        return "micro-batches overlap"
+    if costs(cfg, world).buffers:
+        return f"parallel.dispatch={cfg.parallel.dispatch} reuses its buffers of expert rows"
+    if replica_slots(cfg, world):
+        return "gradients of replicas are sent"
+    return ""
+
+
+def pairs(cfg: Config, world: int) -> bool:
+    """True if weight gradients of experts are computed for two micro-batches together."""
+    return cfg.parallel.delay_wgrad == PAIRS and not pairs_refusal(cfg, world)
+
+
+def sums_to_products(cfg: Config, world: int, machine: Machine) -> float:
+    """Time to read and write the sums of an expert's weight gradients over its products'."""
+    ranks = expert_parallel_size(cfg, world)
+    local = max(1, cfg.model.moe.experts // ranks)
+    rows = sizes(cfg, world).local_tokens * cfg.model.moe.top_k / local  # of an expert, balanced
+    own = with_wide_experts(cfg.model, machine)
+    rate = own.expert_fp8_tflops if multiplies_fp8(cfg) else own.expert_tflops
+    # Of an element of the gradient: both are read and written once, and 2 FLOP a row.
+    return (2 * grad_width(cfg) / (machine.memory_gbs * 1e9)) / (2 * rows / (rate * 1e12))
+
+
+def possible(cfg: Config, world: int, machine: Machine) -> tuple[list[str], str]:
+    """Values of `parallel.delay_wgrad` without `auto`, the best first, and why not what was asked.
+
+    Each needs less memory than the one before it; a value that was asked for is alone.
+    """
+    wanted = cfg.parallel.delay_wgrad
+    waits, together = refusal(cfg), pairs_refusal(cfg, world)
+    without_pairs = ON if beside_exchanges(cfg) or not waits else OFF
+    if wanted == PAIRS and together:
+        return [without_pairs], together
+    if wanted == AUTO and not waits:
+        gains = expert_backend(cfg.kernels.backend).pairs_wgrad and not together
+        gains = gains and sums_to_products(cfg, world, machine) > 1
+        return [*([PAIRS] if gains else []), ON, OFF], ""
+    if wanted in (AUTO, ON) and waits:
+        return [without_pairs], waits
+    return [wanted], ""

@@ -1,18 +1,27 @@
-"""Seconds of the exchange of expert tokens, and the part of them that computation hides."""
+"""Seconds of exchanges: of expert tokens, and of tensor and context ranks, which share sequences.
 
+A mixer without core attention has some of the heads over full sequences between its projections:
+an all-to-all from tokens to heads, and back (`parallel.context`). Core attention gathers keys and
+values of all context ranks. Tensor ranks gather the tokens in front of attention, dense MLPs and
+shared experts, and add up their results. Computation hides exchanges of expert tokens alone.
+"""
+
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
+from phalanx.configs.arithmetic.layers import mixer_of
+from phalanx.configs.formats import width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.moe.plan.cost.delayed_wgrad import beside_exchanges
+from phalanx.moe.plan.cost.delayed_wgrad import beside_exchanges, pairs
 from phalanx.moe.plan.cost.traffic import Traffic, costs, overlap_sms, traffic
 from phalanx.moe.plan.cost.weights import all_kinds
-from phalanx.moe.plan.cost.wgrad_pairs import pairs
-from phalanx.moe.plan.cost.work import layer_wgrads
+from phalanx.moe.plan.cost.work import Work, layer_wgrads
 from phalanx.parallel.dispatcher.costs import Links
 
 WAITING_COST = 0.7
@@ -50,16 +59,10 @@ class Exchange:
 
         Without overlap that is all of it. With overlap those of the first forward and the last
         backward pass are exposed; with pipeline stages those of the passes in as many slots as
-        there are chunks of the model. Between them the exchanges of a
-        backward pass are hidden by a forward pass, a third of the work, and the other way round;
-        the computation beside them is slower by what they take of the GPU.
-
-        Args:
-            seconds: all exchanges of a micro-batch on a stage.
-            computing: all other work of a micro-batch.
-            micro_batches: number per step.
-            stages: pipeline stages.
-            chunks: model chunks of a stage.
+        there are `chunks` of the model on a stage. Between them the exchanges of a backward pass
+        are hidden by a forward pass, a third of the work, and the other way round; the computation
+        beside them is slower by what they take of the GPU. `seconds` are all exchanges of a
+        micro-batch on a stage, `computing` all its other work.
         """
         if not self.hidden:
             return self.waiting_cost * micro_batches * seconds
@@ -117,3 +120,73 @@ def _crossing(cfg: Config, world: int, machine: Machine, sent: Links) -> float:
     if transport.pipelined and not expert_backend(cfg.kernels.backend).own_exchange:
         return max(near, far)
     return near + far
+
+
+def heads_traffic(cfg: Config, machine: Machine, mixer: str) -> Links:
+    """Bytes of one layer with a mixer and one token, of which tensor ranks each have a part."""
+    p = cfg.parallel
+    # Gradients take the same exchanges in reverse, and recomputation repeats the forward ones.
+    passes = 3 if "full" in cfg.run.recompute else 2
+    sent = passes * mixer_of(mixer).exchanged_channels(cfg.model) * width(cfg)
+    # Neighbouring context ranks are `parallel.tensor` ranks apart.
+    near = min(p.context, max(1, machine.node_gpus // p.tensor))
+    return Links(sent * (near - 1) / p.context, sent * (p.context - near) / p.context)
+
+
+def heads_seconds(cfg: Config, machine: Machine, mixer: str) -> float:
+    """Seconds of that traffic, which nothing overlaps."""
+    sent = heads_traffic(cfg, machine, mixer)
+    return sent.near / (machine.node_gbs * 1e9) + sent.far / (machine.network_gbs * 1e9)
+
+
+class ShardSeconds(NamedTuple):
+    """Seconds of a token that tensor and context ranks share, for each layer."""
+
+    shared: float  # collectives of tensor ranks around one module
+    gathered: float  # keys and values of a layer
+
+    def tensor(self, work: Work) -> float:
+        """Seconds of a token on a stage: attention, and dense MLPs or shared experts."""
+        return (work.layers + work.mlps) * self.shared
+
+    def context(self, work: Work) -> float:
+        """Seconds of a token on a stage: layers with core attention."""
+        return core_layers(work.mixers) * self.gathered
+
+
+def core_layers(mixers: Counter[str]) -> int:
+    """Number of layers with core attention."""
+    return sum(layers for name, layers in mixers.items() if mixer_of(name).core)
+
+
+def shard_seconds(cfg: Config, machine: Machine) -> ShardSeconds:
+    """Seconds per token of a rank.
+
+    Sequence parallelism gathers the input of a module and scatters sums of its output, does both
+    again for their gradients, and gathers the input once more for weight gradients. Keys and values
+    are gathered in the forward pass, and the sums of their gradients are scattered.
+    """
+    p = cfg.parallel
+    again = "full" in cfg.run.recompute
+    element = width(cfg)
+    rows = (5 + 2 * again) * (p.tensor - 1) * cfg.model.hidden * element
+    keys = keys_traffic(cfg, machine)
+    gathered = keys.near / (machine.node_gbs * 1e9) + keys.far / (machine.network_gbs * 1e9)
+    return ShardSeconds(rows / (machine.node_gbs * 1e9), gathered)
+
+
+def keys_traffic(cfg: Config, machine: Machine) -> Links:
+    """Bytes of keys and values of one layer and one token of a rank, forward and backward.
+
+    All of them are at the rate of the network if context ranks are on several nodes.
+    """
+    p, a = cfg.parallel, cfg.model.attention
+    if a.kind == "gqa":
+        channels = 2 * a.kv_heads * a.head_dim
+    else:
+        channels = a.heads * (a.qk_nope_dim + a.qk_rope_dim + a.v_dim)
+    # A rank has the heads of all its tensor ranks' tokens.
+    passes = 3 if "full" in cfg.run.recompute else 2
+    sent = float(passes * (p.context - 1) * channels * width(cfg))
+    inside = p.tensor * p.context <= machine.node_gpus
+    return Links(sent, 0.0) if inside else Links(0.0, sent)

@@ -30,10 +30,7 @@ class MemoryOption:
 def memory_options(cfg: Config, world: int, machine: Machine) -> list[MemoryOption]:
     """Every name of both knobs that saves memory in this run, the cheapest per byte first.
 
-    Args:
-        cfg: valid, with resolved kernels and graph (`moe.plan.described`).
-        world: ranks.
-        machine: its rates.
+    Kernels and graph of `cfg` are resolved (`moe.plan.described`).
     """
     baseline = changed(cfg, _NONE)
     memory, seconds = _peak(baseline, world), step_time(baseline, world, machine).total
@@ -55,11 +52,8 @@ def cheapest(
     """The values of both knobs that are enough and add the least time; None if none are enough.
 
     Candidates: names added greedily, each the cheapest per byte after those before it, without
-    the ones that turn out unnecessary; full MoE layers; full layers.
-
-    Args:
-        cfg, world, machine: as for `memory_options`.
-        fits: are values of both knobs enough? Called with valid ones only.
+    the ones that turn out unnecessary; full MoE layers; full layers. `fits` tells whether values of
+    both knobs are enough, and is called with valid ones only.
     """
     taken = _greedy(cfg, world, machine, fits)
     others = [n for n in taken["run.recompute"] if n not in ("expert_h", "moe_act")]

@@ -1,4 +1,4 @@
-"""Micro-batches in flight on a pipeline stage, and the pipeline bubble.
+"""Order of micro-batches on pipeline stages: which overlap, how many are in flight, the bubble.
 
 The schedules are Megatron-Core's: one forward, one backward (arXiv 2104.04473), interleaved over
 model chunks if there are several; or that of micro-batches that overlap, which has the same bubble.
@@ -9,19 +9,50 @@ from itertools import accumulate, chain, repeat
 from operator import sub
 from pkgutil import resolve_name
 
-from phalanx.configs.layout import micro_batches
+from phalanx.configs.layout import forced_overlap_error, micro_batches, not_overlappable
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
+from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.configs.validate import ConfigError
+
+
+def reason_in_turn(cfg: Config, world: int) -> str | None:
+    """Reason, without an estimate, that micro-batches follow one another; None: one decides.
+
+    The `cfg` has no `auto` in kernels, transport and device. Raises ConfigError if `on` is forced
+    and cannot run.
+    """
+    wanted = cfg.parallel.overlap_microbatches
+    if wanted == "off":
+        return ""
+    if reason := not_overlappable(cfg):
+        if wanted == "on":
+            raise ConfigError(forced_overlap_error(reason))
+        return reason
+    return _left_by_auto(cfg, world) if wanted == "auto" else None
+
+
+def _left_by_auto(cfg: Config, world: int) -> str | None:
+    """Reason for which `auto` leaves it, whatever the estimate says; None if there is none."""
+    if cfg.run.device == "cpu":
+        return "a CPU computes one pass at a time"
+    if expert_backend(cfg.kernels.backend).host_counts:
+        return f"{cfg.kernels.backend} experts have the host wait for each pass"
+    facts = TRANSPORTS[cfg.parallel.dispatch]
+    if facts.one_rank:
+        return "all experts are on one rank, which exchanges nothing"
+    if not facts.collective:
+        return f"{cfg.parallel.dispatch} overlaps its exchanges with experts"
+    if micro_batches(cfg, world) == 1:
+        return "a step has one micro-batch"
+    return None
 
 
 def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[int]) -> int:
-    """Peak bytes that a stage saves for backward passes.
+    """Peak bytes that a stage saves for backward passes, by the resolved schedule of micro-batches.
 
-    Args:
-        cfg: valid, with resolved `parallel.overlap_microbatches`.
-        world: ranks.
-        stage: from 0.
-        chunk_bytes: bytes that one micro-batch saves in each chunk of the stage.
+    `chunk_bytes` are what one micro-batch saves in each chunk of the stage, which counts from 0.
     """
     if not any(chunk_bytes):
         return 0

@@ -1,5 +1,11 @@
-"""Memory of one rank of each pipeline stage, as torch's allocator counts it at its peak."""
+"""Memory of one rank of each pipeline stage, as torch's allocator counts it at its peak.
 
+That of expert rows, at `parallel.capacity_factor` and at worst, is the difference from a rank
+without them, and from one that sends no tokens and has no replicas.
+"""
+
+import copy
+import math
 from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
@@ -8,12 +14,14 @@ from phalanx.configs.layout import document_places, may_be_uneven
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.machines import Machine
-from phalanx.moe.plan.cost.activations import Activations, LayerMemory
+from phalanx.moe.plan.cost.activations import Activations, LayerMemory, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
+    OFF,
     expert_operands,
     head_operands,
     held_passes,
     layer_operands,
+    pairs,
     waits,
 )
 from phalanx.moe.plan.cost.pipeline import in_flight_bytes
@@ -25,7 +33,7 @@ from phalanx.moe.plan.cost.weights import (
     fp8_copy_bytes,
     stage_weights,
 )
-from phalanx.moe.plan.cost.wgrad_pairs import pairs
+from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 
 _WORKSPACES = 128 * 2**20  # approximate bytes that cuBLAS and Transformer Engine allocate
 
@@ -58,12 +66,9 @@ class StageMemory:
 
 
 def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[StageMemory]:
-    """Memory of a rank of each stage, in order.
+    """Memory of a rank of each stage, in order, with resolved kernels and graph.
 
-    Args:
-        cfg: valid, with resolved kernels and graph (`moe.plan.described`).
-        world: ranks.
-        rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
+    Expert `rows` of a rank are the budget of `parallel.capacity_factor` by default.
     """
     act = Activations(cfg, world, rows)
     head, per_layer_kind = act.head(), act.per_layer_kind()
@@ -102,12 +107,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Stage
 
 
 def _delayed(memory: list[StageMemory], operands: list[int]) -> list[StageMemory]:
-    """Memory with weight gradients that wait for transfers.
-
-    Args:
-        memory: without them.
-        operands: bytes of their operands in one pass, of each stage.
-    """
+    """Memory with weight gradients that wait, whose operands take so many bytes in a pass."""
     most, delayed = max(m.peak for m in memory), []
     for m, size in zip(memory, operands, strict=True):
         held = held_passes(m.stage, most - m.peak, size)
@@ -234,3 +234,62 @@ def with_fp8_weights(cfg: Config, weights: int | str) -> Config:
 def with_delayed(cfg: Config, value: str) -> Config:
     """A copy with this `parallel.delay_wgrad`."""
     return replace(cfg, parallel=replace(cfg.parallel, delay_wgrad=value))
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """Bytes of a number of expert rows, on a rank of the pipeline stage with most."""
+
+    rows: int  # S
+    layer: int  # bytes that experts save for the backward pass; 0 if it recomputes them
+    rank: int  # saved by all layers and micro-batches in flight, and one layer's backward
+
+
+def row_memory(cfg: Config, world: int) -> tuple[RowMemory, RowMemory]:
+    """Memory of the budgeted rows, and of the rows if all tokens of a group meet on one rank.
+
+    Kernels of `cfg` are resolved (`moe.plan.described`).
+    """
+    s = sizes(cfg, world)
+    return _row_memory(cfg, world, s.rows), _row_memory(cfg, world, s.worst_rows)
+
+
+def largest_factor(cfg: Config, world: int, available: int) -> float | None:
+    """Largest `parallel.capacity_factor` that fits: expert rows over the balanced load.
+
+    The `available` bytes are for everything in `stage_memory` and `exchange_bytes`. The factor is
+    rounded down to hundredths; infinity if the worst routing fits, None if not even balanced
+    experts do.
+    """
+    s, exchange = sizes(cfg, world), exchange_bytes(cfg, world)
+    balanced = s.local_tokens * cfg.model.moe.top_k
+
+    def fits(rows: int) -> bool:
+        return max(m.peak for m in stage_memory(cfg, world, rows)) + exchange <= available
+
+    if fits(s.worst_rows):
+        return math.inf
+    fit, too_many = -(-balanced // ROW_MULTIPLE), -(-s.worst_rows // ROW_MULTIPLE)
+    if not fits(min(fit * ROW_MULTIPLE, s.worst_rows)):
+        return None
+    while too_many - fit > 1:
+        middle = (fit + too_many) // 2
+        fit, too_many = (middle, too_many) if fits(middle * ROW_MULTIPLE) else (fit, middle)
+    return fit * ROW_MULTIPLE * 100 // balanced / 100
+
+
+def buffer_bytes(cfg: Config, world: int) -> int:
+    """Bytes of dispatch buffers at the peak, on the stage with most, under the worst routing."""
+    most = sizes(cfg, world).worst_rows
+    sent = with_delayed(cfg, OFF)  # operands that wait depend on the transport
+    local = copy.deepcopy(sent)
+    local.parallel.dispatch, local.parallel.expert_replication = "local", 0
+    stages = zip(stage_memory(sent, world, most), stage_memory(local, world, most), strict=True)
+    return exchange_bytes(cfg, world) + max(a.peak - b.peak for a, b in stages)
+
+
+def _row_memory(cfg: Config, world: int, rows: int) -> RowMemory:
+    some, none = (Activations(cfg, world, n).moe_layer() for n in (rows, 0))
+    stages = zip(stage_memory(cfg, world, rows), stage_memory(cfg, world, 0), strict=True)
+    saved = max(a.saved - b.saved for a, b in stages)
+    return RowMemory(rows, some.saved - none.saved, saved + some.backward - none.backward)

@@ -3,9 +3,9 @@
 Expected: GEMMs, core attention, elementwise work and the exchanges of experts, tensor ranks and
 context ranks run one after another, as they do in this code; exchanges that overlap the experts,
 weight gradients (`parallel.delay_wgrad`) or another micro-batch (`parallel.overlap_microbatches`)
-are exposed in part, and GPUs that exchange wait for the slowest one. Gradients are reduced beside
-the last backward pass and parameters gathered beside the first forward pass if `parallel.overlap`
-is on, but for those of the embedding. Uneven routing and host time are not counted.
+are exposed in part, and GPUs that exchange wait for the slowest one. With `parallel.overlap`
+gradients are reduced beside the last backward pass and parameters gathered beside the first forward
+pass, but for those of the embedding. Uneven routing and host time are not counted.
 
 At best: matrix products and core attention alone, with everything else overlapped, for any
 transport. Other systems overlap exchanges with another micro-batch (DualPipe, arXiv 2412.19437;
@@ -15,14 +15,14 @@ Megatron-Core's combined 1F1B), so a sum of both would not be a bound.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
+from statistics import median
 
-from phalanx.configs.arithmetic.core_attention import core_tflops
-from phalanx.configs.arithmetic.expert_rates import with_wide_experts
-from phalanx.configs.arithmetic.layers import mixer_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import mixer_layers, mixer_of
+from phalanx.configs.arithmetic.rates import core_tflops, with_wide_experts
 from phalanx.configs.formats import grad_width, in_bf16, multiplies_fp8, width
 from phalanx.configs.layout import (
     expert_parallel_size,
+    may_be_uneven,
     micro_batches,
     optimizer_shards,
     replicas,
@@ -32,15 +32,16 @@ from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.delayed_wgrad import waits
-from phalanx.moe.plan.cost.exchange import Exchange, own_exchange
-from phalanx.moe.plan.cost.pipeline import step_seconds
-from phalanx.moe.plan.cost.shards import (
+from phalanx.moe.plan.cost.exchange import (
+    Exchange,
     core_layers,
     heads_seconds,
     heads_traffic,
     keys_traffic,
+    own_exchange,
     shard_seconds,
 )
+from phalanx.moe.plan.cost.pipeline import step_seconds
 from phalanx.moe.plan.cost.stages import stage_memory
 from phalanx.moe.plan.cost.traffic import least_traffic, traffic
 from phalanx.moe.plan.cost.weights import Weights, chunks, split_masters, stage_weights
@@ -100,8 +101,7 @@ class Bound:
 
 
 _EXPERTS, _EXCHANGE = 1, 4
-"""Places of experts and of the exchange among the parts of a stage's time, which are in the order
-of `StepTime`."""
+"""Places among the parts of a stage's time, which are in the order of `StepTime`."""
 
 
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
@@ -148,13 +148,8 @@ def step_with(
 ) -> StepTime:
     """Expected time of a step whose tokens travel by any exchange.
 
-    Args:
-        sent: the exchange.
-        cfg: with resolved kernels.
-        world: ranks.
-        machine: rates.
-        passes: reads and writes of a saved tensor by elementwise work, forward and backward.
-        beside_experts: seconds of a MoE layer and micro-batch in more elementwise work.
+    By elementwise work saved tensors are read and written in so many `passes`, forward and
+    backward, and a MoE layer and micro-batch takes so many seconds more `beside_experts`.
     """
     shards = shard_seconds(cfg, machine)
     seconds_of_heads = {name: heads_seconds(cfg, machine, name) for name in mixer_layers(cfg.model)}
@@ -185,10 +180,7 @@ def step_with(
 
 
 def _added_bytes(cfg: Config) -> int:
-    """Bytes of a parameter and micro-batch for gradients that products do not add to their sums.
-
-    These write them, and a pass adds them.
-    """
+    """Bytes of a parameter and micro-batch for gradients that a pass adds, not products."""
     if cfg.kernels.gradient_accumulation_fusion:
         return 0
     return 2 * width(cfg) + 2 * grad_width(cfg)
@@ -248,14 +240,7 @@ def _exposed_collectives(
     """Exposed seconds of gradient reduction and parameter gathering.
 
     Nothing runs beside those of the embedding, which is read first and whose gradient comes last
-    (docs/measured/training/four_h200s.md).
-
-    Args:
-        cfg: with resolved kernels.
-        world: ranks.
-        machine: rates.
-        weights: of every stage.
-        micro_batch: seconds of a micro-batch by part, in the order of `StepTime`.
+    (docs/measured/training/four_h200s.md). `micro_batch` has seconds by part, as in `StepTime`.
     """
     p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
     rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)
@@ -293,11 +278,6 @@ def network_busy(cfg: Config, world: int, machine: Machine) -> float:
 
     Expert tokens, keys and values or heads of context ranks, activations between stages, gradients
     and parameters, at `Machine.network_gbs`.
-
-    Args:
-        cfg: with resolved kernels.
-        world: ranks.
-        machine: rates.
     """
     if world <= machine.node_gpus:
         return 0.0
@@ -319,7 +299,6 @@ _FP32_RATE = 0.1  # rate of matrix products in fp32 relative to bf16
 
 
 def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
-    """Seconds of the optimizer on the slowest stage."""
     of_dense, of_experts = optimizer_shards(cfg, world)
     update = 0.0
     for w in weights:
@@ -336,3 +315,32 @@ def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights
         seconds += w.whole.flops / (rate * 1e12)
         update = max(update, seconds)
     return update
+
+
+BUSIEST: dict[str, float] = {
+    "deepseek_v3_l4": 1.36,
+    "gpt_oss_20b": 1.11,
+    "mixtral_8x7b": 1.81,
+    "moonlight_16b_a3b": 1.15,
+    "qwen3_30b_a3b": 1.26,
+}
+
+
+def busiest(cfg: Config, world: int) -> float:
+    """Rows of the busiest rank over the mean, for which all ranks of a group wait.
+
+    Measured as what natural routing costs runs of five models beside the same runs with balanced
+    experts, or the median of all: steps 41 to 50 from scratch (docs/measured/training/own_*.yaml),
+    the mean of three such pairs of 22 and 27 November 2026, and of Mixtral of one in FP8, with two
+    experts on a rank. Routers that have trained for longer are more even: 1.07 on eight ranks
+    (docs/measured/training/routing_load.md). 1 where all experts of a layer are on one rank, or
+    routing is balanced by force.
+    """
+    if not may_be_uneven(cfg, world):
+        return 1.0
+    return BUSIEST.get(cfg.model.name, median(BUSIEST.values()))
+
+
+def with_natural_routing(step: StepTime, load: float) -> StepTime:
+    """A step whose busiest rank computes and exchanges `load` times the mean rows."""
+    return replace(step, experts=load * step.experts, exchange=load * step.exchange)

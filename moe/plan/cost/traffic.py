@@ -1,6 +1,6 @@
 """Expert traffic between ranks: rows and bytes per token, by kind of link.
 
-Exact expectation over uniformly random routing (`parallel.dispatcher.sampling`). Rows have
+Exact expectation over uniformly random routing (`parallel.dispatcher.costs`). Rows have
 the precision of the run; dispatched rows may be FP8 (`precision.dispatch`).
 """
 
@@ -16,10 +16,17 @@ from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.kernels.quantize import packed
+from phalanx.kernels.quantize import quantize
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, Links, TransportCosts
-from phalanx.parallel.dispatcher.sampling import TopKSampling, most_owners, owner_probabilities
+from phalanx.parallel.dispatcher.costs import (
+    NOTHING,
+    GroupTopology,
+    Links,
+    TopKSampling,
+    TransportCosts,
+    most_owners,
+    owner_probabilities,
+)
 from phalanx.parallel.dispatcher.transport import class_of
 from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
@@ -123,7 +130,7 @@ def received(cfg: Config, world: int) -> int:
 def row_bytes(cfg: Config) -> int:
     """Bytes of a dispatched token, or gradient."""
     hidden, fp8 = cfg.model.hidden, rows_in_fp8(cfg)
-    return packed.row_bytes(hidden) if fp8 else hidden * width(cfg)
+    return quantize.row_bytes(hidden) if fp8 else hidden * width(cfg)
 
 
 def _traffic(
@@ -143,7 +150,6 @@ def _traffic(
 
 
 def _rank_sizes(cfg: Config, world: int) -> list[int]:
-    """Experts of each rank."""
     ranks = expert_parallel_size(cfg, world)
     return [cfg.model.moe.experts // ranks] * ranks
 

@@ -1,9 +1,8 @@
 """Parameters, gradients and optimizer state of each pipeline stage, in numbers and bytes.
 
-Counts are `configs.arithmetic.accounting`'s, by layer, sharded as in Megatron-Core: matrices of
-attention and dense MLPs over tensor ranks, experts over expert ranks, norms, router and output
-biases not at all. Its distributed optimizer shards the state of experts over the expert-data
-parallel ranks, and of all else over data and context parallel ranks.
+Sharded as in Megatron-Core: matrices of attention and dense MLPs over tensor ranks, experts over
+expert ranks, norms, router and output biases not at all. Its distributed optimizer shards the state
+of experts over the expert-data parallel ranks, of all else over data and context parallel ranks.
 """
 
 import functools
@@ -18,8 +17,7 @@ from phalanx.configs.arithmetic.accounting import (
     Parameters,
     parameters,
 )
-from phalanx.configs.arithmetic.layers import ATTENTION, is_dense, mixer, mlp_layers
-from phalanx.configs.arithmetic.mixers import mixer_of
+from phalanx.configs.arithmetic.layers import ATTENTION, is_dense, mixer, mixer_of, mlp_layers
 from phalanx.configs.formats import (
     grad_width,
     in_bf16,
@@ -59,8 +57,7 @@ class WholeUpdates(NamedTuple):
     dense: int = 0  # elements on a rank before the optimizer shards them
     expert: int = 0  # elements of experts, likewise
     elements: int = 0  # elements that the most loaded rank owns
-    padding: int = 0
-    """Elements of the buffers of gradients and of parameters that belong to no parameter."""
+    padding: int = 0  # elements of gradient and parameter buffers without a parameter
     flops: float = 0.0  # FLOPs of that rank's update
     touched: int = 0  # bytes that these read and write
 
@@ -72,18 +69,15 @@ class Weights:
     dense: int  # parameters replicated over data parallel ranks
     expert: int  # parameters of this rank's experts
     parameter_bytes: int
-    gradient_bytes: int
-    """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
+    gradient_bytes: int  # buffers of `parallel.grad_dtype`, one element for each parameter
     whole: "WholeUpdates"  # matrices that the optimizer updates as a whole
-    padding_bytes: int
-    """Padding of both buffers, because ranks own unequal shares of these matrices."""
+    padding_bytes: int  # of both buffers, because ranks own unequal shares of these matrices
     optimizer_bytes: int
     """This rank's shard: fp32 master weights (bf16 runs), moments, averages of `optim.ema`.
 
     Two moments of AdamW, one of matrices that are updated as a whole and not split: the largest
-    shard.
-    Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
-    """
+    shard. Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights
+    lack."""
 
 
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
@@ -106,8 +100,7 @@ def checkpoint_bytes(cfg: Config) -> int:
     """Bytes of a checkpoint: weights, master weights and moments, whatever the layout.
 
     In fp32 the weights are in it twice, as those of the model and of the optimizer. Descriptions
-    of the tensors come on top: about 1 % of a model of some millions of parameters, and less of
-    larger ones.
+    of the tensors come on top: 1 % of a model of some millions of parameters, less of larger ones.
     """
     (whole,) = stage_weights(changed(cfg, _UNDIVIDED), 1)
     again = 0 if in_bf16(cfg) else whole.parameter_bytes
@@ -317,11 +310,8 @@ def fp8_weights_by_kind(cfg: Config, world: int) -> dict[LayerKind, Fp8Weights]:
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
     """Bytes on each stage of FP8 copies of weights.
 
-    They are those of its resident layers in both layouts, and one of another layer's experts.
-
-    Args:
-        cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
-        world: ranks.
+    They are those of its resident layers in both layouts, and one of another layer's experts;
+    `precision.weights=auto` counts as `resident`.
     """
     by_kind = fp8_weights_by_kind(cfg, world)
     kept, scratch = [0] * cfg.parallel.pipeline, [0] * cfg.parallel.pipeline

@@ -22,9 +22,8 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.activations import Activations, sizes
-from phalanx.moe.plan.cost.delayed_wgrad import experts_wait, waits
+from phalanx.moe.plan.cost.delayed_wgrad import experts_wait, pairs, waits
 from phalanx.moe.plan.cost.weights import LayerKind, all_kinds, chunks, fp8_weights_by_kind
-from phalanx.moe.plan.cost.wgrad_pairs import pairs
 
 
 class Flops(NamedTuple):
@@ -154,7 +153,7 @@ class _CopyTimes(NamedTuple):
 def _weight_copies(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, _CopyTimes]:
     """Times of each kind of layer.
 
-    They are made once a step, or for each use: by products forward and for the gradients of
+    Copies are made once a step, or for each use: by products forward and for the gradients of
     rows, which are all but those of weight gradients, a third of the work without recomputation.
     """
     rate = _FP8_COPY * sizes(cfg, world).local_tokens * machine.memory_gbs / 1e3
@@ -173,8 +172,7 @@ class Wgrads(NamedTuple):
 
     attention: float  # projections
     mlp: float  # dense MLP or shared experts
-    experts: float
-    """Routed experts, with the passes over their sums, which overlap products in part."""
+    experts: float  # with the passes over their sums, which overlap products in part
 
 
 def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, Wgrads]:
@@ -192,7 +190,7 @@ def layer_wgrads(cfg: Config, world: int, machine: Machine) -> dict[LayerKind, W
 def beside_passes(cfg: Config) -> Callable[[float, float], float]:
     """Time of weight gradients from those of their products and of passes over their sums.
 
-    They overlap in part; rates that a backend has of its own have passes of their sizes in them.
+    They overlap in part; rates that a backend has of its own include passes of their sizes.
     """
     return max if expert_backend(cfg.kernels.backend).machine_rates else hypot
 
@@ -236,8 +234,6 @@ def _logit_products(cfg: Config) -> float:
 
 
 class _WorkFactors(NamedTuple):
-    """Work with recomputation over work without it."""
-
     projections: float
     core: float
     mlp: float
@@ -246,7 +242,7 @@ class _WorkFactors(NamedTuple):
 
 
 def _work_factors(cfg: Config) -> _WorkFactors:
-    """Factors by part of a layer.
+    """Factors of recomputation by part of a layer.
 
     A forward pass is a third of the work, and an MLP's first product its gated share of that.
     """
@@ -287,7 +283,6 @@ class _Rates(NamedTuple):
 
 
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
-    """Rates of a layer in FP8 or not."""
     m, fast = machine, fp8 and multiplies_fp8(cfg)
     return _Rates(
         m.dense_fp8_tflops if fast and quantizes_dense(cfg) else m.dense_tflops,

@@ -1,18 +1,22 @@
-"""Overrides for a run that does not fit: the bytes needed with each, and which are enough."""
+"""Overrides for a run: those with which it fits, and knobs that cost accuracy or memory.
 
-from collections.abc import Callable, Iterator
+Everything that costs neither is on by default or with `auto`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from phalanx.configs.formats import is_fp8
+from phalanx.configs.formats import is_fp8, multiplies_fp8
 from phalanx.configs.knobs import Changes, changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.plan.cost.memory_options import cheapest
-from phalanx.moe.plan.cost.rows import largest_factor
-from phalanx.moe.plan.cost.stages import host_needed, needed
+from phalanx.moe.plan.cost.stages import host_needed, largest_factor, needed
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
 
@@ -36,13 +40,8 @@ def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> li
     """Overrides that are enough, the fastest first.
 
     Overrides that are enough alone; if there are few, a set of several that is enough; and a
-    larger number of ranks. If nothing is enough, overrides that reduce memory.
-
-    Args:
-        cfg: as set by the user, with `auto` in it.
-        world: ranks.
-        machine: decides the values of `auto`.
-        available: bytes that a rank may need.
+    larger number of ranks. If nothing is enough, overrides that reduce memory. The `machine`
+    decides the values of `auto`; a rank may need `available` bytes.
     """
 
     def need(trial: Config, ranks: int) -> int:
@@ -69,7 +68,6 @@ def suggestions(cfg: Config, world: int, machine: Machine, available: int) -> li
 
 
 def _rate(cfg: Config, world: int, machine: Machine) -> float:
-    """Expected tokens a second and GPU."""
     ranks = cfg.parallel.world_size or world
     seconds = step_time(resolved(cfg, ranks, machine.node_gpus), ranks, machine).total
     return cfg.data.global_batch * cfg.data.sequence_length / ranks / seconds
@@ -80,9 +78,7 @@ def enough(
 ) -> list[tuple[Changes, int]]:
     """(changes, bytes needed with them) for any function `need`, the least needed first.
 
-    Args:
-        kinds: groups of alternative changes, the smallest change first; at most one of a group is
-            applied.
+    At most one change of each of the `kinds` is applied; its smallest change is first.
     """
     trial = _Trial(cfg, world, need)
     single_changes = [
@@ -100,8 +96,7 @@ _STATES: tuple[Changes, ...] = (
     {},
     {"optim.moments": "bf16"},
     {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"},
-)
-"""Smaller optimizer states to combine with recomputation, the least rounding first."""
+)  # smaller optimizer states to combine with recomputation, the least rounding first
 
 
 def _by_module(
@@ -137,7 +132,7 @@ def _by_module(
 
 
 def _fits_host(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
-    """Does host memory suffice for what is offloaded?"""
+    """True if host memory suffices for what is offloaded."""
     if not values["run.offload"]:
         return True
     known = resolved(changed(cfg, values), world, machine.node_gpus)
@@ -145,8 +140,6 @@ def _fits_host(cfg: Config, world: int, values: Changes, machine: Machine) -> bo
 
 
 class _Trial:
-    """Bytes that a configuration needs with changes."""
-
     def __init__(self, cfg: Config, world: int, need: Need) -> None:
         self._cfg, self._world, self._need = cfg, world, need
         self.before = need(cfg, world)
@@ -221,3 +214,71 @@ def _doubles(size: int) -> list[int]:
 def halvings(size: int) -> list[int]:
     """Half of `size`, a quarter, ... down to 1."""
     return [size // 2**n for n in range(1, size.bit_length())]
+
+
+_ROOMY = 2.0  # capacity factor of the records with natural routing
+
+
+def opt_ins(
+    cfg: Config, world: int, machine: Machine, available: int
+) -> Iterator[tuple[str, int, str]]:
+    """(override, change of a rank's bytes, effect) of overrides that are valid and fit."""
+    before = needed(resolved(cfg, world, machine.node_gpus), world)
+    for path, value, effect in _candidates(cfg):
+        trial = changed(cfg, {path: value})
+        try:
+            validate(trial, world)
+            size = needed(resolved(trial, world, machine.node_gpus), world)
+        except ConfigError:
+            continue
+        if size != before and size <= available:
+            yield overrides({path: value}), size - before, effect
+
+
+def _candidates(cfg: Config) -> Iterator[tuple[str, Any, str]]:
+    if cfg.optim.moments == "fp32":
+        yield "optim.moments", "bf16", "rounds the moments of the optimizer"
+    if cfg.parallel.grad_dtype == "fp32":
+        yield "parallel.grad_dtype", "bf16", "rounds sums of gradients, and halves their traffic"
+    if cfg.parallel.capacity_factor < _ROOMY:
+        yield "parallel.capacity_factor", _ROOMY, "fewer steps rerun under uneven routing"
+    if is_fp8(cfg) and cfg.precision.hidden == "bf16":
+        yield "precision.hidden", "fp8", "rounds the inputs of activation gradients"
+    yield "data.micro_batch", 2 * cfg.data.micro_batch, "fewer and larger kernels"
+
+
+_BF16: Mapping[str, Any] = {"precision.recipe": "bf16", "precision.dispatch": "auto"}
+_NOTABLE = 1.01  # speeds that differ by less are not told apart
+
+
+def fp8_gain(cfg: Config, world: int, machine: Machine) -> Choice | None:
+    """Line on the speed of FP8, and on a faster override; None where nothing is in FP8.
+
+    FP8 does not pay for every model: small experts gain less in products than it costs to quantise
+    their rows, and tokens that travel in bf16 are quantised once all have arrived, so that their
+    exchange is exposed.
+    """
+    if not is_fp8(cfg):
+        return None
+    fp8 = _resolved(cfg, world, machine)
+    in_bf16 = _resolved(changed(cfg, _BF16), world, machine)
+    if fp8 is None or in_bf16 is None or not multiplies_fp8(fp8):
+        return None
+    seconds, bf16_seconds = (step_time(c, world, machine).total for c in (fp8, in_bf16))
+    others, rows = {"precision=bf16": bf16_seconds}, {"precision.dispatch": "fp8"}
+    if (trial := _resolved(changed(cfg, rows), world, machine)) is not None:
+        others[overrides(rows)] = step_time(trial, world, machine).total
+    best = min(others, key=lambda name: others[name])
+    reason = f"tokens/s of bf16, estimated for {machine.name}"
+    if seconds > _NOTABLE * others[best]:
+        reason += f"; {best} would be {seconds / others[best]:.2f} times as fast"
+    return Choice("fp8 speed", f"{bf16_seconds / seconds:.2f} x", reason)
+
+
+def _resolved(cfg: Config, world: int, machine: Machine) -> Config | None:
+    """The config without `auto`; None if it is not valid or cannot run on the machine."""
+    try:
+        validate(cfg, world)
+        return resolved(cfg, world, machine.node_gpus)
+    except (ConfigError, KernelUnavailable):
+        return None

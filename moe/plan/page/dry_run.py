@@ -21,14 +21,13 @@ from phalanx.configs.layout import (
     replica_slots,
     stage_ranks,
 )
-from phalanx.configs.matching import Match, matching_records
-from phalanx.configs.records import Published
+from phalanx.configs.records import Match, Published, matching_records
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
-from phalanx.moe.data.vocabulary import shown
+from phalanx.moe.data.blend import shown
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
     AUTO,
@@ -36,31 +35,40 @@ from phalanx.moe.plan.cost.delayed_wgrad import (
     ON,
     PAIRS,
     beside_exchanges,
+    pairs_refusal,
     refusal,
+    sums_to_products,
     waits,
 )
 from phalanx.moe.plan.cost.memory_options import memory_options
-from phalanx.moe.plan.cost.natural_routing import BUSIEST, busiest, with_natural_routing
-from phalanx.moe.plan.cost.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.plan.cost.stages import (
     StageMemory,
+    buffer_bytes,
     exchange_bytes,
     fits,
     fp8_place,
     host_needed,
+    largest_factor,
+    row_memory,
     stage_memory,
     with_delayed,
 )
-from phalanx.moe.plan.cost.step_time import BUSY, bound, network_busy, step_time, with_own_kernels
+from phalanx.moe.plan.cost.step_time import (
+    BUSIEST,
+    BUSY,
+    bound,
+    busiest,
+    network_busy,
+    step_time,
+    with_natural_routing,
+    with_own_kernels,
+)
 from phalanx.moe.plan.cost.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.plan.cost.weights import fp8_copy_bytes
-from phalanx.moe.plan.cost.wgrad_pairs import pairs_refusal, sums_to_products
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.advice import needed, suggestions
-from phalanx.moe.plan.page.fp8_gain import fp8_gain
-from phalanx.moe.plan.page.opt_ins import opt_ins
-from phalanx.moe.plan.search.nearby import next_override
-from phalanx.moe.text.units import count, model_size, storage, work
+from phalanx.moe.plan.page.advice import fp8_gain, needed, opt_ins, suggestions
+from phalanx.moe.plan.search.best import next_override
+from phalanx.moe.text import count, model_size, storage, work
 from phalanx.parallel.dispatcher.costs import Links
 
 _GIB = 2**30
@@ -69,12 +77,7 @@ _GIB = 2**30
 def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     """The page, and the exit code: 0 if the run fits, 2 if not.
 
-    Args:
-        cfg: valid on `world` ranks.
-        world: ranks, of this launch or `parallel.world_size`.
-
-    Raises:
-        ConfigError: a forced kernel cannot run on this machine model.
+    Raises ConfigError if a forced kernel cannot run on this machine model.
     """
     bodies, enough = sections(cfg, world)
     texts = {head: "".join(f"\n  {line}" for line in lines) for head, lines in bodies.items()}
@@ -83,10 +86,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
 
 
 def sections(cfg: Config, world: int) -> tuple[dict[str, Iterator[str]], bool]:
-    """Lines of the page by heading, computed when they are read, and whether the run fits.
-
-    Arguments and errors are those of `dry_run`.
-    """
+    """Lines of the page by heading, computed when they are read, and whether the run fits."""
     machine = MACHINES[cfg.run.machine]
     known = resolved(cfg, world, machine.node_gpus)
     available, enough = machine.room, fits(known, world, machine)
@@ -152,7 +152,6 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
 
 
 def _copies(cfg: Config, world: int) -> str:
-    """FP8 copies of weights, in words."""
     copies = max(fp8_copy_bytes(cfg, world))
     if not copies:
         return f"no FP8 copies: {cfg.kernels.backend} experts multiply FP8 values in bf16"
@@ -160,7 +159,6 @@ def _copies(cfg: Config, world: int) -> str:
 
 
 def _graph(cfg: Config) -> str:
-    """The value of run.graph, and why steps are not captured."""
     if cfg.run.graph == capture.CAPTURED:
         return cfg.run.graph
     return f"{cfg.run.graph}: {capture.not_capturable(cfg) or f'run.graph={cfg.run.graph}'}"
@@ -169,9 +167,7 @@ def _graph(cfg: Config) -> str:
 def _stages(cfg: Config, world: int, machine: Machine, wanted: str) -> str:
     """Place of weight gradients, and seconds for which stages wait with it.
 
-    Args:
-        cfg, world, machine: resolved, as of the page.
-        wanted: `parallel.delay_wgrad` as set.
+    `wanted` is `parallel.delay_wgrad` as set.
     """
     off = step_time(with_delayed(cfg, OFF), world, machine).waiting
     if waits(cfg):
@@ -283,7 +279,6 @@ def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
 
 
 def _verdict(cfg: Config, world: int, machine: Machine) -> str:
-    """Does the run fit, and up to how many expert rows?"""
     enough = needed(cfg, world) <= machine.room
     factor = largest_factor(cfg, world, machine.room if enough else machine.safe_room)
     if factor is None:
@@ -381,7 +376,6 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
 
 
 def _measured(cfg: Config) -> str:
-    """Source of the rows of the busiest rank."""
     if cfg.model.name in BUSIEST:
         return "as measured in steps 41 to 50 from scratch"
     least, most = min(BUSIEST.values()), max(BUSIEST.values())
@@ -418,7 +412,6 @@ def _compared(match: Match) -> str:
 
 
 def _overlapped(cfg: Config, world: int) -> str:
-    """Computation that hides exchanges, in words."""
     if cfg.parallel.overlap_microbatches == "on":
         return "overlapped with another micro-batch"
     if overlap_sms(cfg, world):
@@ -444,7 +437,6 @@ def _advice(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
 
 
 def _short(cfg: Config, known: Config, world: int, machine: Machine, enough: bool) -> Iterator[str]:
-    """Three lines: does it fit, how fast is it, and what to try next."""
     size = storage(_with_reserve(needed(known, world), machine))
     verdict = "fits" if enough else "does not fit"
     if enough and needed(known, world) > machine.safe_room:

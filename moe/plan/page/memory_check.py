@@ -22,23 +22,17 @@ from phalanx.configs.layout import (
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.validate import is_valid
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.moe.plan.cost.weights import stage_weights
-from phalanx.moe.plan.free_memory import FreeMemory, free_gpu_memory, free_host_memory
+from phalanx.moe.plan.facts import FreeMemory, free_gpu_memory, free_host_memory
 from phalanx.moe.plan.page.advice import Changes, enough, halvings
-from phalanx.moe.text.units import storage
+from phalanx.moe.text import storage
 
 _NEAR = 0.9  # fraction of free memory above which a run is warned
 
 
 def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
-    """Bytes that some ranks of a run hold at once with any implementation.
-
-    Args:
-        cfg: valid.
-        world: ranks of the run.
-        ranks: ranks on the same device or host.
-    """
+    """Bytes that some ranks of a run, on the same device or host, hold at once at least."""
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     total = 0
     for rank in ranks:
@@ -51,9 +45,7 @@ def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
 def launch_refusal(cfg: Config, world: int) -> Refusal:
     """`memory_refusal` of a launch with all its ranks on this host, before they start.
 
-    Args:
-        cfg: valid.
-        world: ranks; LOCAL_WORLD_SIZE of them are on this host if that is set.
+    LOCAL_WORLD_SIZE of them are on this host if that is set.
     """
     local = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if cfg.run.device == "cpu" or not torch.cuda.is_available():
@@ -68,11 +60,7 @@ def launch_refusal(cfg: Config, world: int) -> Refusal:
 def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMemory) -> Refusal:
     """Why a run cannot be built here, and overrides that fit; None if it may fit.
 
-    Args:
-        cfg: valid, as set by the user.
-        world: ranks of the run.
-        ranks: ranks that share `memory`.
-        memory: measured before they allocate.
+    The `ranks` share the `memory`, which was measured before they allocate.
     """
     need = minimum_bytes(cfg, world, ranks)
     most = memory.free + memory.swap
@@ -112,8 +100,7 @@ def nearly_full(subject: str, expected: int, memory: FreeMemory, helps: str) -> 
 def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     """Pinned host memory that background checkpoints of some ranks on GPUs use.
 
-    `parallel.checkpoint.host_buffer` holds a rank's shard of a checkpoint; replicas split what all
-    of them hold.
+    `parallel.checkpoint.writer` holds a rank's shard; replicas split what all of them hold.
     """
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     (of_dense, of_experts), wide = replicas(cfg, world), width(cfg)

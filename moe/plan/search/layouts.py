@@ -1,12 +1,17 @@
-"""Sizes of the parallel groups that a model may have on a number of ranks."""
+"""Sizes of parallel groups on a number of ranks, and sets of `run.recompute` and `run.offload`."""
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.knobs import Changes
+from phalanx.configs.knobs import Changes, changed
+from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import Machine
+from phalanx.moe.plan.cost.stages import stage_memory
+from phalanx.moe.plan.cost.step_time import step_time
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_CHUNKS, _MOST_MICRO_BATCH = 8, 8, 8, 4
 _MOST_EXPERT_NODES = 8  # nodes of an expert-parallel group
@@ -50,10 +55,7 @@ class Layout(NamedTuple):
 def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
     """Every layout in powers of two whose sizes divide the ranks; not all are valid.
 
-    Args:
-        cfg: model, batch, and a transport if `parallel.dispatch` is not `auto`.
-        world: ranks.
-        node_gpus: ranks of a node.
+    `parallel.dispatch` of `cfg` counts if it is not `auto`.
     """
     e, batch = cfg.model.moe, cfg.data.global_batch
     for tensor in _powers(math.gcd(world, min(_MOST_TENSOR, node_gpus))):
@@ -86,10 +88,71 @@ def neighbours(own: Layout) -> Iterator[Layout]:
                 yield own._replace(**{name: other})
 
 
-ALONE: Changes = {"parallel.dispatch": "auto", "precision.dispatch": "auto"}
-"""Values that any layout may have."""
+ALONE: Changes = {"parallel.dispatch": "auto", "precision.dispatch": "auto"}  # valid in any layout
 
 
 def _powers(most: int) -> list[int]:
-    """Powers of two that divide `most`."""
     return [2**n for n in range(most.bit_length()) if most % 2**n == 0]
+
+
+_RECOMPUTED: tuple[list[str], ...] = (
+    [],
+    ["norm"],
+    ["norm", "mlp"],
+    ["norm", "mla_up"],
+    ["norm", "mla_up", "mlp"],
+    ["norm", "mla_up", "mlp", "expert_h"],
+    ["norm", "mla_up", "mlp", "attention", "expert_h"],
+    ["norm", "mla_up", "mlp", "moe"],
+    ["full"],
+)
+_OFFLOADED: tuple[list[str], ...] = (
+    [],
+    ["expert_h"],
+    ["residual"],
+    ["attention"],
+    ["residual", "expert_h"],
+    ["residual", "attention", "expert_h"],
+)
+
+_EACH = 0.002
+"""Part of a step by which one more name must be faster: estimates see no difference below."""
+
+
+class MemorySet(NamedTuple):
+    """Values of `run.recompute` and `run.offload`."""
+
+    changes: Changes  # its two knobs
+    relative: float  # time of a step over that with the fastest set
+
+
+def memory_sets(cfg: Config, world: int, machine: Machine) -> list[MemorySet]:
+    """Sets that a model allows, each with less memory than all that are faster.
+
+    Times and bytes are those of one layout, best of one stage, which is quick; others have the same
+    order, nearly. Kernels of `cfg` are resolved (`moe.plan.described`).
+    """
+    names = {name for names in _RECOMPUTED for name in names}
+    valid = {n for n in names if not list(memory_problems(changed(cfg, _set([n], []))))}
+    found = list[tuple[float, int, Changes]]()
+    for recompute, offload in product(_RECOMPUTED, _OFFLOADED):
+        some = [name for name in recompute if name in valid]
+        chosen = _set(some, offload)
+        trial = changed(cfg, chosen)
+        if (chosen in [x for *_, x in found]) or list(memory_problems(trial)):
+            continue
+        saved = max(m.saved + m.backward for m in stage_memory(trial, world))
+        number = len(some) + len(offload)
+        seconds = step_time(trial, world, machine).total * (1 + _EACH * number)
+        found.append((seconds, saved, chosen))
+    found.sort(key=lambda each: each[:2])
+    least, sets = math.inf, list[MemorySet]()
+    for seconds, saved, chosen in found:
+        if saved < least:
+            least = saved
+            sets.append(MemorySet(chosen, seconds / found[0][0]))
+    return sets
+
+
+def _set(recompute: list[str], offload: list[str]) -> Changes:
+    return {"run.recompute": recompute, "run.offload": offload}

@@ -15,7 +15,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.cost.step_time import BUSY
 from phalanx.moe.plan.search.best import Found, best, estimated
 from phalanx.moe.plan.search.layouts import layouts
-from phalanx.moe.text.units import model_size, storage
+from phalanx.moe.text import model_size, storage
 
 WITH_PRECISION = "search_precision"  # value of `run.dry_run` that compares bf16 with FP8
 _SHOWN = 5
@@ -24,14 +24,8 @@ _SHOWN = 5
 def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int]:
     """The page, and the exit code: 0 if something fits, 2 if nothing does.
 
-    Args:
-        cfg: valid, but perhaps for its layout.
-        world: ranks.
-        words: overrides that gave `cfg`.
-
-    Raises:
-        ConfigError: a forced kernel cannot run on this machine model, or no layout of `world` ranks
-            is valid.
+    The `words` are overrides that gave `cfg`, whose layout may be invalid. Raises ConfigError if a
+    forced kernel cannot run on this machine model, or no layout of `world` ranks is valid.
     """
     machine = MACHINES[cfg.run.machine]
     problems = list(layout_problems(changed(cfg, {}), world))
@@ -51,7 +45,6 @@ def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int
 
 
 def _has_layout(cfg: Config, world: int, machine: Machine) -> bool:
-    """Is any layout that would be searched valid?"""
     every = (changed(cfg, each.changes()) for each in layouts(cfg, world, machine.node_gpus))
     return any(not any(layout_problems(trial, world)) for trial in every)
 

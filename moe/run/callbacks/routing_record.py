@@ -1,7 +1,7 @@
 """The routing of a trained model, written to a file that other runs replay (run.record_routing).
 
 After the last step the model evaluates the batches of that step once more, and rank 0 collects the
-choices of every router: the tokens of all ranks, in the order of ranks.
+choices of every router for the tokens of all ranks, in the order of ranks.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,7 @@ from phalanx.parallel.fault.agreement import Failed, gather, on_main
 def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], step: int) -> str:
     """Write `run.record_routing` and return a line for the run's events. Collective.
 
-    Args:
-        cfg: config of the run.
-        job, compute: job and step of this rank.
-        batches: micro-batches of the last step.
-        step: number of the last step.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    The `batches` are those of the last step. Raises ConfigError if the file cannot be written.
     """
     engine = job.engine
     engine.eval()
@@ -80,7 +73,6 @@ def loads(ids: dict[str, Ids], experts: int, ranks: int) -> str:
 
 @contextmanager
 def _recording(chunks: list[torch.nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Choices [T, K] of every router that runs inside, by the name of its layer."""
     recorded: dict[str, list[Tensor]] = {}
     handles = []
 

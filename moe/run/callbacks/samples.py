@@ -5,12 +5,12 @@ first tokens are the text so far. The other tokens are a row of the data: no ear
 on them, and equal tokens would all choose the same experts. Each rank proposes the best token of
 its part of the vocabulary and of the sequence; the best of all ranks is the next token.
 
-Legend: B sequences, S tokens of a sequence, V vocabulary of this rank.
+Legend: B sequences, S tokens of a sequence, V vocabulary, in `Samples` of this rank.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,23 +26,72 @@ from phalanx.moe.data.tokenizer.codec import codec_of_run
 from phalanx.moe.labels import Batch
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.run.callbacks.callback import Callback
-from phalanx.moe.run.callbacks.generation import generate
 from phalanx.moe.run.step import Step
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.fault.activity import heartbeat, set_activity
+
+
+@dataclass
+class Sampler:
+    """Chooses a token by its logits; a ValueError if temperature, share or seed is out of range."""
+
+    temperature: float = 0.0  # divides the logits; 0 takes the most likely token
+    top_p: float = 1.0
+    """Total probability of the tokens that are drawn from (nucleus sampling, arXiv 1904.09751)."""
+    seed: int = 0
+    _random: torch.Generator = field(default_factory=torch.Generator, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"--temperature {self.temperature}: must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+        if self.top_p < 1 and not self.temperature:
+            raise ValueError(f"--top-p {self.top_p}: needs a --temperature above 0, such as 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"--seed {self.seed}: must be a number from 0 to 2^63 - 1")
+        self._random.manual_seed(self.seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """The chosen token; logits are fp32 [V], on any device."""
+        if not self.temperature:
+            return int(logits_V.argmax())
+        below_V = logits_V.double() - logits_V.max()  # the largest is 0 at any temperature
+        prob_V, order_V = (below_V / self.temperature).softmax(-1).sort(descending=True)
+        # The token that crosses the limit belongs to the nucleus.
+        prob_V = prob_V.where(prob_V.cumsum(-1) - prob_V < self.top_p, 0).cpu()
+        return int(order_V[torch.multinomial(prob_V, 1, generator=self._random)[0]])
+
+
+def generate(
+    next_token: Callable[[list[int]], int],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    context: int,
+    ends: Collection[int] = (),
+) -> Iterator[int]:
+    """At most `count` tokens after a prompt of at least one, each as soon as it is known.
+
+    Args:
+        next_token: chooses the token after its argument, at most `context` last tokens.
+        ends: tokens that end a text; they are not yielded.
+    """
+    ids = list(prompt)
+    for _ in range(count):
+        token = next_token(ids[-context:])
+        if token in ends:
+            return
+        ids.append(token)
+        yield token
+
 
 LENGTH = 64  # largest number of new tokens of a sample
 PROMPT = 32  # largest number of tokens of the prompt, which is at most half of a sequence
 
 
 class SampleText(Callback):
-    """Samples of text as events, after every `run.sample_every` steps.
-
-    Args:
-        every: number of steps.
-        samples: generator of samples.
-        metrics: sink of events.
-    """
+    """Samples of text as events, after every `run.sample_every` steps."""
 
     def __init__(self, every: int, samples: "Samples", metrics: Metrics) -> None:
         super().__init__(every)
@@ -86,8 +135,6 @@ class Samples:
     """Generator of samples of a job.
 
     Args:
-        cfg: validated config.
-        step: step of the job.
         row: tokens of the data, int64, at least [S]; their start is the prompt.
         position: position of each token in its piece of a document, in a run whose documents do not
             attend to each other; the start of the longest piece is then the prompt.
@@ -138,7 +185,9 @@ class Samples:
         row_S[: len(ids)] = torch.tensor(ids)
         shape = self._cfg.data.micro_batch, len(row_S)
         rows = {"tokens": row_S, "position_ids": torch.arange(len(row_S))}
-        inputs = self._step.own_part({k: t.expand(shape).contiguous() for k, t in rows.items()})
+        inputs = self._step.context_shard(
+            {k: t.expand(shape).contiguous() for k, t in rows.items()}
+        )
         positions = inputs["position_ids"][0].tolist()
         index = positions.index(len(ids) - 1) if len(ids) - 1 in positions else None
         while True:

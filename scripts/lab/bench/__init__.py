@@ -1,5 +1,1 @@
-"""Framework of the benchmarks, and their suites by script.
-
-`timing` times cases in interleaved rounds on a clock of `clocks`, `records` prints and stores the
-results; `shapes` and `models` have problems and targets.
-"""
+"""Framework of the benchmarks (`timing`, `clocks`, `records`), their suites, shapes and models."""

@@ -1,8 +1,7 @@
 """A copy kernel that keeps a number of SMs busy while another kernel is timed.
 
-It copies between two buffers for a fixed number of passes, chosen to outlast the timed kernel, and
-never waits. One program occupies an SM: a GEMM's CTA uses nearly all registers of an SM, so none
-fits next to it.
+It copies for a fixed number of passes, chosen to outlast the timed kernel. One program occupies an
+SM: a GEMM's CTA uses nearly all registers of one, so none fits next to it.
 """
 
 import triton

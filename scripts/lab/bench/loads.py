@@ -28,8 +28,7 @@ class BackgroundLoad(Protocol):
 
     def start(self) -> None: ...
 
-    def join(self, end: Any) -> None:
-        """Wait for it; called after the end of the timed call was stamped."""
+    def join(self, end: Any) -> None: ...
 
 
 class Launches:
@@ -98,22 +97,15 @@ class Copies(Launches):
 
 
 def passes_for(ms: float, trial_ms: float) -> int:
-    """Passes that take `ms` if `_TRIAL_PASSES` take `trial_ms`, within bounds.
+    """Passes that take `ms` if `_TRIAL_PASSES` take `trial_ms`: a multiple of 16, as the trial's.
 
-    A multiple of 16, like the trial's: Triton specializes on that and would recompile otherwise.
+    Triton specializes on that and would recompile otherwise.
     """
     return min(_MAX_PASSES, 16 * math.ceil(_TRIAL_PASSES * ms / trial_ms / 16))
 
 
 class Gemms(Launches):
-    """Launches of `fc1_act` on all SMs but `sms`, for at least `ms` milliseconds.
-
-    Args:
-        model: sizes of the experts.
-        tokens: tokens of a rank.
-        sms: SMs that are left free.
-        ms: least duration of the launches.
-    """
+    """Launches of `fc1_act` on all SMs but `sms`, for at least `ms` milliseconds."""
 
     def __init__(self, model: Model, tokens: int, sms: int, ms: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Layers of the exchange benchmark, and their targets on H200s of one host.
 
-A target becomes a ratio, target time over ours: 1 or more is met. Targets hold for a whole layer
-on several GPUs, at the number of tokens given here.
+A target becomes a ratio, target time over ours: 1 or more is met. Targets hold for a whole layer on
+several GPUs, at these numbers of tokens.
 """
 
 from collections.abc import Mapping
@@ -98,12 +98,7 @@ Case = tuple[Model, int]  # a layer and the tokens of a rank
 
 
 def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:
-    """Layers and tokens of a suite.
-
-    Args:
-        tokens: tokens of a rank, in place of the suite's.
-        tiny: sizes for a CPU.
-    """
+    """Layers of a suite, and their tokens unless given; `tiny` sizes are for a CPU."""
     if tiny:
         layers = {"layer": (TINY, TINY_BIASED), "flash": (TINY_FLASH,), "scaling": (TINY_FLASH,)}
         return [(model, tokens or 32) for model in layers.get(suite, (TINY,))]

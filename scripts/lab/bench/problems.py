@@ -78,10 +78,8 @@ class Experts:
     x_SD: Tensor
     dy_SD: Tensor
     prob_S: Tensor
-    w1: Tensor
-    """[L, H, D]"""
-    w2: Tensor
-    """[L, D, F]"""
+    w1: Tensor  # [L, H, D]
+    w2: Tensor  # [L, D, F]
 
     @property
     def forward_flops(self) -> float:

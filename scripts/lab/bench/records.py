@@ -78,7 +78,6 @@ def to_json(facts: dict[str, Any], records: Iterable[Record]) -> str:
 
 
 def write(path: Path, facts: dict[str, Any], records: Iterable[Record]) -> None:
-    """Write the JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(to_json(facts, records))
@@ -152,7 +151,6 @@ class Report:
             print(facts_line(self.facts))
 
     def add(self, records: list[Record], title: str = "") -> None:
-        """Show and store further records."""
         self.records += records
         if self.shown:
             print(f"\n{title}{table(records)}" if title else table(records), flush=True)
@@ -183,5 +181,4 @@ def show(path: Path) -> int:
 
 
 def facts_line(run_facts: dict[str, Any]) -> str:
-    """Facts that are texts, in a line."""
     return ", ".join(f"{k} {v}" for k, v in run_facts.items() if isinstance(v, str))

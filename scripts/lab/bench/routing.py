@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.moe.router.forced import ForcedBalance
 from phalanx.scripts.lab.bench.models import GPUS
 
 KINDS = ("random", "balanced")
-"""K distinct experts drawn uniformly, and the forced balance of model.moe.router.force_balance."""
+"""K distinct experts drawn uniformly, and the balance of model.moe.router.force_balance."""
 OF_EIGHT = "as of eight"
 """Drawn so that an eighth of the rows stays on its GPU, as with eight GPUs: rows that cross a link
 and rows that a GPU writes to itself share its SMs."""
@@ -47,8 +47,8 @@ def uneven(
     """int32 [T, K] of a rank: routing of a kind of UNEVEN.
 
     `Zipf`: drawn without replacement by weights 1 / n, the n-th expert of a random order that all
-    ranks share. `half to one expert`: drawn uniformly, but half of all tokens take expert 1.
-    `one rank`: drawn uniformly from the first rank's experts.
+    ranks share. `half to one expert`: drawn uniformly, but half of all tokens take expert 1. `one
+    rank`: drawn uniformly from the first rank's experts.
     """
     rank_device: dict[str, Any] = dict(rank=rank, device=device)
     if kind in KINDS:
@@ -77,7 +77,11 @@ def _zipf(
 
 
 OVER_NODES = ("random", "Zipf 0.6", "half of the nodes")
-"""Kinds of routing that an exchange between nodes is measured with."""
+"""int32 [T, K] of a rank: routing of a kind of OVER_NODES.
+
+`Zipf 0.6`: as `uneven`, by weights n ** -0.6. `half of the nodes`: drawn uniformly from the experts
+of half of the nodes, at least one, drawn for each token.
+"""
 
 
 def over_nodes(
@@ -130,7 +134,7 @@ def fullest(idx_TK: Tensor, experts: int, group: dist.ProcessGroup) -> float:
 def bytes_sent(idx_TK: Tensor, hidden: int, *, experts: int, rank: int, ranks: int) -> int:
     """Bytes that leave a GPU in a dispatch: a bf16 row per token and other rank with its experts.
 
-    Each other rank also gets the routing of all tokens, an id and a probability of 4 bytes each.
+    Each other rank also gets the routing of all tokens, twice 4 bytes a choice.
     """
     owner_TK = idx_TK.long() // (experts // ranks)
     wanted_TR = torch.zeros(len(idx_TK), ranks, dtype=torch.bool, device=idx_TK.device)

@@ -15,7 +15,6 @@ class Bars(NamedTuple):
     goal: tuple[float | None, float | None]
 
     def of(self, pass_name: str) -> tuple[float, float | None]:
-        """Bar and goal of a pass."""
         position = ("forward", "backward").index(pass_name)
         return self.must[position], self.goal[position]
 
@@ -60,14 +59,13 @@ FP8_GEMMS = {
         (tuple(MLP)[3], (1.25, 1.40), (1.20, 1.40)),
     )
 }
-"""Bar and goal of the FP8 MLP's GEMMs, operands quantised beforehand; weight gradients in `square`
-blocks."""
+"""Bar and goal of the FP8 MLP's GEMMs; weight gradients in `square` blocks."""
 WGRAD_PAIRS: dict[Shape, tuple[float, float | None]] = {
     (8192, 2880, 2880, 16): (1.25, 1.5),
     (8192, 2048, 768, 64): (1.25, 1.5),
 }
-"""Rows of a micro-batch, hidden, expert width, experts: two micro-batches in one pass over fp32
-sums against two passes."""
+"""Rows of a micro-batch, hidden, expert width, experts: one pass over two micro-batches against two
+passes."""
 MARGINS = (0, 8, 16, 24, 32)
 ZIPF = 0.6
 SKEW_BAR = 0.95
@@ -96,13 +94,11 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "fp8_gemms": tuple(MLP),
     "wgrad_pairs": (*WGRAD_PAIRS, (32768, 2880, 2880, 16)),
 }
-"""Shapes of each suite."""
 SIZES = {
     **dict.fromkeys(("mlp", "margins", "skew", "fp8", "fp8_gemms", "wgrad_pairs"), (4,)),
     **dict.fromkeys(("layer", "host"), (5,)),
     "gather": (4, 5),
-}
-"""Number of sizes in a shape of each suite."""
+}  # sizes in a shape of each suite
 
 
 def parse(text: str) -> Shape:

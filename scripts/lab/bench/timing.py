@@ -1,14 +1,13 @@
 """Medians of interleaved rounds, on one device or on several ranks together.
 
 A round runs every case once, in another order each time, so that a falling clock affects all of
-them, and flushes the L2 cache before every call. Warm-up rounds are not counted; `Bench.warm`
-seconds of them bring clocks and power to those of a long run. The host synchronizes only at the
-end: launches of an eager call that keep ahead of the GPU cost it nothing.
+them, and flushes the L2 cache before every call. `Bench.warm` seconds of uncounted rounds bring
+clocks and power to those of a long run. The host synchronizes only at the end: launches of an eager
+call that keep ahead of the GPU cost it nothing.
 
-Ranks make the same calls in the same order. A time is the largest of the ranks' medians, and a call
-that cannot run on one rank, or gives wrong results there, is skipped on all.
-
-A suite yields `Case`s, and `Timings.measure` makes its records of them.
+A time is the largest of the ranks' medians, and a call that cannot run on one rank, or gives wrong
+results there, is skipped on all. A suite yields `Case`s, and `Timings.measure` makes its records of
+them.
 """
 
 import re
@@ -43,7 +42,7 @@ class Time(NamedTuple):
 def time_of(rounds: Sequence[float], less: Sequence[float] = ()) -> Time:
     """Median and spread of the rounds' milliseconds, `less` those of another call.
 
-    Of two calls it is the difference of the medians, and the spread of the rounds' differences.
+    Of two calls: difference of the medians, spread of the rounds' differences.
     """
     ms = median(rounds)
     if less:
@@ -54,7 +53,6 @@ def time_of(rounds: Sequence[float], less: Sequence[float] = ()) -> Time:
 
 
 def reason(error: BaseException) -> str:
-    """An error as one line, without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return f"{type(error).__name__}: {' '.join(text.split())}"[:200]
 
@@ -73,15 +71,12 @@ class Bench:
     clock: Cpu
     rounds: int
     peers: tuple[str, ...] = ()  # subset of `torch`, `te`, `sonic` to compare with
-    demanded: bool = False
-    """Peers or transports were named one by one, so a missing one is an error."""
+    demanded: bool = False  # named one by one, so a missing one is an error
     backend: str = "fused"
     shapes: Mapping[str, Sequence[Shape]] = field(default_factory=dict)  # all shapes of each suite
     warm: float = 0.0  # seconds of warm-up rounds
-    transports: tuple[str, ...] = ()
-    """Names for `parallel.dispatcher.base.make_dispatcher`; only on ranks."""
+    transports: tuple[str, ...] = ()  # for `make_dispatcher`; only on ranks
     exchange: SymmOptions = SymmOptions()  # noqa: RUF009  (frozen)
-    """Options of exchanges in a layer."""
     connections: Connections = field(default_factory=Connections)  # memory shared with other ranks
 
     @property
@@ -98,7 +93,6 @@ class Bench:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Values of all ranks, in rank order."""
         values: list[Any] = [value] * self.ranks
         if dist.is_initialized():
             dist.all_gather_object(values, value)
@@ -136,8 +130,7 @@ class Case:
     flops: float = 0  # operations of the call
     against: float | str | Sequence[str] | None = None
     """Milliseconds to compare with, or the side, or the sides of which the fastest."""
-    bars: tuple[float, float | None] | None = None
-    """Bar and goal of the ratio of `against` to the time."""
+    bars: tuple[float, float | None] | None = None  # and goal of `against` over the time
     note: str = ""
     report: str = ""
     """Pass of the record, if not `pass_name`. `backward` after `both` or `<pass> backward` after
@@ -145,8 +138,7 @@ class Case:
     forward_of: str = ""  # side whose forward pass that difference is to, if not this one
     mode: str = ""  # `eager` or `graph`; empty: that of the bench
     ours: bool = True  # a capture that fails is a failure; a peer only has to run eagerly
-    check: Callable[[Any], str] | None = None
-    """Returns why the result of the call is wrong; empty if it is right."""
+    check: Callable[[Any], str] | None = None  # why the result is wrong, or ""
     load: BackgroundLoad | None = None  # work that overlaps the call
 
 
@@ -159,8 +151,7 @@ class Timings:
     def __init__(self, bench: Bench, suite: str, shape: Shape) -> None:
         self.bench, self.suite, self.shape = bench, suite, shape
         self.skipped: list[Record] = []
-        self.of_ranks: list[dict[Key, list[float]]] = []
-        """Milliseconds of each round, on each rank."""
+        self.of_ranks: list[dict[Key, list[float]]] = []  # of each round and rank
         self._calls: dict[Key, tuple[Call, Case]] = {}
 
     def measure(self, cases: Iterable[Case]) -> list[Record]:
@@ -212,7 +203,6 @@ class Timings:
         result.clear()
 
     def _failure(self, call: Call) -> str:
-        """The reason why a call cannot run; empty if it can."""
         try:
             call()
             self.bench.clock.wait()
@@ -242,7 +232,7 @@ class Timings:
         self.of_ranks = self.bench.gather(times)
 
     def _round(self, number: int) -> list[tuple[Key, tuple[Any, Any]]]:
-        """Start and end stamps of each call, in an order drawn per round, the same on all ranks.
+        """Start and end stamps of each call, in a drawn order, the same on all ranks.
 
         The order varies because the call that ran before has drawn power.
         """
@@ -277,7 +267,6 @@ class Timings:
         return max(self.medians(side, pass_name, mode), default=None)
 
     def record(self, case: Case) -> list[Record]:
-        """The record of a timed case; empty if there is none."""
         pass_name, mode = case.report or case.pass_name, case.mode or self.bench.mode
         ranks = self.medians(case.side, pass_name, mode, case.forward_of)
         if not ranks:
@@ -305,9 +294,7 @@ def passes(
 ) -> Iterator[Case]:
     """Cases of a forward pass of `flops` and of the backward pass, of twice as many.
 
-    Args:
-        both: runs forward and backward.
-        options: further fields of both cases.
+    `both` runs forward and backward; `options` are further fields of both cases.
     """
     judged = [bars and bars.of(name) for name in ("forward", "backward")]
     yield Case(side, "forward", forward, flops, bars=judged[0], **options)

@@ -36,15 +36,13 @@ class Launch:
     nnodes: int = 1
     endpoint: str = "localhost:0"  # rendezvous endpoint of torchrun's agents, host:port
     launcher: str = ""  # command that contains `{command}`, or empty
-    traced: bool = False
-    """Profile a step before the counted ones, for the share of exposed communication."""
+    traced: bool = False  # for the share of exposed communication
 
     @property
     def ranks(self) -> int:
         return self.nproc * self.nnodes
 
     def overrides(self, point_overrides: Sequence[str], folder: Path) -> list[str]:
-        """Overrides of train.py for the run folder `folder`."""
         runs_folder = str(folder.parent)
         runs_folder = runs_folder if re.fullmatch(r"[\w./-]+", runs_folder) else f"'{runs_folder}'"
         own_words = ["run=bench", f"run.steps={self.steps}", "run.log_interval=1"]
@@ -59,7 +57,6 @@ class Launch:
         return [*point_overrides, *own_words, f"run.dir={runs_folder}", f"run.name={folder.name}"]
 
     def command(self, point_overrides: Sequence[str], folder: Path) -> list[str]:
-        """Command line of the run."""
         words = [sys.executable, "-m", "torch.distributed.run"]
         if self.nnodes > 1:
             words += ["--nnodes", str(self.nnodes), "--rdzv-id", folder.name]
@@ -93,7 +90,6 @@ def run(
 
     Args:
         command: creates the run folder `folder`; its output goes to `folder` with suffix .log.
-        steps: steps of the run.
         timeout: seconds after which the run is ended.
         lock: file descriptor that the process inherits and keeps open.
         seen: called with the newest step about once a second.
@@ -135,10 +131,7 @@ def figures(path: Path, steps: int) -> dict[str, float]:
     """Means over `window(steps)` of a metrics.jsonl, by `moe.report.metrics.steady`.
 
     memory is the peak of the run in GiB, loss that of the last step in nats, reruns those within
-    the window.
-
-    Raises:
-        ValueError: a step is missing, or the loss is not finite.
+    the window. Raises ValueError if a step is missing, or the loss is not finite.
     """
     records = _steps(path)
     by_step = {record["step"]: record for record in records}
@@ -183,7 +176,7 @@ _CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
 def reason(log: str, code: int) -> str:
     """Why a run failed, as one line, from its output and the launcher's exit code.
 
-    Our own lines, `error: ...`, come first; then exceptions, except the launcher's own report.
+    Our own lines, `error: ...`, come first; then exceptions, but the launcher's.
     """
     errors = [text for text in _ERROR.findall(log) if _FOLLOWS not in text]
     raised = [text for text in _RAISED.findall(log) if "ChildFailedError" not in text]
@@ -238,7 +231,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_end(tree: Sequence[psutil.Process], seconds: float) -> None:
-    """Wait until all processes have ended, reaped or not."""
     until = time.monotonic() + seconds
     while any(map(_alive, tree)) and time.monotonic() < until:
         time.sleep(0.05)

@@ -10,13 +10,7 @@ from phalanx.scripts.lab.compare.results import Run
 def show(folders: Sequence[Path], labels: Sequence[str], runs: Sequence[Run], title: str) -> str:
     """Draw losses.png two folders above the runs; return a table of losses.
 
-    Labels say what differs between the points, so that the curves need not.
-
-    Args:
-        folders: folder of each point's first run.
-        labels: labels of the points.
-        runs: all runs; failed ones are not shown.
-        title: title of the picture.
+    `folders` are those of each point's first run; failed runs are not shown.
     """
     finished = {run.point for run in runs if not run.reason and run.repeat == 0}
     if not finished:

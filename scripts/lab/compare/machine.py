@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import KernelUnavailable, resolve
-from phalanx.moe.report.quiet import quiet
+from phalanx.moe.report.console import quiet
 from phalanx.moe.run.preflight import preflight
 from phalanx.parallel.megatron.imports import importing_megatron
 
@@ -17,10 +17,7 @@ from phalanx.parallel.megatron.imports import importing_megatron
 def unsupported(cfg: Config, ranks: int, device: str) -> str:
     """Why a valid configuration cannot run here, a line per reason; empty if no reason is known.
 
-    Args:
-        cfg: configuration of the point.
-        ranks: ranks of the run.
-        device: `cpu`, or `cuda` or `auto` for this machine's GPUs.
+    `device` is `cpu`, or `cuda` or `auto` for this machine's GPUs.
     """
     errors = [*map(str, preflight(cfg).errors)]
     capability = None if device == "cpu" else gpu_capability()
@@ -32,7 +29,6 @@ def unsupported(cfg: Config, ranks: int, device: str) -> str:
 def _kernels(
     cfg: Config, ranks: int, device: str, capability: tuple[int, int] | None
 ) -> Iterator[str]:
-    """Why kernels that the configuration names cannot run."""
     k = cfg.kernels
     named = {"grouped_mlp": k.backend, "attention": k.attention, "norm": k.norm}
     if set(named.values()) == {"auto"}:  # always resolves

@@ -38,12 +38,8 @@ class Point:
 def expand(overrides: Sequence[str]) -> list[Point]:
     """The product of all sweeps, in the order of Hydra's basic sweeper: the last varies fastest.
 
-    Args:
-        overrides: words with `a,b`, `choice(a,b)`, `range(1,4)` or `glob(*)` as values. Words that
-            are no overrides are passed on, for `configs.load` to report.
-
-    Raises:
-        ConfigError: one line per mistake.
+    Values may be `a,b`, `choice(a,b)`, `range(1,4)` or `glob(*)`. Words that are no overrides are
+    passed on, for `configs.load` to report. Raises ConfigError, one line per mistake.
     """
     lists: list[list[str]] = []
     swept: list[bool] = []

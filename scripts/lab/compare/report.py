@@ -79,12 +79,9 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
 
 
 class Report:
-    """Shows the runs of a comparison.
+    """Shows the runs of a comparison, in the folder `out`.
 
-    Args:
-        out: folder to write to.
-        facts: hardware, date, versions, command, steps, tolerance.
-        labels: labels of the points.
+    `facts` are hardware, date, versions, command, steps, tolerance.
     """
 
     def __init__(self, out: Path, facts: dict[str, Any], labels: Sequence[str]) -> None:
@@ -117,11 +114,7 @@ def unit_of(*figures: dict[str, float]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[str], list[Run]]:
-    """Facts, labels and runs of a throughput.json.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Facts, labels and runs of a throughput.json; ValueError if it is something else."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text, parse_constant=_refuse)  # NaN and infinity, which are no JSON
@@ -177,7 +170,6 @@ _WRAP = 80  # width of a line of a reason
 
 
 def _stacked(label: str) -> str:
-    """The overrides of a point, one per line."""
     if "=" not in label:
         return label
     return "\n".join(textwrap.fill(word, 40) for word in label.split())
@@ -190,7 +182,6 @@ def _spread(row: Row) -> float:
 
 
 def _of_bars(table: Sequence[Row]) -> str:
-    """Explanation of the error bars; empty without any."""
     over = []
     if any(row.tokens_per_second_per_gpu_sd is not None for row in table):
         over.append("runs")

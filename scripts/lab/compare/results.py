@@ -24,10 +24,8 @@ class Row:
     label: str
     runs: int  # number of successful runs
     tokens_per_second_per_gpu: float | None = None
-    tokens_per_second_per_gpu_sd: float | None = None
-    """Standard deviation over runs; None for a single run."""
-    tokens_per_second_per_gpu_steps_sd: float | None = None
-    """Standard deviation over the counted steps of a run."""
+    tokens_per_second_per_gpu_sd: float | None = None  # None for a single run
+    tokens_per_second_per_gpu_steps_sd: float | None = None  # over the counted steps of a run
     speedup: float | None = None  # rate over that of the first point
     tflops_per_gpu: float | None = None
     mfu: float | None = None  # model FLOP utilization, a fraction
@@ -37,19 +35,15 @@ class Row:
     loss_differs: bool = False  # true if the loss differs by more than the tolerance
     exposed_communication: float | None = None  # exposed share of the step, a fraction
     load_max: float | None = None  # tokens of the busiest expert over the mean, in the worst layer
-    rank_load: float | None = None
-    """Expert rows of the busiest rank over the mean, averaged over layers."""
+    rank_load: float | None = None  # rows of the busiest rank over the mean
     dead_experts: float | None = None  # number of experts without a token, over all layers
     notes: list[str] = field(default_factory=list)
 
 
 def rows(labels: Sequence[str], runs: Sequence[Run], tolerance: float) -> list[Row]:
-    """A row for each point.
+    """A row for each point; `runs` are in any order, and a point may have none yet.
 
-    Args:
-        labels: labels of the points.
-        runs: runs in any order; a point may have none yet.
-        tolerance: relative difference to the first point's loss above which a point is flagged.
+    `tolerance`: relative difference to the first point's loss above which a point is flagged.
     """
     out: list[Row] = []
     for number, label in enumerate(labels):

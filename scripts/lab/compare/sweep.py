@@ -1,7 +1,7 @@
 """All runs of a comparison, one after the other; finished runs are on disk and not repeated.
 
-A folder holds one comparison: plan.json identifies it, `runs/` has for every run its output (.log),
-its result (.json, once it has ended) and its run folder.
+plan.json identifies the comparison of a folder, `runs/` has for every run its output (.log), its
+result (.json, once it has ended) and its run folder.
 """
 
 import fcntl
@@ -31,16 +31,7 @@ LARGEST_ON_CPU = 1e9  # parameters
 
 
 class Sweep:
-    """The runs of a comparison.
-
-    Args:
-        out: folder of the comparison.
-        points: points in order.
-        repeats: runs per point.
-        launch: options of the runs.
-        timeout: longest time of a run, seconds.
-        commit: commit of this tree.
-    """
+    """The runs of a comparison; `timeout` in seconds, `commit` of this tree."""
 
     def __init__(
         self,
@@ -57,21 +48,18 @@ class Sweep:
         self.turns = [(r, p) for r in range(repeats) for p in range(len(points))]
         """(repeat, point), repeats interleaved: a drifting clock affects all points."""
         self.runs: list[Run] = []
-        self.facts: list[dict[str, Any]] = []
-        """Facts of each point for `scripts.output.pictures.title`; filled by `check`."""
+        self.facts: list[dict[str, Any]] = []  # of points, for `pictures.title`; filled by `check`
 
     def folder(self, repeat: int, point: int) -> Path:
-        """Folder of a run."""
         return self.out / "runs" / f"point_{point + 1:02d}_repeat_{repeat + 1}"
 
     def command(self, repeat: int, point: int) -> list[str]:
-        """Command line of a run."""
         return self._launch.command(self.points[point].overrides, self.folder(repeat, point))
 
     def check(self) -> None:
         """Raise ConfigError, one line per mistake, for mistakes that affect all points.
 
-        A point that cannot run while others can becomes a row with the reason.
+        One that cannot run while others can becomes a row with the reason.
         """
         mistakes: list[str] = []
         misfits: list[str] = []
@@ -101,11 +89,7 @@ class Sweep:
             raise ConfigError("\n".join(dict.fromkeys(mistakes)))
 
     def claim(self, facts: dict[str, Any]) -> None:
-        """Create the folder for this comparison, with its plan.
-
-        Raises:
-            ValueError: it holds another comparison.
-        """
+        """Create the folder for this comparison, with its plan, or ValueError for another's."""
         plan = {
             "points": [list(point.overrides) for point in self.points],
             **asdict(self._launch),
@@ -188,7 +172,6 @@ class Sweep:
 
 
 def write(path: Path, content: Any) -> None:
-    """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -197,12 +180,9 @@ def write(path: Path, content: Any) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[int]:
-    """Lock `path`; yields a descriptor that child processes inherit to share the lock.
+    """Lock `path`, or ValueError; yields a descriptor that child processes inherit to share it.
 
     So neither a second sweep nor a leftover run of a killed sweep shares GPUs with this one.
-
-    Raises:
-        ValueError: another process holds it.
     """
     with path.open("a") as file:
         try:

@@ -16,12 +16,10 @@ _GZIPPED = (".gz", ".dz")
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Regular files of a package, with those of tar archives inside of it.
+    """Regular files of a package, with those of tar archives inside of it, in the archive's order.
 
-    Gzipped files come with their content; names keep the ending. The order is that of the archive.
-
-    Raises:
-        ValueError: the file has none of the known endings.
+    Gzipped files come with their content; names keep the ending. Raises ValueError for an unknown
+    ending.
     """
     name = path.name
     if name.endswith(".deb"):

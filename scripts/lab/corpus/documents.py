@@ -28,16 +28,11 @@ class Document:
 
 @dataclass
 class Texts:
-    """Documents of all packages, without exact and near duplicates.
-
-    Args:
-        spool: file that takes the texts, opened for writing.
-    """
+    """Documents of all packages, without exact and near duplicates; `spool` takes the texts."""
 
     spool: BinaryIO
     documents: list[Document] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Files that are not taken, by the reason."""
+    left_out: Counter[str] = field(default_factory=Counter)  # files by the reason
     _files: set[bytes] = field(default_factory=set)
     _near: NearDuplicates = field(default_factory=NearDuplicates)
     _end: int = 0
@@ -47,10 +42,7 @@ class Texts:
     ) -> None:
         """Add the texts of a package, in the order of its archive.
 
-        Args:
-            package: patterns of the files.
-            path: the package.
-            license_text: called with name and content of files with the terms of the package.
+        `license_text` is called with name and content of files with the terms of the package.
         """
         for name, content in members(path):
             name = name.removeprefix("./")
@@ -100,8 +92,8 @@ def pieces(text: str) -> Iterator[str]:
 def held_out_units(documents: list[Document], share: float, seed: int) -> set[tuple[str, str]]:
     """(domain, unit) of the documents that are held out: about `share` of the bytes of a domain.
 
-    Units are taken in the order of a hash of the seed and their name, without those that would
-    make it more than twice the share. A domain of a single unit has none.
+    Units are taken in the order of a hash of the seed and their name, at most to twice the share. A
+    domain of a single unit has none.
     """
     sizes: dict[str, Counter[str]] = {}
     for document in documents:

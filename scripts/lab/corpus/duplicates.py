@@ -1,8 +1,7 @@
 """Near-duplicates of texts, by MinHash of the shingles of their characters.
 
-A sketch has the smallest hash of each of 64 bins, into which the hashes of all shingles are divided
-(one permutation, arXiv 1208.1259). The share of bins in which two sketches agree estimates the
-Jaccard similarity of the two sets of shingles.
+A sketch has the smallest hash of each of 64 bins of the hashes of all shingles (one permutation,
+arXiv 1208.1259). The share of bins in which two sketches agree estimates the Jaccard similarity.
 
 Legend: N bytes of a text, B bins.
 """

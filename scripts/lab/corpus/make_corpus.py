@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("make_corpus", __doc__)
     add = p.add_argument
     add("output", type=Path, metavar="FOLDER", help="folder of the corpus")
@@ -70,11 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make(args: argparse.Namespace) -> None:
-    """Write the corpus.
-
-    Raises:
-        ValueError: a package cannot be found or read, or is not in the recipe.
-    """
+    """Write the corpus, or raise ValueError for a package that is not found or not listed."""
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out {args.held_out} must be at least 0 and less than 1")
     if args.domain_mb is not None and args.domain_mb <= 0:
@@ -133,7 +128,6 @@ def make(args: argparse.Namespace) -> None:
 
 
 def _input(package: Package, path: Path) -> dict[str, Any]:
-    """Entry of a package in the manifest."""
     return {
         "name": package.name,
         "command": shown(package),
@@ -194,7 +188,6 @@ def _write_tokenizer(package: Package, path: Path, output: Path) -> None:
 
 
 def _tokenize(output: Path, name: str) -> None:
-    """Make .bin and .idx of a part."""
     command = [str(output / f"{name}.jsonl"), "--output", str(output / name), "--overwrite"]
     command += ["--tokenizer", str(output / "tokenizer.json"), "--eod", tiktoken_file.END]
     if prepare_data.main(command):

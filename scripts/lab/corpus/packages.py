@@ -24,12 +24,9 @@ class Package:
     version: str = ""  # version that is downloaded; empty: the one that the package manager takes
     domains: dict[str, list[str]] = field(default_factory=dict)
     """Patterns of file names by the domain of their texts."""
-    without: list[str] = field(default_factory=list)
-    """Patterns of file names that are not taken, whatever their domain."""
-    unit: str = "folder"
-    """Unit of the held-out part: a `folder`, or for books in one folder a `file`."""
-    file: str = ""
-    """Pattern of the name of the only file that is read, of the package of the tokenizer."""
+    without: list[str] = field(default_factory=list)  # patterns of file names
+    unit: str = "folder"  # of the held-out part; or `file`, for books in one folder
+    file: str = ""  # pattern of the only file that is read, of the tokenizer
 
     def domain_of(self, member: str) -> str | None:
         """Domain of a file of the package; None if its text is not taken."""
@@ -53,8 +50,7 @@ class Package:
 def read_recipe(path: Path) -> tuple[Package | None, list[Package]]:
     """Package of the tokenizer, if the recipe has one, and the packages of the texts.
 
-    Raises:
-        ValueError: a package has an unknown manager or field.
+    Raises ValueError for an unknown manager or field.
     """
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     tokenizer = recipe.get("tokenizer")
@@ -78,15 +74,9 @@ def _package(path: Path, values: dict[str, Any]) -> Package:
 
 
 def download(package: Package, folder: Path, root: Path) -> Path:
-    """File of a package, downloaded unless an earlier call has done that.
+    """File of a package, downloaded unless an earlier call has done that, or ValueError.
 
-    Args:
-        package: the package.
-        folder: one folder for each package is made in it.
-        root: folder of the recipe, from which the paths of `file` packages start.
-
-    Raises:
-        ValueError: the package manager does not find it.
+    `folder` gets one folder for each package; paths of `file` packages start from `root`.
     """
     if package.manager == "file":
         return root / package.name
@@ -110,7 +100,6 @@ def shown(package: Package) -> str:
 
 
 def is_license(member: str) -> bool:
-    """True for a file with the terms of a package."""
     return _matches(member.rpartition("/")[2].lower(), _LICENSES)
 
 
@@ -119,6 +108,5 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

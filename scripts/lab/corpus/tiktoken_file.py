@@ -14,13 +14,9 @@ END = "<|endoftext|>"  # token that ends a document; its id follows those of the
 
 
 def convert(data: bytes) -> Tokenizer:
-    """Tokenizer of a byte-level vocabulary that splits words as GPT-2 does.
+    """Tokenizer of a byte-level vocabulary, the content of a .tiktoken file, that splits as GPT-2.
 
-    Args:
-        data: content of a .tiktoken file.
-
-    Raises:
-        ValueError: a line is no token and rank.
+    Raises ValueError for a line that is no token and rank.
     """
     ranks = {}
     for number, line in enumerate(data.splitlines(), 1):

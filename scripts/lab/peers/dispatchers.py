@@ -1,8 +1,8 @@
 """Packages by which other stacks exchange tokens: their rates over the network, as published.
 
-Both send a token once to each node with one of its experts, and pass it on inside the node at the
-same time. Their benchmarks divide all rows of a token by the time, those of its own node included,
-so that the network carries `1 - 1 / nodes` of the printed rate.
+Both send a token once to each node with one of its experts, and pass it on inside the node. Their
+benchmarks divide all rows of a token by the time, those of its own node included: the network
+carries `1 - 1 / nodes` of the printed rate.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,9 @@ class PeerDispatcher:
     sms: int  # SMs that its kernels take
 
     def network_gbs(self, nodes: int) -> float:
-        """Rate over the network of one GPU, in units of 1e9 bytes a second.
+        """Rate over the network of one GPU, in units of 1e9 bytes a second, for at least 2 nodes.
 
-        Args:
-            nodes: at least 2; between and beyond the benchmarks that of the nearest number below.
+        Between and beyond the benchmarks it is that of the nearest number below.
         """
         measured = max(n for n in self.printed_gbs if n <= nodes)
         return self.printed_gbs[measured] * (1 - 1 / measured)
@@ -58,12 +57,8 @@ def peer_exchange(
 ) -> Exchange:
     """Seconds of a token in one MoE layer by another stack's package.
 
-    Args:
-        cfg: with resolved kernels.
-        world: ranks.
-        machine: rate of links inside a node.
-        dispatcher: rate of the network.
-        overlap: exchanges run beside another micro-batch.
+    Links inside a node have the machine's rate. With `overlap` exchanges are beside another
+    micro-batch.
     """
     rows, over = reach(cfg, world).once_a_node, nodes(cfg, world)
     network = dispatcher.network_gbs(over) if over > 1 else machine.network_gbs

@@ -9,15 +9,14 @@ from phalanx.configs.layout import micro_batches
 from phalanx.configs.records import Published, configured
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
-from phalanx.extras.baseline.rates import ELEMENTWISE_PASSES, peer_machine
-from phalanx.moe.plan.cost.natural_routing import busiest, with_natural_routing
-from phalanx.moe.plan.cost.step_time import StepTime, step_with
+from phalanx.extras.baseline.rules import ELEMENTWISE_PASSES, peer_machine
+from phalanx.moe.plan.cost.step_time import StepTime, busiest, step_with, with_natural_routing
 from phalanx.moe.plan.described import resolved
 from phalanx.scripts.lab.peers.dispatchers import DISPATCHERS, peer_exchange
 
 _HOST_SECONDS = 5.0e-3
-"""Time in which a host launches a layer of Megatron-Core, forward and backward, without graphs. Of
-a model of four layers a micro-batch took 21.9 ms eagerly and 15.3 ms in a graph, on one H200."""
+"""Time in which a host launches a layer of Megatron-Core, forward and backward, without graphs: a
+micro-batch of four layers took 21.9 ms eagerly and 15.3 ms in a graph, on one H200."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,7 @@ class Simulated:
 
 
 def simulated(record: Published) -> Simulated:
-    """The estimate of a record that says its `stack`.
-
-    Raises:
-        ValueError: the record does not say it.
-    """
+    """The estimate of a record that says its `stack`, or ValueError."""
     if record.stack is None:
         raise ValueError(f"{record.system} of {record.source} has no stack to estimate")
     cfg, world = configured(record)

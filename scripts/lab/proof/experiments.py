@@ -29,10 +29,8 @@ class Experiment:
     name: str
     model: str  # model of the sweep, whose learning rate it takes
     steps: int
-    overrides: tuple[str, ...]
-    """Overrides of train.py without those that follow from the other fields."""
-    rate: str = ""
-    """Learning rate of a run of the sweep; empty for one that takes the sweep's result."""
+    overrides: tuple[str, ...]  # without those that follow from the other fields
+    rate: str = ""  # learning rate in a sweep; empty: the sweep's result
 
     def command(self, rate: str, *more: str) -> list[str]:
         """Command line of the run at a learning rate; `more` are further overrides."""
@@ -72,13 +70,12 @@ class Plan:
     assumed: str  # learning rate of models whose sweep has no result
 
     def sweep(self, model: str) -> list[Experiment]:
-        """Runs of the sweep of a model."""
         return [e for e in self.experiments if e.rate and e.model == model]
 
     def rate(self, experiment: Experiment, results: Path) -> str:
         """Learning rate of an experiment: its own, or the best one of the complete sweep runs.
 
-        A run that goes on keeps the one that it began with.
+        A run that goes on keeps its own.
         """
         if experiment.rate:
             return experiment.rate
@@ -107,11 +104,7 @@ def final_bits(run: Path) -> float:
 
 
 def _read_list(path: Path) -> dict[str, Any]:
-    """Content of a list. One that extends another takes its `tiny`, and adds to its `common`.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Content of a list, or ValueError. An extended one gives its `tiny`, and its `common`."""
     try:
         listed: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -123,19 +116,12 @@ def _read_list(path: Path) -> dict[str, Any]:
 
 
 def _flat(overrides: list[str | list[str]]) -> Iterator[str]:
-    """Overrides, some of which are lists that an anchor of YAML stands for."""
     for each in overrides:
         yield from [each] if isinstance(each, str) else each
 
 
 def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
-    """Plan of a file like experiments.yaml.
-
-    Args:
-        path: of the file.
-        corpus: folder with train.bin and held_out.
-        tiny: whether all models and runs are those of a trial on a CPU.
-    """
+    """Plan of a file like experiments.yaml, for the corpus in a folder; `tiny` for a CPU."""
     listed = _read_list(path)
     sweep, small = listed["sweep"], listed["tiny"]
     common = [override.format(corpus=corpus.absolute()) for override in listed["common"]]
@@ -162,15 +148,7 @@ def read_plan(path: Path, corpus: Path, tiny: bool) -> Plan:
 
 
 def step_seconds(experiment: Experiment, machine: str) -> float:
-    """Expected seconds of a step, from a dry run.
-
-    Args:
-        experiment: the run.
-        machine: name of the GPU, as in `run.machine`.
-
-    Raises:
-        ValueError: the dry run failed.
-    """
+    """Expected seconds of a step on a `run.machine`, from a dry run, or ValueError."""
     command = experiment.command("1e-3", "run.dry_run=true", f"run.machine={machine}")
     done = subprocess.run(command, capture_output=True, text=True)
     found = _STEP.search(done.stdout)
@@ -183,10 +161,7 @@ def step_seconds(experiment: Experiment, machine: str) -> float:
 def expected_seconds(plan: Plan, machine: str, results: Path) -> dict[str, float]:
     """Expected seconds of what is left of each run in a folder of results, by its name.
 
-    Runs that differ in seeds alone share a dry run.
-
-    Raises:
-        ValueError: a dry run failed.
+    Runs that differ in seeds alone share a dry run. Raises ValueError if one fails.
     """
 
     def kind(experiment: Experiment) -> tuple[str, ...]:

@@ -23,15 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout that 
 
 from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
-from phalanx.moe.text.names import short_names
-from phalanx.moe.text.table import aligned
-from phalanx.moe.text.units import count
+from phalanx.moe.text import aligned, count, short_names
 from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.pictures import common_title, pyplot
 from phalanx.scripts.output.reader import may_leave
 
-AXES = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}
-"""Names of the horizontal axes by the fields of a point."""
+AXES = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}  # by the fields of a point
 
 _KEY = "valid_bits_per_byte"
 _COUNTED = ("training", "data", "reruns")
@@ -69,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("plot_bits", __doc__)
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
@@ -80,11 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def points(path: Path) -> list[Point]:
-    """Validations of a metrics.jsonl, in the order of their steps.
-
-    Raises:
-        ValueError: it has no validation with bits per byte.
-    """
+    """Validations of a metrics.jsonl by step, or ValueError if none has bits per byte."""
     records = read(path)
     found = [record for record in records if is_finite(record.get(_KEY))]
     # A step that validated and was not logged has no speed; FLOPs of a token are always the same.
@@ -104,7 +96,6 @@ def _point(record: dict[str, Any], flops: float) -> Point:
 
 
 def table(runs: dict[str, list[Point]]) -> str:
-    """Rows of the end of each run."""
     domains = sorted({name for run in runs.values() for name in run[-1].domains})
     rows = [["run", "tokens", "FLOPs", "seconds", "bits/byte", *domains]]
     for name, run in runs.items():
@@ -117,10 +108,9 @@ def table(runs: dict[str, list[Point]]) -> str:
 
 
 def reached(run: list[Point], bits: float) -> dict[str, float] | None:
-    """Tokens, FLOPs and seconds until a run has `bits` per byte for the first time.
+    """Tokens, FLOPs and seconds until a run has `bits` per byte for the first time, or None.
 
-    Between two validations they lie on a straight line. None if the run does not get there; its
-    first validation if that is there already.
+    They are interpolated linearly between two validations.
     """
     before = None
     for point in run:
@@ -156,11 +146,7 @@ def reached_table(runs: dict[str, list[Point]]) -> str:
 
 
 def plot(runs: dict[str, list[Point]], path: Path, title: str, below: float | None = None) -> None:
-    """Draw bits per byte against tokens, FLOPs and seconds, up to `below`.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Draw bits per byte against tokens, FLOPs and seconds, up to `below`; needs matplotlib."""
     pictures = pyplot()
     figure, axes = pictures.subplots(1, len(AXES), sharey=True, figsize=(12, 4.5))
     for panel, (field, name) in zip(axes, AXES.items(), strict=True):

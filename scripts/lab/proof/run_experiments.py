@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("run_experiments", __doc__)
     add = p.add_argument
     add("corpus", type=Path, metavar="CORPUS", help="folder with train.bin and held_out")
@@ -103,11 +102,7 @@ def timetable(
 class Queue:
     """Runs that are left, and threads that take them, one for each GPU.
 
-    Args:
-        plan: the experiments.
-        expected: seconds of each by its name.
-        args: command line.
-        end: time of the monotonic clock at which runs are ended.
+    `expected` seconds are by name; runs are ended at the time `end` of the monotonic clock.
     """
 
     def __init__(
@@ -191,15 +186,11 @@ class Queue:
 
 
 def _is_worth(experiment: Experiment, rest: float) -> bool:
-    """Return whether a run that does not fit into `rest` seconds begins: it goes on later."""
     return experiment.resumes and rest >= _WORTH
 
 
 def _wait(process: subprocess.Popen[bytes], end: float, grace: float) -> int:
-    """Exit code of a run, which is told to end at the time `end` of the monotonic clock.
-
-    It is killed `grace` seconds later.
-    """
+    """Exit code of a run, told to end at `end` (monotonic) and killed `grace` seconds later."""
     for stop in (process.terminate, process.kill):
         try:
             return process.wait(max(0.0, end - time.monotonic()))

@@ -27,9 +27,8 @@ from phalanx.scripts.output.bad_input import reports_bad_input
 from phalanx.scripts.output.reader import may_leave
 
 _SPEED, _LOSS, _LOAD = 20, 50, 100
-"""Numbers of last steps that the median speed, the mean loss and the mean load are taken of."""
+"""Last steps that the median speed, the mean loss and the mean load are taken of."""
 _ELSEWHERE = ("data.blend=", "data.validation=", "data.split=", "run.dir=", "run.name=")
-"""Overrides that name files of a machine."""
 
 
 @may_leave
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options; `--help` is the manual."""
     p = programs.parser("summarize_runs", __doc__)
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     p.add_argument("--json", type=Path, metavar="OUT", required=True, help="file to write")
@@ -66,12 +64,7 @@ def _value(value: Any) -> str:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Numbers of the run in a folder.
-
-    Raises:
-        ValueError: it has no step or no validation.
-        OSError: a file of it cannot be read.
-    """
+    """Numbers of the run in a folder; ValueError without a step or validation, or OSError."""
     path = folder / "metrics.jsonl"
     steps = [record for record in read(path) if "loss" in record]
     if not steps:

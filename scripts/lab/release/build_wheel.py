@@ -28,8 +28,7 @@ from phalanx.configs import programs
 from phalanx.kernels.cache import Cache, folder
 
 ROOT = Path(__file__).resolve().parents[3]
-GLIBC = "2_28"
-"""Version of the C library that the wheel's name promises; the libraries use older symbols."""
+GLIBC = "2_28"  # C library in the wheel's name; symbols are older
 
 
 def library(number: int, cache: Path, target: Path) -> int:
@@ -77,7 +76,6 @@ def pack(libraries: Path, out: Path) -> Path:
 
 
 def _backend(hook: str, out: Path, tree: Path, **settings: list[str]) -> None:
-    """Call a hook of the build backend in a tree."""
     call = f"import setuptools.build_meta as b; b.{hook}({str(out.resolve())!r}, {settings!r})"
     out.mkdir(parents=True, exist_ok=True)
     done = subprocess.run([sys.executable, "-c", call], cwd=tree, capture_output=True, text=True)

@@ -24,7 +24,7 @@ from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, own
 from phalanx.moe.hf.families import family_of
-from phalanx.moe.text.units import model_size, work
+from phalanx.moe.text import model_size, work
 
 ROOT = Path(__file__).resolve().parents[3]
 CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"
@@ -33,12 +33,7 @@ SEQUENCE = 4096
 
 
 def card(model: str, records: dict[str, OwnRecord]) -> str:
-    """The page of a model.
-
-    Args:
-        model: option of `model=`.
-        records: records of the model by file name.
-    """
+    """The page of a model, an option of `model=`, from its records by file name."""
     path = ROOT / "configs" / "model" / f"{model}.yaml"
     about_model = [
         line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")
@@ -128,7 +123,6 @@ def _from_cards(path: Path) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Text of every page by path."""
     by_model: dict[str, dict[str, OwnRecord]] = {}
     for name, record in own().items():
         by_model.setdefault(record.model, {})[name] = record

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from phalanx.configs.schema import RunConfig
-from phalanx.moe.report.expert_watch import EVERY, PATIENCE, ExpertWatch
 from phalanx.moe.report.loggers import lines
+from phalanx.moe.report.step_records import EVERY, PATIENCE, ExpertWatch
 from phalanx.moe.router.balance import Balance
-from phalanx.moe.run.bad_steps import WINDOW, Health
+from phalanx.moe.run.progress import WINDOW, Health
 from phalanx.parallel.engine import Diverged
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
 from tests.support.training import digest
@@ -319,14 +319,14 @@ def test_a_spike_is_skipped_and_not_rolled_back() -> None:
 @contextmanager
 def spike(rank: int, *, at: int, only: int) -> Iterator[list[Seen]]:
     """The window is 8 steps; the loss of one rank and step is 30 times as large."""
-    from phalanx.moe.run import bad_steps
+    from phalanx.moe.run import progress
 
-    window, bad_steps.WINDOW = bad_steps.WINDOW, 8
+    window, progress.WINDOW = progress.WINDOW, 8
     try:
         with spoilt(rank, bad={at: Bad(30.0, only)}) as seen:
             yield seen
     finally:
-        bad_steps.WINDOW = window
+        progress.WINDOW = window
 
 
 @pytest.mark.dist

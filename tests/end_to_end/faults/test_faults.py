@@ -132,7 +132,7 @@ START = 5.0
 PHASES = {
     "groups": "torch.distributed:init_process_group",
     "model": "phalanx.moe.run.start:setup",
-    "data": "phalanx.moe.run.data:build_datasets",
+    "data": "phalanx.moe.run.progress:build_datasets",
     "checkpoint": "phalanx.moe.run.start:Checkpointer.newest",
     "first step": "phalanx.moe.run.trainer:Trainer._train_step",
 }

@@ -71,7 +71,7 @@ def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
 @contextmanager
 def short_window(rank: int) -> Iterator[None]:
     """Four accepted steps are enough to measure a spike by."""
-    with mock.patch("phalanx.moe.run.bad_steps.WINDOW", 8):
+    with mock.patch("phalanx.moe.run.progress.WINDOW", 8):
         yield
 
 

@@ -19,8 +19,8 @@ import torch
 
 from phalanx.configs.bounds import oversized
 from phalanx.configs.load import load, options
-from phalanx.moe.report.quiet import quiet
-from phalanx.moe.run import out_of_memory
+from phalanx.moe.report.console import quiet
+from phalanx.moe.run import memory_check
 from tests.parallel.surroundings import standing_for
 from tests.support.advice import advised, tried
 from tests.support.runs import TINY, Change, before_step, records, run, write_corpus
@@ -206,7 +206,7 @@ def test_a_run_goes_on_or_ends_in_a_line(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["model.vocab_size=1000000000", "model.moe.experts=99999"])
 def test_memory_advice_names_an_impossible_size_alone(size: str) -> None:
-    line = out_of_memory.advice(load([size]), world=2)
+    line = memory_check.advice(load([size]), world=2)
     assert line.startswith(f"{size}: lower it, published models have at most ") and ";" not in line
 
 
@@ -251,7 +251,7 @@ LESS_MEMORY = [
 
 @pytest.mark.parametrize(("given", "first"), LESS_MEMORY)
 def test_memory_advice_is_taken_as_it_is_printed(given: list[str], first: list[list[str]]) -> None:
-    actual = advised(out_of_memory.advice(load(given), world=2))
+    actual = advised(memory_check.advice(load(given), world=2))
     assert actual[: len(first)] == first and len(actual) > 1
     for words in actual:
         assert tried(given, words, world=2) != load(given)

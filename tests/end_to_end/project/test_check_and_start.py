@@ -13,7 +13,7 @@ import pytest
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, spelled
 from phalanx.configs.load import load
-from phalanx.moe.run.preflight import asks_machine
+from phalanx.moe.run.check import asks_machine
 from tests.support.distributed import run_distributed
 from tests.support.runs import TINY
 from tests.support.scheduling import mostly_slow

@@ -21,7 +21,7 @@ from phalanx.configs.records import own
 from phalanx.configs.schema import ModelConfig
 from phalanx.configs.validate import validate
 from phalanx.moe.report.metrics import heading
-from phalanx.moe.text.units import count
+from phalanx.moe.text import count
 from phalanx.scripts import (
     check_cluster,
     checkpoint,

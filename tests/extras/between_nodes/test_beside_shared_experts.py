@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.between_nodes.collective import Started
+from phalanx.extras.between_nodes.rows import Started
 from phalanx.kernels import wgrad_queue
 from tests.extras.between_nodes.test_hierarchical import made
 from tests.parallel.dispatcher.test_base import EXPERTS, TOKENS, Case, experts, make_case

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.configs.schema import ParallelConfig
 from phalanx.extras.between_nodes.rail_blocks import plan_blocks
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.sampling import TopKSampling, most_owners, owner_probabilities
+from phalanx.parallel.dispatcher.costs import TopKSampling, most_owners, owner_probabilities
 
 TABLE = Path(__file__).resolve().parents[3] / "docs/measured/kernels/rail_blocks.md"
 TOKENS, HIDDEN, EXPERTS, TOP_K, NODES, LIMIT = 8192, 7168, 256, 8, 8, 4

@@ -14,7 +14,7 @@ from phalanx.extras.between_nodes.rail_blocks import (
     plan_blocks_by_sums,
     sum_rows,
 )
-from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.elementwise.sums import block_sum
 from tests.kernels.interpreter import interpret
 
 CASES = [

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.kernels.expert_mlp.backend import PlanSize
-from phalanx.kernels.expert_mlp.providers import provider, rows_for
+from phalanx.kernels.expert_mlp.backend import provider, rows_for
+from phalanx.kernels.expert_mlp.expert_plan import PlanSize
 from tests.kernels.problems import Problem, make, random_choice
 
 

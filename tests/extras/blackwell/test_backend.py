@@ -8,11 +8,11 @@ import torch
 
 from phalanx.extras.blackwell.backend import CuDNN
 from phalanx.extras.blackwell.interleave import Interleaved
-from phalanx.extras.blackwell.padding import ends, gathered, real
+from phalanx.extras.blackwell.operands import ends, gathered, real
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.calls import Operand
+from phalanx.kernels.expert_mlp.expert_plan import PlanSize
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.functional import choice
 from phalanx.kernels.functional.module import GroupedMLP

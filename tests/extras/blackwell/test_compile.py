@@ -15,13 +15,13 @@ from phalanx.configs.load import load
 from phalanx.extras.blackwell.interleave import Interleaved
 from phalanx.kernels.cache import digest_of
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.backend import provider, rows_for
+from phalanx.kernels.expert_mlp.expert_plan import PlanSize
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.main_grad import facts_of
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import provider, rows_for
-from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.recipe import Microscaling
-from phalanx.moe.experts import activation_of
+from phalanx.moe.model.kernel_facts import activation_of
 from tests.extras.blackwell import offline_cudnn
 from tests.extras.blackwell.offline_cudnn import Log, installed, offline
 from tests.kernels.sm90 import remembered

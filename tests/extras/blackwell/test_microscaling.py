@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from phalanx.extras.blackwell.interleave import Interleaved
-from phalanx.extras.blackwell.operands import FORMATS
-from phalanx.extras.blackwell.scales import pack, pack_columns, unpack
+from phalanx.extras.blackwell.operands import FORMATS, pack, pack_columns, unpack
 from phalanx.extras.microscaling import mxfp8, nvfp4
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.quantize.recipe import Microscaling

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.extras.linear_attention.availability import FLASH_LINEAR_ATTENTION
+from phalanx.extras.linear_attention.fla import FLASH_LINEAR_ATTENTION
 from phalanx.kernels.registry import Facts, resolve
 
 CPU = Facts("cpu", None, torch.float32, packages=frozenset())

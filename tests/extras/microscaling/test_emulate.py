@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.extras.microscaling import emulate
+from phalanx.extras.microscaling import emulated
 from tests.kernels.interpreter import interpret
 from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, COUNTS, expert_rows, offsets_of
@@ -15,7 +15,7 @@ def bits(x: Tensor) -> Tensor:
     return x.float().nan_to_num(nan=1e38, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
 
 
-def same(got: tuple, want: emulate.Values, used: int | None = None) -> None:
+def same(got: tuple, want: emulated.Values, used: int | None = None) -> None:
     assert torch.equal(bits(got[0][:used]), bits(want.matrix[:used]))
     assert got[0].dtype == want.matrix.dtype
     assert (got[1] is None) == (want.amax_L is None)
@@ -29,7 +29,7 @@ def check_rows(x: Tensor, counts: list[int], parts: int = 1) -> None:
     offsets = offsets_of(counts)
     for form, random in (("mxfp8", False), ("nvfp4", False), ("nvfp4", True)):
         got = emulate_gpu.rows(x, offsets, form, parts, stochastic=random)
-        same(got, emulate.rows(x, offsets, form, parts, stochastic=random), sum(counts))
+        same(got, emulated.rows(x, offsets, form, parts, stochastic=random), sum(counts))
 
 
 def check_columns(x: Tensor, counts: list[int]) -> None:
@@ -38,7 +38,7 @@ def check_columns(x: Tensor, counts: list[int]) -> None:
     offsets = offsets_of(counts)
     for form, random in (("mxfp8", False), ("nvfp4", False), ("nvfp4", True)):
         got = emulate_gpu.columns(x, offsets, form, stochastic=random)
-        same(got, emulate.columns(x, offsets, form, stochastic=random))
+        same(got, emulated.columns(x, offsets, form, stochastic=random))
 
 
 def check_weights(w: Tensor, parts: int, parts_in: int) -> None:
@@ -48,7 +48,7 @@ def check_weights(w: Tensor, parts: int, parts_in: int) -> None:
         for given, of, inner in ((w, parts, parts_in), (w.mT, parts_in, parts)):
             made = emulate_gpu.weights(given, form, of, inner)
             assert made[0].stride() == given.stride()
-            same(made, emulate.weights(given, form, of, inner))
+            same(made, emulated.weights(given, form, of, inner))
 
 
 def interpreted() -> None:

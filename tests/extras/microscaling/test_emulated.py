@@ -16,9 +16,9 @@ from torch import Tensor
 
 from phalanx.extras.microscaling import mxfp8, nvfp4
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.kernels.expert_mlp.backend import provider
+from phalanx.kernels.expert_mlp.dense_mlp import dense_linear
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.quantize.recipe import Microscaling
 from tests.kernels.problems import (
     SWIGLU,

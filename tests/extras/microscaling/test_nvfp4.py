@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.extras.microscaling import nvfp4, stochastic
+from phalanx.extras.microscaling import nvfp4
 from phalanx.kernels.quantize.blocks import column_offsets
 from tests.extras.microscaling import formats
 from tests.kernels.quantize import problems
@@ -188,8 +188,8 @@ def test_random_bits_depend_on_the_tensor_alone() -> None:
 
 
 def test_random_numbers_are_uniform() -> None:
-    element = stochastic.elements(torch.arange(256, dtype=torch.int32), 256)
-    u = stochastic.uniform(torch.tensor(12345, dtype=torch.int32), element).double()
+    element = nvfp4.elements(torch.arange(256, dtype=torch.int32), 256)
+    u = nvfp4.uniform(torch.tensor(12345, dtype=torch.int32), element).double()
     assert u.min() >= 0 and u.max() < 1
     counts = torch.histc(u.float(), 64, 0, 1)
     assert ((counts - 1024) ** 2 / 1024).sum() < 120  # chi square of 63 degrees: mean 63, sd 11

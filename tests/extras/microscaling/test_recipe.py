@@ -6,7 +6,7 @@ from phalanx.configs.formats import described
 from phalanx.configs.load import load
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.quantize.recipe import Microscaling
-from phalanx.moe.model.precision import recipe
+from phalanx.moe.model.kernel_facts import recipe
 from tests.kernels.expert_mlp import test_recipes as alike
 
 FORMATS = pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

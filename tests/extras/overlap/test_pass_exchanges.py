@@ -9,7 +9,7 @@ from phalanx.extras.overlap.passes import TWO_PASSES
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.sm90.exchange.options import ExchangeOptions
+from phalanx.kernels.sm90.exchange.peer_buffers import ExchangeOptions
 from phalanx.parallel.dispatcher.collectives import IN_TURN
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import Transport

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.extras.replication import memory, symm
-from phalanx.extras.replication.control import HIDDEN, Control
 from phalanx.extras.replication.kernels import rows, weights
+from phalanx.extras.replication.transfers import HIDDEN, Control
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights, layer_pair
 
 EMPTY = 7.0

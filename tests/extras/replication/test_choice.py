@@ -5,9 +5,13 @@ from unittest import mock
 import pytest
 
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.extras.replication.choice import replication_line, with_replication
 from phalanx.extras.replication.kernels.replication_plan import ReplicationSize
-from phalanx.extras.replication.options import CopyCosts, ReplicationOptions
+from phalanx.extras.replication.options import (
+    CopyCosts,
+    ReplicationOptions,
+    replication_line,
+    with_replication,
+)
 from phalanx.parallel.dispatcher.transport import LOCAL
 from phalanx.parallel.dispatcher.transport_class import Transport
 from tests.support.additions import COUNTING_TRANSPORTS

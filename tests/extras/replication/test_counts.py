@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.extras.replication.counts import ReplicaCounts
 from phalanx.extras.replication.kernels.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
     reference_replication_plan,
 )
+from phalanx.extras.replication.options import ReplicaCounts
 from tests.moe.cases import build_router, install, model, transformer
 from tests.moe.router.test_balance import collected
 from tests.support.distributed import run_distributed

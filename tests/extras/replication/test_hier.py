@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.replica_routing import count_rows
 from phalanx.extras.replication.kernels.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
+    count_rows,
     reference_replication_plan,
 )
 from phalanx.extras.replication.options import ReplicationOptions

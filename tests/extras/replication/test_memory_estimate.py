@@ -3,8 +3,7 @@
 import pytest
 
 from phalanx.moe.plan.cost.activations import Activations
-from phalanx.moe.plan.cost.rows import buffer_bytes
-from phalanx.moe.plan.cost.stages import exchange_bytes, stage_memory
+from phalanx.moe.plan.cost.stages import buffer_bytes, exchange_bytes, stage_memory
 from phalanx.moe.plan.cost.traffic import costs
 from tests.moe.plan.cost.test_rows import (
     FFN,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from phalanx.extras.replication import transfers
-from phalanx.extras.replication.control import HIDDEN
 from phalanx.extras.replication.options import ReplicationOptions
-from phalanx.extras.replication.pushed_replicas import PushedReplicas
+from phalanx.extras.replication.symm import PushedReplicas
+from phalanx.extras.replication.transfers import HIDDEN
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block

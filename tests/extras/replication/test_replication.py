@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.replica_routing import (
-    assign_pairs,
-    count_rows,
-    pair_numbers,
-)
 from phalanx.extras.replication.kernels.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
+    assign_pairs,
+    count_rows,
+    pair_numbers,
     reference_replication_plan,
 )
 from phalanx.extras.replication.options import ReplicationOptions

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from phalanx.extras.replication.options import ReplicationOptions
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.quantize.packed import row_bytes
+from phalanx.kernels.quantize.quantize import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.transport_class import Dispatcher, Transport

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.kernels.core_attention import fa4, fa4_library, fa4_shipped
+from phalanx.kernels.core_attention import fa4, fa4_library
 from phalanx.kernels.core_attention.documents import Documents
-from phalanx.kernels.core_attention.limits import unsupported_heads
+from phalanx.kernels.limits import unsupported_heads
 
 
 def heads(S=4, T=4, H=4, G=2, d=64, v=64, B=2, dtype=torch.bfloat16, device="cpu"):
@@ -63,7 +63,7 @@ def test_a_window_counts_the_query_itself(window, left):
 def test_shapes_of_what_it_returns(sinks):
     """In the layout that the next projection reads; the library checks what it is given."""
     pytest.importorskip("flash_attn.cute")
-    with fa4_shipped.without_gpu(), FakeTensorMode(), fa4_library.named() as kernels:
+    with fa4.without_gpu(), FakeTensorMode(), fa4_library.named() as kernels:
         q, k, v = heads(S=3, T=5, H=4, G=4, d=192, v=128, device="cuda")
         s = None if sinks is None else torch.zeros(4, dtype=sinks, device="cuda")
         out, lse = fa4.run_forward(q, k, v, s, 0.1, 0)
@@ -81,7 +81,7 @@ def test_shapes_of_what_it_returns(sinks):
 def test_documents_take_the_interface_of_various_lengths(sinks, window, deterministic):
     """The library checks shapes of tensors, bounds and log-sums; other kernels are asked for."""
     pytest.importorskip("flash_attn.cute")
-    with fa4_shipped.without_gpu(), FakeTensorMode():
+    with fa4.without_gpu(), FakeTensorMode():
         q, k, v = heads(S=200, T=200, H=4, G=2, B=1, device="cuda")
         s = None if sinks is None else torch.zeros(4, dtype=sinks, device="cuda")
         position = torch.zeros(200, dtype=torch.int64, device="cuda")

@@ -13,8 +13,8 @@ pytest.importorskip("flash_attn")  # the import of its part `cute` takes seconds
 
 from phalanx.kernels import cache, library_objects
 from phalanx.kernels.cache import Cache
-from phalanx.kernels.core_attention import fa4, fa4_library, fa4_shipped
-from phalanx.kernels.core_attention.fa4_shipped import SHIPPED, AttentionLayer
+from phalanx.kernels.core_attention import fa4, fa4_library
+from phalanx.kernels.core_attention.fa4 import SHIPPED, AttentionLayer
 from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import SHIPPED as OUR_SHIPPED
 from tests.kernels.sm90 import remembered
@@ -27,8 +27,8 @@ BOTH = f"""
 import json, sys
 from pathlib import Path
 from phalanx.kernels import cache
-from phalanx.kernels.core_attention import fa4_shipped
-from phalanx.kernels.core_attention.fa4_shipped import AttentionLayer
+from phalanx.kernels.core_attention import fa4
+from phalanx.kernels.core_attention.fa4 import AttentionLayer
 from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
@@ -43,7 +43,7 @@ def ours():
 
 
 def theirs():
-    fa4_shipped.build({SMALL}, where)
+    fa4.build({SMALL}, where)
 
 
 for make in (theirs, ours) if theirs_first else (ours, theirs):
@@ -85,14 +85,14 @@ def both_orders(tmp: Path) -> dict[str, dict[str, str]]:
 def made(tmp_path_factory) -> dict[str, Path]:
     """Folders with the entries of `both_orders`."""
     pairs = [next(p for p in OUR_SHIPPED if p[0].__name__ == name) for name in OURS]
-    names = [launch.entry_name(*pair) for pair in pairs] + sorted(fa4_shipped.entries(SMALL))
+    names = [launch.entry_name(*pair) for pair in pairs] + sorted(fa4.entries(SMALL))
     sources = [
         Path(__file__),
         *map(Path, (m.__file__ for m in (fa4, fa4_library, library_objects))),
     ]
     data = remembered.fetch(
         *pairs[0],
-        [*names, *sources, Path(fa4_shipped.__file__)],
+        [*names, *sources],
         lambda: json.dumps(both_orders(tmp_path_factory.mktemp("made"))).encode(),
     )
     folders = {}
@@ -113,31 +113,31 @@ def test_neither_changes_what_the_compiler_makes_of_the_other(made):
 
 def test_a_second_build_only_loads(made):
     before, there = cache.statistics(), entries(made["ours"])
-    fa4_shipped.build(SMALL, made["ours"])
+    fa4.build(SMALL, made["ours"])
     after = cache.statistics()
     assert (after.compiled - before.compiled, after.loaded - before.loaded) == (0, KERNELS)
     assert entries(made["ours"]) == there
-    assert fa4_shipped.entries(SMALL) <= there.keys()
+    assert fa4.entries(SMALL) <= there.keys()
 
 
 def test_entries_are_those_of_the_library_s_choices():
-    names = {layer: fa4_shipped.entries(layer) for layer in SHIPPED}
+    names = {layer: fa4.entries(layer) for layer in SHIPPED}
     for layer, entries in names.items():
         labels = sorted(name.rpartition("-")[0] for name in entries)
         ends = 1 if layer.group == 1 else 2  # keys and values of a group are sums, too
         assert labels.count("AttentionForward") == labels.count("AttentionBackward") == 1
         assert labels.count("AttentionBackwardStart") == 1
         assert labels.count("AttentionBackwardEnd") == ends
-        assert fa4_shipped.entries(layer) == entries
+        assert fa4.entries(layer) == entries
     backward = [next(n for n in e if n.startswith("AttentionBackward-")) for e in names.values()]
     assert len(set(backward)) == len(SHIPPED)
 
 
 @pytest.mark.parametrize("fact", ["version", "_host"])
 def test_another_version_or_processor_is_another_entry(fact, monkeypatch):
-    (first, *_) = sorted(fa4_shipped.entries(SHIPPED[0]))
+    (first, *_) = sorted(fa4.entries(SHIPPED[0]))
     monkeypatch.setattr(library_objects, fact, lambda *package: ("x86_64", "other"))
-    assert first not in fa4_shipped.entries(SHIPPED[0])
+    assert first not in fa4.entries(SHIPPED[0])
 
 
 def test_a_failure_lets_others_compile(tmp_path, monkeypatch):
@@ -152,8 +152,8 @@ def test_a_failure_lets_others_compile(tmp_path, monkeypatch):
         patch.setattr("flash_attn.cute.interface.cute.compile", fail)
         for _ in range(2):
             with pytest.raises(ValueError, match="too many registers"):
-                fa4_shipped.build(layer, tmp_path)
+                fa4.build(layer, tmp_path)
     assert entries(tmp_path) == {} and cache.statistics() == before
     patient = Cache(tmp_path, patience=0.2)
-    (name,) = [n for n in fa4_shipped.entries(layer) if n.startswith("AttentionForward")]
+    (name,) = [n for n in fa4.entries(layer) if n.startswith("AttentionForward")]
     assert patient.fetch(name, lambda: b"made") == b"made"

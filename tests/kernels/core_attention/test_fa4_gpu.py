@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import cache
-from phalanx.kernels.core_attention import core, fa4_library, fa4_shipped
+from phalanx.kernels.core_attention import core, fa4, fa4_library
 from phalanx.kernels.core_attention.core import attention
 from tests.kernels.capture import check_replay
 from tests.kernels.core_attention import test_core
@@ -340,13 +340,13 @@ def test_chunks_of_context_ranks_are_the_whole() -> None:
     assert core.visible_ST(256, 383, 128, "cpu").sum(1).eq(128).all()
 
 
-@pytest.mark.parametrize("layer", fa4_shipped.SHIPPED, ids=str)
+@pytest.mark.parametrize("layer", fa4.SHIPPED, ids=str)
 def test_a_run_finds_what_was_built_without_a_gpu(layer, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
     for function, label in fa4_library._KERNELS.items():
         programs = fa4_library.Programs(label)
         monkeypatch.setattr(getattr(fa4_library.library(), function), "compile_cache", programs)
-    fa4_shipped.build(layer, tmp_path)
+    fa4.build(layer, tmp_path)
     built = cache.statistics()
     for function, label in fa4_library._KERNELS.items():  # as a new process has them
         programs = fa4_library.Programs(label)

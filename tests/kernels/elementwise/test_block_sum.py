@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.elementwise.sums import block_sum
 from tests.kernels.interpreter import interpret
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -71,7 +71,7 @@ def test_shapes(device: str) -> None:
 
 
 def interpreted() -> None:
-    from phalanx.kernels.elementwise.block_sum_triton import add_up
+    from phalanx.kernels.elementwise.sums_triton import add_up
 
     for ranks, n in ((1, 5), (3, 2048), (8, 4097)):
         blocks = given(ranks, n, torch.float32)

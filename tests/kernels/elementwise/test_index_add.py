@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.elementwise.index_add import index_add_, sort_keys
+from phalanx.kernels.elementwise.rows import index_add_, sort_keys
 from tests.kernels.capture import check_replay
 from tests.kernels.interpreter import interpret
 
@@ -73,7 +73,7 @@ def test_the_same_bits_every_time_and_in_a_graph() -> None:
 
 
 def interpreted() -> None:
-    from phalanx.kernels.elementwise.index_add_triton import add_rows
+    from phalanx.kernels.elementwise.rows_triton import add_rows
 
     for V, T, D in SHAPES[:-1]:
         table, index, rows = given(V, T, D, "cpu", torch.float32)

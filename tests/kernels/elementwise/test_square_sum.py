@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from phalanx.kernels.elementwise.square_sum import square_sum
+from phalanx.kernels.elementwise.sums import square_sum
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.kernels.elementwise.transpose import transposed
+from phalanx.kernels.functional.layouts import transposed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1, 1, 2), (3, 5, 6), (2, 64, 128), (2, 130, 66), (4, 96, 2 * 65)]

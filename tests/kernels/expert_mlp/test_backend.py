@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import provider
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -16,7 +17,6 @@ from phalanx.kernels.expert_mlp.calls import (
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-from phalanx.kernels.expert_mlp.providers import provider
 from tests.kernels.problems import make
 
 BACKENDS = ["reference", "torch"]

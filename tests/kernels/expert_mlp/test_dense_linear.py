@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.kernels.expert_mlp.dense_mlp import dense_linear
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize import blocks
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block

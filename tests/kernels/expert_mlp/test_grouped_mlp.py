@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import provider
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from tests.kernels.problems import (
     ACTIVATIONS,

@@ -16,7 +16,7 @@ from phalanx.kernels.api import (
     resolve_backend,
     router_topk,
 )
-from phalanx.kernels.functional.arguments import FLOATS
+from phalanx.kernels.functional.options import FLOATS
 
 T, D, F, E, K = 6, 8, 16, 4, 2
 JUNK = (None, "x", 3, 2.5, -1, True, object(), [1.0], (1,), torch.nn.functional.silu)

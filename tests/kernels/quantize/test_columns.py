@@ -14,27 +14,27 @@ from tests.kernels.quantize.test_quantize import CPU, E4M3, E5M2, dirty, same
 
 
 def check_columns(x: Tensor, counts: list[int], parts: int = 1, dtype: torch.dtype = E4M3) -> None:
-    from phalanx.kernels.quantize import columns_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     offsets = offsets_of(counts)
     made = (*x.shape, len(counts), parts)
     got = quantize.empty_columns(*made, dtype=dtype, device=CPU)
     dirty(*got)
-    columns_triton.quantize(x, None, None, offsets, got, parts)
+    blocks_triton.write_columns(x, None, None, offsets, got, parts)
     same(got, definition.quantize_columns(x, offsets, parts, dtype))
 
 
 def check_transpose(
     q: Quantized, counts: list[int], parts: int = 1, index: Tensor | None = None
 ) -> QuantizedColumns:
-    from phalanx.kernels.quantize import columns_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     offsets = offsets_of(counts)
     S = len(q.data) if index is None else len(index)
     made = (S, q.data.shape[1], len(counts), parts)
     got = quantize.empty_columns(*made, dtype=q.data.dtype, device=CPU)
     dirty(*got)
-    columns_triton.quantize(*q, index, offsets, got, parts)
+    blocks_triton.write_columns(*q, index, offsets, got, parts)
     same(got, definition.transpose_rows(q, offsets, index_S=index, parts=parts))
     return got
 
@@ -52,12 +52,12 @@ def interpreted() -> None:
 
 
 def _columns() -> None:
-    from phalanx.kernels.quantize import columns_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     for name, counts in COUNTS.items():
         offsets = offsets_of(counts)
         starts = torch.full_like(offsets, -1)
-        columns_triton.starts(offsets, starts)
+        blocks_triton.starts(offsets, starts)
         assert torch.equal(starts, definition.column_offsets(offsets))
         wide = name == "ones"
         if name == "one has all":  # as for transposes

@@ -14,10 +14,8 @@ pytest.importorskip("triton")
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.quantize import (
-    columns_triton,
+    blocks_triton,
     quantize,
-    rows_triton,
-    weights_triton,
 )
 from phalanx.kernels.quantize.blocks import Quantized
 from tests.kernels.triton_code import Code, launched
@@ -52,7 +50,9 @@ def test_rows(shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> Non
     C, parts = shape
     x = x_of(65536, C, BF16)
     to = quantize.empty_rows(65536, C, parts, dtype=dtype, device=META)
-    code = launched(rows_triton, "fp8_rows", lambda: rows_triton.quantize(x, to, parts), tmp_path)
+    code = launched(
+        blocks_triton, "fp8_rows", lambda: blocks_triton.write_rows(x, to, parts), tmp_path
+    )
     check(code, 64 * 128, 10, 64 * 1024)
     assert code.stack == 0
     assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (4, 2)
@@ -64,7 +64,7 @@ def test_rows_back(tmp_path: Path) -> None:
     q = quantize.empty_rows(65536, 5760, 2, device=META)
     to = x_of(65536, 5760, BF16)
     code = launched(
-        rows_triton, "dequantize_fp8_rows", lambda: rows_triton.dequantize(q, to, 2), tmp_path
+        blocks_triton, "dequantize_fp8_rows", lambda: blocks_triton.dequantize(q, to, 2), tmp_path
     )
     check(code, 64 * 128, 12.5, 48 * 1024)
     assert code.stack == 0
@@ -78,8 +78,8 @@ def test_weights(layouts: tuple[bool, bool], dtype: torch.dtype, tmp_path: Path)
     w = torch.empty(32, 4096, 7168, dtype=dtype, device=META)
     *both, scale = quantize.empty_weights(32, 4096, 7168, device=META)
     to = [x if wanted else None for x, wanted in zip(both, layouts, strict=True)]
-    run = lambda: weights_triton.quantize(w, *to, scale, 1)  # noqa: E731
-    code = launched(weights_triton, "fp8_weights", run, tmp_path)
+    run = lambda: blocks_triton.write_weights(w, *to, scale, 1)  # noqa: E731
+    code = launched(blocks_triton, "fp8_weights", run, tmp_path)
     check(code, TILE, 11, 96 * 1024)
     assert code.stack == 0
     assert code.count(r"LDG\.E\.128") == 4 * dtype.itemsize
@@ -93,8 +93,8 @@ def test_transpose(C: int, indexed: bool, tmp_path: Path) -> None:
     index = torch.empty(rows, dtype=torch.int32, device=META) if indexed else None
     q: Quantized = quantize.empty_rows(rows, C, device=META)
     to = quantize.empty_columns(rows, C, 32, device=META)
-    run = lambda: columns_triton.quantize(*q, index, offsets, to, 1)  # noqa: E731
-    code = launched(columns_triton, "fp8_columns", run, tmp_path)
+    run = lambda: blocks_triton.write_columns(*q, index, offsets, to, 1)  # noqa: E731
+    code = launched(blocks_triton, "fp8_columns", run, tmp_path)
     assert "cvt.rn.f16x2.e4m3x2" in code.ptx and code.count(r"STG\.E ") == 1
     check(code, TILE, 8.75, 80 * 1024)
     assert code.stack == 0 and code.count(r"STG\.E\.128") == 4
@@ -104,8 +104,8 @@ def test_transpose(C: int, indexed: bool, tmp_path: Path) -> None:
 def test_columns(tmp_path: Path) -> None:
     x, offsets = x_of(65536, 2048, BF16), torch.empty(33, dtype=torch.int32, device=META)
     to = quantize.empty_columns(65536, 2048, 32, device=META)
-    run = lambda: columns_triton.quantize(x, None, None, offsets, to, 1)  # noqa: E731
-    code = launched(columns_triton, "fp8_columns", run, tmp_path)
+    run = lambda: blocks_triton.write_columns(x, None, None, offsets, to, 1)  # noqa: E731
+    code = launched(blocks_triton, "fp8_columns", run, tmp_path)
     check(code, TILE, 9.75, 96 * 1024)
     assert code.stack == 0
     assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (8, 4)
@@ -119,11 +119,11 @@ def test_quantisers_for_blackwell(tmp_path: Path) -> None:
     w = torch.empty(32, 4096, 2048, dtype=BF16, device=META)
     weights = quantize.empty_weights(32, 4096, 2048, device=META)
     calls = {
-        (rows_triton, "fp8_rows"): lambda: rows_triton.quantize(x, rows, 1),
-        (columns_triton, "fp8_columns"): lambda: columns_triton.quantize(
+        (blocks_triton, "fp8_rows"): lambda: blocks_triton.write_rows(x, rows, 1),
+        (blocks_triton, "fp8_columns"): lambda: blocks_triton.write_columns(
             x, None, None, offsets, columns, 1
         ),
-        (weights_triton, "fp8_weights"): lambda: weights_triton.quantize(w, *weights, 1),
+        (blocks_triton, "fp8_weights"): lambda: blocks_triton.write_weights(w, *weights, 1),
     }
     for (module, name), call in calls.items():
         code = launched(module, name, call, tmp_path, capability=100)

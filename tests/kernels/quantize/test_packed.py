@@ -5,7 +5,7 @@ import torch
 
 from phalanx.kernels.quantize import quantize as operation
 from phalanx.kernels.quantize.blocks import Quantized, quantize_rows
-from phalanx.kernels.quantize.packed import quantize_packed, row_bytes, unpack_rows
+from phalanx.kernels.quantize.quantize import quantize_packed, row_bytes, unpack_rows
 
 E4M3 = torch.float8_e4m3fn
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from phalanx.kernels.quantize import blocks as definition
 from phalanx.kernels.quantize import quantize
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedWeights
-from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
+from phalanx.kernels.quantize.quantize import row_bytes, unpack_rows
 from tests.kernels.interpreter import interpret
 from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, FP32, WIDTHS, expert_rows, offsets_of
@@ -24,26 +24,26 @@ def dirty(*tensors: Tensor) -> None:
 
 
 def check_rows(x: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> None:
-    from phalanx.kernels.quantize import rows_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     got = quantize.empty_rows(*x.shape, parts, dtype=dtype, device=CPU)
     dirty(*got)
-    rows_triton.quantize(x, got, parts)
+    blocks_triton.write_rows(x, got, parts)
     want = definition.quantize_rows(x, parts, dtype)
     same(got, want)
     back = torch.full_like(x, -7.0)
-    rows_triton.dequantize(got, back, parts)
+    blocks_triton.dequantize(got, back, parts)
     assert_same_numbers(back, definition.dequantize_rows(want, parts).to(x.dtype))
 
 
 def check_packed(x: Tensor) -> None:
     """Into rows of bytes that have scales behind them."""
-    from phalanx.kernels.quantize import rows_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     (R, C), want = x.shape, definition.quantize_rows(x)
     packed = torch.full((R, row_bytes(C)), 0x55, dtype=torch.uint8)
     got = unpack_rows(packed, C, E4M3)
-    rows_triton.quantize(x, got, 1)
+    blocks_triton.write_rows(x, got, 1)
     same(got, want)
     first = got.scale.storage_offset() * 4
     assert bool((packed[:, C:first] == 0x55).all())
@@ -51,14 +51,14 @@ def check_packed(x: Tensor) -> None:
 
 
 def check_weights(w: Tensor, parts: int = 1) -> None:
-    from phalanx.kernels.quantize import weights_triton
+    from phalanx.kernels.quantize import blocks_triton
 
     want = definition.quantize_weights(w, parts)
     for written in [(0, 1, 2), (0, 2), (1, 2)]:  # both layouts, one
         got = quantize.empty_weights(*w.shape, parts, device=CPU)
         dirty(*got)
         layouts = (got[i] if i in written else None for i in range(2))
-        weights_triton.quantize(w, *layouts, got.scale, parts)
+        blocks_triton.write_weights(w, *layouts, got.scale, parts)
         same([got[i] for i in written], [want[i] for i in written])
 
 

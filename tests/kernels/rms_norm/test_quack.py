@@ -8,8 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from phalanx.kernels.parameter_facts import facts_of
-from phalanx.kernels.rms_norm import quack, weight_grad_triton
+from phalanx.kernels.elementwise import sums_triton
+from phalanx.kernels.expert_mlp.main_grad import facts_of
+from phalanx.kernels.rms_norm import quack
 from phalanx.kernels.rms_norm.quack_library import Rows
 from tests.kernels.rms_norm.problems import Problem, error, plain
 
@@ -55,7 +56,7 @@ def tensor_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quack, "program", kernel)
     monkeypatch.setattr(quack, "_check", lambda *given: None)
     monkeypatch.setattr(quack, "_ctas", lambda N, device: CTAS)
-    monkeypatch.setattr(weight_grad_triton, "add_rows", add_rows)
+    monkeypatch.setattr(sums_triton, "add_rows", add_rows)
 
 
 @pytest.mark.parametrize("residual", [False, True])

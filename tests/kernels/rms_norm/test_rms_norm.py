@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.kernels.cache import Cache
-from phalanx.kernels.rms_norm.limits import unsupported_width
+from phalanx.kernels.limits import unsupported_width
 from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 from tests.kernels.interpreter import interpret
 from tests.kernels.rms_norm.problems import Problem, error, plain
@@ -104,7 +104,7 @@ def test_kernels_are_compiled_for_hopper_without_a_gpu_and_once(tmp_path: Path):
 
 
 def interpreted() -> None:
-    from phalanx.kernels.rms_norm.weight_grad_triton import add_rows
+    from phalanx.kernels.elementwise.sums_triton import add_rows
 
     for P, N, add in ((1, 8, False), (300, 40, True), (513, 16, False)):
         g = torch.Generator().manual_seed(P)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.routing.plan import make_plan
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.kernels.routing.split_order import split_order, split_order_by_sort
+from phalanx.kernels.routing.plan import split_order, split_order_by_sort
 from tests.kernels.interpreter import interpret
 
 SIZES = [(6, 4), (6, 0), (6, 6), (1, 1), (33, 32), (40, 32), (300, 256)]
@@ -25,7 +25,7 @@ def test_the_kernel_in_the_interpreter() -> None:
 
 
 def interpreted() -> None:
-    from phalanx.kernels.routing.split_order_triton import split_order_in_triton
+    from phalanx.kernels.routing.plan_triton import split_order_in_triton
 
     for slots, own in SIZES:
         order = torch.randperm(slots).int()
@@ -36,15 +36,15 @@ def interpreted() -> None:
 @pytest.mark.parametrize(("slots", "own"), [(1, 1), (40, 32), (300, 256)])
 def test_the_kernel_compiles_for_hopper(slots: int, own: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from phalanx.kernels.routing import split_order_triton
+    from phalanx.kernels.routing import plan_triton
     from tests.kernels.triton_code import launched
 
     order = torch.empty(slots, dtype=torch.int32, device="meta")
 
     def call() -> None:
-        split_order_triton.split_order_in_triton(order, own)
+        plan_triton.split_order_in_triton(order, own)
 
-    code = launched(split_order_triton, "split_order_kernel", call, tmp_path)
+    code = launched(plan_triton, "split_order_kernel", call, tmp_path)
     assert code.stack == 0 and code.threads == 32
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.kernels.routing.wire import pack_routing, unpack_routing
+from phalanx.kernels.routing.plan import pack_routing, unpack_routing
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

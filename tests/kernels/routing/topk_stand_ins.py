@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels.routing.topk.scores import choice_scores, choose, probabilities
+from phalanx.kernels.routing.topk_scores import choice_scores, choose, probabilities
 
 
 def topk(

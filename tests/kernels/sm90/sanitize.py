@@ -25,11 +25,11 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.kernels.routing.topk.scores import choose
+from phalanx.kernels.routing.topk_scores import choose
 from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 from phalanx.kernels.sm90.experts.combine import combine
-from phalanx.kernels.sm90.experts.dprob import dprob as add_dprob
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import dprob as add_dprob
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.wgrad import wgrad

@@ -374,7 +374,7 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
     """
     fakes = {
         "cutlass": _cutlass(),
-        "phalanx.kernels.sm90.gemm.storage": SimpleNamespace(
+        "phalanx.kernels.sm90.gemm.tensors": SimpleNamespace(
             struct=lambda **fields: fields, array=lambda dtype, count, align=8: count
         ),
         "phalanx.kernels.sm90.jit.ptx": SimpleNamespace(
@@ -384,11 +384,10 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
             lowest=lambda bits: (bits & -bits).bit_length() - 1,
         ),
         "phalanx.kernels.sm90.exchange.peer": SimpleNamespace(**PEER),
-        "phalanx.kernels.sm90.jit.arguments": MagicMock(),
+        "phalanx.kernels.sm90.jit.launch": MagicMock(),
         "phalanx.kernels.sm90.gemm.mainloop": SimpleNamespace(
             GROUP_THREADS=128, TILE_ROWS=128, Mainloop=None
         ),
-        "phalanx.kernels.sm90.jit.launch": MagicMock(),
         "cuda": MagicMock(),
     }
 

@@ -26,7 +26,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     # All at once: a module that is first imported below would keep the replacements.
     for module in pkgutil.walk_packages(sm90.__path__, f"{sm90.__name__}."):
         importlib.import_module(module.name)
-    from phalanx.kernels.sm90.jit import arguments
     from phalanx.kernels.sm90.jit import launch as jit
     from phalanx.scripts.lab.bench.kernels import (  # noqa: F401
         fp8_gemms,
@@ -59,9 +58,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     counter = torch.zeros(1, dtype=torch.int32)
     for original, replacement in (
         (jit.launch, launch),
-        (arguments.check, check),
+        (jit.check, check),
         (jit.sms, lambda _: 132),
-        (arguments.counter_of, lambda _: counter),
+        (jit.counter_of, lambda _: counter),
     ):
         for name, module in list(sys.modules.items()):
             if name.startswith(("phalanx.kernels.sm90", "phalanx.scripts.lab.bench")):

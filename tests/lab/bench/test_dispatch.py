@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
+from phalanx.moe.router.forced import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
 from phalanx.parallel.dispatcher import alltoall
 from phalanx.parallel.megatron import cpu
 from phalanx.scripts.lab import bench_dispatch

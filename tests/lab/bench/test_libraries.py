@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.core_attention import core
-from phalanx.kernels.routing.topk.scores import choose, probabilities
+from phalanx.kernels.routing.topk_scores import choose, probabilities
 from phalanx.moe.router import fused_topk
 from phalanx.scripts.lab import bench_libraries
 from phalanx.scripts.lab.bench import timing

@@ -10,7 +10,7 @@ from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.records import Published, configured, published
 from phalanx.configs.tables.machines import MACHINES
-from phalanx.extras.baseline.rates import peer_machine
+from phalanx.extras.baseline.rules import peer_machine
 from phalanx.moe.plan.described import resolved
 from phalanx.scripts.lab.peers.dispatchers import DISPATCHERS, peer_exchange
 from phalanx.scripts.lab.peers.simulated import Simulated, simulated, table

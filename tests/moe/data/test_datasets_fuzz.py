@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.moe.data.bin_reader import BinReader
+from phalanx.moe.data.datasets import BinReader
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import DTYPES, HEADER, MAGIC, open_corpus
 

@@ -27,7 +27,7 @@ from phalanx.moe.data.host_cache import DataError, built_once
 from phalanx.moe.data.loader import Loader, Samples, build_datasets
 from phalanx.moe.data.sources import table
 from phalanx.moe.data.token_files import Sidecar, embedded, open_corpus, smallest_dtype, write_index
-from phalanx.moe.text.names import short_names
+from phalanx.moe.text import short_names
 from tests.support.distributed import run_distributed
 
 VOCAB = 10_000

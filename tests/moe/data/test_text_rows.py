@@ -13,9 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from phalanx.moe.data import text_rows
-from phalanx.moe.data.bad_rows import Bad, listing
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.text_rows import Reading, cut, read, read_keys, rows
+from phalanx.moe.data.text_rows import Bad, Reading, cut, listing, read, read_keys, rows
 from phalanx.moe.data.tokenizer.codec import Codec
 from phalanx.moe.inference.scoring import text_of
 

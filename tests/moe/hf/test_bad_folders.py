@@ -290,13 +290,13 @@ def test_a_run_whose_pad_is_outside_the_vocabulary_is_exported_without_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from phalanx.moe.hf import tokens
+    from phalanx.moe.hf import tokenizer_files
     from phalanx.scripts import convert_hf
 
     folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
     change_config(folder, pad_token_id=96, eos_token_id=5)
     with monkeypatch.context() as m:  # as an import of before made it
-        m.setattr(tokens, "check_ids", lambda *given: None)
+        m.setattr(tokenizer_files, "check_ids", lambda *given: None)
         imported(folder, tmp_path / "step")
     with pytest.raises(ConversionError, match="imported model has pad_token_id=96, .*, or none"):
         export_checkpoint(tmp_path / "step", tmp_path / "back")

@@ -13,9 +13,8 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.config import to_json, to_knobs
+from phalanx.moe.hf.config import rotated_share, to_json, to_knobs
 from phalanx.moe.hf.families import family_of
-from phalanx.moe.hf.rope import rotated_share
 from phalanx.scripts.convert_hf import configured
 from tests.moe.hf.models import MODELS
 from tests.moe.hf.published import PUBLISHED

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.convert import export_checkpoint
-from phalanx.moe.hf.quantised import from_fp8, from_mxfp4
+from phalanx.moe.hf.source import from_fp8, from_mxfp4
 from tests.moe.hf import models
 from tests.moe.hf.models import imported, index, tensors
 

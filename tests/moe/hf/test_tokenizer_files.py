@@ -9,8 +9,12 @@ from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer
 
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.tokenizer_files import files_of_data, files_of_folder
-from phalanx.moe.hf.tokens import check_tokenizer, special_tokens
+from phalanx.moe.hf.tokenizer_files import (
+    check_tokenizer,
+    files_of_data,
+    files_of_folder,
+    special_tokens,
+)
 from phalanx.scripts import prepare_data
 from tests.moe.data.tokenizer.test_encoder import byte_level, unigram
 from tests.scripts.test_prepare_data import documents

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.moe.data.token_files import BYTES_EOD, Sidecar
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.tokens import check_ids, check_tokenizer, special_tokens
+from phalanx.moe.hf.tokenizer_files import check_ids, check_tokenizer, special_tokens
 
 INDEXED = {"source": "indexed"}
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.sidecars import check_pair, sidecars
 from phalanx.moe.data.tokenizer.codec import Codec, codec_of, shown
+from phalanx.moe.data.tokenizer.special_tokens import check_pair, sidecars
 from phalanx.scripts import prepare_data
 
 

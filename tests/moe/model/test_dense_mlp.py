@@ -5,7 +5,7 @@ import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
-from phalanx.moe.model.dense_mlp import uses_expert_kernels
+from phalanx.moe.model.kernel_facts import uses_expert_kernels
 from tests.moe.cases import HIDDEN, install, model, transformer
 from tests.support.distributed import run_distributed
 

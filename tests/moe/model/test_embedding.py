@@ -17,10 +17,10 @@ from tests.support.training import trained
 @contextmanager
 def adding(rank: int) -> Iterator[None]:
     """The embedding alone adds to its buffer: linear layers do on a GPU only."""
-    from phalanx.kernels.elementwise import index_add
+    from phalanx.kernels.elementwise import rows
     from phalanx.moe.model import embedding
 
-    forward, calls = embedding.WordEmbedding.forward, mock.Mock(wraps=index_add.index_add_)
+    forward, calls = embedding.WordEmbedding.forward, mock.Mock(wraps=rows.index_add_)
 
     def adds(self: Any, ids: torch.Tensor) -> torch.Tensor:
         self.config = copy.copy(self.config)

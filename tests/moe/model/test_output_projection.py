@@ -20,7 +20,7 @@ def given(device: str, dtype: torch.dtype) -> list[Tensor]:
 
 def results(tensors: list[Tensor], fused: bool) -> list[Tensor]:
     install()
-    from phalanx.moe.model.output_projection import _Biased
+    from phalanx.moe.model.grouped_attention import _Biased
 
     *leaves, upstream = tensors
     x, w, b = (t.clone().requires_grad_() for t in leaves)
@@ -46,8 +46,8 @@ def test_is_as_exact_as_a_product_and_an_addition(device: str, dtype: torch.dtyp
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_the_gradient_of_the_weight_goes_to_its_buffer(wide: torch.dtype, replaces: bool) -> None:
-    from phalanx.kernels.parameter_facts import facts_of
-    from phalanx.moe.model.output_projection import _Biased
+    from phalanx.kernels.expert_mlp.main_grad import facts_of
+    from phalanx.moe.model.grouped_attention import _Biased
 
     x, w, b, upstream = given("cuda", torch.bfloat16)
     weight = torch.nn.Parameter(w)

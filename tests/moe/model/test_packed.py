@@ -49,9 +49,9 @@ def unevenly(model: Any) -> None:
 
 def _packed_and_alone(overrides: list[str]) -> None:
     from phalanx.moe.data.packing import positions
+    from phalanx.moe.labels import mean_loss, sample_losses
     from phalanx.moe.model.loss import LossContext
     from phalanx.moe.model.packed import packed
-    from phalanx.moe.run.step import mean_loss, sample_losses
     from phalanx.parallel.megatron.patches import shift_within_documents
 
     cfg, model = built(overrides)

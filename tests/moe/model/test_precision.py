@@ -14,7 +14,7 @@ from phalanx.configs.schema import PrecisionConfig
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize.blocks import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.moe.model.precision import compute_dtype, recipe
+from phalanx.moe.model.kernel_facts import compute_dtype, recipe
 from phalanx.parallel.dispatcher.transport import own_exchange
 from tests.support.additions import COUNTING_TRANSPORTS
 from tests.support.distributed import run_distributed

@@ -58,7 +58,7 @@ def _results(overrides: list[str], adds: bool) -> Results:
     fill(model)
     for module in model.modules():
         if isinstance(module, MoE):
-            module._adds = adds  # as with the fused experts
+            module._combine_in_experts = adds  # as with the fused experts
     ids, labels = tokens(cfg.model.vocab_size)
     places = torch.arange(ids.shape[1]).expand(ids.shape)
     model.train()

@@ -7,10 +7,9 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.limits import Refusal
 from phalanx.moe.model.kernel_facts import HOPPER_PACKAGES
-from phalanx.moe.plan.facts import Device, JobFacts, RankFacts
-from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.facts import Device, FreeMemory, JobFacts, RankFacts
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.plan.resolve import resolve
 

@@ -212,9 +212,9 @@ def count_built(names: list[str]) -> dict[str, int]:
 
     cpu.install()
     from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-    from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
     from phalanx.moe.model.gpt import Backends, build
+    from phalanx.moe.model.kernel_facts import activation_of
     from phalanx.moe.model.megatron_config import Layout, transformer_config
     from phalanx.parallel.dispatcher.capacity import Budget
     from phalanx.parallel.dispatcher.transport import LOCAL

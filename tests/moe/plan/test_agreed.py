@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from phalanx.configs.load import load
-from phalanx.moe.plan import agreed
+from phalanx.moe.plan import described
 from phalanx.moe.plan.facts import facts_here
 from phalanx.moe.plan.resolve import resolve
 from phalanx.parallel.runtime import Runtime
@@ -24,7 +24,7 @@ def _here() -> Runtime:
 
 
 def _plan() -> tuple[Any, ...]:
-    plan, facts = agreed.agreed_plan(load(["model=tiny", "parallel.expert=2"]), _here())
+    plan, facts = described.agreed_plan(load(["model=tiny", "parallel.expert=2"]), _here())
     return plan.cfg, plan.transports, facts.world, facts.on_host(0), facts.kind
 
 
@@ -43,8 +43,8 @@ def _differing() -> str:
         cfg.model.moe.shared_ffn = 64 * dist.get_rank()
         return resolve(cfg, facts)
 
-    with mock.patch.object(agreed, "resolve", other), pytest.raises(RuntimeError) as error:
-        agreed.agreed_plan(load(["model=tiny", "parallel.expert=2"]), _here())
+    with mock.patch.object(described, "resolve", other), pytest.raises(RuntimeError) as error:
+        described.agreed_plan(load(["model=tiny", "parallel.expert=2"]), _here())
     return str(error.value)
 
 

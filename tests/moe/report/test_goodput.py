@@ -65,7 +65,7 @@ def test_a_slow_start_names_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, part in ((1.0, "imports"), (3.0, "data"), (3.01, "imports"), (59.0, "model")):
         now[0] = seconds
         activity.set_activity(f"start: {part}")
-    assert activity.parts_of_start() == {"configuration": 1.0, "imports": 57.99, "data": 0.01}
+    assert activity.startup_times() == {"configuration": 1.0, "imports": 57.99, "data": 0.01}
     assert not module.slow_start()
     now[0] = 62.0
     activity.set_activity("step 1: data")

@@ -18,8 +18,8 @@ from phalanx.moe.data.sources import Source
 from phalanx.moe.report import metrics as metrics_module
 from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
-from phalanx.moe.report.services.service import tag
-from phalanx.moe.run.callbacks.scores import SourceSums, scores
+from phalanx.moe.report.service import tag
+from phalanx.moe.run.callbacks.validation import SourceSums, scores
 from tests.parallel.surroundings import full_disk
 
 GPU: dict[str, Any] = {

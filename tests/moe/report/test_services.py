@@ -13,10 +13,10 @@ import pytest
 
 from phalanx.configs.schema import Config
 from phalanx.moe.report import metrics as metrics_module
+from phalanx.moe.report import service
 from phalanx.moe.report.loggers import read
 from phalanx.moe.report.metrics import Metrics
-from phalanx.moe.report.services import service
-from phalanx.moe.report.services.enabled import TRACKERS
+from phalanx.moe.report.trackers import TRACKERS
 
 NUMBERS = {"train/loss": 2.0, "perf/memory": 1.25, "perf/step_time": 0.5, "perf/goodput": 0.0}
 

@@ -15,8 +15,8 @@ import pytest
 from phalanx.configs.schema import Config
 from phalanx.moe.report.loggers import read
 from phalanx.moe.report.metrics import Metrics
-from phalanx.moe.report.services.service import tag
-from phalanx.moe.report.services.wandb_file import rows
+from phalanx.moe.report.service import tag
+from phalanx.moe.report.trackers import rows
 from tests.support.distributed import forkserver
 from tests.support.launch import Launch
 from tests.support.runs import TINY

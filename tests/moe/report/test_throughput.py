@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.configs.load import load
-from phalanx.moe.report.throughput import peaks
+from phalanx.moe.report.step_records import peaks
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.kernels.routing.gate_triton import split
-from phalanx.kernels.routing.topk.scores import choose, probabilities
+from phalanx.kernels.routing.forced_triton import split
+from phalanx.kernels.routing.topk_scores import choose, probabilities
 from phalanx.moe.router import balance
-from phalanx.moe.router.forced_balance import ForcedBalance
-from phalanx.moe.router.fused_balance import Recorder
-from phalanx.moe.router.scores import loss_scores
+from phalanx.moe.router.balance import Recorder
+from phalanx.moe.router.forced import ForcedBalance
+from phalanx.moe.router.logits import loss_scores
 from tests.kernels.capture import check_replay
 from tests.kernels.interpreter import interpret
 

@@ -11,7 +11,7 @@ from phalanx.configs.load import options as group_options
 from phalanx.configs.schema import RouterConfig
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.fused_topk import unsupported
-from phalanx.moe.router.router import slots
+from phalanx.moe.router.token_rounding import slots
 from tests.kernels.routing.topk_stand_ins import topk, topk_backward
 from tests.moe.cases import EXPERTS, LOSSES, TOP_K, build_router, draw, hidden, install
 from tests.support.distributed import run_distributed
@@ -108,7 +108,7 @@ def test_what_a_model_launches_is_shipped(model: str) -> None:
 @pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
 def test_attention_of_a_model_is_shipped(model: str) -> None:
     pytest.importorskip("flash_attn.cute")
-    from phalanx.kernels.core_attention.fa4_shipped import SHIPPED, AttentionLayer
+    from phalanx.kernels.core_attention.fa4 import SHIPPED, AttentionLayer
 
     a = load([f"model={model}"]).model.attention
     group, d, v = a.heads // a.kv_heads, a.head_dim, a.head_dim

@@ -8,7 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.kernels.routing.topk.scores import choose, probabilities
+from phalanx.kernels.routing.topk_scores import choose, probabilities
 from phalanx.moe.router.fused_topk import best, topk, unsupported
 from tests.kernels.capture import check_replay
 

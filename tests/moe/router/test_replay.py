@@ -105,7 +105,7 @@ def test_loads_in_words() -> None:
 
 def _replays(path: str, layer: int, want: Ids, score: str) -> None:
     install()
-    from phalanx.kernels.routing.topk.scores import probabilities
+    from phalanx.kernels.routing.topk_scores import probabilities
     from phalanx.moe.router.router import Router
     from phalanx.parallel.groups import create
 

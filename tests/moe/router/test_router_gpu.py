@@ -10,9 +10,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.kernels.routing.topk.scores import probabilities
+from phalanx.kernels.routing.topk_scores import probabilities
 from phalanx.moe.router import fused_topk
-from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.moe.router.forced import ForcedBalance
 
 pytestmark = pytest.mark.gpu
 

@@ -101,19 +101,19 @@ def test_bits_are_the_same(case: str, delay: str) -> None:
 @contextlib.contextmanager
 def _pairs_counted(rank: int, alone: int = 0) -> Iterator[None]:
     """Fail unless all but a number of micro-batches' weight gradients are computed in pairs."""
-    from phalanx.kernels.expert_mlp.autograd import _Pending
+    from phalanx.kernels.expert_mlp.pending_grads import PendingGrads
 
-    together, call, counts = _Pending.together, _Pending.__call__, [0, 0]
+    together, call, counts = PendingGrads.run_with, PendingGrads.__call__, [0, 0]
 
-    def counted(self: _Pending, later: _Pending) -> None:
+    def counted(self: PendingGrads, later: PendingGrads) -> None:
         counts[0] += 1
         together(self, later)
 
-    def counted_alone(self: _Pending) -> Any:
+    def counted_alone(self: PendingGrads) -> Any:
         counts[1] += 1
         return call(self)
 
-    with mock.patch.multiple(_Pending, together=counted, __call__=counted_alone):
+    with mock.patch.multiple(PendingGrads, run_with=counted, __call__=counted_alone):
         yield
     assert counts[0] and counts[1] == alone * counts[0], counts
 

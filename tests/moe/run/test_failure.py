@@ -15,7 +15,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.run import failure
-from phalanx.moe.run.out_of_memory import OutOfMemory
+from phalanx.moe.run.memory_check import OutOfMemory
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.connections import Connections

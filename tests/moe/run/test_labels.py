@@ -167,7 +167,7 @@ def _losses(overrides: list[str], shares: list[float]) -> list[Seen]:
     for share in shares:
         found.clear()
         batches = masked(trainer, share, trainer.job.groups.data_rank)
-        masks = [trainer.compute.own_part(batch)["loss_mask"] for batch in batches]
+        masks = [trainer.compute.context_shard(batch)["loss_mask"] for batch in batches]
         with replaced(LanguageModel, "compute_language_model_loss", watched):
             totals = trainer.compute(batches, balance.snapshot(trainer.job.engine.modules))
         pairs = list(zip(found, masks, strict=True))

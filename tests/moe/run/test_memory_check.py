@@ -7,8 +7,7 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.cost.stages import needed, with_fp8_weights
-from phalanx.moe.plan.facts import JobFacts
-from phalanx.moe.plan.free_memory import FreeMemory
+from phalanx.moe.plan.facts import FreeMemory, JobFacts
 from phalanx.moe.plan.resolve import resolve
 from phalanx.moe.run.memory_check import check_memory
 from tests.moe.plan.jobs import CPU, job, known

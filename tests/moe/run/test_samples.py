@@ -19,8 +19,7 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.tokenizer.codec import codec_of_run
 from phalanx.moe.report.loggers import read
 from phalanx.moe.run.callbacks import samples
-from phalanx.moe.run.callbacks.generation import generate
-from phalanx.moe.run.callbacks.samples import Sample, Samples
+from phalanx.moe.run.callbacks.samples import Sample, Samples, generate
 from phalanx.moe.run.preflight import preflight
 from phalanx.scripts import prepare_data
 from tests.support.distributed import run_distributed

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.checkpoint import host_buffer, writer
+from phalanx.parallel.checkpoint import writer
 from tests.parallel.checkpoint.checkpoints import (
     assert_equal,
     build,
@@ -180,7 +180,7 @@ def _goes_on(folder: Path) -> None:
 
 
 def _no_memory(folder: Path) -> str:
-    from phalanx.parallel.checkpoint.host_buffer import Staging
+    from phalanx.parallel.checkpoint.writer import Staging
 
     def fail(*args: Any) -> Any:
         raise OSError("Cannot allocate memory")
@@ -208,7 +208,7 @@ def test_no_memory_for_the_copy(tmp_path: Path) -> None:
 
 
 def test_copies_are_exact_and_of_their_own_size() -> None:
-    from phalanx.parallel.checkpoint.host_buffer import Staging
+    from phalanx.parallel.checkpoint.writer import Staging
 
     staging, base = Staging(), torch.arange(24.0)
     given = [
@@ -230,7 +230,7 @@ def test_copies_are_exact_and_of_their_own_size() -> None:
 
 
 def test_memory_is_kept_and_grows() -> None:
-    from phalanx.parallel.checkpoint.host_buffer import Staging
+    from phalanx.parallel.checkpoint.writer import Staging
 
     staging = Staging()
     (first,) = staging.hold([torch.zeros(1000)])
@@ -241,7 +241,7 @@ def test_memory_is_kept_and_grows() -> None:
 
 
 def test_forks_see_what_was_copied_and_nothing_later() -> None:
-    from phalanx.parallel.checkpoint.host_buffer import Staging
+    from phalanx.parallel.checkpoint.writer import Staging
 
     source = torch.full((100_000,), 7.0)
     (copy,) = Staging().hold([source])
@@ -288,7 +288,7 @@ def test_a_file_system_that_does_not_offer_it(
 @pytest.mark.parametrize("size", [0, 1, 4096, 100_003])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_all_pages_are_touched(size: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffer.os, "sched_getaffinity", lambda _: set(range(threads)))
+    monkeypatch.setattr(writer.os, "sched_getaffinity", lambda _: set(range(threads)))
     memory = torch.ones(size + 2, dtype=torch.uint8)
-    host_buffer._touch(memory.data_ptr() + 1, size)
+    writer._touch(memory.data_ptr() + 1, size)
     assert memory.tolist() == [1, *[0] * size, 1]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.parallel.checkpoint import config_diff
-from phalanx.parallel.checkpoint.config_diff import compare
+from phalanx.parallel.checkpoint import start
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.checkpoint.start import compare
 from tests.support.runs import TINY, records, run
 
 CONFIG: dict[str, Any] = {
@@ -95,7 +95,7 @@ def test_only_stages_that_have_not_begun_may_change() -> None:
 
 
 def test_drift_diff_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_diff, "start_over_override", lambda: "run.start_over=1")
+    monkeypatch.setattr(start, "start_over_override", lambda: "run.start_over=1")
     config = changed("model.layers", 6)
     config["data"]["seed"] = 7
     with pytest.raises(CheckpointMismatch) as caught:

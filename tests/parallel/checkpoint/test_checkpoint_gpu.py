@@ -62,7 +62,7 @@ def _train(folder: Path) -> tuple[int, list[float], list[float], bool]:
 def _watched(folder: Path) -> Iterator[dict[str, Any]]:
     from phalanx.moe.run.trainer import Trainer
     from phalanx.parallel.checkpoint.checkpointer import Checkpointer
-    from phalanx.parallel.checkpoint.host_buffer import Staging
+    from phalanx.parallel.checkpoint.writer import Staging
 
     seen: dict[str, Any] = {"began": [], "saves": [], "pinned": False}
     step, save, hold = Trainer._train_step, Checkpointer.save, Staging.hold
@@ -131,7 +131,7 @@ def test_training_waits_for_less_than_a_step(tmp_path: Path) -> None:
 
 
 def test_copies_from_the_gpu_are_exact() -> None:
-    from phalanx.parallel.checkpoint.host_buffer import Staging
+    from phalanx.parallel.checkpoint.writer import Staging
 
     staging, generator = Staging(), torch.Generator("cuda").manual_seed(0)
     given = [

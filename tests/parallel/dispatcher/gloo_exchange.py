@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
+from phalanx.kernels.expert_mlp.backend import provider
 from phalanx.kernels.expert_mlp.calls import RowsCall
-from phalanx.kernels.expert_mlp.fp8.emulated import EmulatedFP8
+from phalanx.kernels.expert_mlp.fp8 import EmulatedFP8
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher import symm, transport_class
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.transport_class import Received
 from tests.parallel.surroundings import standing_for
 
 NAN = 0xFF

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.parallel.dispatcher.base import BudgetPlanner, TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget
-from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.transport_class import Received
 
 
 class Route(NamedTuple):

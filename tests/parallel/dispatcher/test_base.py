@@ -16,11 +16,10 @@ from torch import Tensor
 
 from phalanx.configs.docs import field_docs
 from phalanx.configs.tables.transports import TRANSPORTS
-from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
+from phalanx.parallel.dispatcher.base import Dispatcher, Local, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget, Growth
-from phalanx.parallel.dispatcher.local import Local
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import choose_transport
+from phalanx.parallel.dispatcher.transport_class import Received
 from tests.kernels.problems import Combine
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.support.distributed import run_distributed

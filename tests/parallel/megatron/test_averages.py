@@ -146,8 +146,7 @@ def test_averages_move_between_layouts(tmp_path: Path) -> None:
 
 
 def _is_asked() -> None:
-    from phalanx.parallel.megatron.averages import has_averages
-    from phalanx.parallel.megatron.updated import parts
+    from phalanx.parallel.megatron.updated import has_averages, parts
 
     engine, _ = build()
     assert not has_averages(engine.optimizer)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
+from phalanx.parallel.megatron.imports import compile_at_first_call
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import train
-from phalanx.parallel.megatron import version
+from phalanx.parallel.megatron import imports
 
 ROOT = Path(train.__file__).resolve().parent
 
@@ -15,8 +15,8 @@ ROOT = Path(train.__file__).resolve().parent
 def test_the_release_is_the_pinned_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     train = project["optional-dependencies"]["train"]
-    assert f"megatron-core=={version.MEGATRON_CORE}" in train
-    version.check_version()
+    assert f"megatron-core=={imports.MEGATRON_CORE}" in train
+    imports.check_version()
 
 
 def test_another_release_is_refused_in_one_line(
@@ -24,7 +24,7 @@ def test_another_release_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.18.0")
     with pytest.raises(ValueError) as refused:
-        version.check_version()
+        imports.check_version()
     assert train.main(["model=tiny", f"run.dir={tmp_path}", "run.device=cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: {refused.value}"
@@ -37,7 +37,7 @@ def test_a_source_tree_without_a_version_passes(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", absent)
-    version.check_version()
+    imports.check_version()
 
 
 def test_results_come_to_a_queue_only_while_it_is_asked_for() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.kernels.expert_mlp.dense_mlp import dense_linear
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from tests.moe.cases import install, model, transformer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.elementwise.adam import merged, split_
-from phalanx.parallel.megatron import rescale
+from phalanx.parallel.megatron import updated
 from phalanx.parallel.megatron.updated import Updated
 
 SHARDS = [
@@ -18,7 +18,7 @@ SHARDS = [
 @pytest.mark.parametrize("columns", [5, 1])
 @pytest.mark.parametrize(("start", "stop"), SHARDS)
 @pytest.mark.parametrize("split", [False, True], ids=["fp32", "bf16 and remainder"])
-@pytest.mark.parametrize("at_a_time", [rescale._SLICE, 11, 1])
+@pytest.mark.parametrize("at_a_time", [updated._SLICE, 11, 1])
 def test_a_shard(
     columns: int,
     start: int,
@@ -27,7 +27,7 @@ def test_a_shard(
     at_a_time: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rescale, "_SLICE", at_a_time)
+    monkeypatch.setattr(updated, "_SLICE", at_a_time)
     torch.manual_seed(start)
     shape = (7, columns) if columns > 1 else (35,)
     parameter = torch.randn(shape)
@@ -38,7 +38,7 @@ def test_a_shard(
     main, remainder = parameter.flatten()[start:stop].clone(), None
     if split:
         main, remainder = parts(main)
-    rescale.rescale_(Updated(parameter, start, stop, main), factor_R, remainder)
+    updated.rescale_(Updated(parameter, start, stop, main), factor_R, remainder)
     if remainder is not None:
         main = merged(main, remainder)
     assert torch.equal(main, want)
@@ -58,6 +58,6 @@ def test_a_factor_of_one_keeps_every_bit() -> None:
     weight, remainder = parts(master)
     before = weight.clone(), remainder.clone()
     part = Updated(master.view(256, -1), 0, master.numel(), weight)
-    rescale.rescale_(part, torch.ones(256), remainder)
+    updated.rescale_(part, torch.ones(256), remainder)
     assert torch.equal(weight.view(torch.int16), before[0].view(torch.int16))
     assert torch.equal(remainder, before[1])

@@ -1,7 +1,7 @@
 """Operands with scales of blocks: read from, and written to, the layouts of the tensor cores.
 
-Stated element by element, apart from `extras.blackwell.scales`: the scale of row r and block b lies
-at ((r / 128) * ceil(B / 4) + b / 4) * 512 + (r % 32) * 16 + (r % 128 / 32) * 4 + b % 4.
+Stated element by element, apart from `extras.blackwell.operands`: the scale of row r and block b
+lies at ((r / 128) * ceil(B / 4) + b / 4) * 512 + (r % 32) * 16 + (r % 128 / 32) * 4 + b % 4.
 """
 
 import math

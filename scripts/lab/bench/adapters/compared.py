@@ -17,11 +17,7 @@ OURS = "phalanx"
 class Comparison:
     """Forward and backward of several sides; the first that is added is ours.
 
-    Args:
-        bench: device and rounds.
-        name: of the part.
-        tokens: of a call.
-        modes: in which calls are timed.
+    `modes` are those in which calls of `tokens` are timed.
     """
 
     def __init__(
@@ -43,11 +39,7 @@ class Comparison:
     ) -> None:
         """Add a side, whose gradients of `leaves` are computed and dropped.
 
-        Args:
-            side: name.
-            forward: function that returns the output.
-            leaves: tensors with gradients.
-            captured: False where the host waits for the device, so that no graph can be captured.
+        `forward` returns the output; not `captured`: the host waits for the device.
         """
 
         def both() -> None:
@@ -69,7 +61,6 @@ class Comparison:
         self._gaps[side] = f"{gap.item():.1e}"
 
     def run(self) -> None:
-        """Time all sides in turns."""
         self.timings.run()
 
     @property
@@ -78,7 +69,6 @@ class Comparison:
         return all(self.timings.time(OURS, "both", mode) for mode in self.modes)
 
     def rows(self) -> list[str]:
-        """Lines of the table under `HEAD`."""
         rows = []
         for side, gap in self._gaps.items():
             for mode in self.modes:

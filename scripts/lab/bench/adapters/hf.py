@@ -15,8 +15,7 @@ from phalanx.scripts.lab.bench.adapters.compared import OURS, Comparison
 from phalanx.scripts.lab.bench.timing import Bench
 
 _SIDES = ("grouped_mm", "sonicmoe", "eager")
-_CONVERTED = ", converted"
-"""End of the name of a side whose weights are in the layout of the kernels."""
+_CONVERTED = ", converted"  # end of the name of a side whose weights are converted
 _FUSED = ", fused norms"  # end of the name of a side whose norms are torch's fused ones
 _TINY: dict[str, Any] = dict(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16
@@ -85,7 +84,6 @@ def gpt_oss(bench: Bench, *, tiny: bool) -> Comparison:
 
 
 def _made(bench: Bench, kind: Any, config: Any, side: str, *, tiny: bool) -> Any:
-    """A model on the bench's device, made there."""
     torch.manual_seed(0)
     with torch.device(bench.clock.device):
         return kind._from_config(

@@ -1,13 +1,12 @@
 """Suite `between`: a layer over nodes, and the part of its exchanges that both passes wait for.
 
-The layer is that of suite `layer`, on nodes of one GPU or more, by `hier` and by `alltoall`.
-Weight gradients are added to fp32 buffers and wait for the next exchange of the backward pass, as
-in training (`kernels.wgrad_queue`); what none has followed runs at the end. The exposed part of the
-exchanges is the time of the layer less that of the same experts without an exchange, over the time
-of dispatch and combine, forward and backward, alone. Planning and packing rows count as exchange.
+The layer is that of suite `layer`, on nodes of one GPU or more, by `hier` and by `alltoall`. Weight
+gradients are added to fp32 buffers and wait for the next exchange of the backward pass, as in
+training (`kernels.wgrad_queue`). The exposed part of the exchanges is the time of the layer less
+that of the same experts without an exchange, over the time of dispatch and combine, forward and
+backward, alone. Planning and packing rows count as exchange.
 
-PHALANX_WIRE paces exchanges between pretended nodes of one host
-(`extras.overlap.paced`).
+PHALANX_WIRE paces exchanges between pretended nodes of one host (`extras.overlap.paced`).
 
 Legend: T tokens of a rank, D hidden, K experts of a token, N received rows.
 """
@@ -24,9 +23,8 @@ from phalanx.configs.schema import ParallelConfig
 from phalanx.kernels import wgrad_queue
 from phalanx.parallel.dispatcher.base import Dispatcher
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import choose_transport
-from phalanx.parallel.dispatcher.transport_class import Transport
+from phalanx.parallel.dispatcher.transport_class import Received, Transport
 from phalanx.scripts.lab.bench.dispatch.ends import (
     ALL_SMS,
     Inputs,
@@ -71,7 +69,6 @@ def between(bench: Bench, model: Model, tokens: int) -> list[Record]:
 def _dispatcher(
     problem: Layer, transport: str | Transport, batch: Inputs, exchange: SymmOptions
 ) -> Dispatcher:
-    """A dispatcher with the blocks of a run."""
     capacity = ParallelConfig().capacity_factor
     group = problem.group
     return dispatcher(
@@ -151,7 +148,6 @@ def _exchanges(side: str, transport: Dispatcher, batch: Inputs) -> Iterator[Case
 
 
 def _outputs(received: Received) -> list[Tensor]:
-    """Differentiable outputs of a dispatch: rows and their probabilities."""
     assert received.plan.row_prob_S is not None
     return [received.rows_ND, received.plan.row_prob_S]
 
@@ -180,7 +176,6 @@ def _exposed(timings: Timings, side: str, *, judged: bool) -> list[Record]:
 
 
 def _ms(timings: Timings, side: str, pass_names: Sequence[str]) -> float | None:
-    """Milliseconds of passes together; None if one was skipped."""
     times = [timings.time(side, name) for name in pass_names]
     known = [time.ms for time in times if time is not None]
     return sum(known) if len(known) == len(times) else None

@@ -18,17 +18,15 @@ from phalanx.parallel.dispatcher import nodes
 from phalanx.parallel.dispatcher.base import Dispatcher, TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import choose_transport
-from phalanx.parallel.dispatcher.transport_class import Transport
+from phalanx.parallel.dispatcher.transport_class import Received, Transport
 from phalanx.scripts.lab.bench.models import Model
 from phalanx.scripts.lab.bench.problems import BF16, random
 from phalanx.scripts.lab.bench.routing import fullest, probabilities
 from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, reason
 
 TIMEOUT = 120  # seconds after which a missing rank ends the run
-ALL_SMS = SymmOptions(timeout=TIMEOUT)
-"""Options of exchanges that use all SMs and have ended when they return."""
+ALL_SMS = SymmOptions(timeout=TIMEOUT)  # all SMs, and no overlap
 CAPACITY_FACTOR = 1.25  # least capacity factor, if no other is given
 _SCALE = 0.2
 PLAN_NAMES = ("row_index", "row_prob", "offsets", "inverse", "needed")
@@ -44,7 +42,6 @@ class Inputs(NamedTuple):
 
 
 def all_ranks() -> dist.ProcessGroup:
-    """The group of all ranks."""
     group = dist.group.WORLD
     assert group is not None, "no process group"
     return group
@@ -60,10 +57,7 @@ def inputs(bench: Bench, model: Model, idx_TK: Tensor) -> Inputs:
 
 
 def hier_of_nodes(bench: Bench) -> Transport | str:
-    """The transport `hier` of all ranks, or the reason that nothing crosses between nodes.
-
-    Collective.
-    """
+    """The transport `hier` of all ranks, or why nothing crosses between nodes; collective."""
     names = bench.gather(nodes.names_here(bench.rank)[1])
     if refusal := nodes.refuse(names):
         one_host = bench.ranks > 1 and len(set(names)) == 1
@@ -84,16 +78,12 @@ def dispatcher(
     fp8_rows: bool = True,
     capacity_factor: float = CAPACITY_FACTOR,
 ) -> Dispatcher:
-    """A dispatcher whose buffers hold every row of this routing.
+    """A dispatcher whose buffers hold every row of this routing, or ValueError.
 
     Args:
         transport: its name, or the choice itself.
-        exchange: options of its exchanges.
         recipe: recipe of the experts; their rows are sent in FP8 unless `fp8_rows` is false.
         capacity_factor: least capacity factor.
-
-    Raises:
-        ValueError: the transport cannot run on this group.
     """
     factor = max(capacity_factor, fullest(batch.idx_TK, model.experts, group))
     if isinstance(transport, str):
@@ -134,8 +124,7 @@ def transports(
 class ExchangeEnds:
     """Dispatch and combine of a routing, with the results of `alltoall` to compare with.
 
-    Args:
-        timings: notes what cannot run. batch: inputs of this rank. group: expert-parallel group.
+    `timings` notes what cannot run.
     """
 
     def __init__(

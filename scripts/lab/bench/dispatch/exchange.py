@@ -1,8 +1,8 @@
 """Suites `wire`, `exchange` and `plan`: the parts of an expert-parallel layer around its experts.
 
-`wire` is the push of a dispatch, with few SMs and with all, alone and next to a grouped GEMM that
-leaves these SMs free; `exchange` is dispatch and combine of each transport, and their backwards;
-`plan` is the routing plan of received routing.
+`wire` is the push of a dispatch, with few SMs and with all, alone and next to a grouped GEMM on the
+others; `exchange` is dispatch and combine of each transport, and their backwards; `plan` is the
+routing plan of received routing.
 """
 
 import functools
@@ -98,10 +98,7 @@ def _gemms(model: Model, tokens: int, sms: int, ms: float) -> BackgroundLoad:
 def _push(
     bench: Bench, model: Model, x: Tensor, idx: Tensor, side: Tensor, sms: int
 ) -> Callable[[], Tensor]:
-    """A call that sends tokens and `side` from a number of SMs and waits for those of all ranks.
-
-    It returns the buffer that rows arrive in.
-    """
+    """Send tokens and `side` from `sms` SMs and wait for all ranks'; returns the receive buffer."""
     options, local = SymmOptions(sms, TIMEOUT), model.experts // bench.ranks
     exchange = exchange_of(
         bench.connections, all_ranks(), len(x), model.hidden, model.top_k, options
@@ -116,7 +113,6 @@ def _push(
 
 
 def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
-    """Tokens of all ranks, and their experts."""
     gathered = [t.new_empty(dist.get_world_size() * len(t), *t.shape[1:]) for t in (x, idx)]
     for everywhere, local_part in zip(gathered, (x, idx), strict=True):
         dist.all_gather_into_tensor(everywhere, local_part)

@@ -1,13 +1,12 @@
 """Suite `rail`: dispatch and combine between nodes, their parts, and what the cost model expects.
 
 Tokens go to the nodes of their experts and come back, as in `hier` without its transport inside a
-node: blocks are planned and packed, exchanged over the rail, and summed. Blocks have the rows that
-a run gives them, after reruns if the routing needs more. Expected times are those of the bytes that
-blocks bring to other nodes, at the rate of the network: of PHALANX_WIRE, or of the table of
-machines.
+node. Blocks have the rows that a run gives them, after reruns if the routing needs more. Expected
+times are those of the bytes that blocks bring to other nodes, at the rate of the network: of
+PHALANX_WIRE, or of the table of machines.
 
-Legend: T tokens of a rank, D hidden, K experts of a token, M nodes, C rows of a block,
-B = M * C rows of all blocks.
+Legend: T tokens of a rank, D hidden, K experts of a token, M nodes, C rows of a block, B = M * C
+rows of all blocks.
 """
 
 from dataclasses import replace
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from phalanx.configs.schema import ParallelConfig
 from phalanx.configs.tables.machines import MACHINES, machine_of
-from phalanx.extras.between_nodes.collective import CollectiveRail, swap
 from phalanx.extras.between_nodes.rail_blocks import RailBlocks, pack_rows, plan_blocks, sum_rows
-from phalanx.extras.between_nodes.rows import send_routing
+from phalanx.extras.between_nodes.rows import CollectiveRail, send_routing, swap
 from phalanx.extras.overlap.paced import Wire, wire
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.collectives import Collectives
+from phalanx.parallel.dispatcher.costs import TopKSampling, owner_probabilities
 from phalanx.parallel.dispatcher.nodes import Nodes
-from phalanx.parallel.dispatcher.sampling import TopKSampling, owner_probabilities
 from phalanx.scripts.lab.bench.dispatch.ends import all_ranks, hier_of_nodes
 from phalanx.scripts.lab.bench.models import (
     DEEPSEEK,
@@ -108,7 +106,6 @@ class _Problem:
         self._rows_BD = swap(self._rail, packed_BD)
 
     def cases(self) -> list[Case]:
-        """Dispatch and combine, and their parts."""
         row_TM, token_B = self._blocks.row_TM, self._blocks.token_B
         packed_BD = pack_rows(self._x_TD, token_B)
         side, crossed = self._kind, self._crossing(self._x_TD)
@@ -208,13 +205,11 @@ class _Problem:
         return (self._nodes - 1) * self._rows * size
 
     def _expected(self, *exchanges: int) -> float | None:
-        """Milliseconds of exchanges of so many bytes; None without a known network."""
         network = _network(self._bench.clock.device)
         return None if network is None else 1e3 * sum(map(network.seconds, exchanges))
 
 
 def _expecting(case: Case, ms: float | None, *notes: str) -> Case:
-    """A case against the milliseconds that the cost model expects, if it expects any."""
     expected = [] if ms is None else [f"expected {ms:.3f} ms"]
     return replace(case, against=ms, note=", ".join([*notes, *expected]))
 

@@ -1,10 +1,10 @@
 """Suites `replication` and `rows`: uneven routing with and without replication, and FP8 rows.
 
 `replication` runs the layers of `layer`, without a shared expert and with gradients of weights
-added to fp32 buffers, over `symm`. Every time is compared with balanced routing without
-replication. A rank has two replica slots; if all tokens go to one rank's experts, as many as spread
-these over all ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at
-the cost of their rows alone (`<slots> slots, any`).
+added to fp32 buffers, over `symm`, against balanced routing. A rank has two replica slots; if all
+tokens go to one rank's experts, as many as spread these over all ranks. Replicas are planned with a
+training run's cost model (`<slots> slots`), or at the cost of their rows alone (`<slots> slots,
+any`).
 """
 
 import functools
@@ -23,8 +23,8 @@ from phalanx.extras.replication.options import (
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import refuse
+from phalanx.parallel.dispatcher.transport_class import Received
 from phalanx.scripts.lab.bench.dispatch.ends import Inputs, all_ranks, dispatcher, inputs
 from phalanx.scripts.lab.bench.dispatch.whole import Layer, fitted
 from phalanx.scripts.lab.bench.models import REPLICATION_TARGETS, ROWS_TARGETS, Model
@@ -75,8 +75,8 @@ def replication(bench: Bench, model: Model, tokens: int) -> list[Record]:
 def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
     """Time a dispatch of FP8 rows against bf16 rows, and bf16 rows quantised on arrival.
 
-    A dispatch ends when all rows have arrived; it uses as many SMs as it has beside experts. Then
-    a layer of FP8 experts, as in suite `replication`, with rows sent in either format.
+    It ends when all rows have arrived, on as many SMs as beside experts. Then a layer of FP8
+    experts, as in suite `replication`, with rows sent in either format.
     """
     shape = model.shape(tokens)
     if why := _cannot(bench):
@@ -107,7 +107,6 @@ def rows(bench: Bench, model: Model, tokens: int) -> list[Record]:
 
 
 def _layer(bench: Bench, model: Model, tokens: int) -> list[Record]:
-    """Time a layer of FP8 experts with rows sent in bf16 and in FP8."""
     fitted_model, cases = fitted(bench, model), []
     problem = Layer(bench, fitted_model, all_ranks(), accumulate=True, recipe=Fp8Block())
     rank_device: dict[str, Any] = dict(rank=bench.rank, device=bench.clock.device)
@@ -155,7 +154,6 @@ def _cannot(bench: Bench) -> str:
 
 
 def _costs(bench: Bench, model: Model) -> CopyCosts:
-    """Cost of a replica, as a training run estimates it."""
     rates = rates_on(bench.clock.device, "h200")
     weights = 3 * model.hidden * model.ffn
     return copy_costs(rates, weights=weights, width=_WIDTH, keep=False)

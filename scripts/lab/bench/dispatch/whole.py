@@ -1,6 +1,5 @@
 """Suites `layer`, `flash`, `scaling` and `skew`: dispatch, experts and combine, without a router.
 
-They run what `moe.layer` runs: a dispatcher of `parallel.dispatcher` and `moe.experts`.
 Weight gradients are bf16. TFLOP/s count the rows of a rank's share, T * K.
 
 Legend: T tokens of a rank, D hidden, K experts of a token, N received rows, S expert rows.
@@ -48,8 +47,8 @@ from phalanx.scripts.lab.bench.timing import Bench, Case, Timings, differing, pa
 
 _W = 0.02
 _COPIES, _SHARE = 5, 0.7
-"""Copies of the weights' size: weights, their gradients in graphs, in the eager call and in the
-references (two kinds of routing); and the share of device memory that they may occupy."""
+"""Copies of the weights' size (weights, gradients in graphs, in the eager call and in two
+references), and the share of device memory that they may occupy."""
 ALONE = "experts alone"
 
 
@@ -79,8 +78,8 @@ def fitted(bench: Bench, model: Model) -> Model:
 class Layer:
     """The experts of this rank in a group, and passes of the layer over them.
 
-    With `accumulate`, gradients of parameters are added to fp32 buffers and not returned; with a
-    recipe, experts compute by it and cache their weights in FP8.
+    With `accumulate`, gradients of parameters are added to fp32 buffers; a recipe caches weights in
+    FP8.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class Layer:
             give_main_grads(self.parameters)
 
     def beside(self, batch: Inputs) -> Tensor:
-        """Output of the shared expert for this rank's tokens."""
         w1, w2 = self.shared
         return dense_fc2(dense_fc1(batch.x_TD, w1, self.spec), w2, self.spec)
 
@@ -160,11 +158,7 @@ class Layer:
     def cases(
         self, timings: Timings, batch: Inputs, label: str, *, backward: bool, **judged: Any
     ) -> Iterator[Case]:
-        """Every transport as side `<transport>, <label>`, checked against `alltoall`.
-
-        Args:
-            judged: fields of the forward and backward cases, as of `passes`.
-        """
+        """Every transport as side `<transport>, <label>`, checked against `alltoall`."""
         reference = dispatcher("alltoall", self.bench, self.model, batch, self.group)
         out_TD = self.forward(reference, batch).detach()
         gradients = self.both(reference, batch) if backward else ()
@@ -204,7 +198,6 @@ class Layer:
         return passes(f"{ALONE}, {label}", forward, both, **judged)
 
     def batch(self, kind: str, tokens: int) -> Inputs:
-        """Inputs of a kind of routing, for this rank of the layer's group."""
         m, rank, device = self.model, self.group.rank(), self.bench.clock.device
         idx = routed(kind, tokens, m.experts, m.top_k, rank=rank, device=device)
         return inputs(self.bench, m, idx)
@@ -246,7 +239,6 @@ def _targeted(case: Case, model: Model, tokens: int, note: str, *, judged: bool)
 
 
 def targeted(case: Case, target: float) -> Case:
-    """A pass against its target in TFLOP/s."""
     note = f"asked {target:g} TFLOP/s{case.note and ', '}{case.note}"
     return replace(case, against=case.flops / target * 1e-9, bars=(1.0, None), note=note)
 

@@ -1,8 +1,8 @@
 """Suite `fp8`: the expert MLP in FP8 against the same in bf16, interleaved.
 
 Quantising and transposing rows is timed; FP8 copies of weights are cached, as they are made once a
-step. Weight gradients are added to fp32 buffers on all sides. Peer: Transformer
-Engine's GroupedLinear in its blockwise recipe, with a compiled SwiGLU * prob between.
+step. Weight gradients are added to fp32 buffers on all sides. Peer: Transformer Engine's
+GroupedLinear in its blockwise recipe, with a compiled SwiGLU * prob between.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def mlp(p: Experts, spec: MLPSpec) -> Forward:
 def transformer_engine(p: Experts) -> tuple[Forward, list[Tensor]]:
     """Transformer Engine's forward pass, with weights of its own, and its leaves.
 
-    FP8 copies of the weights are made by the first call.
+    The first call makes FP8 copies of the weights.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
@@ -99,7 +99,6 @@ def _cases(timings: Timings, p: Experts, specs: dict[str, MLPSpec]) -> Iterator[
 
 
 def _checked(timings: Timings, p: Experts, specs: dict[str, MLPSpec]) -> Record:
-    """Record of the relative errors of FP8 results against bf16 results."""
     results = []
     for spec in specs.values():
         out = mlp(p, spec)()

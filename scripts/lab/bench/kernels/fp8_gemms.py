@@ -1,7 +1,7 @@
 """Suite `fp8_gemms`: grouped GEMMs in FP8 against those in bf16, on operands quantised beforehand.
 
-Each GEMM reads operands as in training: in bf16, weights are read transposed and weight gradients
-gather; in FP8, operands were transposed beforehand, outside the timed region.
+In bf16, weights are read transposed and weight gradients gather, as in training; in FP8, operands
+were transposed outside the timed region.
 """
 
 from typing import Any

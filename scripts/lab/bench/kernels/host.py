@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.backend import provider
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -19,9 +19,9 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
+from phalanx.kernels.expert_mlp.expert_plan import PlanSize
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
 from phalanx.scripts.lab.bench.kernels.layer import (
@@ -102,7 +102,6 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
 
 
 def _milliseconds(bench: Bench, call: Callable[[], object]) -> list[float]:
-    """Host milliseconds of a call in each round."""
     times = []
     for _ in range(_WARM_CALLS):
         call()

@@ -1,8 +1,8 @@
 """Suite `layer`: a whole MoE layer with its router, against SonicMoE.
 
 Both route by a softmax over the top K logits, ties to the lower expert. Ours is one autograd
-Function over the operations of the backend, and a composition of public functions.
-SonicMoE interleaves gate and up rows; the same weights are permuted for our kernels.
+Function over the operations of the backend, and a composition of public functions. SonicMoE
+interleaves gate and up rows: the same weights, permuted for our kernels.
 
 Legend: T tokens, D hidden, F expert width, H = 2F, E experts, K experts per token.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.backend import Backend, PlanSize
+from phalanx.kernels.expert_mlp.backend import Backend, provider
 from phalanx.kernels.expert_mlp.calls import (
     Fc1Call,
     Fc2DgradCall,
@@ -24,10 +24,9 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, PlanSize
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
 from phalanx.scripts.lab.bench.kernels.mlp import Forward, in_both_modes, verdict, with_backward
@@ -169,7 +168,6 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
 def _cases(
     shape: Shape, sides: dict[str, tuple[Forward, list[Tensor]]], dout: Tensor
 ) -> Iterator[Case]:
-    """Both of our versions against SonicMoE; the first is judged."""
     T, D, F, _, K = shape
     for side, (forward, leaves) in sides.items():
         both, ours = with_backward(forward, leaves, dout), side != _SONIC
@@ -181,7 +179,6 @@ def _cases(
 def _checked(
     timings: Timings, sides: dict[str, tuple[Forward, list[Tensor]]], dout: Tensor
 ) -> list[Record]:
-    """Compare output and gradients of each of our versions with SonicMoE's."""
     results = {}
     for name, (forward, leaves) in sides.items():
         out = forward()

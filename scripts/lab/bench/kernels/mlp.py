@@ -48,7 +48,6 @@ def with_backward(forward: Forward, leaves: list[Tensor], dout: Tensor) -> Call:
 
 
 def in_both_modes(cases: Iterable[Case]) -> list[Case]:
-    """The cases eager, then in CUDA graphs."""
     cases = list(cases)
     return [replace(case, mode=mode) for mode in ("eager", "graph") for case in cases]
 
@@ -98,7 +97,6 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
 
 
 def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
-    """Our passes against the fastest peer, and the peers."""
     backend, leaves, flops = timings.bench.backend, [p.x_SD, p.w1, p.w2], p.forward_flops
     forward = ours(p, backend)
     both = with_backward(forward, leaves, p.dy_SD)
@@ -113,7 +111,6 @@ def _cases(timings: Timings, p: Experts) -> Iterator[Case]:
 
 
 def _peers(timings: Timings, p: Experts) -> dict[str, tuple[Forward, list[Tensor]]]:
-    """Forward pass and leaves of each peer that is installed."""
     act = torch.compile(swiglu_prob, dynamic=False) if p.device.type == "cuda" else swiglu_prob
     peers = {}
     for name, build in (("torch", unfused), ("te", transformer_engine)):
@@ -126,7 +123,6 @@ def _peers(timings: Timings, p: Experts) -> dict[str, tuple[Forward, list[Tensor
 
 
 def _checked(timings: Timings, p: Experts) -> list[Record]:
-    """Compare all results with torch's, if it is a peer."""
     if "torch" not in timings.bench.peers:
         return []
     forward, leaves = unfused(p, swiglu_prob)

@@ -44,18 +44,13 @@ CASES = (*SHALLOW, DEEP[0])  # shapes of kinds that do not distinguish deep from
 
 
 def cases_of(kind: str) -> tuple[Problem, ...]:
-    """Shapes for an entry of the table."""
     if "gathered" not in kind:
         return CASES
     return DEEP if "deep" in kind else SHALLOW
 
 
 def relative(measured: Mapping[str, list[float]]) -> dict[str, float]:
-    """Median over the shapes of each tile's time relative to the fastest, fastest first.
-
-    Args:
-        measured: milliseconds of each tile, for the same shapes in the same order.
-    """
+    """Median over the shapes of each tile's milliseconds relative to the fastest, fastest first."""
     fastest = [min(times) for times in zip(*measured.values(), strict=True)]
     share = {
         tile: median(t / f for t, f in zip(times, fastest, strict=True))
@@ -66,7 +61,6 @@ def relative(measured: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def to_text(table: Table) -> str:
-    """Text of the JSON file, a line per kind."""
     lines = [f"  {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in table.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -82,7 +76,6 @@ def changes(old: Table, new: Table) -> list[str]:
 
 
 def update(path: Path, new: Table) -> None:
-    """Replace the table atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(to_text(new))
     temporary.replace(path)

@@ -1,7 +1,7 @@
 """Suite `wgrad_pairs`: weight gradients of two micro-batches in one pass over fp32 sums, or in two.
 
-Each micro-batch has S rows with a routing of its own. Operands are those of training: in bf16 one
-of them is gathered, in FP8 both were transposed beforehand, outside the timed region.
+Each micro-batch has S rows with a routing of its own. In bf16 one operand is gathered, in FP8 both
+were transposed outside the timed region.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import ExpertRows, Operand
 from phalanx.kernels.quantize.quantize import column_offsets, quantize_columns
-from phalanx.kernels.sm90.experts.wgrad import wgrad
-from phalanx.kernels.sm90.experts.wgrad_pair import wgrad_pair
+from phalanx.kernels.sm90.experts.wgrad import wgrad, wgrad_pair
 from phalanx.scripts.lab.bench.problems import drawn, index_of, offsets_of, order_of, random
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import WGRAD_PAIRS, Shape
@@ -59,7 +58,6 @@ def _in_bf16(
     *,
     gather_d: bool,
 ) -> ExpertRows:
-    """Operands of which the gradient or the input is gathered."""
     S = sum(counts)
     T = max(S // _TOP_K, *counts)
     d = random(T if gather_d else S, O, device=device)

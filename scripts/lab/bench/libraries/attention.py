@@ -57,8 +57,6 @@ def attention(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
 
 
 class _Case:
-    """Inputs of a layer and its implementations."""
-
     def __init__(self, layer: Layer, S: int, device: torch.device) -> None:
         B, H, G, d, v, *_ = self.layer = layer
         shapes = ((S, B, H, d), (S, B, G, d), (S, B, G, v))
@@ -123,7 +121,6 @@ def _host(
     make_ours: Callable[[], Operation],
     make_theirs: Callable[[], Operation],
 ) -> Row:
-    """Host time of an eager forward and backward pass."""
     times: list[float | None] = []
     notes = []
     for make in (make_ours, make_theirs):

@@ -1,7 +1,6 @@
 """Two implementations of an operation: difference of their results, and the time of each.
 
-Both run once on the same data and are compared, then `scripts.lab.bench.timing` times them in
-interleaved rounds. An error of the library becomes the note of its rows; ours is still measured.
+An error of the library becomes the note of its rows; ours is still measured.
 """
 
 import math
@@ -71,7 +70,6 @@ class Operation(NamedTuple):
         return torch.autograd.grad(list(self.forward()), self.leaves, self.grads)
 
     def values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Results and gradients of a single run."""
         results = list(self.forward())
         shown = [self.shown(r).detach().clone() for r in results]
         return shown, list(torch.autograd.grad(results, self.leaves, self.grads))

@@ -1,7 +1,5 @@
 """Operations that other libraries have too: ours and theirs on the same data.
 
-`compared` beside this file runs and times them; a library is imported when its side is built.
-
 Legend: S positions, B batch, H query heads, G key-value heads, N = H / G + 2, d channels, F rotated
 channels, T tokens, E experts, K experts per token.
 """
@@ -33,8 +31,7 @@ ROUTERS = {
     ),
     "Qwen3": (128, 8, RouterConfig(score="softmax")),
     "GPT-OSS": (32, 4, RouterConfig(score="softmax", softmax_over="topk")),
-}
-"""Experts, experts per token, options."""
+}  # experts, experts per token, options
 Makers = tuple[Callable[[], Operation], Callable[[], Operation]]
 """Functions that build our side and the library's."""
 
@@ -73,14 +70,13 @@ def angles(positions: int, channels: int, device: torch.device) -> Tensor:
 
 
 def _leaves(*tensors: Tensor) -> list[Tensor]:
-    """Copies that require gradients."""
     return [t.clone().requires_grad_() for t in tensors]
 
 
 def mla(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
-    """Rotary embedding of latent attention, against Megatron-Core's fused kernels for it.
+    """Rotary embedding of latent attention, in place, against Megatron-Core's fused kernels for it.
 
-    Both rotate queries in place; theirs take bf16 cosines and sines, as Megatron-Core passes them.
+    Theirs take bf16 cosines and sines, as Megatron-Core passes them.
     """
     for model, H in MLA_HEADS.items():
         for B in sizes.batches:

@@ -1,8 +1,8 @@
 """Language-model loss and its gradient from bf16 logits, in one pass.
 
-It is compared with QuACK's kernel for both and with our two-pass kernels, which other GPUs and
-split vocabularies use. Each side overwrites its own copy of the logits with the gradient; later
-runs therefore see gradients as logits, which takes as long.
+Against QuACK's kernel for both and our two-pass kernels, which other GPUs and split vocabularies
+use. Each side overwrites its own logits with the gradient: later runs see gradients as logits,
+which takes as long.
 
 Legend: N tokens, V vocabulary.
 """

@@ -1,8 +1,6 @@
 """Quantisation kernels, against a copy that reads and writes as many bytes.
 
-Rows and weights are quantised from bf16 to FP8, FP8 rows are gathered and transposed for weight
-gradients, expert rows in bf16 are quantised transposed, and FP8 rows are dequantised. The note has
-the bytes moved per second, including scales, index and the padding that a transpose writes.
+The note has the bytes moved per second, including scales, index and a transpose's padding.
 
 Legend: S rows, C channels, L experts, O and I channels out and in.
 """

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, gather_pairs
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
-from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs
 from tests.extras.replication.kernels.replicas import Copied, compare, experts_of, with_replicas
 from tests.kernels.problems import Problem, make, random_choice
 from tests.kernels.sm90.experts import test_backend

@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.replica_routing import (
-    assign_pairs,
-    count_rows,
-    route_to_replicas,
-)
 from phalanx.extras.replication.kernels.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
+    assign_pairs,
+    count_rows,
     reference_replication_plan,
+    route_to_replicas,
 )
 from tests.extras.replication.kernels.test_replication_plan import DEVICES, routing
 from tests.kernels.interpreter import interpret
@@ -41,14 +39,14 @@ def test_the_plan_and_the_places(case: int, device: str) -> None:
 
 
 def interpreted() -> None:
-    from phalanx.extras.replication.kernels import replica_routing_triton
+    from phalanx.extras.replication.kernels import replication_plan_triton as kernels
 
     for idx, experts, size in CASES:
-        counts = replica_routing_triton.count_chunks(idx, experts)
+        counts = kernels.count_chunks(idx, experts)
         count = counts.sum(0, dtype=torch.int32)
         assert torch.equal(count, count_rows(idx, experts))
         plan = reference_replication_plan(count, size)
-        slots = replica_routing_triton.assign_pairs(idx, counts, plan)
+        slots = kernels.assign_pairs(idx, counts, plan)
         assert torch.equal(slots, assign_pairs(idx, plan))
 
 
@@ -63,7 +61,7 @@ def test_the_kernels_compile_for_hopper(
     tokens: int, top_k: int, experts: int, ranks: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
-    from phalanx.extras.replication.kernels import replica_routing_triton as kernels
+    from phalanx.extras.replication.kernels import replication_plan_triton as kernels
     from tests.kernels.triton_code import launched
 
     def empty(*shape: int) -> Tensor:

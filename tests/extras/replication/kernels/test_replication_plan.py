@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.tables.machines import MACHINES
-from phalanx.extras.replication.kernels.replica_routing import (
-    assign_pairs,
-    count_rows,
-    pair_numbers,
-)
 from phalanx.extras.replication.kernels.replication_plan import (
     ReplicationPlan,
     ReplicationSize,
+    assign_pairs,
+    count_rows,
     make_replication_plan,
+    pair_numbers,
     reference_replication_plan,
     replica_cost,
 )

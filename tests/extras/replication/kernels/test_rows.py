@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.extras.replication.kernels.replica_routing import route_to_replicas
-from phalanx.extras.replication.kernels.replication_plan import ReplicationSize
+from phalanx.extras.replication.kernels.replication_plan import ReplicationSize, route_to_replicas
 from phalanx.extras.replication.kernels.rows import (
     ExpertOwner,
     ReturnPlan,

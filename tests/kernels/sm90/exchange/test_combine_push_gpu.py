@@ -10,7 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.exchange.combine_push import combine_push
 from phalanx.kernels.sm90.exchange.push import wait_peers
-from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
+from phalanx.kernels.sm90.exchange.waves import PROGRESS, ReadyRows, TileSignal
 from phalanx.kernels.sm90.experts.combine import combine
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop

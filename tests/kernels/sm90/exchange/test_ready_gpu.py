@@ -11,7 +11,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, SEEN_BYTES
 from phalanx.kernels.sm90.exchange.push import push, wait_peers
-from phalanx.kernels.sm90.exchange.ready import ready_words
+from phalanx.kernels.sm90.exchange.waves import ready_words
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from tests.kernels.sm90.exchange.test_push_gpu import CANARY, Ranks, _routing

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.calls import (
     BiasGradCall,
     Fc1Call,
@@ -29,12 +28,11 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.fp8.operands import in_dtype
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, PlanSize, gather_pairs, sort_pairs
+from phalanx.kernels.expert_mlp.fp8 import in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.reference import Reference
-from phalanx.kernels.expert_mlp.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.experts import backend
 from tests.kernels.problems import (
@@ -146,7 +144,6 @@ class Kernels:
             parts[:, int(offsets[-1]) :] = float("nan")
             return dh, a, written(to_parts, parts, offsets, 1)
 
-    class dprob:
         @staticmethod
         def dprob(partial_CS, offsets, *, table_NL, index_S):
             used = int(offsets[-1])
@@ -182,7 +179,6 @@ class Kernels:
                 made[offsets.diff() == 0] = torch.nan
             return made
 
-    class wgrad_pair:
         @staticmethod
         def wgrad_pair(first, second, out_LOI, *, accumulate, zeros, order_L, options):
             assert zeros and order_L is None

@@ -10,8 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 import itertools
 
-from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
-from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows
+from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows, row_bytes, unpack_rows
 from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 
 pytestmark = pytest.mark.gpu

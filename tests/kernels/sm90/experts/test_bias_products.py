@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
-from phalanx.kernels.quantize.quantize import dequantize_rows, empty_rows, quantize_rows
+from phalanx.kernels.quantize.quantize import (
+    dequantize_rows,
+    empty_rows,
+    quantize_rows,
+    row_bytes,
+    unpack_rows,
+)
 from tests.kernels.interpreter import interpret
 
 SHAPES = [(130, 5, 96), (1, 66, 64), (0, 3, 32)]

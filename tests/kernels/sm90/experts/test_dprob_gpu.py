@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from phalanx.kernels.sm90.experts.dprob import dprob
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import dprob
 
 pytestmark = pytest.mark.gpu
 

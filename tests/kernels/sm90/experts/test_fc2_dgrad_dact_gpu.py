@@ -10,7 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.gemm.tiles import configured
-from phalanx.kernels.sm90.jit.arguments import counter_of
+from phalanx.kernels.sm90.jit.launch import counter_of
 from tests.kernels.problems import ACTIVATIONS
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,

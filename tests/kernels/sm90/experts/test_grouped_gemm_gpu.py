@@ -10,8 +10,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.tiles import TILES, configured
-from phalanx.kernels.sm90.jit import arguments
-from phalanx.kernels.sm90.jit.arguments import counter_of
+from phalanx.kernels.sm90.jit import launch as device
+from phalanx.kernels.sm90.jit.launch import counter_of
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,
     COUNTS,
@@ -126,7 +126,7 @@ def test_a_graph_serves_every_routing(own_counter):
 def test_a_capture_may_be_the_first_to_need_a_counter(monkeypatch):
     p = RowsProblem(COUNTS["ragged"], 448, 320)
     expected, graphs = p.ours(), [torch.cuda.CUDAGraph() for _ in range(2)]
-    monkeypatch.setattr(arguments, "_CAPTURED", arguments.CaptureCounters())
+    monkeypatch.setattr(device, "_CAPTURED", device.CaptureCounters())
     made = []
     for graph in graphs:
         with torch.cuda.graph(graph):

@@ -8,7 +8,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
-from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
+from phalanx.kernels.quantize.quantize import row_bytes, unpack_rows
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm

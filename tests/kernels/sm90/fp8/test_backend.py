@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp import fp8
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import provider
 from phalanx.kernels.expert_mlp.calls import (
     Fc1Call,
     Fc2DgradCall,
@@ -22,15 +24,11 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.dense_linear import dense_linear
-from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2, dense_linear
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.fp8 import copies as fp8_copies
-from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.main_grad import Buffer, facts_of
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
-from phalanx.kernels.parameter_facts import facts_of
 from phalanx.kernels.quantize.blocks import (
     Quantized,
     dequantize_columns,
@@ -122,11 +120,13 @@ STAND_INS = {
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "signature" not in request.node.name:
-        in_bf16 = {name: vars(Kernels)[name] for name in ("bias_grad", "combine", "dprob")}
-        for name, part in in_bf16.items():
-            stand_in(monkeypatch, f"experts.{name}", getattr(part, name))
-        for name, function in STAND_INS.items():
-            stand_in(monkeypatch, f"experts.{name}", function)
+        stand_in(monkeypatch, "experts.bias_grad", Kernels.bias_grad.bias_grad)
+        stand_in(monkeypatch, "experts.combine", Kernels.combine.combine)
+        stand_in(monkeypatch, "experts.fc1_act", fc1_act)
+        stand_in(monkeypatch, "experts.grouped_gemm", grouped_gemm)
+        dprob = Kernels.fc2_dgrad_dact.dprob
+        stand_in(monkeypatch, "experts.fc2_dgrad_dact", fc2_dgrad_dact, dprob)
+        stand_in(monkeypatch, "experts.wgrad", wgrad, wgrad_pair)
         stand_in(monkeypatch, "experts.bias_products_triton", bias_products)
 
 
@@ -134,7 +134,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
     function = STAND_INS[name]
     real = inspect.signature(
-        getattr(import_module(f"phalanx.kernels.sm90.experts.{name}"), function.__name__)
+        getattr(
+            import_module(f"phalanx.kernels.sm90.experts.{name.removesuffix('_pair')}"),
+            function.__name__,
+        )
     ).parameters
     ours = inspect.signature(function).parameters
     assert set(ours) <= set(real)
@@ -192,11 +195,11 @@ def copies_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made = []
 
     def counting(name: str) -> Any:
-        quantize = getattr(fp8_copies, name)
+        quantize = getattr(fp8, name)
         return lambda *w, **how: made.append(name) or quantize(*w, **how)
 
     for name in ("quantize_weights", "quantize_layout"):
-        monkeypatch.setattr(fp8_copies, name, counting(name))
+        monkeypatch.setattr(fp8, name, counting(name))
     return made
 
 
@@ -211,7 +214,7 @@ def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.Monke
         for _ in range(2):
             out = forward(p, leaves, "fused", **how)
             results.append(gradients(out, p.dout, leaves))
-        fp8_copies.forget(leaves.values())
+        fp8.forget(leaves.values())
         with torch.no_grad():
             leaves["w2"].mul_(2)
         results.append(gradients(forward(p, leaves, "fused", **how), p.dout, leaves))
@@ -252,7 +255,7 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     dense_fc2(dense_fc1(x, w1, spec), w2, spec).sum().backward()
     copies = [facts_of(w).fp8_copies for w in (w1, w2)]
     assert copies[0].data_LOI.shape == (1, 64, 64) and copies[1] is not None
-    with fp8_copies.within_a_step([x, w1, w2]):
+    with fp8.within_a_step([x, w1, w2]):
         assert facts_of(w1).fp8_copies is facts_of(w2).fp8_copies is None
         dense_fc1(x, w1, spec)
         assert facts_of(w1).fp8_copies is not None

@@ -13,7 +13,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.launch_options import DEFAULT
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.sm90.fp8.backend import FusedFP8
+from phalanx.kernels.sm90.experts.backend import FusedFP8
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.jit import arguments
+from phalanx.kernels.sm90.jit import launch as jit
 
 CPU = torch.device("cpu")
 
@@ -33,11 +33,11 @@ class Device:
             streams, "current_stream", lambda *_: SimpleNamespace(cuda_stream=self.stream)
         )
         monkeypatch.setattr(streams, "is_current_stream_capturing", lambda: self.capture > 0)
-        monkeypatch.setattr(arguments, "_capture_on", lambda stream: self.capture, raising=False)
+        monkeypatch.setattr(jit, "_capture_on", lambda stream: self.capture, raising=False)
 
     def addresses(self, launches: int) -> list[int]:
         """Addresses of the counters of launches, which hold no reference to them."""
-        return [arguments.counter_of(CPU).data_ptr() for _ in range(launches)]
+        return [jit.counter_of(CPU).data_ptr() for _ in range(launches)]
 
     def blocks(self) -> list[torch.Tensor]:
         """Tensors that were zeroed and are still referenced."""
@@ -46,7 +46,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    arguments._of_stream.cache_clear()
+    jit._of_stream.cache_clear()
     return Device(monkeypatch)
 
 

@@ -21,16 +21,14 @@ import pytest
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.experts.wgrad_kernel import WgradPairKernel
-from phalanx.kernels.sm90.fp8.act import Fp8Act
-from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
+from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
 from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 from phalanx.kernels.sm90.jit.launch import compile_kernel
-from phalanx.kernels.sm90.jit.objects import export, symbols
 from phalanx.kernels.sm90.jit.pointers import arguments_of
-from phalanx.kernels.sm90.jit.program import Program
+from phalanx.kernels.sm90.jit.program import Program, export, symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from tests.kernels.sm90 import recording, remembered
 from tests.kernels.sm90.sass import disassembled, tool

@@ -7,7 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.routing.topk.scores import choose
+from phalanx.kernels.routing.topk_scores import choose
 from phalanx.kernels.sm90.routing.logits import WEIGHTS, ExpertGroups, TopkConfig
 from phalanx.kernels.sm90.routing.topk import TopkKernel, _bits, topk, topk_backward
 from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel

@@ -6,8 +6,7 @@ from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, Record, configured, launch, own, published
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
-from phalanx.moe.plan.cost.natural_routing import busiest, with_natural_routing
-from phalanx.moe.plan.cost.step_time import bound
+from phalanx.moe.plan.cost.step_time import bound, busiest, with_natural_routing
 from phalanx.moe.plan.described import resolved
 from tests.moe.plan.pages import timed
 

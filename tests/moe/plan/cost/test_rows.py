@@ -7,8 +7,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.activations import Activations
-from phalanx.moe.plan.cost.rows import buffer_bytes, row_memory
-from phalanx.moe.plan.cost.stages import exchange_bytes, stage_memory
+from phalanx.moe.plan.cost.stages import buffer_bytes, exchange_bytes, row_memory, stage_memory
 from phalanx.moe.plan.described import resolved
 
 LAYERS, TOKENS, TOP_K, HIDDEN, FFN, RANKS = 24, 4096, 4, 2880, 2880, 8

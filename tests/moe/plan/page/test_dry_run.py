@@ -29,7 +29,7 @@ from phalanx.moe.plan.facts import described
 from phalanx.moe.plan.page.advice import needed, suggestions
 from phalanx.moe.plan.page.dry_run import sections
 from phalanx.moe.plan.resolve import resolve
-from phalanx.moe.text.units import model_size, storage
+from phalanx.moe.text import model_size, storage
 from tests.moe.plan.pages import (
     EXPERTS,
     GROUPS,

@@ -10,10 +10,9 @@ from phalanx.configs.records import launch, own
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.advice import needed
+from phalanx.moe.plan.page.advice import needed, opt_ins
 from phalanx.moe.plan.page.dry_run import dry_run
-from phalanx.moe.plan.page.opt_ins import opt_ins
-from phalanx.moe.text.units import storage
+from phalanx.moe.text import storage
 from tests.moe.plan.pages import OPT_INS, section
 
 RECORDS = {name: launch(r.command) for name, r in own().items() if "fused" in r.system}

@@ -18,9 +18,8 @@ from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.stages import host_needed, needed
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.search.best import Found, best, estimated, sets_of, told_apart
+from phalanx.moe.plan.search.best import Found, best, estimated, next_override, sets_of, told_apart
 from phalanx.moe.plan.search.layouts import layouts
-from phalanx.moe.plan.search.nearby import next_override
 from phalanx.moe.plan.search.page import search_page
 from tests.moe.plan.pages import EXPERTS, PUBLISHED_V3, STEP, fitting, section
 

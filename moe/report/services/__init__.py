@@ -1,1 +1,0 @@
-"""Services that get the numbers of a run: each a small class over `service.Service`."""

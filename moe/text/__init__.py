@@ -1,1 +1,0 @@
-"""Formatting of names, numbers and tables."""
