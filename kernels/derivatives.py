@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from phalanx.kernels.custom_op import CustomOp
+from phalanx.kernels.tracing import constant_in_graphs
+
 
 def first_order(
-    op: Any,
+    op: CustomOp,
     name: str,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
@@ -36,24 +39,25 @@ def first_order(
         refuse_forward_mode(name)
 
     backward, setup_context = backward or refuse_second, setup_context or _save_nothing
-    op.register_autograd(backward, setup_context=setup_context)
+    op.register_autograd(backward, setup_context)
+    run = op.overload
     methods = dict(
-        forward=lambda *args: op(*args),
+        forward=lambda *args: op.overload(*args),
         setup_context=setup_context,
         backward=backward,
         jvp=refuse_forward,
     )
     members: dict[str, Any] = {key: staticmethod(method) for key, method in methods.items()}
-    title = op._opoverload.name()
+    title = op.overload.name()
     function: Any = type(title, (torch.autograd.Function,), members | {"generate_vmap_rule": True})
 
     def call(*args: Any) -> Any:
         # torch.compile does not trace functions that have a rule for forward mode.
         if torch.compiler.is_compiling():
             _refuse_in_graph(name)
-            return op(*args)
+            return run(*args)
         # The op alone costs less of the host's time.
-        return function.apply(*args) if transformed() or _has_tangent(args) else op(*args)
+        return function.apply(*args) if transformed() or _has_tangent(args) else run(*args)
 
     return call
 
@@ -87,6 +91,7 @@ def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
         refuse_forward_mode(name)
 
 
+@constant_in_graphs
 def _refuse_in_graph(name: str) -> None:
     applied = _transforms()
     if "Jvp" in applied:
@@ -96,10 +101,6 @@ def _refuse_in_graph(name: str) -> None:
             f"{name} has no gradient of torch.func inside of torch.compile: compile the function, "
             "and not its gradient"
         )
-
-
-# As torch.compiler.assume_constant_result marks it, which would import the compiler in every run.
-_refuse_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transforms() -> frozenset[str]:

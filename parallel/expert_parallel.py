@@ -41,6 +41,7 @@ from phalanx.kernels.functional.options import (
     constants,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.tracing import outside_graphs
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
@@ -125,7 +126,7 @@ class ExpertParallelGroup:
         """R."""
         return self.group.size()
 
-    @torch.compiler.disable
+    @outside_graphs
     def experts(
         self,
         x: Tensor,

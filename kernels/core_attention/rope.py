@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.custom_op import custom_op
 from phalanx.kernels.derivatives import first_order
 
 
@@ -147,7 +148,7 @@ def _rotate_in_place(
     )
 
 
-@torch.library.custom_op("phalanx::rope", mutates_args=())
+@custom_op("rope")
 def rotate_op(
     x: Tensor, freqs: Tensor, mscale: float, interleaved: bool, first: int, inverse: bool
 ) -> Tensor:

@@ -22,6 +22,7 @@ from phalanx.kernels.functional.options import (
 )
 from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
+from phalanx.kernels.tracing import constant_in_graphs
 
 
 class Problem(NamedTuple):
@@ -44,7 +45,7 @@ class BackendChoice(NamedTuple):
     reads_counts: bool  # on the host, which a CUDA graph cannot capture
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def choose(options: tuple[Any, ...], problem: tuple[Any, ...], layout: str) -> tuple[str, str, int]:
     """Specification for custom ops, whose weights have a `layout`, backend, and H / F.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels.custom_op import custom_op
 from phalanx.kernels.derivatives import first_order
 from phalanx.kernels.elementwise.rows import clear_padding
 from phalanx.kernels.expert_mlp.activation import Activation
@@ -72,7 +73,7 @@ def layout_in(text: str) -> str:
     return str(json.loads(text)["layout"])
 
 
-@torch.library.custom_op("phalanx::grouped_mlp", mutates_args=())
+@custom_op("grouped_mlp")
 def grouped_mlp(
     x: Tensor,
     w1: Tensor,
@@ -132,7 +133,7 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
 grouped_experts = first_order(grouped_mlp, "the expert MLP", _backward, _save)
 
 
-@torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())
+@custom_op("grouped_mlp_backward")
 def grouped_mlp_backward(
     dout: Tensor,
     x: Tensor,

@@ -39,6 +39,7 @@ from phalanx.kernels.functional.options import (
     with_defaults,
 )
 from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.tracing import outside_graphs
 
 
 def grouped_experts(
@@ -215,7 +216,7 @@ def _run(x: Tensor, weights: MLPWeights, plan: ExpertPlan, spec: str, accumulate
     return out
 
 
-@torch.compiler.disable
+@outside_graphs
 def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str) -> Tensor:
     refuse_transforms("accumulate=True", x, *weights, plan.row_prob_S)
     spec = custom_ops.decode(encoded)

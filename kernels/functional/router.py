@@ -24,6 +24,7 @@ from phalanx.kernels.limits import impossible_groups
 from phalanx.kernels.registry import Facts, KernelUnavailable
 from phalanx.kernels.routing import topk_ops
 from phalanx.kernels.routing.topk_scores import choice_scores, choose, probabilities, topk_refusal
+from phalanx.kernels.tracing import constant_in_graphs
 
 
 class _Backend(NamedTuple):
@@ -160,7 +161,7 @@ def _check(logits: Tensor, top_k: int, bias: Tensor | None, options: dict[str, A
     check_devices(logits, bias=bias)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _is_fused(*problem: Any) -> bool:
     """`_fused`, which Dynamo would trace through its cache."""
     return _fused(*problem)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
+from phalanx.kernels.custom_op import custom_op
 from phalanx.kernels.derivatives import first_order
 from phalanx.kernels.expert_mlp.backend import provider
 from phalanx.kernels.expert_mlp.expert_plan import (
@@ -138,7 +139,7 @@ def check_routing(topk_idx: Tensor, topk_prob: Tensor) -> None:
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("phalanx::plan", mutates_args=())
+@custom_op("plan")
 def plan(
     topk_idx: Tensor, topk_prob: Tensor, first_expert: int, experts: int, rows: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -174,7 +175,7 @@ def _(
     )
 
 
-@torch.library.custom_op("phalanx::plan_backward", mutates_args=())
+@custom_op("plan_backward")
 def plan_backward(grad_S: Tensor, inverse: Tensor, backend: str) -> Tensor:
     """The gradient of each pair's row; 0 for a pair without a row."""
     return provider(backend).plan_backward(grad_S.contiguous(), inverse)

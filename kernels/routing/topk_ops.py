@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.kernels.custom_op import custom_op
 from phalanx.kernels.derivatives import first_order
 from phalanx.kernels.sm90.jit.stand_ins import import_kernels
 
 
-@torch.library.custom_op("phalanx::router_topk", mutates_args=())
+@custom_op("router_topk")
 def router_topk(
     logits: Tensor,
     bias: Tensor | None,
@@ -62,7 +63,7 @@ def _backward(ctx: Any, _: None, dprob: Tensor) -> tuple[Any, ...]:
 differentiable_topk = first_order(router_topk, "router_topk", _backward, _save)
 
 
-@torch.library.custom_op("phalanx::router_topk_backward", mutates_args=())
+@custom_op("router_topk_backward")
 def router_topk_backward(
     dprob: Tensor,
     idx: Tensor,

@@ -6,6 +6,7 @@ tensor among all parameters, which then counts once per parameter: a resumed run
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -71,6 +72,12 @@ class AdamW(torch.optim.Optimizer):
         self._numbers: dict[int, StepNumbers] = {}  # by the places of the groups
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    # torch's decorator of these imports TorchDynamo and TorchInductor, 3 s of every start.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def prepare(self) -> None:
         """Count a step, and bring its numbers to the device.

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.kernels.custom_op import OPS
 
 _aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ class _Ops(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "phalanx":
             with _Methods(), self:
-                return OPDEFS[func.name().removesuffix(".default")]._init_fn(*args, **kwargs)
+                return OPS[func.name()].compute(*args, **kwargs)
         if func.overloadpacket in FORBIDDEN_OPS:
             raise HostSync(f"{func} reads values on the host")
         if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:

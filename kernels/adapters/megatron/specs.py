@@ -71,6 +71,7 @@ class SymmMoELayer(MoELayer):
         idx_TK, self._idx_TK = self._idx_TK, None
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts = self.experts
+        assert idx_TK is not None  # `preprocess` has noted it
         out_TD = self._group.experts(x_TD, idx_TK, probs, *experts.weights, **experts.options)
         return out_TD.view_as(hidden_states), None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.kernels.api import ACTIVATIONS, Activation, grouped_experts
+from phalanx.kernels.tracing import outside_graphs
 
 _POINTS = (-20.0, -6.0, -3.0, -1.7, -1.0, -0.4, 0.0, 0.3, 1.0, 2.0, 3.5, 8.0, 25.0)
 _LIMITS = ("limit", "swiglu_limit")
@@ -120,7 +121,7 @@ def facts_of(experts: Any) -> tuple[Activation, str]:
     return _recognised(experts) if facts is None else facts
 
 
-@torch.compiler.disable
+@outside_graphs
 def _recognised(experts: Any) -> tuple[Activation, str]:
     if experts.has_post_expert_norm:
         raise ValueError(

@@ -85,7 +85,7 @@ def interpreted() -> None:
         assert torch.equal(torch.autograd.grad(again, x, up.clone())[0], got)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     args = (x.detach().requires_grad_(), angles(3, 6), 1.0, False, 7, False)
-    torch.library.opcheck(rotate_op, args, test_utils=checks)
+    torch.library.opcheck(rotate_op.overload, args, test_utils=checks)
 
 
 def test_kernel_interpreted() -> None:

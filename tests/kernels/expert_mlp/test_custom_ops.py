@@ -34,12 +34,12 @@ def arguments(p: Problem, backend: str, layout: str = "halves") -> list:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expert_ops(backend: str, bias: bool, layout: str) -> None:
     given = arguments(make(ACT, torch.float32, bias=bias), backend, layout)
-    torch.library.opcheck(custom_ops.grouped_mlp, tuple(given))
+    torch.library.opcheck(custom_ops.grouped_mlp.overload, tuple(given))
     given = [t.detach() if isinstance(t, Tensor) else t for t in given]
     out, h = custom_ops.grouped_mlp(*given)
     for needs in ([True, True, True, bias, bias], [True] + [False] * 4):
         torch.library.opcheck(
-            custom_ops.grouped_mlp_backward,
+            custom_ops.grouped_mlp_backward.overload,
             (torch.ones_like(out), *given[:3], given[4], h, *given[5:11], needs),
         )
 
@@ -47,10 +47,10 @@ def test_expert_ops(backend: str, bias: bool, layout: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plan(backend: str) -> None:
     idx, prob = torch.randint(-1, 8, (40, 3)).int(), torch.rand(40, 3, requires_grad=True)
-    torch.library.opcheck(plan.plan, (idx, prob, 2, 4, 64, backend))
+    torch.library.opcheck(plan.plan.overload, (idx, prob, 2, 4, 64, backend))
     made = plan.make_plan(idx, prob, first_expert=2, local_experts=4, rows=64, backend=backend)
     given = (torch.randn(64), made.inverse_NK, backend)
-    torch.library.opcheck(plan.plan_backward, given)
+    torch.library.opcheck(plan.plan_backward.overload, given)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "fused"])
