@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from phalanx.configs.fields import knob
 from phalanx.configs.tables.activation_memory import OFFLOAD, RECOMPUTE
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.trackers import TRACKERS
 
 
 @dataclass
@@ -121,7 +122,7 @@ class RunConfig:
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
-    trackers: list[str] = knob([], choices=("mlflow", "comet", "trackio"))
+    trackers: list[str] = knob([], choices=tuple(TRACKERS))
     """Other services that get the numbers, as in `[mlflow,trackio]` (docs/operations.md).
 
     They are called in a thread, so that a server that is away costs a warning and no time.

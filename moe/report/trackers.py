@@ -1,20 +1,20 @@
-"""The services of `run.wandb`, `run.tensorboard` and `run.trackers`."""
+"""Weights & Biases and TensorBoard, and the sinks of all services."""
 
 import contextlib
 import json
-import os
-import re
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.moe.report.service import Service, Sink, ThreadSink, own_id, parameters
+from phalanx.configs.tables.trackers import TRACKERS
+from phalanx.moe.report.service import Service, Sink, ThreadSink, own_id
 
 _BLOCK = 32 << 10
 _PREAMBLE = 7
@@ -159,143 +159,6 @@ def _silent_threads() -> Iterator[None]:
     threading.excepthook = unless_silent
 
 
-class Comet(Service):
-    """An experiment of `run.project`; without COMET_API_KEY an archive in the folder of the run."""
-
-    name = "Comet"
-    file = "comet"
-    threaded = True
-
-    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
-        import comet_ml
-
-        # Archives of one experiment have one name: each launch has a folder of its own.
-        archives = folder / "comet" / f"after_step_{step}"
-        self._online = online = bool(os.environ.get("COMET_API_KEY"))
-        if not online:
-            archives.mkdir(parents=True, exist_ok=True)
-        # What Comet collects by itself has code, the command line and the repository in it.
-        config = comet_ml.ExperimentConfig(
-            name=redacted(cfg.run.name),
-            offline_directory=str(archives),
-            log_code=False,
-            log_git_metadata=False,
-            log_git_patch=False,
-            log_env_details=False,
-            parse_args=False,
-            auto_output_logging=False,
-            auto_param_logging=False,
-            auto_metric_logging=False,
-            display_summary_level=0,
-        )
-        self._experiment = comet_ml.start(
-            project_name=redacted(cfg.run.project),
-            experiment_key=own_id(folder / "comet_id", step, size=16),
-            mode="get_or_create" if online else "get" if step else "create",
-            online=online,
-            experiment_config=config,
-        )
-        self._experiment.log_parameters(parameters(redacted(asdict(cfg))))
-
-    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
-        self._experiment.log_metrics(numbers, step=step)
-
-    def flush(self) -> bool:
-        # A killed run leaves no archive: all that it logged is sent again.
-        return self._online and bool(self._experiment.flush())
-
-    def close(self) -> None:
-        self._experiment.end()
-
-
-_LONGEST = 6000  # characters of a value of a parameter
-_BATCH = 100  # parameters that a server takes at once
-
-
-class Mlflow(Service):
-    """A run of the experiment `run.project`.
-
-    Its server is that of MLFLOW_TRACKING_URI; without one a database in the folder of the run.
-    """
-
-    name = "MLflow"
-    file = "mlflow"
-    threaded = True
-
-    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        own = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or own)
-        self._id = _run_id(self._client, cfg, folder / "mlflow_id", step)
-        texts = parameters(redacted(asdict(cfg)))
-        given = [Param(name, str(value)[:_LONGEST]) for name, value in texts.items()]
-        if not step:  # those of a run cannot change
-            for first in range(0, len(given), _BATCH):
-                self._client.log_batch(self._id, params=given[first : first + _BATCH])
-
-    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
-        from mlflow.entities import Metric
-
-        # Of the record: what is sent again is the same to MLflow, which keeps it once.
-        at = round(time * 1000)
-        named = {re.sub(r"[^\w\-./ ]", "_", name): value for name, value in numbers.items()}
-        metrics = [Metric(name, float(value), at, step) for name, value in named.items()]
-        self._client.log_batch(self._id, metrics=metrics)
-
-    def flush(self) -> bool:
-        return True  # it has what `log` has returned from
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-def _run_id(client: Any, cfg: Config, path: Path, step: int) -> str:
-    if step and path.exists():
-        run = path.read_text().strip()
-        client.update_run(run, status="RUNNING")
-        return run
-    project = redacted(cfg.run.project)
-    known = client.get_experiment_by_name(project)
-    experiment = client.create_experiment(project) if known is None else known.experiment_id
-    made = client.create_run(experiment, run_name=redacted(cfg.run.name))
-    path.write_text(made.info.run_id)
-    return str(made.info.run_id)
-
-
-class Trackio(Service):
-    """A run of `run.project` in its own database, or in the space of TRACKIO_SPACE_ID."""
-
-    name = "Trackio"
-    file = "trackio"
-    threaded = True
-
-    def __init__(self, cfg: Config, folder: Path, step: int, sent: int) -> None:
-        import trackio
-
-        # A run there is its name: one that starts from scratch is another.
-        name = f"{redacted(cfg.run.name)}-{own_id(folder / 'trackio_id', step)}"
-        self._run = trackio.init(
-            project=redacted(cfg.run.project),
-            name=name,
-            config=parameters(redacted(asdict(cfg))),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, step: int, numbers: dict[str, float], time: float) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-TRACKERS: dict[str, type[Service]] = {"mlflow": Mlflow, "comet": Comet, "trackio": Trackio}
-
-
 def make_sinks(
     cfg: Config,
     folder: Path,
@@ -306,7 +169,7 @@ def make_sinks(
     """Sinks of run.wandb, run.tensorboard and run.trackers; arguments as for `Sink`."""
     kinds: list[type[Service]] = [WeightsAndBiases] if cfg.run.wandb != "off" else []
     kinds += [TensorBoard] if cfg.run.tensorboard else []
-    kinds += [TRACKERS[name] for name in cfg.run.trackers]
+    kinds += [resolve_name(TRACKERS[name]) for name in cfg.run.trackers]
     return [
         (ThreadSink if kind.threaded else Sink)(kind, cfg, folder, step, warn, records)
         for kind in kinds

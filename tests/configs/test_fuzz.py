@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
-from phalanx import train
 from phalanx.configs import load as loading
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, put, sections
 from phalanx.configs.load import GROUPS, compose, from_argv, load, options
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.run.check import check
 
 PATHS = [*knobs(), *sections()]
 WORDS = [
@@ -137,7 +137,7 @@ def command_line(rng: random.Random, folder: Path) -> bool:
     world = mock.patch.dict(os.environ, WORLD_SIZE=str(rng.choice([1, 2, 8, 1024])))
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), world:
-            code = train.check(from_argv(["--check", *args]))
+            code = check(from_argv(["--check", *args]))
     except SystemExit as end:
         code = int(str(end.code))
         assert code in (0, 2)

@@ -1,22 +1,24 @@
 """Services that are called in a thread: what they get, and that none stops or holds up a run."""
 
 import io
+import subprocess
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.trackers import TRACKERS
 from phalanx.moe.report import metrics as metrics_module
 from phalanx.moe.report import service
 from phalanx.moe.report.loggers import read
 from phalanx.moe.report.metrics import Metrics
-from phalanx.moe.report.trackers import TRACKERS
 
 NUMBERS = {"train/loss": 2.0, "perf/memory": 1.25, "perf/step_time": 0.5, "perf/goodput": 0.0}
 
@@ -163,7 +165,7 @@ def test_a_server_that_refuses_is_a_warning(
     log(metrics, 1, 2, 3)
     metrics.close()
     (warning,) = [line for line in stream.getvalue().splitlines() if "warning" in line]
-    assert f"{TRACKERS[tracker].name} is off for the rest of the run" in warning
+    assert f"{resolve_name(TRACKERS[tracker]).name} is off for the rest of the run" in warning
     assert "no route to host" in warning and len(fake.named(fails)) == 1
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
@@ -249,3 +251,19 @@ def test_mlflow_has_what_its_thread_has_sent(tmp_path: Path, install: Callable[.
     metrics = [metric for _, more in batches for metric in more["metrics"]]
     assert {(step, at) for *_, at, step in metrics} == {(n, times[n]) for n in (6, 7, 8)}
     fake.go_on.set()
+
+
+def test_another_package_adds_a_service(tmp_path: Path) -> None:
+    """The name of its entry point is a value of `run.trackers`."""
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[phalanx.trackers]\nmine = my_tracker:Mine\n")
+    code = "import sys; sys.path.insert(0, sys.argv[1])\n"
+    code += "from phalanx.configs.load import load\n"
+    code += "from phalanx.configs.tables.trackers import TRACKERS\n"
+    code += "print(load(['run.trackers=[mine]']).run.trackers, TRACKERS['mine'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "['mine'] my_tracker:Mine\n"

@@ -1,0 +1,1 @@
+"""Services that get the numbers of a run, besides Weights & Biases and TensorBoard."""
