@@ -19,6 +19,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from phalanx.kernels.cache import folder
 from phalanx.moe.report.console import quiet
 from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.activity import set_activity, start_run
@@ -48,6 +49,8 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
     # torch reads it at its first tensor. Large host tensors, as those of a checkpoint that is read,
     # have huge pages: pages of 4 KiB are cleared one fault at a time, at 1 to 2 GB/s.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Kernels in Triton are kept beside the others: one folder to keep, or to share between nodes.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder() / "triton"))
     if "--check" in argv:
         from phalanx.moe.run.check import check
 
