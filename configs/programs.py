@@ -17,6 +17,7 @@ from typing import NoReturn
 
 COMMANDS = {
     "train": "phalanx-train",
+    "train_tokenizer": "phalanx-train-tokenizer",
     "prepare_data": "phalanx-prepare-data",
     "convert_hf": "phalanx-convert-hf",
     "checkpoint": "phalanx-checkpoint",
