@@ -20,9 +20,9 @@ def kernels() -> Iterator[tuple[type, Any]]:
 
 def _gradients() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
-    from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
-    from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
-    from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
+    from phalanx.kernels.sm90.wgrad.bf16 import Contraction, D, V
+    from phalanx.kernels.sm90.wgrad.fp8 import Fp8Contraction
+    from phalanx.kernels.sm90.wgrad.kernel import WgradConfig, WgradKernel
 
     formats = ("e4m3", "e5m2")
     contractions: tuple[Any, ...] = (

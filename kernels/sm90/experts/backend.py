@@ -125,7 +125,7 @@ class Fused(UnquantizedMixin):
         return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
     def wgrad(self, call: WgradCall) -> Tensor:
-        from phalanx.kernels.sm90.experts.wgrad import wgrad
+        from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 
         (d, v, offsets, index_S), into = call.rows, call.into
         return wgrad(
@@ -141,7 +141,7 @@ class Fused(UnquantizedMixin):
         )
 
     def wgrad_pair(self, first: WgradCall, second: WgradCall) -> Tensor:
-        from phalanx.kernels.sm90.experts.wgrad import wgrad_pair
+        from phalanx.kernels.sm90.wgrad.wgrad import wgrad_pair
 
         into = first.into
         assert into is not None

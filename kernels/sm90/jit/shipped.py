@@ -65,16 +65,16 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
     from phalanx.kernels.sm90.experts.grouped_gemm import GroupedGemmKernel
-    from phalanx.kernels.sm90.experts.wgrad_kernel import (
+    from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
+    from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
+    from phalanx.kernels.sm90.gemm.epilogues import Linear
+    from phalanx.kernels.sm90.gemm.gemm import GemmConfig
+    from phalanx.kernels.sm90.wgrad.fp8 import Fp8Contraction
+    from phalanx.kernels.sm90.wgrad.kernel import (
         WgradConfig,
         WgradKernel,
         WgradPairKernel,
     )
-    from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
-    from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
-    from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
-    from phalanx.kernels.sm90.gemm.epilogues import Linear
-    from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 
     for columns, signals in product((192, 256), EITHER):
         for bias in EITHER:
@@ -110,9 +110,9 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
 def _other_gradients() -> Iterator[tuple[type, Any]]:
     """Gradients in bf16, or added to fp32 ones; experts in the order of the plan, if any."""
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
-    from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
     from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DprobConfig, DprobKernel
-    from phalanx.kernels.sm90.experts.wgrad_kernel import (
+    from phalanx.kernels.sm90.wgrad.bf16 import Contraction, D, V
+    from phalanx.kernels.sm90.wgrad.kernel import (
         WgradConfig,
         WgradKernel,
         WgradPairKernel,

@@ -32,10 +32,10 @@ from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import dprob as add_dprob
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
-from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.routing.plan import plan, plan_backward
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

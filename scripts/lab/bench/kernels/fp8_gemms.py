@@ -19,7 +19,7 @@ from phalanx.kernels.quantize.quantize import (
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
-from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from phalanx.scripts.lab.bench.clocks import Call
 from phalanx.scripts.lab.bench.problems import SWIGLU, dirichlet, experts, index_of, random
 from phalanx.scripts.lab.bench.records import Record

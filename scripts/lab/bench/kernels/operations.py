@@ -17,8 +17,8 @@ from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
-from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.jit.launch import sms
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from phalanx.scripts.lab.bench.kernels import mlp
 from phalanx.scripts.lab.bench.loads import BackgroundLoad, Copies
 from phalanx.scripts.lab.bench.problems import (

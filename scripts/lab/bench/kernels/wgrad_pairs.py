@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import ExpertRows, Operand
 from phalanx.kernels.quantize.quantize import column_offsets, quantize_columns
-from phalanx.kernels.sm90.experts.wgrad import wgrad, wgrad_pair
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad, wgrad_pair
 from phalanx.scripts.lab.bench.problems import drawn, index_of, offsets_of, order_of, random
 from phalanx.scripts.lab.bench.records import Record
 from phalanx.scripts.lab.bench.shapes import WGRAD_PAIRS, Shape

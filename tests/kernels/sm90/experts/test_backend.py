@@ -206,7 +206,7 @@ class Kernels:
 
 
 FILES = {name: part for name, part in vars(Kernels).items() if isinstance(part, type)}
-ROOMS = dict.fromkeys(FILES, "experts") | {"plan": "routing"}
+ROOMS = dict.fromkeys(FILES, "experts") | {"plan": "routing", "wgrad": "wgrad"}
 
 
 def bias_products(dy: Rows, b2: Tensor) -> Tensor:

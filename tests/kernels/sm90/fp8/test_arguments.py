@@ -13,10 +13,10 @@ from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.tile_choice import choose, require_tile
-from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm import operands
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 
 OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
 E4M3 = torch.float8_e4m3fn

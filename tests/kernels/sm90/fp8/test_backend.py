@@ -109,11 +109,11 @@ def wgrad_pair(first, second, out_LOI, *, accumulate, zeros, order_L, options):
 
 paired: list[int] = []
 STAND_INS = {
-    "fc1_act": fc1_act,
-    "grouped_gemm": grouped_gemm,
-    "fc2_dgrad_dact": fc2_dgrad_dact,
-    "wgrad": wgrad,
-    "wgrad_pair": wgrad_pair,
+    "experts.fc1_act": fc1_act,
+    "experts.grouped_gemm": grouped_gemm,
+    "experts.fc2_dgrad_dact": fc2_dgrad_dact,
+    "wgrad.wgrad": wgrad,
+    "wgrad.wgrad_pair": wgrad_pair,
 }
 
 
@@ -126,7 +126,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         stand_in(monkeypatch, "experts.grouped_gemm", grouped_gemm)
         dprob = Kernels.fc2_dgrad_dact.dprob
         stand_in(monkeypatch, "experts.fc2_dgrad_dact", fc2_dgrad_dact, dprob)
-        stand_in(monkeypatch, "experts.wgrad", wgrad, wgrad_pair)
+        stand_in(monkeypatch, "wgrad.wgrad", wgrad, wgrad_pair)
         stand_in(monkeypatch, "experts.bias_products_triton", bias_products)
 
 
@@ -135,7 +135,7 @@ def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
     function = STAND_INS[name]
     real = inspect.signature(
         getattr(
-            import_module(f"phalanx.kernels.sm90.experts.{name.removesuffix('_pair')}"),
+            import_module(f"phalanx.kernels.sm90.{name.removesuffix('_pair')}"),
             function.__name__,
         )
     ).parameters

@@ -16,7 +16,7 @@ from phalanx.kernels.quantize.blocks import (
     dequantize_columns,
     quantize_columns,
 )
-from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, Fp8Problem
 from tests.kernels.sm90.gemm.gemm_problems import BF16, FP32, FP64
 

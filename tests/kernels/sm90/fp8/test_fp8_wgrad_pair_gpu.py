@@ -10,7 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from phalanx.kernels.expert_mlp.calls import ExpertRows
 from phalanx.kernels.launch_options import LaunchOptions
-from phalanx.kernels.sm90.experts.wgrad import wgrad_pair
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad_pair
 from tests.kernels.sm90.fp8.test_fp8_wgrad_gpu import FORMATS, FP32, MODES, TILES, WgradProblem
 
 pytestmark = pytest.mark.gpu

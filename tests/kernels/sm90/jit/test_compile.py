@@ -20,9 +20,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.experts.wgrad_kernel import WgradPairKernel
 from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
-from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
@@ -30,6 +28,8 @@ from phalanx.kernels.sm90.jit.launch import compile_kernel
 from phalanx.kernels.sm90.jit.pointers import arguments_of
 from phalanx.kernels.sm90.jit.program import Program, export, symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
+from phalanx.kernels.sm90.wgrad.fp8 import Fp8Contraction
+from phalanx.kernels.sm90.wgrad.kernel import WgradPairKernel
 from tests.kernels.sm90 import recording, remembered
 from tests.kernels.sm90.sass import disassembled, tool
 

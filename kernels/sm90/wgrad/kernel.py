@@ -10,8 +10,8 @@ The rows of an expert may lie in two segments, each with operands and offsets of
 the rows of two micro-batches (`WgradPairKernel`). A tile is then the sum over the rows of both,
 stored once; it has a record for each segment, which differ in their rows alone.
 
-How stages are loaded and multiplied is a `WgradMath`: `contraction.Contraction` of rows in bf16,
-`fp8.contraction.Fp8Contraction` of columns in FP8.
+How stages are loaded and multiplied is a `WgradMath`: `bf16.Contraction` of rows in bf16,
+`fp8.Fp8Contraction` of columns in FP8.
 
 Roles. A CTA has 12 warps in three groups, one CTA an SM:
 
@@ -47,16 +47,27 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.experts.accumulate import Output, Stores
-from phalanx.kernels.sm90.experts.wgrad_operands import Factor
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, THREADS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.tensors import struct, vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import ExpertTiles, Schedule, Scheduler, unpack
-from phalanx.kernels.sm90.jit.pointers import BytesPtr, IntPtr
+from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr, IntPtr
+from phalanx.kernels.sm90.wgrad.accumulate import Output, Stores
 
 SMEM_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024 + 1024  # barriers and records, and the alignment of what follows them
 _MMA_WARPS = 4 * MMA_GROUPS
+
+
+class Factor(NamedTuple):
+    """An operand as an argument: tensors and ints at a launch, pointers and Int32 in a kernel."""
+
+    data: BytesPtr  # bf16 [tokens, channels], or FP8 [channels, tokens]; contiguous
+    scale: Fp32Ptr  # fp32 [token blocks, channel blocks]; null in bf16
+    tokens: Int32
+    channels: Int32
+    parts: Int32  # parts of the channels, in each of which blocks restart; 1 in bf16
+    scale_token: Int32  # stride of the scales from a block of tokens to the next one
+    scale_channel: Int32  # stride of the scales from a block of channels to the next one
 
 
 class WgradMath(Protocol):

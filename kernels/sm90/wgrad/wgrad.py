@@ -1,13 +1,17 @@
 """Weight gradients of stacked experts: sums of outer products over each expert's rows.
 
 fc1: d is the gradient of the pre-activations and v the input; fc2: d the output gradient and v the
-activations. One launch of `wgrad_kernel`, straight into the accumulated gradient, on the current
-stream and without reading anything on the host. In bf16 one of the operands may be gathered; in FP8
-both are transposed, which also brings a gathered one into the experts' order.
+activations. One launch of `kernel`, straight into the accumulated gradient, on the current stream
+and without reading anything on the host. In bf16 operands are matrices of rows, one of them perhaps
+gathered by an index; in FP8 both are transposed (`QuantizedColumns`), their experts' tokens in
+whole blocks, which also brings a gathered one into the experts' order.
 
 With few rows for each expert a weight gradient is bound by memory: its fp32 sums are read and
 written once for every micro-batch. `wgrad_pair` multiplies the rows of two micro-batches, whose
 operands lie in tensors of their own, before a sum is read and written, once for the two.
+
+Legend: S expert rows, T tokens with padding, N rows of a tensor that is gathered from, O and I
+channels of d and of v, L experts.
 """
 
 from typing import Any
@@ -17,24 +21,18 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.calls import ExpertRows, Operand
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
-from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns
-from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
-from phalanx.kernels.sm90.experts.wgrad_kernel import (
+from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns, block_count
+from phalanx.kernels.sm90.gemm.operands import E4M3, FORMATS, require_scales
+from phalanx.kernels.sm90.jit.launch import check, launch_persistent, require
+from phalanx.kernels.sm90.wgrad.bf16 import Contraction, D, V
+from phalanx.kernels.sm90.wgrad.fp8 import Fp8Contraction
+from phalanx.kernels.sm90.wgrad.kernel import (
+    Factor,
     WgradConfig,
     WgradKernel,
     WgradMath,
     WgradPairKernel,
 )
-from phalanx.kernels.sm90.experts.wgrad_operands import (
-    channels_of,
-    data_of,
-    factor,
-    format_of,
-    tokens_of,
-)
-from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
-from phalanx.kernels.sm90.gemm.operands import E4M3, FORMATS
-from phalanx.kernels.sm90.jit.launch import launch_persistent, require
 
 
 def choose(I: int) -> int:  # noqa: E741
@@ -249,3 +247,42 @@ def wgrad_pair(
 
 def _kind(x: Operand) -> tuple[object, ...]:
     return channels_of(x), data_of(x).dtype, x.parts, x.gather
+
+
+def factor(
+    device: torch.device, name: str, x: Operand, tokens: int, dtype: torch.dtype | None = None
+) -> Factor:
+    """Check an operand and return it as an argument.
+
+    `tokens` are its rows in bf16, or T. `dtype` is its only one in FP8; None: e4m3 or e5m2. Shape,
+    dtype, strides, alignment and device raise a ValueError.
+    """
+    q, data, channels = x.matrix, data_of(x), channels_of(x)
+    if not isinstance(q, QuantizedColumns):
+        check(device, name, data, torch.bfloat16, (tokens, channels))
+        return Factor(data, None, tokens, channels, 1, 0, 0)
+    check(device, name, data, dtype or data.dtype, (channels, tokens))
+    blocks = tokens // BLOCK, block_count(channels, x.parts)
+    require_scales(device, f"{name}'s scale", q.scale, blocks)
+    return Factor(data, q.scale, tokens, channels, x.parts, *q.scale.stride())
+
+
+def data_of(x: Operand) -> Tensor:
+    """The elements of an operand, in FP8 without their scales."""
+    data: Tensor = x.matrix.data_CT if isinstance(x.matrix, QuantizedColumns) else x.matrix
+    return data
+
+
+def channels_of(x: Operand) -> int:
+    """Channels of an operand in either format."""
+    return data_of(x).shape[0 if isinstance(x.matrix, QuantizedColumns) else 1]
+
+
+def tokens_of(x: Operand) -> int:
+    """Rows of an operand, with padding in FP8."""
+    return data_of(x).shape[1 if isinstance(x.matrix, QuantizedColumns) else 0]
+
+
+def format_of(x: Operand) -> str:
+    """`fp8` or `bf16`."""
+    return "fp8" if isinstance(x.matrix, QuantizedColumns) else "bf16"

@@ -12,7 +12,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import LaunchOptions
-from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.calls import ExpertRows, Operand
 from phalanx.kernels.quantize.blocks import QuantizedColumns
-from phalanx.kernels.sm90.experts.contraction import Contraction, D, V
-from phalanx.kernels.sm90.experts.wgrad import wgrad_pair
-from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradPairKernel
-from phalanx.kernels.sm90.fp8.contraction import Fp8Contraction
 from phalanx.kernels.sm90.gemm.mainloop import THREADS
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
+from phalanx.kernels.sm90.wgrad.bf16 import Contraction, D, V
+from phalanx.kernels.sm90.wgrad.fp8 import Fp8Contraction
+from phalanx.kernels.sm90.wgrad.kernel import WgradConfig, WgradPairKernel
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad_pair
 from tests.kernels.sm90.sass import Sass
 
 ALL = [config for kernel, config in SHIPPED if kernel is WgradPairKernel]

@@ -16,7 +16,6 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from phalanx.kernels.sm90.experts.wgrad_operands import Factor
 from phalanx.kernels.sm90.fp8.mainloop import (
     BLOCK,
     Fp8Mainloop,
@@ -30,6 +29,7 @@ from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, TILE_R
 from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.gemm.tile_scheduler import unpack
 from phalanx.kernels.sm90.jit import ptx
+from phalanx.kernels.sm90.wgrad.kernel import Factor
 
 _ROWS = TILE_ROWS // MMA_GROUPS  # rows of a warp group; O and I are multiples of them
 
