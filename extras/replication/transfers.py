@@ -17,7 +17,7 @@ pushes overlap the experts it has its own stream too: weights sent in turn after
 come too late for the SMs that these leave, which go to CTAs of fc1 that wait for tokens.
 
 Kernels of one stream follow each other, and a push makes a fence of system scope before it raises
-its flags (`kernels.sm90.exchange.push.last_of_all`), which therefore cover all writes of the
+its flags (`kernels.sm90.exchange.sender.Sender`), which therefore cover all writes of the
 kernels before it. Most waits for flags are kernels of their own (`wait_peers`), so that TMA loads
 of a later kernel need no fence of proxies. Two kernels wait themselves: the replicas' first GEMM,
 which has that fence (`kernels.sm90.exchange.waves`), and the kernel that adds gradients, which

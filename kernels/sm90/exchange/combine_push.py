@@ -17,8 +17,8 @@ gradients, and sends side data first. With expert replication the last launch al
 
 Roles. All 16 warps of every CTA do the same:
 
-    threads r < R of each CTA   allow exchange u + 1, wait to be allowed u (`push.open_exchange`)
-    all threads                 backward only: side data, then their flag (`push.publish`)
+    threads r < R of each CTA   allow exchange u + 1, wait to be allowed u (`Sender`)
+    all threads                 backward only: side data, then their flag (`Sender.publish`)
     each warp                   find where waves begin, and the counts that complete them;
                                 claim 16 expert rows (atomic on `progress`, one claim ahead);
                                 look up their tokens n, and the other expert rows of these;
@@ -48,16 +48,12 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.exchange import peer
 from phalanx.kernels.sm90.exchange.peer_buffers import EPOCH, MAX_WAVES, STATE, PeerBuffers
-from phalanx.kernels.sm90.exchange.push import (
+from phalanx.kernels.sm90.exchange.sender import (
+    WARP,
     WARPS,
+    Sender,
     check_sizes,
-    claim,
-    last_of_all,
     look_up,
-    open_exchange,
-    publish,
-    raise_flags,
-    send_side,
     side_block,
 )
 from phalanx.kernels.sm90.exchange.waves import (
@@ -74,7 +70,6 @@ from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.launch import launch, require
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr, WordVecPtr
 
-_WARP = 32
 _CHUNK = 16  # expert rows of a claim: 16 lanes share the two dependent loads of their look-up
 _PIECES = 8  # 16-byte accesses of a lane in flight
 _COPIED = 6  # the same for plain copies: with eight some K run out of registers
@@ -174,7 +169,7 @@ class CombinePushKernel:
             ),
         ).launch(
             grid=[ctas, 1, 1],
-            block=[WARPS * _WARP, 1, 1],
+            block=[WARPS * WARP, 1, 1],
             # One CTA a SM leaves a thread up to 128 registers: `_send` holds 64 sums and 32 words.
             min_blocks_per_mp=1,
             stream=stream,
@@ -207,25 +202,26 @@ class CombinePushKernel:
         # no barrier but `sync_warp`.
         all_entries = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
         entries_of_rows = all_entries[None, None, cute.arch.warp_idx()]
-        finished_warps = storage.finished_warps.get_tensor(cute.make_layout(2))
-        # The barrier in `open_exchange` orders these zeros before the first count.
-        if cute.arch.thread_idx()[0] < 2:
-            finished_warps[cute.arch.thread_idx()[0]] = Int32(0)
-        epoch = open_exchange(state, flags_R, rank, limit, report)
+        sender = Sender(
+            storage.finished_warps.get_tensor(cute.make_layout(2)),
+            *(progress + CLAIMED, state, flags_R, rank, all_ctas, limit, report),
+        )
+        claim, last_of_all, raise_flags = sender.claim, sender.last_of_all, sender.raise_flags
+        epoch = sender.epoch
         # Side data, gradients of probabilities, are complete before this launch.
         if cutlass.const_expr(self.config.side):
-            send_side(side, side_R, rank, pieces, all_ctas, True)
-            publish(finished_warps, state, flags_R, Int32(0), Int32(1), rank, epoch, all_ctas)
+            sender.send_side(side, side_R, pieces, True)
+            sender.publish(Int32(0), Int32(1))
         ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
         # Each warp finds the waves itself, from offsets in L2: no barrier, nothing is shared.
         begins, needed = self._waves(ends, bits, local << bits, waves, tile_rows, counts)
         chunks, chunks_before = self._chunks(begins)
-        ready_waves, total = Int32(0), cute.arch.shuffle_sync(chunks_before, _WARP - 1)
+        ready_waves, total = Int32(0), cute.arch.shuffle_sync(chunks_before, WARP - 1)
         entries = cute.make_rmem_tensor(slots, Int32)
-        claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
+        claimed = cute.arch.shuffle_sync(claim(), 0)
         while claimed < total:
             # One claim ahead: its atomic returns under the work on this one.
-            following = claim(progress + CLAIMED)
+            following = claim()
             # Lane w has the chunks before wave w: the last wave that begins at the claim or before.
             wave = cute.arch.popc(cute.arch.vote_ballot_sync(chunks_before <= claimed)) - 1
             row = self._row(claimed, wave, begins, chunks, chunks_before, rank)
@@ -250,7 +246,7 @@ class CombinePushKernel:
             if ready_waves <= wave:
                 if (lane >= ready_waves) & (lane <= wave):
                     # Counters of this GPU; the report names this rank if fc2 completes no wave.
-                    # The acquire matches the fence before each count (`tile_progress.Signaller`).
+                    # The acquire matches the fence before each count (`waves.Signaller`).
                     # 0 is needed of rows that were complete before, and is there at once.
                     counter = progress.toint() + 4 * Int64(COUNTS + lane)
                     peer.wait(counter, needed, limit, report.toint(), rank)
@@ -268,10 +264,11 @@ class CombinePushKernel:
             claimed = cute.arch.shuffle_sync(following, 0)
         if cutlass.const_expr(self.config.unreduced_rows):
             self._send_unreduced_rows(y, *unreduced_rows, T, width, rank, ctas)
-        # As in `publish`, but over the CTAs of both launches.
+        # As in `Sender.publish`, but over the CTAs of both launches.
         cute.arch.sync_warp()
         if lane == 0:
-            if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, all_ctas) == 1:
+            warps = sender.finished_warps.iterator + 1
+            if last_of_all(warps, progress + FINISHED_CTAS) == 1:
                 # Counters are reset for the next exchange before the flags say that this one is
                 # over.
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
@@ -280,7 +277,7 @@ class CombinePushKernel:
                 # One fence for all flags; the side data's, if any, were raised when they were sent.
                 cute.arch.fence_acq_rel_sys()
                 for part in cutlass.range_constexpr(1 if self.config.side else 0, 2):
-                    raise_flags(flags_R, part, rank, epoch)
+                    raise_flags(part)
 
     @cute.jit
     def _waves(
@@ -300,7 +297,7 @@ class CombinePushKernel:
         first = cute.make_rmem_tensor(MAX_WAVES, Int32)
         tiles.fill(0)
         first.fill(rows)
-        for base in cutlass.range(0, slices, _WARP):
+        for base in cutlass.range(0, slices, WARP):
             number = base + lane
             if number < slices:
                 expert = number >> bits
@@ -329,7 +326,7 @@ class CombinePushKernel:
     def _chunks(self, begins: Int32) -> tuple[Int32, Int32]:
         """In lane w, the chunks of wave w, and of all waves before it."""
         lane = cute.arch.lane_idx()
-        rows = cute.arch.shuffle_sync(begins, cutlass.min(lane + 1, _WARP - 1)) - begins
+        rows = cute.arch.shuffle_sync(begins, cutlass.min(lane + 1, WARP - 1)) - begins
         chunks = (rows + _CHUNK - 1) // _CHUNK
         # Chunks do not cross waves, whose last one may have few rows. Prefix sum over the lanes.
         inclusive = chunks
@@ -362,8 +359,8 @@ class CombinePushKernel:
         # Slots are added from the lowest on: the bits are those of `combine`, in any order of
         # arrival.
         mask = cute.arch.vote_ballot_sync(row_of_lane >= 0)
-        for part in cutlass.range((width + _PIECES * _WARP - 1) // (_PIECES * _WARP)):
-            first = part * (_PIECES * _WARP) + lane
+        for part in cutlass.range((width + _PIECES * WARP - 1) // (_PIECES * WARP)):
+            first = part * (_PIECES * WARP) + lane
             sums = cute.make_rmem_tensor((_COLUMNS, _PIECES), Float32)
             sums.fill(0)
             left = mask
@@ -374,8 +371,8 @@ class CombinePushKernel:
                 words.fill(0)
                 # Loads of all pieces before the first sum: the lane waits for them once.
                 for p in cutlass.range_constexpr(_PIECES):
-                    if first + p * _WARP < width:
-                        at = y.toint() + (Int64(row) * width + first + p * _WARP) * 16
+                    if first + p * WARP < width:
+                        at = y.toint() + (Int64(row) * width + first + p * WARP) * 16
                         loaded = peer.load_global(at)
                         for w in cutlass.range_constexpr(_WORDS):
                             words[w, p] = loaded[w]
@@ -386,9 +383,9 @@ class CombinePushKernel:
                         sums[2 * w + 1, p] += high
             # Straight to the peer, rounded once; the flag's fence comes after all of them.
             for p in cutlass.range_constexpr(_PIECES):
-                if first + p * _WARP < width:
+                if first + p * WARP < width:
                     rounded = [ptx.pack(sums[2 * w, p], sums[2 * w + 1, p]) for w in range(_WORDS)]
-                    ptx.store_global(target + Int64(first + p * _WARP) * 16, *rounded)
+                    ptx.store_global(target + Int64(first + p * WARP) * 16, *rounded)
 
     @cute.jit
     def _send_unreduced_rows(
@@ -426,18 +423,18 @@ class CombinePushKernel:
 
     @cute.jit
     def _copy(self, source: Int64, target: Int64, width: Int32) -> None:
-        for part in cutlass.range((width + _COPIED * _WARP - 1) // (_COPIED * _WARP)):
-            first = part * (_COPIED * _WARP) + cute.arch.lane_idx()
+        for part in cutlass.range((width + _COPIED * WARP - 1) // (_COPIED * WARP)):
+            first = part * (_COPIED * WARP) + cute.arch.lane_idx()
             words = cute.make_rmem_tensor((_WORDS, _COPIED), Uint32)
             for p in cutlass.range_constexpr(_COPIED):
-                if first + p * _WARP < width:
-                    loaded = peer.load_global(source + Int64(first + p * _WARP) * 16)
+                if first + p * WARP < width:
+                    loaded = peer.load_global(source + Int64(first + p * WARP) * 16)
                     for w in cutlass.range_constexpr(_WORDS):
                         words[w, p] = loaded[w]
             for p in cutlass.range_constexpr(_COPIED):
-                if first + p * _WARP < width:
+                if first + p * WARP < width:
                     copied = [words[w, p] for w in range(_WORDS)]
-                    ptx.store_global(target + Int64(first + p * _WARP) * 16, *copied)
+                    ptx.store_global(target + Int64(first + p * WARP) * 16, *copied)
 
 
 def combine_push(

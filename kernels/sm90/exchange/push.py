@@ -11,10 +11,7 @@ together with a dense block of side data for each rank, which goes first. Tokens
 rank's experts: each in the wave of its first expert there. Side data and every wave have flags of
 their own (`peer_buffers`), so that experts can begin before all tokens have arrived.
 
-The number of an exchange, its epoch, is counted on the device, as a CUDA graph would freeze one
-from the host. At the start of exchange u a rank allows its peers exchange u + 1: the readers of
-that one's buffer have finished by then, which the caller guarantees (`exchange.SLOTS`). No rank
-pushes before it is allowed to, and no wait lasts longer than its limit (`peer.wait`).
+Epochs, flags and claims are a `Sender`'s, as for `combine_push`.
 
 Roles. All 16 warps of every CTA do the same; a few SMs of them have enough accesses in flight to
 fill the links. What one rank does in exchange u:
@@ -27,11 +24,9 @@ fill the links. What one rank does in exchange u:
                                 look up the ranks that the rows go to in this wave;
                                 row by row: 8 x 16 bytes a lane to registers, and to these ranks
 
-Who publishes a part. The last warp of a CTA that finishes it (a count in shared memory) makes a
-fence of system scope and adds to the part's count of CTAs in `state`; the last CTA resets that
-count, after the last part sets the epoch to u, and raises the part's flag at all ranks:
-
-    16 warps --shared memory--> CTA --fence, `state`--> last CTA --fence--> flags at R ranks
+Barriers and fences. A CTA meets once, behind its wait for ALLOWED (`Sender`). From then on each
+warp is on its own: counts tell the last one, which makes a fence of system scope before it raises
+flags. A lane that waits acquires a flag at that scope, and so sees the rows stored before it.
 
 Flags are read by `wait_peers`, for a stream, and by kernels that wait for waves (`waves.WaveWait`).
 
@@ -49,15 +44,20 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.exchange import peer
 from phalanx.kernels.sm90.exchange.peer_buffers import (
-    ALLOWED,
     CLAIMED,
-    EPOCH,
-    FINISHED_CTAS,
     MAX_RANKS,
     MAX_WAVES,
     SEEN,
     STATE,
     PeerBuffers,
+)
+from phalanx.kernels.sm90.exchange.sender import (
+    WARP,
+    WARPS,
+    Sender,
+    check_sizes,
+    look_up,
+    side_block,
 )
 from phalanx.kernels.sm90.exchange.waves import parts_before
 from phalanx.kernels.sm90.gemm.tensors import array, struct
@@ -65,60 +65,8 @@ from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.launch import launch, require
 from phalanx.kernels.sm90.jit.pointers import IntPtr, IntVecPtr, LongPtr
 
-MAX_SLOTS = 32  # most slots of a row: `combine_push` gives each slot a lane
-WARPS = 16  # warps of a CTA: with `_PIECES` accesses a lane, 64 KiB of an SM are in flight
-_WARP = 32
 _CHUNK = 8  # rows of a warp's claim, which as many lanes look up at once
 _PIECES = 8  # 16-byte accesses of a lane in flight
-
-
-def side_block(side: Tensor, blocks: int) -> int:
-    """Bytes of a block of side data, of `blocks` in all; a ValueError if no multiple of 16."""
-    size = side.numel() * side.element_size()
-    if size % (16 * blocks):
-        raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
-    return size // blocks
-
-
-def check_sizes(kernel: str, ranks: int, slots: int) -> None:
-    """Raise ValueError for more ranks or slots than a kernel is compiled for."""
-    if not 1 <= ranks <= MAX_RANKS:
-        raise ValueError(f"{ranks} ranks: {kernel} serves 1 to {MAX_RANKS}")
-    if not 1 <= slots <= MAX_SLOTS:
-        raise ValueError(f"{slots} slots: {kernel} takes 1 to {MAX_SLOTS}")
-
-
-@cute.jit
-def open_exchange(
-    state: cute.Tensor, flags_R: cute.Tensor, rank: Int32, limit: Int32, report: cute.Pointer
-) -> Int32:
-    """All threads of a CTA: allow the next exchange, wait until all ranks allow this one: its
-    epoch."""
-    # Every CTA reads EPOCH here, and only the last one that finishes the exchange writes it.
-    thread, epoch = cute.arch.thread_idx()[0], state[EPOCH] + 1
-    if thread < cute.size(flags_R):
-        # Release at system scope: reads of the buffers of exchange u + 1 come before, in this
-        # stream, and the peer that acquires the flag overwrites them. One CTA's store is enough.
-        if cute.arch.block_idx()[0] == 0:
-            peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
-        # No barrier spans the grid, so that every CTA waits itself. Its flags lie in this GPU's own
-        # memory: waiting takes nothing from the links.
-        flag = flags_R[rank] + 4 * (ALLOWED + thread)
-        peer.wait(flag, epoch, limit, report.toint(), thread)
-    # Acquired by the threads that waited, and by all others through this barrier: no row may be
-    # written to a peer before its ALLOWED flag has been read.
-    cute.arch.sync_threads()
-    return epoch
-
-
-@cute.jit
-def claim(counter: cute.Pointer) -> Int32:
-    """Claim a chunk of rows: its number, in lane 0; chunks of a wave follow those of the last."""
-    claimed = Int32(0)
-    # Relaxed: the claim hands out a number, and publishes no data. GPU scope: all CTAs count.
-    if cute.arch.lane_idx() == 0:
-        claimed = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-    return claimed
 
 
 @cute.jit
@@ -131,110 +79,6 @@ def block_rows(
     # Chunk i of the blocks comes R times in succession, each time for another rank.
     target = (number + rank) % ranks
     return target * T + number // ranks * chunk, (target + 1) * T
-
-
-@cute.jit
-def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
-    """Load the entries of a table's row; rows past the last one of N repeat it."""
-    slots = cutlass.const_expr(cute.size(entries))
-    # Rows of a multiple of four entries begin at multiples of 16 bytes: one access loads four.
-    wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
-    for k in cutlass.range_constexpr(0, slots, wide):
-        some = cute.make_rmem_tensor(wide, Int32)
-        # A clamped row needs no branch around its load; callers ignore what they did not ask for.
-        at = table + cute.assume(Int64(cutlass.min(row, N - 1)) * slots + k, divby=wide)
-        cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), some)
-        for i in cutlass.range_constexpr(wide):
-            entries[k + i] = some[i]
-
-
-@cute.jit
-def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
-    """One lane of each warp, after its work: 1 if all warps of `count` CTAs have finished.
-
-    `warps`, in shared memory, and `ctas` count from 0. Two steps, as a fence of system scope waits
-    for the stores of its CTA, which one warp then pays for. After another fence by the caller the
-    writes of all CTAs are visible to all GPUs.
-    """
-    last = Int32(0)
-    # acq_rel: the last warp sees (and its fence covers) the writes of the CTA's other warps.
-    before = cute.arch.atomic_add(warps, Int32(1), sem="acq_rel", scope="cta")
-    if before == WARPS - 1:
-        # System scope: this CTA's rows lie in the memory of other GPUs.
-        cute.arch.fence_acq_rel_sys()
-        # GPU scope: CTAs of this grid meet here. acq_rel chains their fences to the last one's.
-        others = cute.arch.atomic_add(ctas, Int32(1), sem="acq_rel", scope="gpu")
-        if others == count - 1:
-            last = Int32(1)
-    return last
-
-
-@cute.jit
-def raise_flags(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
-    """After a fence: set the flag of a part of this rank's push at all ranks."""
-    for r in cutlass.range_constexpr(cute.size(flags_R)):
-        peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
-
-
-@cute.jit
-def publish(
-    finished_warps: cute.Tensor,
-    state: cute.Tensor,
-    flags_R: cute.Tensor,
-    part: Int32,
-    last: Int32,
-    rank: Int32,
-    epoch: Int32,
-    ctas: Int32,
-) -> None:
-    """Raise the flags of a part, 0 (side data) or 1 + wave, once all warps have finished it."""
-    # The stores of all lanes come before the count, which lane 0 makes for its warp.
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        if (
-            last_of_all(
-                finished_warps.iterator + part, state.iterator + (FINISHED_CTAS + part), ctas
-            )
-            == 1
-        ):
-            # The last CTA: nobody counts this part again before the next exchange.
-            state[FINISHED_CTAS + part] = Int32(0)
-            # Plain stores: no warp claims any more, and the kernel that reads these next starts
-            # after this one in its stream.
-            if part == last:
-                state[EPOCH], state[CLAIMED] = epoch, Int32(0)
-            # One fence for R relaxed flags: it orders all CTAs' writes, seen through the atomics of
-            # `last_of_all`, before every flag.
-            cute.arch.fence_acq_rel_sys()
-            raise_flags(flags_R, part, rank, epoch)
-    cute.arch.sync_warp()  # all lanes go on together to the next ballots and shuffles
-
-
-@cute.jit
-def send_side(
-    side: cute.Pointer,
-    side_R: cute.Tensor,
-    rank: Int32,
-    pieces: Int32,
-    ctas: Int32,
-    back: cutlass.Constexpr,
-) -> None:
-    """Send the block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
-    Every rank starts with itself, so that they do not all write to the same one."""
-    # Threads of the whole grid take successive pieces: accesses of a warp are contiguous.
-    first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
-    step, ranks = ctas * (WARPS * _WARP), cutlass.const_expr(cute.size(side_R))
-    for block in cutlass.range_constexpr(ranks if back else 1):
-        source, targets = side.toint(), [(rank + r) % ranks for r in range(ranks)]
-        if cutlass.const_expr(back):
-            targets = [targets[block]]
-            source += Int64(targets[0]) * pieces * 16
-        for piece in cutlass.range(first, pieces, step):
-            # One load for all ranks; a block lands at the place of its sender.
-            words = peer.load_global(source + Int64(piece) * 16)
-            at = (Int64(rank) * pieces + piece) * 16
-            for r in cutlass.range_constexpr(len(targets)):
-                ptx.store_global(side_R[targets[r]] + at, *words)
 
 
 @dataclass(frozen=True)
@@ -297,7 +141,7 @@ class PushKernel:
             (N, T, local, rank, pieces, limit, ctas, waves),
         ).launch(
             grid=[ctas, 1, 1],
-            block=[WARPS * _WARP, 1, 1],
+            block=[WARPS * WARP, 1, 1],
             # One CTA a SM leaves a thread up to 128 registers, for the accesses in flight.
             min_blocks_per_mp=1,
             stream=stream,
@@ -318,38 +162,38 @@ class PushKernel:
     ) -> None:
         config = self.config
         N, T, local, rank, pieces, limit, ctas, waves = sizes
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(
             struct(finished_warps=array(Int32, 1 + MAX_WAVES))
         )
-        finished_warps = storage.finished_warps.get_tensor(cute.make_layout(1 + MAX_WAVES))
-        # The barrier in `open_exchange` orders these zeros before the first count.
-        if thread <= MAX_WAVES:
-            finished_warps[thread] = Int32(0)
-        epoch = open_exchange(state, flags_R, rank, limit, report)
+        sender = Sender(
+            storage.finished_warps.get_tensor(cute.make_layout(1 + MAX_WAVES)),
+            *(state.iterator + CLAIMED, state, flags_R, rank, ctas, limit, report),
+        )
+        claim, publish = sender.claim, sender.publish
         # Side data, the routing, go first: receivers plan with it while rows are in flight.
-        send_side(side, side_R, rank, pieces, ctas, config.back)
-        publish(finished_warps, state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        sender.send_side(side, side_R, pieces, config.back)
+        publish(Int32(0), waves)
         targets = [rows_R[r] for r in range(config.ranks)]
         # Claims count on through the waves: claim w * chunks + c is chunk c in wave w, and `sent`
         # is the last part that this warp has published.
         chunks, sent = (T + _CHUNK - 1) // _CHUNK, Int32(0)
         if cutlass.const_expr(config.back):
             chunks = config.ranks * chunks
-        claimed = cute.arch.shuffle_sync(claim(state.iterator + CLAIMED), 0)
-        following = cute.arch.shuffle_sync(claim(state.iterator + CLAIMED), 0)
+        claimed = cute.arch.shuffle_sync(claim(), 0)
+        following = cute.arch.shuffle_sync(claim(), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
         base, end = self._chunk(claimed % chunks, T, rank)
         look_up(table, entries, base + lane, N)
         while claimed < chunks * waves:
             # Two claims ahead: one atomic in flight, and a chunk whose table rows are being loaded.
-            after = claim(state.iterator + CLAIMED)
+            after = claim()
             wave = claimed // chunks
             # This warp has sent its rows of all earlier waves. A wave of which it claimed nothing
             # is published all the same, as every warp is counted.
             while sent < wave:
                 sent += 1
-                publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
+                publish(sent, waves)
             row = N  # no row: `_targets` names no rank for it
             if (lane < _CHUNK) & (base + lane < end):
                 row = base + lane
@@ -371,7 +215,7 @@ class PushKernel:
         # Nothing is left to claim: the parts that this warp has not yet published.
         while sent < waves:
             sent += 1
-            publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
+            publish(sent, waves)
 
     def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
         if self.config.back:
@@ -391,12 +235,12 @@ class PushKernel:
         width, lane = self.config.width, cute.arch.lane_idx()
         source = rows.toint() + Int64(row) * self.config.row_bytes
         offset = Int64(row_there) * self.config.row_bytes
-        for part in cutlass.range(-(-width // (_PIECES * _WARP))):
-            first = part * (_PIECES * _WARP) + lane
+        for part in cutlass.range(-(-width // (_PIECES * WARP))):
+            first = part * (_PIECES * WARP) + lane
             words = cute.make_rmem_tensor((4, _PIECES), Uint32)
             # All loads before the first store: each lane waits once for its `_PIECES` accesses.
             for p in cutlass.range_constexpr(_PIECES):
-                piece = first + p * _WARP
+                piece = first + p * WARP
                 if piece < width:
                     loaded = peer.load_global(source + Int64(piece) * 16)
                     for w in cutlass.range_constexpr(4):
@@ -405,7 +249,7 @@ class PushKernel:
             for r in cutlass.range_constexpr(self.config.ranks):
                 if (wanted >> r) & 1 == 1:
                     for p in cutlass.range_constexpr(_PIECES):
-                        piece = first + p * _WARP
+                        piece = first + p * WARP
                         if piece < width:
                             target = targets[r] + offset + Int64(piece) * 16
                             ptx.store_global(target, *[words[w, p] for w in range(4)])
@@ -475,7 +319,7 @@ class WaitPeersKernel:
         """`limit` in milliseconds; other arguments as those of `wait_peers`."""
         self.kernel(
             flags_R, state, report, rank, limit, part, epochs_ahead, own_only, counts
-        ).launch(grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream)
+        ).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(

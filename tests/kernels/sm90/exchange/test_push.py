@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.exchange.peer_buffers import ALLOWED, MAX_RANKS, STATE
 from tests.kernels.sm90 import simt
 from tests.kernels.sm90.experts.test_combine import BF16, words
 from tests.support.scheduling import mostly_slow
@@ -34,8 +35,8 @@ class Ranks:
         self.canary = words(torch.full((1, D), CANARY, dtype=BF16))
         self.rows = [self.canary * (R * T) for _ in range(R)]
         self.side = [[0] * (R * side) for _ in range(R)]
-        self.flags = [[0] * PUSH.ALLOWED + [1] * PUSH.MAX_RANKS for _ in range(R)]
-        self.state = [[0] * PUSH.STATE for _ in range(R)]
+        self.flags = [[0] * ALLOWED + [1] * MAX_RANKS for _ in range(R)]
+        self.state = [[0] * STATE for _ in range(R)]
         self.report = [0] * 4
 
     def buffers(self, rank: int, *memory: list) -> list[simt.Pointer]:
@@ -117,10 +118,10 @@ def test_every_row_lands_where_it_should_and_no_other(
                 block = sides[source][4 * rank : 4 * rank + 4] if back else sides[source]
                 assert ranks.side[rank][4 * source : 4 * source + 4] == block
             assert ranks.state[rank][0] == epoch and not any(ranks.state[rank][2:])
-            allowed = ranks.flags[rank][PUSH.ALLOWED :][:R]
+            allowed = ranks.flags[rank][ALLOWED:][:R]
             assert allowed == [epoch + 1] * R
             for part in range(waves + 1):
-                assert ranks.flags[rank][part * PUSH.MAX_RANKS :][:R] == [epoch] * R
+                assert ranks.flags[rank][part * MAX_RANKS :][:R] == [epoch] * R
 
 
 @pytest.mark.parametrize(("R", "T"), [(1, 3), (2, 40), (8, 21)])
@@ -253,7 +254,7 @@ def test_sums_are_those_of_combine_where_their_tokens_are(given: tuple[int, int,
     way.launch(way.rest)
     for target in range(2):
         way.ranks.check(target, way.wanted(target, waves))
-        assert way.ranks.flags[target][1] == way.ranks.flags[target][PUSH.MAX_RANKS + 1] == 1
+        assert way.ranks.flags[target][1] == way.ranks.flags[target][MAX_RANKS + 1] == 1
     assert way.ranks.state[1][0] == 1 and not any(way.progress)
 
 
@@ -296,8 +297,8 @@ def test_gradients_take_side_data_along_and_wait_for_nothing(given: tuple[int, i
     for target in range(2):
         way.ranks.check(target, way.wanted(target, waves))
         assert way.ranks.side[target][4:] == side[4 * target : 4 * target + 4]
-        assert way.ranks.flags[target][1] == way.ranks.flags[target][PUSH.MAX_RANKS + 1] == 1
-    assert way.ranks.state[1] == [1, *[0] * (PUSH.STATE - 1)] and not any(way.progress)
+        assert way.ranks.flags[target][1] == way.ranks.flags[target][MAX_RANKS + 1] == 1
+    assert way.ranks.state[1] == [1, *[0] * (STATE - 1)] and not any(way.progress)
 
 
 @mostly_slow("given", WAYS, (3, 1, 5))
