@@ -200,7 +200,7 @@ class Sender:
         return last
 
     @cute.jit
-    def raise_flags(self, part: Int32 | int) -> None:
+    def raise_flags(self, part: Int32) -> None:
         """After a fence: set the flag of a part of this rank's push at all ranks."""
         for r in cutlass.range_constexpr(cute.size(self.flags_R)):
             peer.store_flag(self.flags_R[r] + 4 * (part * MAX_RANKS + self.rank), self.epoch)

@@ -7,29 +7,25 @@ rows, and nothing is read or written from offsets[L] on.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.exchange.waves import WaveWait
 from phalanx.kernels.sm90.gemm.epilogues import Act, Linear
 from phalanx.kernels.sm90.gemm.mainloop import (
     GROUP_THREADS,
-    THREADS,
     TILE_ROWS,
     Mainloop,
     Producer,
 )
 from phalanx.kernels.sm90.gemm.operands import Rows, Weights
-from phalanx.kernels.sm90.gemm.tensors import array, struct, vector
+from phalanx.kernels.sm90.gemm.persistent import PersistentKernel, stages_beside
+from phalanx.kernels.sm90.gemm.tensors import array, vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
-
-SMEM_BYTES = 227 * 1024
-_RESERVED_BYTES = 1024 + 1024  # barriers and records, and the alignment of what follows them
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,8 @@ class GemmConfig:
     @property
     def mainloop(self) -> Mainloop:
         """The loop with as many stages as fit beside the epilogue, at most 8."""
-        left = SMEM_BYTES - _RESERVED_BYTES - self.epilogue.bytes(self.loop)
-        return replace(self.loop, stages=min(8, left // self.loop.stage_bytes))
+        stages = stages_beside(self.epilogue.bytes(self.loop), self.loop.stage_bytes)
+        return replace(self.loop, stages=min(8, stages))
 
     @property
     def num_gate_parts(self) -> int:
@@ -68,7 +64,27 @@ class GemmConfig:
         return Schedule(TILE_ROWS, readers, sliced=self.signals)
 
 
-class Gemm:
+class Arguments(NamedTuple):
+    """Arguments of the kernel."""
+
+    loads: tuple[Any, Any, Any, Any]  # TMA atom and tensor of A, and of B
+    epilogue: Any
+    tiled_mma: cute.TiledMma
+    mA: cute.Tensor
+    index: cute.Tensor
+    offsets: cute.Tensor
+    counter: cute.Tensor  # claimed tiles
+    ready: cute.Pointer | None  # words of `WaveWait`
+    experts: Int32
+    column_tiles: Int32
+    blocks: Int32  # of the contraction
+    half_offset: Int32  # columns of B from its first half to its second one
+    ctas: Int32
+    yielding: tuple[Int32, Int32, Int32] | None  # see `Gemm.run`
+    scales: Any  # of operands in FP8
+
+
+class Gemm(PersistentKernel):
     """Device side; subclasses create the tensors and launch.
 
     Roles. A CTA has 12 warps in three groups, one CTA an SM:
@@ -111,11 +127,6 @@ class Gemm:
     (`ready`); one that signals counts finished tiles for another kernel (`progress`).
     """
 
-    warpgroups: ClassVar[bool] = True
-
-    def __init__(self, config: GemmConfig) -> None:
-        self.config = config
-
     @cute.jit
     def run(
         self,
@@ -141,7 +152,7 @@ class Gemm:
         columns, wide = b.columns // parts, loop.columns // parts
         # B's columns come in two halves also without a gate: one way to load a tile serves both.
         half_offset = columns if parts == 2 else Int32(loop.columns // 2)
-        self.kernel(
+        arguments = Arguments(
             loop.tma(mA, mB),
             epilogue,
             loop.tiled_mma(),
@@ -157,100 +168,82 @@ class Gemm:
             ctas,
             yielding,
             scales,
-        ).launch(
-            grid=[ctas, 1, 1],
-            block=[THREADS, 1, 1],
-            cluster=[1, 1, 1],
-            # One CTA an SM: it takes all of the registers, and its stages all of the shared memory.
-            min_blocks_per_mp=1,
-            stream=stream,
         )
+        self.launch(arguments, ctas, stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        loads: tuple[Any, Any, Any, Any],
-        epilogue: Any,
-        tiled_mma: cute.TiledMma,
-        mA: cute.Tensor,
-        index: cute.Tensor,
-        offsets: cute.Tensor,
-        counter: cute.Tensor,
-        ready: cute.Pointer | None,
-        experts: Int32,
-        column_tiles: Int32,
-        blocks: Int32,
-        half_offset: Int32,
-        ctas: Int32,
-        yielding: tuple[Int32, Int32, Int32] | None,
-        scales: Any,
-    ) -> None:
-        config = self.config
-        loop = config.mainloop
-        layout = struct(
+    @property
+    def registers(self) -> tuple[int, int]:
+        registers: tuple[int, int] = self.config.mainloop.registers
+        return registers
+
+    def fields(self) -> dict[str, Any]:
+        config, loop = self.config, self.config.mainloop
+        return dict(
             schedule=config.schedule.storage(),
             waves=array(Int32, GROUP_THREADS // 32),
             mainloop=loop.storage(),
             epilogue=config.epilogue.storage(loop),
         )
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
-        # Rank in a cluster of one CTA: always 0, which the compiler does not know. Without it
-        # registers are allocated differently in every grouped GEMM: remove it only with a
-        # measurement.
-        zero = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        storage = cutlass.utils.SmemAllocator().allocate(layout)
-        slice_bits = None if yielding is None else yielding[2]
-        scheduler = Scheduler(
-            config.schedule,
-            storage.schedule,
-            offsets,
-            counter,
-            experts,
-            column_tiles,
-            slice_bits,
-        )
-        if warp == 0:
-            # Descriptors lie among the parameters of the kernel: without this the first TMA of each
-            # would wait until its own is fetched. Gathered rows have none.
-            if cutlass.const_expr(not loop.gather):
-                cpasync.prefetch_descriptor(loads[0])
-            cpasync.prefetch_descriptor(loads[2])
-            scheduler.init_barriers()
-            loop.ring(storage.mainloop).init_barriers()
-            config.epilogue.init_barriers(storage.epilogue)
-        # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
 
-        fewer, more = loop.registers
-        if group == 0:
-            # Accumulators take 128 or 192 registers of a multiplying thread; those come from the
-            # loading group, which needs few.
-            cute.arch.setmaxregister_decrease(fewer)
-            if cutlass.const_expr(loop.gather):
-                load = loop.producer(storage.mainloop, loads, mA, index)
-                wave_wait = None
-                if cutlass.const_expr(config.waits):
-                    wave_wait = WaveWait(ready, storage.waves.data_ptr() + warp)
-                self._load(
-                    load, scheduler, wave_wait, zero, warp, blocks, half_offset, ctas, yielding
-                )
-            else:
-                # A TMA copy of a box is one instruction of one thread: one warp keeps up.
-                if warp == 0:
-                    load = loop.producer(storage.mainloop, loads, mA, index)
-                    self._load(
-                        load, scheduler, None, zero, warp, blocks, half_offset, ctas, yielding
-                    )
+    def rank(self) -> Int32:
+        # Without it registers are allocated differently in every grouped GEMM: remove it only with
+        # a measurement.
+        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def carried(self, storage: Any) -> Any:
+        return storage
+
+    def start(self, arguments: Arguments, storage: Any, rank: Int32) -> tuple[Scheduler, Int32]:
+        x = arguments
+        slice_bits = None if x.yielding is None else x.yielding[2]
+        scheduler = Scheduler(
+            *(self.config.schedule, storage.schedule, x.offsets, x.counter),
+            *(x.experts, x.column_tiles, slice_bits),
+        )
+        return scheduler, rank
+
+    def descriptors(self, arguments: Arguments) -> tuple[cute.CopyAtom, ...]:
+        loads = arguments.loads
+        # Gathered rows have none.
+        return (loads[2],) if self.config.mainloop.gather else (loads[0], loads[2])
+
+    def init_barriers(self, storage: Any, shared: tuple[Scheduler, Int32]) -> None:
+        shared[0].init_barriers()
+        self.config.mainloop.ring(storage.mainloop).init_barriers()
+        self.config.epilogue.init_barriers(storage.epilogue)
+
+    @cute.jit
+    def load(
+        self, arguments: Arguments, storage: Any, shared: tuple[Scheduler, Int32], warp: Int32
+    ) -> None:
+        config, loop, (scheduler, zero) = self.config, self.config.mainloop, shared
+        x = arguments
+        if cutlass.const_expr(loop.gather):
+            load = loop.producer(storage.mainloop, x.loads, x.mA, x.index)
+            wave_wait = None
+            if cutlass.const_expr(config.waits):
+                wave_wait = WaveWait(x.ready, storage.waves.data_ptr() + warp)
+            self._load(
+                load, scheduler, wave_wait, zero, warp, x.blocks, x.half_offset, x.ctas, x.yielding
+            )
         else:
-            cute.arch.setmaxregister_increase(more)
-            thread = cute.arch.thread_idx()[0] - GROUP_THREADS
-            operands = (scales, index, config.waits)
-            mma = loop.mma_consumer(storage.mainloop, tiled_mma, group - 1, *operands)
-            store = config.epilogue.device(loop, storage.epilogue, thread, epilogue)
-            self._compute(mma, store, scheduler, zero, group - 1, blocks)
-        cute.arch.sync_threads()
+            # A TMA copy of a box is one instruction of one thread: one warp keeps up.
+            if warp == 0:
+                load = loop.producer(storage.mainloop, x.loads, x.mA, x.index)
+                self._load(
+                    load, scheduler, None, zero, warp, x.blocks, x.half_offset, x.ctas, x.yielding
+                )
+
+    @cute.jit
+    def compute(
+        self, arguments: Arguments, storage: Any, shared: tuple[Scheduler, Int32], group: Int32
+    ) -> None:
+        loop, (scheduler, zero), x = self.config.mainloop, shared, arguments
+        thread = cute.arch.thread_idx()[0] - GROUP_THREADS
+        operands = (x.scales, x.index, self.config.waits)
+        mma = loop.mma_consumer(storage.mainloop, x.tiled_mma, group - 1, *operands)
+        store = self.config.epilogue.device(loop, storage.epilogue, thread, x.epilogue)
+        self._compute(mma, store, scheduler, zero, group - 1, x.blocks)
 
     @cute.jit
     def _load(
@@ -307,7 +300,7 @@ class Gemm:
             if cutlass.const_expr(self.config.waits):
                 # Rows of one expert arrive in one wave, so once a tile is enough.
                 wave_wait(expert)
-            # `zero` is 0, see `kernel`.
+            # `zero` is 0, see `rank`.
             first_row = row + zero * TILE_ROWS
             half = (blocks + 1) // 2
             # Addresses of gathered rows are looked up once a tile; blocks of the contraction add to

@@ -39,22 +39,20 @@ multiplies.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MMA_GROUPS, THREADS, TILE_ROWS
-from phalanx.kernels.sm90.gemm.tensors import struct, vector
+from phalanx.kernels.sm90.gemm.mainloop import MMA_GROUPS, TILE_ROWS
+from phalanx.kernels.sm90.gemm.persistent import PersistentKernel, stages_beside
+from phalanx.kernels.sm90.gemm.tensors import vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import ExpertTiles, Schedule, Scheduler, unpack
 from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr, IntPtr
 from phalanx.kernels.sm90.wgrad.accumulate import Output, Stores
 
-SMEM_BYTES = 227 * 1024
-_RESERVED_BYTES = 1024 + 1024  # barriers and records, and the alignment of what follows them
 _MMA_WARPS = 4 * MMA_GROUPS
 
 
@@ -153,22 +151,33 @@ class WgradConfig:
     @property
     def contraction(self) -> Any:
         """The math with as many stages as fit beside the output's buffers."""
-        left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
         math: Any = self.math
-        return replace(math, stages=left // math.stage_bytes)
+        return replace(math, stages=stages_beside(self.output.bytes, math.stage_bytes))
 
     @property
     def schedule(self) -> Schedule:
         return Schedule(TILE_ROWS, self.math.loading_warps + _MMA_WARPS)
 
 
-class WgradKernel:
+class Arguments(NamedTuple):
+    """Arguments of the kernel; tuples have an entry for each segment."""
+
+    loads: tuple[tuple[Any, ...], ...]  # TMA atom and tensor of each operand that is not gathered
+    stores: tuple[Any, Any]  # TMA atom and tensor of dw
+    tiled_mma: cute.TiledMma
+    operands: tuple[tuple[Any, ...], ...]
+    offsets: tuple[cute.Tensor, ...]
+    order: cute.Tensor
+    counter: cute.Tensor  # claimed tiles
+    experts: Int32
+    ctas: Int32
+
+
+type Shared = tuple[Scheduler, ExpertTiles, Any]  # the last one is the storage
+
+
+class WgradKernel(PersistentKernel):
     """The kernel of a configuration, as `cute.compile` takes it."""
-
-    warpgroups: ClassVar[bool] = True
-
-    def __init__(self, config: WgradConfig) -> None:
-        self.config = config
 
     @cute.jit
     def __call__(
@@ -186,9 +195,9 @@ class WgradKernel:
     ) -> None:
         """dw [L, O, I]; index [S], read only if an operand is gathered; offsets [L + 1]; order [L],
         read only with config.ordered; counter [1], 0 before and after."""
-        self.start((Segment(d, v, index, offsets),), dw, order, counter, L, ctas, stream)
+        self.run((Segment(d, v, index, offsets),), dw, order, counter, L, ctas, stream)
 
-    def start(
+    def run(
         self,
         segments: tuple[Segment, ...],
         dw: cute.Pointer,
@@ -206,7 +215,7 @@ class WgradKernel:
         plane = cute.assume(Int64(O) * Int64(I), divby=64)
         layout = cute.make_layout((O, I, L), stride=(wide_i, 1, plane))
         both = [loop.operands(s.d, s.v, s.index) for s in segments]
-        self.kernel(
+        arguments = Arguments(
             tuple(loads for loads, _ in both),
             config.output.tma(
                 cute.make_tensor(cute.recast_ptr(dw, dtype=config.output.dtype), layout)
@@ -218,88 +227,85 @@ class WgradKernel:
             vector(counter, 1),
             L,
             ctas,
-        ).launch(
-            grid=[ctas, 1, 1],
-            block=[THREADS, 1, 1],
-            cluster=[1, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
+        )
+        self.launch(arguments, ctas, stream)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        registers: tuple[int, int] = self.config.contraction.registers
+        return registers
+
+    def fields(self) -> dict[str, Any]:
+        return dict(
+            schedule=self.config.schedule.storage(),
+            contraction=self.config.contraction.storage(),
+            output=self.config.output.storage(),
         )
 
-    @cute.kernel
-    def kernel(
-        self,
-        loads: tuple[tuple[Any, ...], ...],
-        stores: tuple[Any, Any],
-        tiled_mma: cute.TiledMma,
-        operands: tuple[tuple[Any, ...], ...],
-        offsets: tuple[cute.Tensor, ...],
-        order: cute.Tensor,
-        counter: cute.Tensor,
-        experts: Int32,
-        ctas: Int32,
-    ) -> None:
-        config = self.config
-        loop = config.contraction
-        layout = struct(
-            schedule=config.schedule.storage(),
-            contraction=loop.storage(),
-            output=config.output.storage(),
-        )
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
-        storage = cutlass.utils.SmemAllocator().allocate(layout)
-        shape = loop.shape(operands[0])
+    def start(self, arguments: Arguments, storage: Any, rank: Any) -> Shared:
+        x, config, loop = arguments, self.config, self.config.contraction
+        shape = loop.shape(x.operands[0])
         tiles = ExpertTiles(
-            offsets[0],
-            order,
+            x.offsets[0],
+            x.order,
             config.ordered,
             config.schedule.band,
-            experts,
+            x.experts,
             (shape[0] + (TILE_ROWS - 1)) // TILE_ROWS,
             (shape[1] + (loop.columns - 1)) // loop.columns,
         )
         scheduler = Scheduler(
-            config.schedule, storage.schedule, offsets[0], counter, experts, tiles.column_tiles
+            *(config.schedule, storage.schedule, x.offsets[0], x.counter),
+            *(x.experts, tiles.column_tiles),
         )
-        if warp == 0:
-            # Atom and tensor alternate; a gathered operand has neither.
-            for descriptor in (*(atom for of in loads for atom in of[::2]), stores[0]):
-                cpasync.prefetch_descriptor(descriptor)
-            scheduler.init_barriers()
-            loop.init_barriers(storage.contraction)
-        # Barriers must be visible to all threads, and to TMA, before anybody waits at one.
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        return scheduler, tiles, storage
 
-        if group == 0:
-            cute.arch.setmaxregister_decrease(loop.registers[0])
-            # Registers of the accumulators come from this group, as in `gemm.gemm`.
-            load = tuple(
-                loop.loader(storage.contraction, *of, warp)
-                for of in zip(loads, operands, strict=True)
-            )
-            # The first warp leads the others; alone it needs no test.
-            leads = True if cutlass.const_expr(loop.loading_warps == 1) else warp == 0
-            if cutlass.const_expr(loop.loading_warps == 4):
-                self._load(load, scheduler, tiles, offsets[1:], leads, ctas)
-            else:
-                if warp == 0:
-                    self._load(load, scheduler, tiles, offsets[1:], leads, ctas)
-                if cutlass.const_expr(loop.loading_warps == 2):
-                    if warp == 1:
-                        self._clear(loop.clear(storage.contraction), scheduler)
+    def descriptors(self, arguments: Arguments) -> tuple[cute.CopyAtom, ...]:
+        # Atom and tensor alternate; a gathered operand has neither.
+        loads = (atom for of in arguments.loads for atom in of[::2])
+        return (*loads, arguments.stores[0])
+
+    def init_barriers(self, storage: Any, shared: Shared) -> None:
+        shared[0].init_barriers()
+        self.config.contraction.init_barriers(storage.contraction)
+
+    @cute.jit
+    def load(self, arguments: Arguments, storage: Any, shared: Shared, warp: Int32) -> None:
+        loop, x = self.config.contraction, arguments
+        scheduler, tiles, storage = shared
+        load = tuple(
+            loop.loader(storage.contraction, *of, warp)
+            for of in zip(x.loads, x.operands, strict=True)
+        )
+        # The first warp leads the others; alone it needs no test.
+        leads = True if cutlass.const_expr(loop.loading_warps == 1) else warp == 0
+        if cutlass.const_expr(loop.loading_warps == 4):
+            self._load(load, scheduler, tiles, x.offsets[1:], leads, x.ctas)
         else:
-            cute.arch.setmaxregister_increase(loop.registers[1])
-            mma = loop.multiplier(storage.contraction, tiled_mma, operands[0])
-            # An MMA for each segment: what it is set to in a branch is not known outside of it.
-            others = [mma.of_segment(loop.tiled_mma(), of) for of in operands[1:]]
-            store = Stores(
-                *(loop.store_for_each_tile, config.output, storage.output),
-                *(loop.output_mma(tiled_mma), stores, shape),
-            )
-            self._compute((mma, *others), store, scheduler)
-        cute.arch.sync_threads()
+            if warp == 0:
+                self._load(load, scheduler, tiles, x.offsets[1:], leads, x.ctas)
+            if cutlass.const_expr(loop.loading_warps == 2):
+                if warp == 1:
+                    self._clear(loop.clear(storage.contraction), scheduler)
+
+    @cute.jit
+    def compute(
+        self,
+        arguments: Arguments,
+        storage: Any,
+        shared: Shared,
+        group: Int32,
+    ) -> None:
+        x, config, loop = arguments, self.config, self.config.contraction
+        scheduler, _, storage = shared
+        mma = loop.multiplier(storage.contraction, x.tiled_mma, x.operands[0])
+        # An MMA for each segment: what it is set to in a branch is not known outside of it.
+        others = [mma.of_segment(loop.tiled_mma(), of) for of in x.operands[1:]]
+        store = Stores(
+            *(loop.store_for_each_tile, config.output, storage.output),
+            *(loop.output_mma(x.tiled_mma), x.stores, loop.shape(x.operands[0])),
+        )
+        self._compute((mma, *others), store, scheduler)
 
     @cute.jit
     def _load(
@@ -430,4 +436,4 @@ class WgradPairKernel(WgradKernel):
         stream: cuda.CUstream,
     ) -> None:
         both = Segment(d, v, index, offsets), Segment(d2, v2, index2, offsets2)
-        self.start(both, dw, order, counter, L, ctas, stream)
+        self.run(both, dw, order, counter, L, ctas, stream)

@@ -11,8 +11,9 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.sm90.gemm.mainloop import THREADS
+from phalanx.kernels.sm90.gemm.persistent import SMEM_BYTES
 from phalanx.kernels.sm90.wgrad.bf16 import Contraction, D, V
-from phalanx.kernels.sm90.wgrad.kernel import SMEM_BYTES, WgradConfig, WgradKernel
+from phalanx.kernels.sm90.wgrad.kernel import WgradConfig, WgradKernel
 from phalanx.kernels.sm90.wgrad.wgrad import choose, wgrad
 from tests.kernels.sm90.sass import Sass
 
