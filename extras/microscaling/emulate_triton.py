@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.extras.microscaling.nvfp4 import GOLDEN, LARGEST, MURMUR, SIGNS
-from phalanx.kernels.quantize.blocks_triton import locate
+from phalanx.kernels.quantize.blocks_triton import elements, load_fp32, locate
 
 _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 _ELEMENTS = 2048  # elements per program of `row_blocks`
@@ -165,14 +165,12 @@ def row_blocks(  # type: ignore[no-untyped-def]
     SECOND: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, _, channel, here = locate(number, blocks, width, of_part, PARTS, WHOLE, BLOCK)
+    located = locate(blocks, width, of_part, PARTS, WHOLE, BLOCKS, BLOCK)
+    row, _, channel, known, here = located
     i = tl.arange(0, BLOCK)[None, :]
-    at = (row * x_row + channel)[:, None] + i
-    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    values = load_fp32(elements(x, x_row, row, channel, BLOCK), here)
     amax = tl.max(tl.abs(values), 1)[:, None]
     if NVFP4:
-        known = number < blocks
         e = tl.load(expert + row, mask=known, other=0)
         factor, inverse = tl.load(factors + e)[:, None], tl.load(inverses + e)[:, None]
         random = 0.0
@@ -183,7 +181,7 @@ def row_blocks(  # type: ignore[no-untyped-def]
         made = nvfp4_values(values, amax, factor, inverse, random, STOCHASTIC, LARGEST)
     else:
         made = mxfp8_values(values, amax)
-    to = out + ((row * out_row + channel)[:, None] + i)
+    to = elements(out, out_row, row, channel, BLOCK)
     tl.store(to, made.to(out.dtype.element_ty), mask=here)
 
 

@@ -11,9 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
+from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated_to
 
 _ELEMENTS = 4096  # channels of the parts per head that a program processes at a time
+
+
+@triton.jit
+def cos_sin_of(freqs, s, i, f_s, mscale, known):  # type: ignore[no-untyped-def]
+    """Cosine and sine, times mscale, of angles `i` of positions `s`: [ROWS, HALF_BLOCK]."""
+    angle = tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0)
+    cos, sin = cos_sin(angle)
+    return cos * mscale, sin * mscale
 
 
 @triton.jit
@@ -58,17 +66,13 @@ def mla_join_keys(  # type: ignore[no-untyped-def]
 
     i = tl.arange(0, HALF_BLOCK)
     known = (row < rows)[:, None] & (i < HALF)[None, :]
-    cos, sin = cos_sin(tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0))
-    cos = cos * mscale
-    sin = sin * mscale
+    cos, sin = cos_sin_of(freqs, s, i, f_s, mscale, known)
     j = tl.arange(0, 2 * HALF_BLOCK)
     both_here = (row < rows)[:, None] & (j < 2 * HALF)[None, :]
     at_both = (s * shared_s + b * shared_b)[:, None] + j[None, :]
     pairs = tl.load(shared + at_both, mask=both_here, other=0.0)
     u, v = tl.split(tl.reshape(pairs, [ROWS, HALF_BLOCK, 2]))
-    p, q = rotated(u.to(tl.float32), v.to(tl.float32), cos, sin)
-    p = p.to(k.dtype.element_ty)
-    q = q.to(k.dtype.element_ty)
+    p, q = rotated_to(u, v, cos, sin, k.dtype.element_ty)
     at = (OWN + i)[None, None, :]
     here = head_here & (i < HALF)[None, None, :]
     tl.store(to + at, tl.broadcast_to(p[:, None, :], [ROWS, HEADS, HALF_BLOCK]), mask=here)
@@ -141,12 +145,8 @@ def mla_split_key_gradient(  # type: ignore[no-untyped-def]
         tl.store(to + OWN + e, tl.load(from_v + e, mask=value_here), mask=value_here)
 
     known = (row < rows)[:, None] & (i < HALF)[None, :]
-    cos, sin = cos_sin(tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0))
-    cos = cos * mscale
-    sin = sin * mscale
-    p, q = rotated(u, v, cos, -sin)
-    p = p.to(dshared.dtype.element_ty)
-    q = q.to(dshared.dtype.element_ty)
+    cos, sin = cos_sin_of(freqs, s, i, f_s, mscale, known)
+    p, q = rotated_to(u, v, cos, -sin, dshared.dtype.element_ty)
     j = tl.arange(0, 2 * HALF_BLOCK)
     both_here = (row < rows)[:, None] & (j < 2 * HALF)[None, :]
     at_both = (s * dshared_s + b * dshared_b)[:, None] + j[None, :]

@@ -41,6 +41,13 @@ def rotated(u, v, cos, sin):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rotated_to(u, v, cos, sin, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`rotated` in fp32, rounded to a dtype."""
+    p, q = rotated(u.to(tl.float32), v.to(tl.float32), cos, sin)
+    return p.to(dtype), q.to(dtype)
+
+
+@triton.jit
 def rope_rotate(  # type: ignore[no-untyped-def]
     x,
     y,
@@ -101,11 +108,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     else:
         u = tl.load(from_ + at, mask=here, other=0.0)
         v = tl.load(from_ + at + HALF, mask=here, other=0.0)
-    u = u.to(tl.float32)
-    v = v.to(tl.float32)
-    p, q = rotated(u, v, cos, sin)
-    p = p.to(y.dtype.element_ty)
-    q = q.to(y.dtype.element_ty)
+    p, q = rotated_to(u, v, cos, sin, y.dtype.element_ty)
     if IN_PLACE:  # No thread may write before all have read.
         tl.debug_barrier()
     if PAIRS_OUT:

@@ -87,22 +87,36 @@ _WARPS = 8
 
 @triton.jit
 def locate(  # type: ignore[no-untyped-def]
-    number,
     blocks,
     width,
     of_part,
     PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row, index in it, first channel and mask of elements, of blocks by number."""
+    """A program's blocks: row, index in it, first channel, masks of blocks and of elements."""
+    number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     row = (number // (PARTS * of_part)).to(tl.int64)
     of_row = number % (PARTS * of_part)
     in_part = of_row % of_part * BLOCK
-    here = (number < blocks)[:, None]
+    known = number < blocks
+    here = known[:, None]
     if not WHOLE:
         here = here & (in_part[:, None] + tl.arange(0, BLOCK)[None, :] < width)
-    return row, of_row, of_row // of_part * width + in_part, here
+    return row, of_row, of_row // of_part * width + in_part, known, here
+
+
+@triton.jit
+def elements(x, x_row, row, channel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to the elements of blocks."""
+    return x + ((row * x_row + channel)[:, None] + tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def load_fp32(at, here):  # type: ignore[no-untyped-def]
+    """Values in fp32, 0 where there are none."""
+    return tl.load(at, mask=here, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -123,15 +137,13 @@ def fp8_rows(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, of_row, channel, here = locate(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
-    i = tl.arange(0, BLOCK)[None, :]
-    at = (row * x_row + channel)[:, None] + i
-    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    located = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
+    row, of_row, channel, known, here = located
+    values = load_fp32(elements(x, x_row, row, channel, BLOCK), here)
     up, down = powers(tl.max(tl.abs(values), 1), BIASED)
-    to = (row * data_row + channel)[:, None] + i
-    tl.store(data + to, (values * up[:, None]).to(data.dtype.element_ty), mask=here)
-    tl.store(scale + row * scale_row + of_row * scale_block, down, mask=number < blocks)
+    to = elements(data, data_row, row, channel, BLOCK)
+    tl.store(to, (values * up[:, None]).to(data.dtype.element_ty), mask=here)
+    tl.store(scale + row * scale_row + of_row * scale_block, down, mask=known)
 
 
 @triton.jit
@@ -151,14 +163,12 @@ def dequantize_fp8_rows(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, of_row, channel, here = locate(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
-    i = tl.arange(0, BLOCK)[None, :]
+    located = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
+    row, of_row, channel, known, here = located
     at = scale + row * scale_row + of_row * scale_block
-    scales = tl.load(at, mask=number < blocks, other=0.0)[:, None]
-    at = data + ((row * data_row + channel)[:, None] + i)
-    values = tl.load(at, mask=here, other=0.0).to(tl.float32) * scales
-    to = x + ((row * x_row + channel)[:, None] + i)
+    scales = tl.load(at, mask=known, other=0.0)[:, None]
+    values = load_fp32(elements(data, data_row, row, channel, BLOCK), here) * scales
+    to = elements(x, x_row, row, channel, BLOCK)
     tl.store(to, values.to(x.dtype.element_ty), mask=here)
 
 
