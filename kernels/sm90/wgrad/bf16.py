@@ -70,7 +70,8 @@ class ContractionRing:
                         + 128 with a gathered operand, one of each thread whose cp.async landed
         empty           8, of the multiplying warps
         tma_done        1, of the TMA warp with its bytes: in place of full, for stages to be
-        cleared leader_started  1, of a thread of the first group
+                        cleared
+        leader_started  1, of a thread of the first group
     """
 
     loop: "Contraction"
@@ -106,12 +107,14 @@ class ContractionRing:
                 cute.arch.mbarrier_init(self.leader_started + stage, 1)
 
     def producer_acquire(self, state: State) -> None:
+        # A producer state starts in phase 1: the first round over the stages does not wait.
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
 
     def consumer_wait(self, state: State) -> None:
         cute.arch.mbarrier_wait(self.full + state.index, state.phase)
 
     def consumer_release(self, state: State) -> None:
+        # One arrival a warp: the wait for wgmma before it covers all of its lanes.
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + state.index)
 
@@ -471,6 +474,7 @@ class Clear:
         complete."""
         index = last % self.loop.stages
         lane = cute.arch.lane_idx()
+        # TMA's bytes have landed: it would otherwise write over the zeros.
         cute.arch.mbarrier_wait(self.ring.tma_done + index, (phases >> index) & 1)
         # A NaN of another expert times zero would be NaN: both operands are cleared.
         zero = cute.make_rmem_tensor(4, Float32)

@@ -4,6 +4,12 @@ Both operands are stored by channels, an expert's tokens side by side and padded
 blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are whole, and
 no stage holds tokens of two experts. A block of 128 tokens has a scale for 128 channels of an
 operand, and the product of two of them is that of many accumulators.
+
+Roles and the way of a stage (the kernel's are in `kernel`, the barriers in `gemm.ring.Ring`):
+
+    warp 0          TMA of both operands (`ColumnLoads`): 1 arrival at full, and its bytes
+    warps 4 - 11    wgmma of a block, then its sums times the scales to the accumulators
+                    (`Fp8WgradMma`); 8 arrivals at empty, once the wgmma have ended
 """
 
 from copy import copy
