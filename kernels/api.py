@@ -9,6 +9,9 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.functional.choice import BackendChoice
 from phalanx.kernels.functional.experts import (
+    SortedRows,
+    TopK,
+    experts,
     grouped_experts,
     grouped_experts_sorted,
     resolve_backend,
@@ -33,7 +36,10 @@ __all__ = [
     "Margins",
     "Microscaling",
     "RouterOptions",
+    "SortedRows",
+    "TopK",
     "WeightLayout",
+    "experts",
     "grouped_experts",
     "grouped_experts_sorted",
     "keep_converted",

@@ -13,35 +13,24 @@ Legend: T tokens of a rank, K experts of a token, E experts of all ranks, R rank
 of a rank, D hidden, F expert width.
 """
 
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.derivatives import refuse_transforms
-from phalanx.kernels.elementwise.rows import as_int32
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.functional.choice import Problem, specification
-from phalanx.kernels.functional.experts import grouped_experts, operands, resolve_backend
-from phalanx.kernels.functional.layouts import in_kernel_layout
-from phalanx.kernels.functional.module import ExpertParameters
+from phalanx.kernels.functional.experts import TopK, experts
+from phalanx.kernels.functional.module import ExpertModule
 from phalanx.kernels.functional.options import (
     ExpertOptions,
     KernelOptions,
-    activation_named,
-    check_channels,
-    check_choices,
     check_device,
     check_float,
-    check_module_options,
-    check_parameters,
-    constants,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.tracing import outside_graphs
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.dispatcher.base import TokenChoices, make_dispatcher
 from phalanx.parallel.dispatcher.capacity import Budget
@@ -126,7 +115,6 @@ class ExpertParallelGroup:
         """R."""
         return self.group.size()
 
-    @outside_graphs
     def experts(
         self,
         x: Tensor,
@@ -138,53 +126,20 @@ class ExpertParallelGroup:
         b2: Tensor | None = None,
         **options: Unpack[ExpertOptions],
     ) -> Tensor:
-        """`kernels.functional.experts.grouped_experts` over the experts of all ranks.
+        """`kernels.api.grouped_experts` over the experts of all ranks.
 
         Collective over the group, in the forward pass and in the backward pass. torch.compile
-        breaks the graph here.
-
-        Args:
-            x: [..., D], with as many tokens on every rank of the group.
-            topk_idx: [..., K] ids of experts of all ranks; others count as none.
-            topk_prob: [..., K] their weights, used in fp32.
-            w1: [L, 2F or F, D] of this rank's experts; w2 [L, D, F], b1 [L, 2F or F] and b2 [L, D]
-                too.
-            options: see `ExpertOptions`.
-
-        Returns:
-            [..., D] in x's dtype, under torch.autocast in that of autocast.
-
-        Raises:
-            TypeError: an option that does not exist.
-            ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option, or
-                kernels that cannot run here.
+        breaks the graph here. Arguments, result and errors are those of `kernels.api.experts` with
+        a group.
         """
-        check_choices(x, topk_idx, topk_prob)
-        refuse_transforms("expert parallelism", x, topk_prob, w1, w2, b1, b2)
-        if not topk_idx.numel():  # on no rank: nothing travels
-            return grouped_experts(x, topk_idx, topk_prob, w1, w2, b1, b2, **options)
-        x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
-        weights = in_kernel_layout(weights, chosen["layout"])
-        with torch.autocast(x.device.type, enabled=False):
-            return self._run(x_TD, topk_idx, topk_prob, weights, chosen).view(x.shape)
+        return experts(x, TopK(topk_idx, topk_prob), (w1, w2, b1, b2), options, self)
 
-    def _run(
-        self,
-        x_TD: Tensor,
-        topk_idx: Tensor,
-        topk_prob: Tensor,
-        weights: MLPWeights,
-        chosen: dict[str, Any],
-    ) -> Tensor:
-        (L, D, F), K = weights.w2.shape, topk_idx.shape[-1]
-        problem = Problem(x_TD.device, x_TD.dtype, D, F, L, K, sorted_rows=False)
-        spec, E = specification(constants(chosen), problem), L * self.size
-        act = spec.activation
-        check_channels("x", x_TD, weights, act.facts.halves, act.kind)
-        dispatcher = self._dispatcher(_Key(E, K, spec.backend, _fp8(spec)))
-        idx_TK = as_int32(topk_idx.reshape(-1, K), E)
-        idx_TK = torch.where((idx_TK >= 0) & (idx_TK < E), idx_TK, -1)
-        received = dispatcher.dispatch(x_TD, idx_TK, topk_prob.reshape(-1, K).float())
+    def exchange(self, x_TD: Tensor, routing: TopK, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+        """`kernels.functional.experts.ExpertGroup.exchange`."""
+        recipe = spec.recipe if isinstance(spec.recipe, Fp8Block) else None
+        experts, K = len(weights.w1) * self.size, routing.idx.shape[-1]
+        dispatcher = self._dispatcher(_Key(experts, K, spec.backend, recipe))
+        received = dispatcher.dispatch(x_TD, *routing)
         with received.saving():
             out_ND = grouped_mlp(
                 received.rows_ND,
@@ -231,11 +186,7 @@ class ExpertParallelGroup:
         return self._dispatchers[key]
 
 
-def _fp8(spec: MLPSpec) -> Fp8Block | None:
-    return spec.recipe if isinstance(spec.recipe, Fp8Block) else None
-
-
-class ExpertParallelMoE(ExpertParameters):
+class ExpertParallelMoE(ExpertModule):
     """The experts of an MoE layer over the ranks of a group; each rank has L of them.
 
     out = sum over the K experts e of a token of topk_prob[e] * MLP_e(x), as `GroupedMLP`.
@@ -251,6 +202,8 @@ class ExpertParallelMoE(ExpertParameters):
     Raises:
         ValueError: invalid sizes, or an unknown activation or recipe.
     """
+
+    group: ExpertParallelGroup
 
     def __init__(
         self,
@@ -268,55 +221,8 @@ class ExpertParallelMoE(ExpertParameters):
         if not isinstance(group, ExpertParallelGroup):
             raise ValueError(f"group must be an ExpertParallelGroup, not {type(group).__name__}")
         sizes = dict(experts=experts, hidden=hidden, ffn=ffn, top_k=top_k)
-        check_parameters(sizes, bias, device, dtype)
-        if min(experts, hidden, ffn, top_k) < 1 or top_k > experts or experts % group.size:
-            raise ValueError(
-                f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
-                f"positive, top_k at most experts, and experts a multiple of the group's "
-                f"{group.size} ranks"
-            )
-        check_module_options(options)
-        kind, where = activation_named(activation), dict(device=device, dtype=dtype)
-        super().__init__(experts // group.size, hidden, ffn, kind, bias=bias, where=where)
-        self.experts, self.top_k, self.group = experts, top_k, group
-        self.activation, self.options = kind, options
-
-    def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
-        """Weighted sum of each token's experts, wherever they are; collective over the group.
-
-        Arguments, result and errors are as in `ExpertParallelGroup.experts`.
-        """
-        return self.group.experts(
-            x,
-            topk_idx,
-            topk_prob,
-            self.w1,
-            self.w2,
-            self.b1,
-            self.b2,
-            activation=self.activation,
-            **self.options,
-        )
-
-    @property
-    def resolved_backend(self) -> str:
-        """Backend of a call with tokens of the parameters' device, and dtype or autocast's.
-
-        `resolve_backend` also says why. Raises ValueError for one that cannot run there.
-        """
-        return resolve_backend(
-            self.w1,
-            self.w1,
-            self.w2,
-            self.top_k,
-            activation=self.activation,
-            **self.options,
-        ).backend
+        where = dict(device=device, dtype=dtype)
+        super().__init__(sizes, activation, bias, where, dict(options), group)
 
     def extra_repr(self) -> str:
-        local, hidden, ffn = self.w2.shape
-        return (
-            f"experts={self.experts} ({local} of this rank), hidden={hidden}, ffn={ffn}, "
-            f"top_k={self.top_k}, activation={self.activation.kind}, bias={self.b1 is not None}, "
-            f"transport={self.group.transport.name}"
-        )
+        return f"{super().extra_repr()}, transport={self.group.transport.name}"

@@ -13,13 +13,8 @@ import torch
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.expert_mlp.backend import names
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.functional.custom_ops import encode
-from phalanx.kernels.functional.options import (
-    activation_named,
-    check_backend,
-    decoded,
-    recipe_named,
-)
+from phalanx.kernels.functional.custom_ops import decoded, encode
+from phalanx.kernels.functional.options import activation_named, check_backend, recipe_named
 from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.tracing import constant_in_graphs
@@ -49,8 +44,8 @@ class BackendChoice(NamedTuple):
 def choose(options: tuple[Any, ...], problem: tuple[Any, ...], layout: str) -> tuple[str, str, int]:
     """Specification for custom ops, whose weights have a `layout`, backend, and H / F.
 
-    `options` are of `kernels.functional.options.constants`, `problem` are the fields of a
-    `Problem`. ValueError for an unknown value of an option, or kernels that cannot run here.
+    `options` are `constants` of a `kernels.functional.options.Chosen`, `problem` are the fields of
+    a `Problem`. ValueError for an unknown value of an option, or kernels that cannot run here.
     """
     return _chosen(options, Problem(*problem), layout)
 

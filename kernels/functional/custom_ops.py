@@ -7,10 +7,11 @@ specification names; converted copies last as long as an op, and are not saved.
 Shape legend as in `kernels.expert_mlp.backend`.
 """
 
+import ast
 import functools
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -35,6 +36,34 @@ from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shape
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 
 RECIPE_TYPES = (Fp8Block, Microscaling)
+_FIELDS = {
+    t: tuple(f.name for f in fields(t)) for t in (MLPSpec, Activation, Margins, *RECIPE_TYPES)
+}
+_BUILD: dict[str, Callable[..., Any]] = {"float": float.fromhex}
+_BUILD |= {t.__name__: t for t in _FIELDS}
+
+
+def constant(value: Any) -> Any:
+    """An option, a specification or a size as torch.compile passes it to functions it runs.
+
+    It is made of strings, integers, None and tuples, also with dynamic shapes.
+    """
+    if isinstance(value, float):
+        return "float", value.hex()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    names = _FIELDS.get(type(value))
+    if names is None:
+        return value
+    return (type(value).__name__, *[constant(getattr(value, name)) for name in names])
+
+
+def decoded(constant: Any) -> Any:
+    """The inverse of `constant`."""
+    if not isinstance(constant, tuple):
+        return constant
+    kind, *values = constant
+    return _BUILD[kind](*map(decoded, values))
 
 
 def encode(spec: MLPSpec, layout: str = "halves") -> str:
@@ -45,32 +74,16 @@ def encode(spec: MLPSpec, layout: str = "halves") -> str:
     """
     if spec.recipe is not None and spec.recipe.hidden != "bf16":
         raise ValueError(f"recipe: hidden={spec.recipe.hidden} is for layers of this project alone")
-    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
-    if values.pop("channel_order") is not None:
+    if spec.channel_order is not None:
         raise ValueError("channel_order: another order is for layers of this project alone")
-    recipe = values.pop("recipe")
-    values |= dict(activation=asdict(spec.activation), margins=asdict(spec.margins))
-    kind = None if recipe is None else (type(recipe).__name__, asdict(recipe))
-    return json.dumps(values | dict(recipe=kind, layout=layout))
+    return repr((constant(spec), layout))
 
 
 @functools.cache
-def decode(text: str) -> MLPSpec:
-    """The specification that `encode` was given."""
-    values = json.loads(text)
-    del values["layout"]
-    activation, margins = Activation(**values.pop("activation")), Margins(**values.pop("margins"))
-    recipe = values.pop("recipe")
-    if recipe is not None:
-        name, switches = recipe
-        recipe = next(t for t in RECIPE_TYPES if t.__name__ == name)(**switches)
-    return MLPSpec(activation, margins=margins, recipe=recipe, **values)
-
-
-@functools.cache
-def layout_in(text: str) -> str:
-    """The layout that `encode` was given."""
-    return str(json.loads(text)["layout"])
+def decode(text: str) -> tuple[MLPSpec, str]:
+    """What `encode` was given."""
+    spec, layout = ast.literal_eval(text)
+    return decoded(spec), layout
 
 
 @custom_op("grouped_mlp")
@@ -92,10 +105,11 @@ def grouped_mlp(
 
     Without `inverse` rows of out and of x's gradient that no expert has are 0.
     """
-    args = ExpertMLPArgs(decode(spec), keep_h)
+    decoded_spec, layout = decode(spec)
+    args = ExpertMLPArgs(decoded_spec, keep_h)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
-        weights = in_kernel_layout(MLPWeights(w1, w2, b1, b2), layout_in(spec))
+        weights = in_kernel_layout(MLPWeights(w1, w2, b1, b2), layout)
         out, h, _ = run_forward(x, weights, plan, args)
         if inverse is None:
             clear_padding(out, offsets)
@@ -105,7 +119,7 @@ def grouped_mlp(
 @grouped_mlp.register_fake
 def _(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
     index, spec, keep_h = rest[2], rest[-2], rest[-1]
-    w1, w2, _, _ = in_kernel_shapes(MLPWeights(w1, w2, None, None), layout_in(spec))
+    w1, w2, _, _ = in_kernel_shapes(MLPWeights(w1, w2, None, None), decode(spec)[1])
     S = x.shape[0] if index is None else index.shape[0]
     h_shape = (S, w1.shape[-2]) if keep_h else 0
     return x.new_empty(x.shape[0], w2.shape[-2]), x.new_empty(h_shape)
@@ -150,18 +164,19 @@ def grouped_mlp_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
-    args = ExpertMLPArgs(decode(spec), keep_h=True)
+    decoded_spec, layout = decode(spec)
+    args = ExpertMLPArgs(decoded_spec, keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
         quantized = backend_of(args.spec, "forward").quantize(x)
         saved_x = for_wgrad(x, quantized, args.spec)
-        weights = in_kernel_layout(MLPWeights(w1, w2, None, b2), layout_in(spec))
+        weights = in_kernel_layout(MLPWeights(w1, w2, None, b2), layout)
         saved = Saved(saved_x, weights, h, plan, args)
         dx, dprob, work = data_gradients(dout, saved, needs)
         dw1, dw2, db1, db2 = weight_gradients(work, saved.weights, args.experts, [None] * 4)
         if inverse is None and dx is not None:
             clear_padding(dx, offsets)
-    stored = layout_named(layout_in(spec))
+    stored = layout_named(layout)
     dw1, db1 = (None if g is None else stored.from_kernels(g, fc1=True) for g in (dw1, db1))
     dw2, db2 = (None if g is None else stored.from_kernels(g, fc1=False) for g in (dw2, db2))
     grads = (dx, dw1, dw2, db1, db2, dprob)
@@ -172,7 +187,7 @@ def grouped_mlp_backward(
 @grouped_mlp_backward.register_fake
 def _(dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
     prob, spec, needs = rest[3], rest[-2], rest[-1]
-    shaped = in_kernel_shapes(MLPWeights(w1, w2, None, None), layout_in(spec))
+    shaped = in_kernel_shapes(MLPWeights(w1, w2, None, None), decode(spec)[1])
     shapes = [x.shape, w1.shape, w2.shape, shaped.w1.shape[:-1], shaped.w2.shape[:-1]]
     grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True)]
     return *grads, x.new_empty(0) if prob is None else prob.new_empty(prob.shape)

@@ -1,16 +1,17 @@
-"""The experts of an MoE layer as functions of tensors, with autograd.
+"""The experts of an MoE layer as one function of tensors, with autograd, and its other signatures.
 
-The router and the weights are the caller's. All experts are on this device, so no token is dropped
-and nothing is read on the host, except for the checks of PHALANX_DEBUG=1. Under torch.autocast they
-compute in its dtype, as torch.nn.functional.linear does; DTensors are replaced by their local
-parts, and their gradients are DTensors. torch.compile sees custom ops.
+The router and the weights are the caller's. Without a `group` all experts are on this device, so no
+token is dropped and nothing is read on the host, except for the checks of PHALANX_DEBUG=1. Under
+torch.autocast they compute in its dtype, as torch.nn.functional.linear does; DTensors are replaced
+by their local parts, and their gradients are DTensors. torch.compile sees custom ops.
 
-Legend: T tokens, S rows sorted by expert, K experts per token, E experts, D hidden, F expert width,
-H = 2F for gated activations and F for others.
+Legend: T tokens, S rows sorted by expert, N either of them, K experts per token, E experts, D
+hidden, F expert width, H = 2F for gated activations and F for others.
 """
 
+import operator
 from collections.abc import Sequence
-from typing import Any, Unpack, cast
+from typing import Any, NamedTuple, Protocol, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -18,28 +19,195 @@ from torch import Tensor
 from phalanx.kernels.derivatives import refuse_transforms
 from phalanx.kernels.elementwise.rows import as_int32, clear_padding
 from phalanx.kernels.expert_mlp.backend import rows_for
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates, grouped_mlp
-from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, check_plan, is_debugging
+from phalanx.kernels.expert_mlp.grouped_mlp import differentiates, grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.functional import custom_ops
-from phalanx.kernels.functional.choice import BackendChoice, Problem, choose, explain
+from phalanx.kernels.functional.choice import (
+    BackendChoice,
+    Problem,
+    choose,
+    explain,
+    specification,
+)
 from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
 from phalanx.kernels.functional.options import (
+    Chosen,
     ExpertOptions,
     check_channels,
     check_choices,
     check_devices,
     check_floats,
     check_integers,
+    check_rows,
     check_tensor,
     check_weights,
-    check_width,
-    constant,
-    constants,
     with_defaults,
 )
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.tracing import outside_graphs
+
+
+class TopK(NamedTuple):
+    """The experts of each token."""
+
+    idx: Tensor  # [..., K] integers; an id outside 0 to E - 1 counts as none
+    prob: Tensor  # [..., K] of floats, their weights, used in fp32
+
+
+class SortedRows(NamedTuple):
+    """The rows of each expert, one expert after the other; rows behind them are padding."""
+
+    counts: Tensor | Sequence[int]
+    """[E] integers of any dtype on the rows' device, which the host does not read; or on the host,
+    which a CUDA graph cannot capture."""
+    prob: Tensor | None = None  # [S] of floats, weights of the rows, used in fp32; None: 1
+
+
+class ExpertGroup(Protocol):
+    """Ranks that share experts: `parallel.expert_parallel.ExpertParallelGroup`."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def exchange(self, x_TD: Tensor, routing: TopK, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+        """Weighted sums [T, D] of the experts of all ranks; collective.
+
+        `routing`: int32 ids of all experts, -1 for none, and fp32 probabilities, both [T, K].
+        """
+        ...
+
+
+def experts(
+    x: Tensor,
+    routing: TopK | SortedRows,
+    weights: Sequence[Tensor | None],
+    options: ExpertOptions | None = None,
+    group: ExpertGroup | None = None,
+) -> Tensor:
+    """The experts of tokens, or of rows that are sorted by expert: all others call this function.
+
+    `TopK`: out = sum over the K experts e of a token of prob[e] * MLP_e(x). `SortedRows`: out[s] =
+    prob[s] * MLP_e(x[s]), where e is the expert of row s; 0 in the padding, whose content has no
+    effect. MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Differentiable, once, in x, prob,
+    the weights and the biases.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import SortedRows, TopK, experts
+    >>> x, weights = torch.randn(16, 64), (torch.randn(8, 2 * 128, 64), torch.randn(8, 64, 128))
+    >>> prob, idx = torch.randn(16, 8).softmax(-1).topk(2)
+    >>> experts(x, TopK(idx, prob), weights, {"activation": "swiglu"}).shape
+    torch.Size([16, 64])
+    >>> experts(x, SortedRows([4, 0, 5, 1, 0, 2, 3, 0]), weights)[15].abs().sum()
+    tensor(0.)
+
+    Args:
+        x: [..., D] with `TopK`, [S, D] with `SortedRows`, of fp32, bf16, fp16 or fp64; may be
+            empty.
+        routing: which rows each expert reads.
+        weights: w1 [E, 2F, D] as F gate and F up rows, or [E, F, D] without a gate; w2 [E, D, F];
+            b1 [E, 2F or F] and b2 [E, D], or None, or neither; in x's dtype.
+        options: `ExpertOptions`.
+        group: ranks that share the experts (`phalanx.parallel.expert_parallel`): `weights` are of
+            this rank, ids are those of all experts, and each rank has as many tokens as any other.
+            Collective, forward and backward; torch.compile breaks the graph here.
+
+    Returns:
+        Shaped as x and in its dtype, under torch.autocast in that of autocast.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option, a
+            backend that cannot run here, or counts on the host that are negative or whose sum
+            exceeds S.
+    """
+    if group is not None:
+        return _over_ranks(x, routing, weights, options or {}, group)
+    if isinstance(routing, TopK):
+        check_choices(x, *routing)
+        name, K = "x", routing.idx.shape[-1]
+    elif isinstance(routing, SortedRows):
+        check_rows(x, routing.prob)
+        name, K = "rows", 0
+    else:
+        raise ValueError(f"routing must be a TopK or SortedRows, not {type(routing).__name__}")
+    x_ND, stored, chosen = _operands(x, weights, options or {})
+    shaped = in_kernel_shapes(stored, chosen.layout)
+    problem = _problem(x_ND, shaped.w2, K)
+    spec, backend, halves = choose(chosen.constants, problem, chosen.layout)
+    check_channels(name, x_ND, shaped, halves, chosen.kind)
+    plan = _plan(routing, x_ND, len(shaped.w1), backend)
+    if is_debugging():
+        check_plan(plan, x_ND.shape[0])
+    return _run(x_ND, stored, plan, spec, chosen.accumulate).view(x.shape)
+
+
+@outside_graphs
+def _over_ranks(
+    x: Tensor,
+    routing: TopK | SortedRows,
+    weights: Sequence[Tensor | None],
+    options: ExpertOptions,
+    group: ExpertGroup,
+) -> Tensor:
+    if not isinstance(routing, TopK):
+        raise ValueError("group: ranks exchange tokens with their experts: give a TopK as routing")
+    check_choices(x, *routing)
+    refuse_transforms("expert parallelism", x, routing.prob, *weights)
+    if not routing.idx.numel():  # on no rank: nothing travels
+        return experts(x, routing, weights, options)
+    x_TD, stored, chosen = _operands(x, weights, options)
+    own, K = in_kernel_layout(stored, chosen.layout), routing.idx.shape[-1]
+    with torch.autocast(x.device.type, enabled=False):
+        spec = specification(chosen.constants, Problem(*_problem(x_TD, own.w2, K)))
+        check_channels("x", x_TD, own, spec.activation.facts.halves, chosen.kind)
+        E = len(own.w1) * group.size
+        idx_TK = as_int32(routing.idx.reshape(-1, K), E)
+        idx_TK = torch.where((idx_TK >= 0) & (idx_TK < E), idx_TK, -1)
+        choices = TopK(idx_TK, routing.prob.reshape(-1, K).float())
+        return group.exchange(x_TD, choices, own, spec).view(x.shape)
+
+
+def _operands(
+    x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
+) -> tuple[Tensor, MLPWeights, Chosen]:
+    """Input [N, D] and weights in the dtype of the products, in their layout; all options."""
+    chosen = with_defaults(options)
+    if not 2 <= len(weights) <= 4:
+        raise ValueError(f"weights must be w1, w2, b1 and b2, or w1 and w2, not {len(weights)}")
+    stored = MLPWeights(*map(local, weights))  # type: ignore[arg-type]
+    check_weights(stored)
+    check_devices(x, **stored._asdict())
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        x, *cast_weights = (t if t is None else t.to(product_dtype(t)) for t in (x, *stored))
+        stored = MLPWeights(*cast_weights)
+    return x.reshape(-1, x.shape[-1]), stored, chosen
+
+
+def _problem(x: Tensor, w2: Tensor, K: int) -> tuple[Any, ...]:
+    """Fields of a `Problem`; K is 0 for rows that are sorted."""
+    E, D, F = w2.shape
+    # Under torch.compile these sizes become constants: the choice depends on them.
+    return (x.device, x.dtype, *map(operator.index, (D, F, E, K)), not K)
+
+
+def _plan(routing: TopK | SortedRows, x_ND: Tensor, experts: int, backend: str) -> ExpertPlan:
+    prob = routing.prob
+    if isinstance(routing, SortedRows):
+        prob_S = None if prob is None else prob.float().contiguous()
+        return ExpertPlan(None, prob_S, _offsets(routing.counts, x_ND, experts), None)
+    K = routing.idx.shape[-1]
+    return make_plan(
+        as_int32(routing.idx.reshape(-1, K), experts),
+        routing.prob.reshape(-1, K).float(),
+        first_expert=0,
+        local_experts=experts,
+        rows=max(1, rows_for(x_ND.shape[0] * K, experts, backend)),
+        backend=backend,
+    )
 
 
 def grouped_experts(
@@ -81,21 +249,7 @@ def grouped_experts(
         ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option, or a
             backend that cannot run here.
     """
-    check_choices(x, topk_idx, topk_prob)
-    x_TD, weights, chosen = operands(x.reshape(-1, x.shape[-1]), (w1, w2, b1, b2), options)
-    K, E = topk_idx.shape[-1], weights.w1.shape[0]
-    shaped = in_kernel_shapes(weights, chosen["layout"])
-    spec, backend, halves = _choose("x", x_TD, shaped, chosen, K)
-    plan = make_plan(
-        as_int32(topk_idx.reshape(-1, K), E),
-        topk_prob.reshape(-1, K).float(),
-        first_expert=0,
-        local_experts=E,
-        rows=max(1, rows_for(x_TD.shape[0] * K, E, backend)),
-        backend=backend,
-    )
-    check(x_TD, shaped, plan, halves)
-    return _run(x_TD, weights, plan, spec, chosen["accumulate"]).view(x.shape)
+    return experts(x, TopK(topk_idx, topk_prob), (w1, w2, b1, b2), options)
 
 
 def grouped_experts_sorted(
@@ -133,51 +287,39 @@ def grouped_experts_sorted(
         TypeError, ValueError: as `grouped_experts`, and counts on the host that are negative or
             whose sum exceeds S.
     """
-    check_floats("rows", rows)
-    check_width("rows", rows)
-    if row_prob is not None:
-        check_floats("row_prob", row_prob)
-    if rows.ndim != 2 or (row_prob is not None and row_prob.shape != rows.shape[:1]):
-        prob = None if row_prob is None else list(row_prob.shape)
-        raise ValueError(
-            f"expected rows [S, D] and row_prob [S], not {list(rows.shape)} and {prob}"
-        )
-    check_devices(rows, row_prob=row_prob)
-    rows_SD, weights, chosen = operands(rows, (w1, w2, b1, b2), options)
-    offsets = _offsets(counts, rows_SD, weights.w1.shape[0])
-    shaped = in_kernel_shapes(weights, chosen["layout"])
-    spec, _, halves = _choose("rows", rows_SD, shaped, chosen, None)
-    prob_S = None if row_prob is None else row_prob.float().contiguous()
-    plan = ExpertPlan(None, prob_S, offsets, None)
-    check(rows_SD, shaped, plan, halves)
-    return _run(rows_SD, weights, plan, spec, chosen["accumulate"])
+    return experts(rows, SortedRows(counts, row_prob), (w1, w2, b1, b2), options)
 
 
-def operands(
-    x: Tensor, weights: Sequence[Tensor | None], options: ExpertOptions
-) -> tuple[Tensor, MLPWeights, dict[str, Any]]:
-    """Input and weights in the dtype of the products, in their layout; all options."""
+def resolve_backend(
+    x: Tensor, w1: Tensor, w2: Tensor, top_k: int | None = None, **options: Unpack[ExpertOptions]
+) -> BackendChoice:
+    """The backend that `grouped_experts` takes for these tensors, and why it is that one.
+
+    >>> import torch
+    >>> from phalanx.kernels.api import resolve_backend
+    >>> x, w1, w2 = torch.randn(16, 64), torch.randn(8, 2 * 128, 64), torch.randn(8, 64, 128)
+    >>> choice = resolve_backend(x, w1, w2, top_k=2)
+    >>> choice.backend, choice.reads_counts
+    ('reference', True)
+
+    Args:
+        x: [..., D], of which dtype and device are read. Under torch.autocast its dtype is taken.
+        w1: [E, H, D] of this rank, or as `layout` says.
+        w2: [E, D, F] of this rank, or as `layout` says.
+        top_k: experts of a token; None: the rows are sorted, as for `grouped_experts_sorted`.
+        options: those of the call.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: an unknown value of an option, or a backend that cannot run here.
+    """
     chosen = with_defaults(options)
-    w1, w2, b1, b2 = map(local, weights)
-    check_weights((w1, w2, b1, b2))
-    assert w1 is not None and w2 is not None
-    check_devices(x, w1=w1, w2=w2, b1=b1, b2=b2)
-    x, weights = in_product_dtype(x, MLPWeights(w1, w2, b1, b2))
-    return x, weights, chosen
-
-
-def _choose(
-    name: str, x: Tensor, weights: MLPWeights, chosen: dict[str, Any], K: int | None
-) -> tuple[str, str, int]:
-    E, D, F = weights.w2.shape
-    # Under torch.compile these sizes become constants: the choice depends on them.
-    sizes = [constant(size) for size in (D, F, E, K or 0)]
-    problem = (x.device, x.dtype, *sizes, K is None)
-    found = choose(constants(chosen), problem, chosen["layout"])
-    activation = chosen["activation"]
-    kind = activation if isinstance(activation, str) else activation.kind
-    check_channels(name, x, weights, found[2], kind)
-    return found
+    check_floats("x", x)
+    check_weights((w1, w2))
+    stored = layout_named(chosen.layout)
+    E, D, F = (local(w2).mT if stored.transposed else local(w2)).shape
+    problem = Problem(x.device, product_dtype(x), D, F, E, top_k or 0, top_k is None)
+    return explain(chosen.constants, problem)
 
 
 def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> Tensor:
@@ -219,8 +361,8 @@ def _run(x: Tensor, weights: MLPWeights, plan: ExpertPlan, spec: str, accumulate
 @outside_graphs
 def _run_in_place(x: Tensor, weights: MLPWeights, plan: ExpertPlan, encoded: str) -> Tensor:
     refuse_transforms("accumulate=True", x, *weights, plan.row_prob_S)
-    spec = custom_ops.decode(encoded)
-    weights = in_kernel_layout(weights, custom_ops.layout_in(encoded))
+    spec, layout = custom_ops.decode(encoded)
+    weights = in_kernel_layout(weights, layout)
     with torch.autocast(x.device.type, enabled=False):
         if plan.inverse_NK is not None:
             return grouped_mlp(x, weights, plan, spec)
@@ -249,44 +391,3 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if not casts or kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has none
         return x.dtype
     return torch.get_autocast_dtype(kind)
-
-
-def in_product_dtype(x: Tensor, weights: MLPWeights) -> tuple[Tensor, MLPWeights]:
-    """Both in the dtype of an active autocast region; unchanged outside of one."""
-    w1, w2, b1, b2 = weights
-    biases = (b if b is None else b.to(product_dtype(b)) for b in (b1, b2))
-    return x.to(product_dtype(x)), MLPWeights(
-        w1.to(product_dtype(w1)), w2.to(product_dtype(w2)), *biases
-    )
-
-
-def resolve_backend(
-    x: Tensor, w1: Tensor, w2: Tensor, top_k: int | None = None, **options: Unpack[ExpertOptions]
-) -> BackendChoice:
-    """The backend that `grouped_experts` takes for these tensors, and why it is that one.
-
-    >>> import torch
-    >>> from phalanx.kernels.api import resolve_backend
-    >>> x, w1, w2 = torch.randn(16, 64), torch.randn(8, 2 * 128, 64), torch.randn(8, 64, 128)
-    >>> choice = resolve_backend(x, w1, w2, top_k=2)
-    >>> choice.backend, choice.reads_counts
-    ('reference', True)
-
-    Args:
-        x: [..., D], of which dtype and device are read. Under torch.autocast its dtype is taken.
-        w1: [E, H, D] of this rank, or as `layout` says.
-        w2: [E, D, F] of this rank, or as `layout` says.
-        top_k: experts of a token; None: the rows are sorted, as for `grouped_experts_sorted`.
-        options: those of the call.
-
-    Raises:
-        TypeError: an option that does not exist.
-        ValueError: an unknown value of an option, or a backend that cannot run here.
-    """
-    chosen = with_defaults(options)
-    check_floats("x", x)
-    check_weights((w1, w2))
-    stored = layout_named(chosen["layout"])
-    E, D, F = (local(w2).mT if stored.transposed else local(w2)).shape
-    problem = Problem(x.device, product_dtype(x), D, F, E, top_k or 0, top_k is None)
-    return explain(constants(chosen), problem)

@@ -1,21 +1,19 @@
-"""The expert MLP of an MoE layer as a plain torch module, for models that are not Megatron-Core's.
+"""Modules with the parameters of experts, over `kernels.functional.experts.experts`.
 
-It plans, runs the experts and sums; the router is the caller's. All experts are on this device, so
-no token is dropped and nothing is read on the host, except for the checks of PHALANX_DEBUG=1.
-
-Legend: T tokens, K experts per token, L experts, D hidden, F expert width, H = 2F for gated
-activations and F for others.
+Legend: K experts per token, E experts, L of this rank (E without a group), D hidden, F expert
+width, H = 2F for gated activations and F for others.
 """
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import check_expert_ids, is_debugging
-from phalanx.kernels.functional.experts import grouped_experts, resolve_backend
+from phalanx.kernels.functional.experts import ExpertGroup, TopK, experts, resolve_backend
 from phalanx.kernels.functional.options import (
+    ExpertOptions,
     KernelOptions,
     activation_named,
     check_backend,
@@ -25,28 +23,50 @@ from phalanx.kernels.functional.options import (
 )
 
 
-class ExpertParameters(nn.Module):
+class ExpertModule(nn.Module):
     """Base of modules with experts: w1 [L, H, D], w2 [L, D, F], and b1 [L, H], b2 [L, D] or None.
 
-    `where`: device and dtype.
+    Args:
+        sizes: experts, hidden, ffn, top_k: E, D, F and K.
+        where: device and dtype of the parameters.
+        options: `KernelOptions`, and a backend.
+        group: ranks that share the experts.
+
+    Raises:
+        ValueError: invalid sizes, or an unknown activation, backend or recipe.
     """
+
+    group: ExpertGroup | None = None
 
     def __init__(
         self,
-        experts: int,
-        hidden: int,
-        ffn: int,
-        activation: Activation,
-        *,
+        sizes: dict[str, int],
+        activation: str | Activation,
         bias: bool,
         where: dict[str, Any],
+        options: dict[str, Any],
+        group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
-        width = activation.width(ffn)
-        self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
-        self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
-        self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
-        self.b2 = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
+        check_parameters(sizes, bias, **where)
+        E, hidden, ffn, top_k = sizes.values()
+        ranks = 1 if group is None else group.size
+        if min(sizes.values()) < 1 or top_k > E or E % ranks:
+            fits = "and top_k at most experts"
+            if group is not None:
+                fits = f"{fits[4:]}, and experts a multiple of the group's {ranks} ranks"
+            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ValueError(f"{given}: sizes must be positive, {fits}")
+        backend = options.pop("backend", "auto")
+        check_backend(backend)
+        check_module_options(cast(KernelOptions, options))
+        self.group, self.experts, self.top_k = group, E, top_k
+        self.activation, self.backend, self.options = activation_named(activation), backend, options
+        local, width = E // ranks, self.activation.width(ffn)
+        self.w1 = nn.Parameter(torch.empty(local, width, hidden, **where))
+        self.w2 = nn.Parameter(torch.empty(local, hidden, ffn, **where))
+        self.b1 = nn.Parameter(torch.empty(local, width, **where)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(local, hidden, **where)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -57,8 +77,37 @@ class ExpertParameters(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
+        """Weighted sum of each token's experts, on any rank of the group, which is collective.
 
-class GroupedMLP(ExpertParameters):
+        Arguments, result and errors are those of `grouped_experts`.
+        """
+        weights = self.w1, self.w2, self.b1, self.b2
+        return experts(x, TopK(topk_idx, topk_prob), weights, self._options(), self.group)
+
+    def _options(self) -> ExpertOptions:
+        chosen: Any = dict(self.options, activation=self.activation, backend=self.backend)
+        return cast(ExpertOptions, chosen)
+
+    @property
+    def resolved_backend(self) -> str:
+        """Backend of a call with tokens on the parameters' device and of their or autocast's dtype.
+
+        Raises ValueError if it cannot run there; `resolve_backend` also says why it is that one.
+        """
+        options = self._options()
+        return resolve_backend(self.w1, self.w1, self.w2, self.top_k, **options).backend
+
+    def extra_repr(self) -> str:
+        local, hidden, ffn = self.w2.shape
+        shared = "" if self.group is None else f" ({local} of this rank)"
+        return (
+            f"experts={self.experts}{shared}, hidden={hidden}, ffn={ffn}, top_k={self.top_k}, "
+            f"activation={self.activation.kind}, bias={self.b1 is not None}"
+        )
+
+
+class GroupedMLP(ExpertModule):
     """out = sum over the K experts e of a token of prob[e] * MLP_e(x).
 
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
@@ -101,19 +150,9 @@ class GroupedMLP(ExpertParameters):
         **options: Unpack[KernelOptions],
     ) -> None:
         sizes = dict(experts=experts, hidden=hidden, ffn=ffn, top_k=top_k)
-        check_parameters(sizes, bias, device, dtype)
-        if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
-            raise ValueError(
-                f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
-                "positive, and top_k at most experts"
-            )
-        check_backend(backend)
-        check_module_options(options)
-        kind = activation_named(activation)
         where = dict(device=device, dtype=dtype)
-        super().__init__(experts, hidden, ffn, kind, bias=bias, where=where)
-        self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
-        self.activation, self.backend, self.options = kind, backend, options
+        super().__init__(sizes, activation, bias, where, dict(options, backend=backend))
+        self.hidden, self.ffn = hidden, ffn
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
         """Weighted sum of each token's experts.
@@ -144,37 +183,7 @@ class GroupedMLP(ExpertParameters):
             )
         if is_debugging() and not topk_idx.is_floating_point():
             check_expert_ids(topk_idx, self.experts)
-        return grouped_experts(
-            x,
-            topk_idx,
-            topk_prob,
-            self.w1,
-            self.w2,
-            self.b1,
-            self.b2,
-            activation=self.activation,
-            backend=self.backend,
-            **self.options,
-        )
-
-    @property
-    def resolved_backend(self) -> str:
-        """Backend of a call with tokens on the parameters' device and of their or autocast's dtype.
-
-        Raises ValueError if it cannot run there; `resolve_backend` also says why it is that one.
-        """
-        return resolve_backend(
-            self.w1,
-            self.w1,
-            self.w2,
-            self.top_k,
-            activation=self.activation,
-            backend=self.backend,
-            **self.options,
-        ).backend
+        return super().forward(x, topk_idx, topk_prob)
 
     def extra_repr(self) -> str:
-        return (
-            f"experts={self.experts}, hidden={self.hidden}, ffn={self.ffn}, top_k={self.top_k}, "
-            f"activation={self.activation.kind}, bias={self.b1 is not None}, backend={self.backend}"
-        )
+        return f"{super().extra_repr()}, backend={self.backend}"

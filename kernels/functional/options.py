@@ -5,11 +5,10 @@ An error is one line that names the argument.
 Legend: T tokens, K experts per token, E experts, D hidden, F expert width.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+import functools
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from phalanx.kernels.availability import short
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import names
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPWeights
-from phalanx.kernels.functional.custom_ops import RECIPE_TYPES
+from phalanx.kernels.functional.custom_ops import RECIPE_TYPES, constant
 from phalanx.kernels.functional.layouts import layout_named
 from phalanx.kernels.quantize.recipe import Recipe
 
@@ -120,6 +119,20 @@ def check_choices(x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> None:
     check_devices(x, topk_idx=topk_idx, topk_prob=topk_prob)
 
 
+def check_rows(rows: Tensor, row_prob: Tensor | None) -> None:
+    """Raise ValueError unless rows are [S, D], and their weights [S] or None."""
+    check_floats("rows", rows)
+    check_width("rows", rows)
+    if row_prob is not None:
+        check_floats("row_prob", row_prob)
+    if rows.ndim != 2 or (row_prob is not None and row_prob.shape != rows.shape[:1]):
+        prob = None if row_prob is None else list(row_prob.shape)
+        raise ValueError(
+            f"expected rows [S, D] and row_prob [S], not {list(rows.shape)} and {prob}"
+        )
+    check_devices(rows, row_prob=row_prob)
+
+
 def check_weights(weights: Sequence[Any]) -> None:
     """Raise ValueError unless w1 and w2 are [E, ., .], and b1 and b2 [E, .] or None."""
     for name, value in zip(_NAMES, weights, strict=False):
@@ -195,9 +208,28 @@ _DEFAULTS: dict[str, Any] = dict(
 )
 
 
-def with_defaults(options: KernelOptions) -> dict[str, Any]:
+class Chosen(NamedTuple):
+    """All options of a call, checked."""
+
+    constants: tuple[Any, ...]  # those on which the specification depends, as `constant` has them
+    kind: str  # of the activation
+    layout: str
+    accumulate: bool
+
+
+def with_defaults(options: Mapping[str, Any]) -> Chosen:
     """All options of experts; TypeError for an unknown one, ValueError for another type."""
-    chosen = filled(options, _DEFAULTS, "experts")
+    names, values = tuple(options), tuple(options.values())
+    if not torch.compiler.is_compiling():
+        try:
+            return _known(names, *values)
+        except TypeError:  # also a value that has no hash
+            pass
+    return _chosen(names, *values)
+
+
+def _chosen(names: tuple[str, ...], *values: Any) -> Chosen:
+    chosen = filled(dict(zip(names, values, strict=True)), _DEFAULTS, "experts")
     check_activation(chosen["activation"])
     if not isinstance(chosen["margins"], Margins):
         raise ValueError(f"margins must be a Margins, not {chosen['margins']!r}")
@@ -206,10 +238,14 @@ def with_defaults(options: KernelOptions) -> dict[str, Any]:
         layout_named(repr(chosen["layout"]))
     check_bool("accumulate", chosen["accumulate"])
     if chosen["recipe"] is not None and not isinstance(chosen["recipe"], (str, *RECIPE_TYPES)):
-        raise ValueError(
-            f"recipe={chosen['recipe']!r} is unknown: use one of {', '.join(_recipes())}, or None"
-        )
-    return chosen
+        raise _unknown_recipe(chosen["recipe"])
+    layout, activation = chosen.pop("layout"), chosen["activation"]
+    kind = activation if isinstance(activation, str) else activation.kind
+    constants = tuple([constant(value) for value in chosen.values()])
+    return Chosen(constants, kind, layout, chosen["accumulate"])
+
+
+_known = functools.lru_cache(maxsize=1024, typed=True)(_chosen)  # True is no 1
 
 
 def check_module_options(options: KernelOptions) -> None:
@@ -222,7 +258,8 @@ def check_module_options(options: KernelOptions) -> None:
             "layout= is an option of functions, for weights that others store: a module's "
             "parameters are in the kernels' layout"
         )
-    recipe_named(with_defaults(options)["recipe"])
+    with_defaults(options)
+    recipe_named(options.get("recipe"))
 
 
 def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> dict[str, Any]:
@@ -257,14 +294,16 @@ def _recipes() -> list[str]:
     return [name for name, facts in RECIPES.items() if facts.build]
 
 
+def _unknown_recipe(recipe: Any) -> ValueError:
+    return ValueError(f"recipe={recipe!r} is unknown: use one of {', '.join(_recipes())}, or None")
+
+
 def recipe_named(recipe: str | Recipe | None) -> Recipe | None:
     """The recipe, with a run's default switches if only its name is given."""
     if not isinstance(recipe, str):
         return recipe
     if recipe not in _recipes():
-        raise ValueError(
-            f"recipe={recipe!r} is unknown: use one of {', '.join(_recipes())}, or None"
-        )
+        raise _unknown_recipe(recipe)
     made: Recipe = resolve_name(RECIPES[recipe].build)(PrecisionConfig(recipe=recipe))
     return made
 
@@ -273,37 +312,3 @@ def check_backend(backend: str) -> None:
     """Raise ValueError for a backend that does not exist."""
     if backend not in (*names(), "auto"):
         raise ValueError(f"backend={backend} is unknown: use {', '.join(names())} or auto")
-
-
-# Types that torch.compile cannot pass to `choose` as constants.
-_FIELDS = {t: tuple(f.name for f in fields(t)) for t in (Activation, Margins, *RECIPE_TYPES)}
-_BUILD: dict[str, Callable[..., Any]] = {"float": float.fromhex}
-_BUILD |= {t.__name__: t for t in _FIELDS}
-
-
-def constant(value: Any) -> Any:
-    """An option or a size as a constant, also under torch.compile with dynamic shapes."""
-    if isinstance(value, float):
-        return "float", value.hex()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return operator.index(value)
-    names = _FIELDS.get(type(value))
-    if names is None:
-        return value
-    return (type(value).__name__, *[constant(getattr(value, name)) for name in names])
-
-
-def decoded(constant: Any) -> Any:
-    """The inverse of `constant`."""
-    if not isinstance(constant, tuple):
-        return constant
-    kind, *values = constant
-    return _BUILD[kind](*map(decoded, values))
-
-
-_CHOICES = ("activation", "backend", "recipe", "accumulate", "margins")
-
-
-def constants(options: dict[str, Any]) -> tuple[Any, ...]:
-    """The options on which the specification depends, as constants."""
-    return tuple([constant(options[name]) for name in _CHOICES])

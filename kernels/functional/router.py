@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.availability import hopper_kernels
+from phalanx.kernels.functional.custom_ops import constant, decoded
 from phalanx.kernels.functional.options import (
     check_bool,
     check_devices,
     check_floats,
     check_sizes,
     check_width,
-    constant,
-    decoded,
     filled,
 )
 from phalanx.kernels.limits import impossible_groups

@@ -20,7 +20,7 @@ from phalanx.kernels.api import (
     resolve_backend,
 )
 from phalanx.kernels.functional import choice
-from phalanx.kernels.functional.options import constants, with_defaults
+from phalanx.kernels.functional.options import with_defaults
 from phalanx.kernels.registry import Facts
 
 E, D, F, T = 4, 64, 128, 6
@@ -136,7 +136,7 @@ def test_the_best_kernels_need_no_word() -> None:
         assert (found.backend, found.reads_counts) == ("fused", False)
         assert found.reason == "backend=auto"
         problem = choice.Problem(of["x"].device, BRAIN, D, F, E, 2, sorted_rows=False)
-        choice.specification(constants(with_defaults({})), problem)
+        choice.specification(with_defaults({}).constants, problem)
     x = torch.randn(T, D)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nor does a CPU
