@@ -110,6 +110,8 @@ def _transforms() -> frozenset[str]:
 
 
 def _has_tangent(args: Iterable[Any]) -> bool:
+    if forward_ad._current_level < 0:  # there are none
+        return False
     tensors = (arg for arg in args if isinstance(arg, Tensor))
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 

@@ -189,11 +189,8 @@ class ExpertParallelGroup:
 class ExpertParallelMoE(ExpertModule):
     """The experts of an MoE layer over the ranks of a group; each rank has L of them.
 
-    out = sum over the K experts e of a token of topk_prob[e] * MLP_e(x), as `GroupedMLP`.
-
-    Parameters, by their names in the state dict: w1 [L, 2F, D] as [gate; up], or [L, F, D] without
-    a gate; w2 [L, D, F]; with `bias` b1 [L, 2F or F] and b2 [L, D]. Their gradients are those of
-    the tokens of all ranks of the group, and are not to be averaged over it.
+    Sums and parameters are those of `kernels.api.GroupedMLP`, with L experts. Gradients are those
+    of the tokens of all ranks of the group, and are not to be averaged over it.
 
     Args:
         activation: its kind, or with constants an `Activation`.

@@ -25,7 +25,8 @@ from torchtitan.distributed.parallel_dims import SpmdLayout
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from phalanx.kernels.api import grouped_experts, grouped_experts_sorted, resolve_backend
+from phalanx.kernels import api
+from phalanx.kernels.api import SortedRows, TopK, resolve_backend
 
 _W13, _W1, _W2, _W3 = "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD"
 
@@ -37,7 +38,7 @@ class Experts(GroupedExperts):
     class Config(GroupedExperts.Config):
         """Sizes of torchtitan's experts, and the kernels."""
 
-        backend: str = "auto"  # of `kernels.api.grouped_experts`
+        backend: str = "auto"  # of `kernels.api.experts`
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -61,10 +62,12 @@ class Experts(GroupedExperts):
         return resolve_backend(w1, w1, w2, backend=self.backend).backend
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        out_RD = grouped_experts_sorted(
-            x_RD.bfloat16(), num_tokens_per_expert_E, None, *self.weights(), backend=self.backend
-        )
-        return out_RD.type_as(x_RD)
+        return self.compute(x_RD, SortedRows(num_tokens_per_expert_E))
+
+    def compute(self, x_ND: Tensor, routing: SortedRows | TopK) -> Tensor:
+        """Results in the dtype of x, computed in bf16."""
+        options: api.ExpertOptions = {"backend": self.backend}
+        return api.experts(x_ND.bfloat16(), routing, self.weights(), options).type_as(x_ND)
 
 
 class Routed(RoutedExperts):
@@ -81,15 +84,7 @@ class Routed(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        K, experts = topk_scores_BLK.shape[-1], self.inner_experts
-        out_TD = grouped_experts(
-            x_BLD.bfloat16().flatten(0, 1),
-            topk_expert_ids_BLK.reshape(-1, K),
-            topk_scores_BLK.reshape(-1, K),
-            *experts.weights(),
-            backend=experts.backend,
-        )
-        return out_TD.type_as(x_BLD).view(x_BLD.shape)
+        return self.inner_experts.compute(x_BLD, TopK(topk_expert_ids_BLK, topk_scores_BLK))
 
 
 @override(target=GroupedExperts.Config, exact=True, description="Experts of phalanx, fused.")

@@ -20,7 +20,8 @@ from veomni.ops.kernels import moe
 from veomni.ops.kernels.moe import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 
 from phalanx.adapters.expert_groups import group_of, groups, release
-from phalanx.kernels.api import Activation, ExpertOptions, grouped_experts
+from phalanx.kernels import api
+from phalanx.kernels.api import Activation, ExpertOptions, TopK
 
 __all__ = ["NAME", "forward", "groups", "release"]
 
@@ -42,15 +43,12 @@ def forward(
             "eager"
         )
     weights = experts.gate_up_proj, experts.down_proj
-    activation = Activation("swiglu", limit=getattr(experts, "limit", None) or 0.0)
-    options = ExpertOptions(activation=activation)
+    limit = getattr(experts, "limit", None) or 0.0
+    options = ExpertOptions(activation=Activation("swiglu", limit=limit))
     x = hidden_states.to(weights[0].dtype)
     state = get_parallel_state()
-    if state.ep_enabled:
-        group = group_of(state.ep_group, x.dtype)
-        out = group.experts(x, top_k_index, top_k_weights, *weights, **options)
-    else:
-        out = grouped_experts(x, top_k_index, top_k_weights, *weights, **options)
+    group = group_of(state.ep_group, x.dtype) if state.ep_enabled else None
+    out = api.experts(x, TopK(top_k_index, top_k_weights), weights, options, group)
     return out.to(hidden_states.dtype)
 
 

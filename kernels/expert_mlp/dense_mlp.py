@@ -63,10 +63,10 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, spec: MLPSpec
     ) -> Tensor:
-        ops, ctx.plan, ctx.spec = backend_of(spec, "forward"), one_group(x_NI), spec
+        ops = backend_of(spec, "forward")
         x = ops.quantize(x_NI)
+        _save_context(ctx, one_group(x_NI), spec, w_OI)
         ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
-        hold_parameters(ctx, [w_OI], spec)
         return ops.rows(RowsCall(x, Linear.single_expert(w_OI, bias_O), ctx.plan))
 
     @staticmethod
@@ -74,21 +74,31 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         saved, *x = ctx.saved_tensors
         (w_OI,) = held_parameters(ctx, [saved])
-        dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
-        need_x, need_w, need_b, _ = ctx.needs_input_grad
-        dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
-        operands, dw_OI = [], None
-        if need_w:
-            dy_rows = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
-            x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
-            operands = [Operand(dy_rows, gradient=True), Operand(x_rows)]
-        layer = Linear.single_expert(w_OI).transposed
-        rows = RowsCall(dy, layer, ctx.plan) if need_x else None
-        dx_NI, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
-        if need_w:
-            d, v = operands
-            dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)
-        return dx_NI, dw_OI, dy_NO.sum(0) if need_b else None, None
+        rows_NO = dy_NO.contiguous()
+        dy = backend_of(ctx.spec, "dgrad").quantize(rows_NO, gradient=True)
+        columns = for_wgrad(rows_NO, dy, ctx.spec)
+        dx_NI, dw_OI = _gradients(ctx, dy, columns, x, Linear.single_expert(w_OI))
+        return dx_NI, dw_OI, dy_NO.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def _gradients(
+    ctx: Any, dy: Rows, columns: Any, x: list[Tensor], layer: Linear
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input and of the weights that are wanted, from those of the outputs.
+
+    `columns`: operand of the weights' gradient; `x`: tensors of the saved input.
+    """
+    need_x, need_w, *_ = ctx.needs_input_grad
+    dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
+    operands = []
+    if need_w:
+        x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
+        operands = [Operand(columns, parts=layer.parts, gradient=True), Operand(x_rows)]
+    rows = RowsCall(dy, layer.transposed, ctx.plan) if need_x else None
+    dx_NI, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
+    w_OI = layer.source
+    assert w_OI is not None
+    return dx_NI, weight_gradient(ctx, wgrad, *operands, w_OI) if need_w else None
 
 
 def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) -> Tensor | None:
@@ -160,25 +170,13 @@ class _Fc1(torch.autograd.Function):
     def backward(ctx: Any, dh_NH: Tensor, *_: None) -> tuple[Any, ...]:
         saved, *x = ctx.saved_tensors
         (w1,) = held_parameters(ctx, [saved])
-        fc1 = _fc1_layer(w1, ctx.spec)
         dh: Rows = dh_NH
         columns: Any = dh_NH
         if ctx.spec.recipe is not None:
             hidden = ctx.gradient.pop()
             dh = hidden.dh_SH
             columns = dh if hidden.dh_columns is None else hidden.dh_columns
-        need_x, need_w, *_ = ctx.needs_input_grad
-        dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
-        operands, dw1 = [], None
-        if need_w:
-            x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
-            operands = [Operand(columns, parts=fc1.parts, gradient=True), Operand(x_rows)]
-        rows = RowsCall(dh, fc1.transposed, ctx.plan) if need_x else None
-        dx_ND, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
-        if need_w:
-            d, v = operands
-            dw1 = weight_gradient(ctx, wgrad, d, v, w1)
-        return dx_ND, dw1, None, None
+        return *_gradients(ctx, dh, columns, x, _fc1_layer(w1, ctx.spec)), None, None
 
 
 class _Fc2(torch.autograd.Function):

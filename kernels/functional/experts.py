@@ -220,10 +220,7 @@ def grouped_experts(
     b2: Tensor | None = None,
     **options: Unpack[ExpertOptions],
 ) -> Tensor:
-    """out = sum over the K experts e of a token of topk_prob[e] * MLP_e(x).
-
-    MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Differentiable, once, in x, topk_prob,
-    the weights and the biases.
+    """`experts` of tokens: out = sum over the K experts e of a token of topk_prob[e] * MLP_e(x).
 
     >>> import torch
     >>> from phalanx.kernels.api import grouped_experts
@@ -232,22 +229,7 @@ def grouped_experts(
     >>> grouped_experts(x, topk_idx, topk_prob, w1, w2, activation="swiglu").shape
     torch.Size([16, 64])
 
-    Args:
-        x: [..., D] fp32, bf16, fp16 or fp64. T may be 0.
-        topk_idx: [..., K] integers, experts of each token; an id outside 0 to E - 1 counts as none.
-        topk_prob: [..., K] of floats, their weights, used in fp32.
-        w1, b1: [E, 2F, D] as F gate and F up rows, or [E, F, D] without a gate, in x's dtype; [E,
-            2F] or [E, F].
-        w2, b2: [E, D, F] and [E, D].
-        options: `ExpertOptions`.
-
-    Returns:
-        [..., D] in x's dtype, under torch.autocast in that of autocast.
-
-    Raises:
-        TypeError: an option that does not exist.
-        ValueError: shapes, dtypes or devices that do not fit, an unknown value of an option, or a
-            backend that cannot run here.
+    `topk_idx` and `topk_prob` [..., K] are those of `TopK`; all else is as for `experts`.
     """
     return experts(x, TopK(topk_idx, topk_prob), (w1, w2, b1, b2), options)
 
@@ -262,9 +244,7 @@ def grouped_experts_sorted(
     b2: Tensor | None = None,
     **options: Unpack[ExpertOptions],
 ) -> Tensor:
-    """out[s] = row_prob[s] * MLP_e(rows[s]), where e is the expert of row s.
-
-    Differentiable, once, in rows, row_prob, the weights and the biases.
+    """`experts` of sorted rows: out[s] = row_prob[s] * MLP_e(rows[s]) for the expert e of row s.
 
     >>> import torch
     >>> from phalanx.kernels.api import grouped_experts_sorted
@@ -272,20 +252,7 @@ def grouped_experts_sorted(
     >>> grouped_experts_sorted(rows, [4, 0, 5], None, w1, w2)[9].abs().sum()
     tensor(0.)
 
-    Args:
-        rows: [S, D] fp32, bf16, fp16 or fp64, sorted by expert. Rows behind the sum of the counts
-            are padding: their content has no effect, and their outputs and gradients are 0.
-        counts: [E] rows of each expert: integers of any dtype on rows' device, which the host does
-            not read; or on the host, which a CUDA graph cannot capture.
-        row_prob: [S] of floats, weights of the rows, used in fp32; None: 1.
-        w1, w2, b1, b2, options: as for `grouped_experts`.
-
-    Returns:
-        [S, D] in the dtype of rows, under torch.autocast in that of autocast.
-
-    Raises:
-        TypeError, ValueError: as `grouped_experts`, and counts on the host that are negative or
-            whose sum exceeds S.
+    `counts` [E] and `row_prob` [S] are those of `SortedRows`; all else is as for `experts`.
     """
     return experts(rows, SortedRows(counts, row_prob), (w1, w2, b1, b2), options)
 
@@ -304,8 +271,7 @@ def resolve_backend(
 
     Args:
         x: [..., D], of which dtype and device are read. Under torch.autocast its dtype is taken.
-        w1: [E, H, D] of this rank, or as `layout` says.
-        w2: [E, D, F] of this rank, or as `layout` says.
+        w1, w2: [E, H, D] and [E, D, F] of this rank, or as `layout` says.
         top_k: experts of a token; None: the rows are sorted, as for `grouped_experts_sorted`.
         options: those of the call.
 

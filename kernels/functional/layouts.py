@@ -136,6 +136,8 @@ def in_kernel_shapes(weights: MLPWeights, layout: str) -> MLPWeights:
     ValueError for an unknown layout, or one of gated weights for others.
     """
     stored = layout_named(layout)
+    if stored is HALVES:
+        return weights
     w1 = stored.in_kernel_shape(weights.w1, fc1=True)
     w2 = stored.in_kernel_shape(weights.w2, fc1=False)
     channels, ffn = w1.shape[1], w2.shape[2]

@@ -37,15 +37,11 @@ def check_tensor(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, not {value.layout}")
 
 
-def check_floats(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a tensor of one of `FLOATS`."""
+def check_floats(name: str, value: Any, *, channels: bool = False) -> None:
+    """Raise ValueError unless the value is a tensor of one of `FLOATS`, and may have `channels`."""
     check_tensor(name, value)
     check_float(name, value.dtype)
-
-
-def check_width(name: str, value: Tensor) -> None:
-    """Raise ValueError for a tensor with nothing in its last axis, or without one."""
-    if not value.ndim or not value.shape[-1]:
+    if channels and not (value.ndim and value.shape[-1]):
         raise ValueError(f"{name} must have channels in its last axis, not {list(value.shape)}")
 
 
@@ -105,8 +101,7 @@ def check_devices(x: Tensor, **others: Tensor | None) -> None:
 
 def check_choices(x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> None:
     """Raise ValueError unless tokens [..., D] have ids and weights of K experts [..., K]."""
-    check_floats("x", x)
-    check_width("x", x)
+    check_floats("x", x, channels=True)
     check_tensor("topk_idx", topk_idx)
     check_integers("topk_idx", topk_idx, "expert ids")
     check_floats("topk_prob", topk_prob)
@@ -121,8 +116,7 @@ def check_choices(x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> None:
 
 def check_rows(rows: Tensor, row_prob: Tensor | None) -> None:
     """Raise ValueError unless rows are [S, D], and their weights [S] or None."""
-    check_floats("rows", rows)
-    check_width("rows", rows)
+    check_floats("rows", rows, channels=True)
     if row_prob is not None:
         check_floats("row_prob", row_prob)
     if rows.ndim != 2 or (row_prob is not None and row_prob.shape != rows.shape[:1]):
@@ -220,12 +214,12 @@ class Chosen(NamedTuple):
 def with_defaults(options: Mapping[str, Any]) -> Chosen:
     """All options of experts; TypeError for an unknown one, ValueError for another type."""
     names, values = tuple(options), tuple(options.values())
-    if not torch.compiler.is_compiling():
-        try:
-            return _known(names, *values)
-        except TypeError:  # also a value that has no hash
-            pass
-    return _chosen(names, *values)
+    if torch.compiler.is_compiling():
+        return _chosen(names, *values)
+    try:
+        return _known(names, *values)
+    except TypeError:  # also for a value that has no hash
+        return _chosen(names, *values)
 
 
 def _chosen(names: tuple[str, ...], *values: Any) -> Chosen:

@@ -16,7 +16,6 @@ from phalanx.kernels.functional.options import (
     check_devices,
     check_floats,
     check_sizes,
-    check_width,
     filled,
 )
 from phalanx.kernels.limits import impossible_groups
@@ -135,8 +134,7 @@ def router_topk(
 
 
 def _check(logits: Tensor, top_k: int, bias: Tensor | None, options: dict[str, Any]) -> None:
-    check_floats("logits", logits)
-    check_width("logits", logits)
+    check_floats("logits", logits, channels=True)
     E = logits.shape[-1]
     groups, chosen = options["groups"], options["group_topk"]
     check_sizes(top_k=top_k, groups=groups, group_topk=chosen)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.api import Activation, grouped_experts
+from phalanx.kernels.api import Activation, TopK, experts, grouped_experts
 from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
-from tests.kernels.problems import error
+from tests.kernels.problems import error, formula
 from tests.support.distributed import run_distributed
 
 E, D, WIDTH, K, T = 8, 16, 24, 3, 10
@@ -81,6 +81,31 @@ def test_equals_one_rank(ranks: int, kind: str) -> None:
     for rank, results in enumerate(run_distributed(layer_of_all, ranks, kind)):
         for got, want in zip(results, whole, strict=True):
             assert error(got, own(want, rank, ranks)) < 1e-6
+
+
+def function_with_group() -> list[Tensor]:
+    group = ExpertParallelGroup(transport="alltoall", dtype=torch.float32)
+    x, idx, prob, dout = (own(t, dist.get_rank(), 2) for t in tokens(2))
+    shares = [own(w, dist.get_rank(), 2).requires_grad_() for w in weights()]
+    routing = TopK(idx, prob.requires_grad_())
+    out = experts(x.requires_grad_(), routing, shares, {"activation": ACT}, group)
+    return [out.detach(), *torch.autograd.grad(out, [x, prob, *shares], dout)]
+
+
+@pytest.mark.dist
+def test_function_with_a_group_against_fp64() -> None:
+    """A statement of its own: every expert on every token."""
+    x, idx, prob, dout = (t.double() if t.is_floating_point() else t for t in tokens(2))
+    leaves = [x.requires_grad_(), prob.requires_grad_()]
+    leaves += [w.double().requires_grad_() for w in weights()]
+    w1, w2, b1, b2 = leaves[2:]
+    y_ETD = formula(x @ w1.mT + b1[:, None], ACT) @ w2.mT + b2[:, None]
+    share_ET = torch.stack([torch.where(idx == e, prob, 0.0).sum(-1) for e in range(E)])
+    want = (y_ETD * share_ET[..., None]).sum(0)
+    exact = [want.detach(), *torch.autograd.grad(want, leaves, dout)]
+    for rank, results in enumerate(run_distributed(function_with_group, 2)):
+        for got, true in zip(results, exact, strict=True):
+            assert error(got, own(true, rank, 2)) < 1e-6
 
 
 def layer_of_halves() -> list[Tensor]:

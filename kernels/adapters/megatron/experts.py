@@ -22,12 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from phalanx.kernels.api import (
-    Activation,
-    ExpertOptions,
-    grouped_experts_sorted,
-    resolve_backend,
-)
+from phalanx.kernels import api
+from phalanx.kernels.api import Activation, ExpertOptions, SortedRows, resolve_backend
 
 _LAYERS = ("linear_fc1", "linear_fc2")
 _EXTRA = "_extra_state"
@@ -218,14 +214,8 @@ class Experts(MegatronModule):
         `tokens_per_expert`: [L] rows of each expert, on the device or on the host.
         """
         rows_SD = permuted_local_hidden_states
-        out_SD = grouped_experts_sorted(
-            rows_SD,
-            torch.as_tensor(tokens_per_expert),
-            permuted_probs.reshape(-1),
-            *self.weights,
-            **self.options,
-        )
-        return out_SD, None
+        routing = SortedRows(torch.as_tensor(tokens_per_expert), permuted_probs.reshape(-1))
+        return api.experts(rows_SD, routing, self.weights, self.options), None
 
     def backward_dw(self) -> None:
         """Nothing: weight gradients are computed in the backward pass."""

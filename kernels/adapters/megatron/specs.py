@@ -29,6 +29,8 @@ from torch import Tensor
 from phalanx.adapters.expert_groups import group_of
 from phalanx.adapters.megatron.experts import Experts
 from phalanx.configs import programs
+from phalanx.kernels import api
+from phalanx.kernels.api import TopK
 
 
 class SymmMoELayer(MoELayer):
@@ -72,7 +74,8 @@ class SymmMoELayer(MoELayer):
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts = self.experts
         assert idx_TK is not None  # `preprocess` has noted it
-        out_TD = self._group.experts(x_TD, idx_TK, probs, *experts.weights, **experts.options)
+        routing = TopK(idx_TK, probs)
+        out_TD = api.experts(x_TD, routing, experts.weights, experts.options, self._group)
         return out_TD.view_as(hidden_states), None
 
     def combine(self, output: Tensor) -> Tensor:

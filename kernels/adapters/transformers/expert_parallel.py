@@ -24,6 +24,8 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from phalanx.adapters.expert_groups import group_of
 from phalanx.adapters.transformers.experts import options_of, weights_of
+from phalanx.kernels import api
+from phalanx.kernels.api import TopK
 
 EP_NAME = "phalanx_symm"  # value of `ep_implementation`
 
@@ -64,7 +66,7 @@ class SymmEP(EPImplementation):
                 f"{tokens} tokens cannot be shared by tp_size={mesh.size()}: pad sequences to a "
                 "multiple"
             )
-        parts = [hidden_states, top_k_index, top_k_weights]
+        parts: Any = [hidden_states, top_k_index, top_k_weights]
         if mesh.size() > 1:
             parts = [
                 DTensor.from_local(part, mesh, [Replicate()], run_check=False)
@@ -72,8 +74,8 @@ class SymmEP(EPImplementation):
                 .to_local()
                 for part in parts
             ]
-        experts = self._experts
-        out = self._group.experts(*parts, *weights_of(experts), **options_of(experts))
+        (x, *choices), own = parts, self._experts
+        out = api.experts(x, TopK(*choices), weights_of(own), options_of(own), self._group)
         if mesh.size() > 1:
             out = DTensor.from_local(out, mesh, [Shard(0)], run_check=False).full_tensor()
         return out

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from phalanx.adapters.transformers.modules import NAME, experts_of, facts_of, names_of
-from phalanx.kernels.api import ExpertOptions, grouped_experts, keep_converted
+from phalanx.kernels import api
+from phalanx.kernels.api import ExpertOptions, TopK, keep_converted
 
 
 def forward(
@@ -36,7 +37,7 @@ def forward(
     weights, x = weights_of(experts), hidden_states
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(weights[0].dtype)
-    out = grouped_experts(x, top_k_index, top_k_weights, *weights, **options_of(experts))
+    out = api.experts(x, TopK(top_k_index, top_k_weights), weights, options_of(experts))
     return out.to(hidden_states.dtype)
 
 

@@ -252,7 +252,7 @@ def test_imports_torch_alone() -> None:
 
 def test_examples_run() -> None:
     result = doctest.testmod(experts)
-    assert result.attempted == 14 and not result.failed
+    assert result.attempted == 20 and not result.failed
 
 
 def test_arguments_are_checked() -> None:
