@@ -81,7 +81,7 @@ def encode(spec: MLPSpec, layout: str = "halves") -> str:
 
 @functools.cache
 def decode(text: str) -> tuple[MLPSpec, str]:
-    """What `encode` was given."""
+    """The specification and the layout that `encode` was given."""
     spec, layout = ast.literal_eval(text)
     return decoded(spec), layout
 

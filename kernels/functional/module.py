@@ -121,11 +121,11 @@ class GroupedMLP(ExpertModule):
     >>> experts(x, topk_idx, topk_prob).shape
     torch.Size([4, 16, 64])
 
-    Parameters, by their names in the state dict: w1 [L, 2F, D] as [gate; up], or [L, F, D] without
-    a gate; w2 [L, D, F]; with `bias` b1 [L, 2F or F] and b2 [L, D].
+    Parameters, by their names in the state dict: w1 [E, 2F, D] as [gate; up], or [E, F, D] without
+    a gate; w2 [E, D, F]; with `bias` b1 [E, 2F or F] and b2 [E, D].
 
     Args:
-        experts, hidden, ffn, top_k: L, D, F and K.
+        experts, hidden, ffn, top_k: E, D, F and K.
         activation: its kind, or with constants an `Activation`.
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, `cudnn`, or `auto`: the best for the input's device.
@@ -155,22 +155,11 @@ class GroupedMLP(ExpertModule):
         self.hidden, self.ffn = hidden, ffn
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
-        """Weighted sum of each token's experts.
+        """Weighted sum of each token's experts, as `grouped_experts`.
 
-        Args:
-            x: [..., D] in the parameters' dtype. Under torch.autocast it and the parameters have
-                any dtypes but fp64, and are cast in each call.
-            topk_idx: [..., K] integers, experts of each token from 0 to L - 1; -1 for none. Any
-                other id counts as none too, unless PHALANX_DEBUG=1 is set: then it is an error, at
-                the price of a wait for the device in every call.
-            topk_prob: [..., K] their weights, used in fp32.
-
-        Returns:
-            [..., D] in x's dtype, under torch.autocast in that of autocast.
-
-        Raises:
-            ValueError: shapes, dtypes or devices that do not fit, or a backend that cannot run
-                here; with PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its index.
+        An id is an expert from 0 to E - 1, or -1 for none. Any other counts as none too, unless
+        PHALANX_DEBUG=1 is set: then it is a ValueError with its index, at the price of a wait for
+        the device in every call.
         """
         given = dict(x=x, topk_idx=topk_idx, topk_prob=topk_prob)
         for name, value in given.items():
