@@ -58,7 +58,7 @@ class Values:
         self.amax.fill(0)
 
     def put(self, q: int, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
-        """Channels 16 q to 16 q + 15: four words, as `epilogues` packs eight accumulators.
+        """Channels 16 q to 16 q + 15: four words, as `fragment.pack` makes them of eight values.
         `counted` is MAGNITUDES, or 0 for channels past the last one."""
         self.count(words, counted)
         self.set(q, words)
