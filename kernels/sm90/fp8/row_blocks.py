@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations
 from phalanx.kernels.sm90.gemm.operands import Rows
-from phalanx.kernels.sm90.gemm.smem_strips import ROWS, WARPS
+from phalanx.kernels.sm90.gemm.row_store import ROWS, WARPS, partition, put
 from phalanx.kernels.sm90.jit import ptx
 
 REGION = ROWS * BLOCK  # bytes of 16 rows
@@ -58,7 +58,7 @@ class Values:
         self.amax.fill(0)
 
     def put(self, q: int, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
-        """Channels 16 q to 16 q + 15: four words, as `fragment.pack` makes them of eight values.
+        """Channels 16 q to 16 q + 15: four words, as `epilogues.pack` makes of eight values.
         `counted` is MAGNITUDES, or 0 for channels past the last one."""
         self.count(words, counted)
         self.set(q, words)
@@ -157,7 +157,7 @@ class RowBytes:
         row = top + lane // 4 + half * 8
         # All four lanes have the scale; rows past the end belong to another expert.
         if lane % 4 == 0 and row < end:
-            _set(scales, row, block, value)
+            put(scales, row, block, value)
 
     @cute.jit
     def store(
@@ -175,25 +175,14 @@ class RowBytes:
         # Bytes that all lanes wrote (generic proxy) become visible to TMA (async proxy).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        # As in `smem_strips`: TMA would overwrite rows of the next expert.
+        # As in `gemm.row_store`: TMA would overwrite rows of the next expert.
         if end - top >= ROWS:
-            smem, gmem = self._partition(region, tma, (top, column, Int32(part)))
+            at = (top, column, Int32(part))
+            smem, gmem = partition(self.tensor, self.first + region, tma, at, (ROWS, BLOCK))
             cute.copy(tma[0], smem, gmem)
         else:
             self._store_rows(region, rows, top, end, column, part)
         cute.arch.cp_async_bulk_commit_group()
-
-    def _partition(self, region: int, tma: Any, at: tuple[Int32, ...]) -> tuple[Any, Any]:
-        shifted = cute.domain_offset(at, tma[1])
-        tile = cute.local_tile(shifted, (ROWS, BLOCK), (0, 0, 0))
-        smem, gmem = cpasync.tma_partition(
-            tma[0],
-            0,
-            cute.make_layout(1),
-            cute.group_modes(self.tensor, 0, 2),
-            cute.group_modes(tile, 0, 2),
-        )
-        return smem[(None, self.first + region)], gmem
 
     @cute.jit
     def _store_rows(
@@ -219,7 +208,3 @@ class RowBytes:
                     (source ^ (64 * (p % 2))) + (region * REGION + p * 4 * BLOCK)
                 )
                 ptx.store_global(target + (4 * p) * pitch, *words)
-
-
-def _set(tensor: cute.Tensor, i: Int32, j: Int32, value: Float32) -> None:
-    tensor[i, j] = value

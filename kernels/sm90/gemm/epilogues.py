@@ -1,24 +1,230 @@
-"""Epilogues of the grouped GEMMs: what `grouped_gemm`, `fc1_act` and `fc2_dgrad_dact` compute.
+"""Epilogues of the grouped GEMMs: from a tile's accumulators to memory.
 
-How one is declared is in `epilogue`, how its rows come to memory in `row_store`; `fp8.act` has
-those whose rows are quantised. Between tiles a warp has one integer (`carry`): for `Linear` the
-pending tile of its `Signaller`, for `ActGrad` phases of its barriers.
+A new fusion is a frozen dataclass over `Epilogue` that declares what it loads, stores and sums, and
+a function on registers. Its fields are compiled in. For example, a = scale[e] * relu(h)^2, which
+also keeps h:
 
-Legend: h has 2F channels with a gate, F without; F expert width.
+    @dataclass(frozen=True)
+    class ScaledSquaredRelu(Epilogue):
+        loads = (Load("scale", "expert"),)
+        outputs = (Out("h"), Out("a"))
+
+        def compute(self, at: Fragment) -> None:
+            h = at.put("h", at.acc())
+            relu = [cute.arch.fmax(x, Float32(0), nan=True) for x in h]
+            at.put("a", [at.load("scale", i) * x * x for i, x in enumerate(relu)])
+
+What is declared is what `host` takes, in this order: rows that are loaded, outputs, loads, sums. A
+`RowStore` (`row_store`) does the rest: which channels, when, and how they come to memory.
+
+On the device an epilogue is one object a warp: `prefetch` runs when the tile is known, ahead of its
+multiplication; a call stores the tile at `row` and column tile `column` of an expert that ends at
+`end`. Between tiles a warp has one integer (`carry`), which each call takes and returns. Every
+value is rounded once.
+
+`Linear`, `Act` and `ActGrad` are those of `grouped_gemm`, `fc1_act` and `fc2_dgrad_dact`; `fp8.act`
+has those whose rows are quantised. `carry` is for `Linear` the pending tile of its `Signaller`, for
+`ActGrad` phases of its barriers.
+
+Legend: S rows, N columns of b, F channels of an output's part, L experts, C column tiles.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from cutlass import Float32, Int32
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.exchange.waves import Signaller
 from phalanx.kernels.sm90.gemm import activate
-from phalanx.kernels.sm90.gemm.epilogue import Epilogue, Load, Out
-from phalanx.kernels.sm90.gemm.fragment import Fragment
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.gemm.row_store import StripStore, StripWalk
+from phalanx.kernels.sm90.gemm.row_store import (
+    LOADED_ROWS,
+    STEP,
+    Places,
+    RowStore,
+    StripStore,
+    StripWalk,
+    Walk,
+)
+from phalanx.kernels.sm90.jit import ptx
+
+
+class Load(NamedTuple):
+    """Factors or terms that `compute` has beside the accumulators."""
+
+    name: str
+    per: Literal["row", "column", "expert"]
+    """fp32 [S]; bf16 [L, N / 2] in words of two; fp32 [L]."""
+    used: bool = True
+
+
+class Out(NamedTuple):
+    """Rows [S, parts * F] that `compute` puts."""
+
+    name: str
+    parts: int = 1
+    kept: bool = True
+    """False: `put` rounds, but nothing is stored."""
+    fp8: str = "e4m3"
+    """Its format in FP8."""
+
+
+class Fragment:
+    """A lane's 8 values of 16 columns, for a function on registers.
+
+    They are as wgmma leaves them: value i is in the row i // 2 % 2 of the lane's two rows, 8 apart,
+    and in the column 8 * (i // 4) + i % 2 from the lane's first one. The four lanes that share a
+    row differ in the two lowest bits.
+    """
+
+    def __init__(self, walk: Walk, top: Int32, end: Int32, expert: Int32, sums: Any = None) -> None:
+        self._walk, self._expert, self._sums = walk, expert, sums or {}
+        self._loads: dict[str, list[Float32]] = {}
+        for load in walk.epilogue.loads:
+            if load.used and load.per == "row":
+                self._loads[load.name] = walk.warp.per_row(walk.tensors[load.name], top, end)
+            if load.used and load.per == "expert":
+                self._loads[load.name] = [walk.tensors[load.name][expert]] * 2
+        for total in self._sums.values():
+            total.fill(0.0)
+
+    def at(self, acc: cute.Tensor, m: int, block: int, f: Int32, q: int, to: Places) -> "Fragment":
+        """Move on to 16 columns, `block` of a part of the tile, of which f + 16 q is the first."""
+        self._acc, self._m, self.block, self._f, self.q, self._to = acc, m, block, f, q, to
+        return self
+
+    def acc(self, part: int = 0) -> list[Float32]:
+        """The accumulators of a part of the tile's columns."""
+        block = part * (self._walk.loop.columns // 32) + self.block
+        return self._walk.warp.values(self._acc, self._m, block)
+
+    def load(self, name: str, i: int) -> Float32:
+        """A load per row or per expert, for value i."""
+        return self._loads[name][i // 2 % 2]
+
+    def add_columns(self, values: list[Float32], name: str, part: int = 0, scale: str = "") -> None:
+        """Add a load per column of a part, times the load per row `scale`, if any."""
+        words, walk = self._walk.tensors[name], self._walk
+        n = part * walk.width + self._f + 16 * self.q + walk.warp.column
+        for first in (0, 2, 4, 6):
+            if first % 4 == 0:
+                low, high = ptx.unpack(words[self._expert, (n + 2 * first) // 2])
+            a, b = low, high
+            if scale:
+                a, b = (x * self.load(scale, first) for x in (low, high))
+            values[first], values[first + 1] = values[first] + a, values[first + 1] + b
+
+    def add_sum(self, name: str, i: int, value: Float32) -> None:
+        """Add a term of value i to a sum of its row."""
+        sums, half = self._sums[name], i // 2 % 2
+        sums[half] = sums[half] + value
+
+    def put(self, name: str, values: list[Float32], part: int = 0) -> list[Float32]:
+        """Store 8 values of a part of an output; returns them as they are rounded."""
+        words = pack(values)
+        self._write((name, part), words)
+        return unpack(words)
+
+    def put_each(self, function: Callable[..., tuple[Float32, ...]]) -> None:
+        """Store function(fragment, i, acc, *loaded) of each value i: a result for each part of the
+        outputs."""
+        walk, acc = self._walk, self.acc()
+        loaded = [walk.staging.read(strip, self.q) for strip in self._to[LOADED_ROWS]]
+        words = dict[Any, list[Uint32]]((part, []) for part in walk.parts)
+        for pair in range(4):  # one pair at a time, or registers run out
+            rows = [ptx.unpack(of_part[pair]) for of_part in loaded]
+            results = [
+                function(self, 2 * pair + k, acc[2 * pair + k], *(row[k] for row in rows))
+                for k in range(2)
+            ]
+            for into, low, high in zip(words.values(), *results, strict=True):
+                into.append(ptx.pack(low, high))
+        for part in walk.order:
+            self._write(part, words[part])
+
+    def _write(self, part: tuple[str, int], words: list[Uint32]) -> None:
+        to = self._to.get(part)
+        if callable(to):
+            to(self, words)
+        elif to is not None:
+            self._walk.staging.write(to, self.q, words)
+
+
+def pack(values: list[Float32]) -> list[Uint32]:
+    """bf16 words of two neighbours."""
+    return [ptx.pack(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
+
+
+def unpack(words: list[Uint32]) -> list[Float32]:
+    """Values of such words."""
+    return [x for word in words for x in ptx.unpack(word)]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Base of all: subclasses declare and compute."""
+
+    step: ClassVar[int] = STEP
+    """Channels that are written to shared memory at a time: 32 or 64."""
+    row_store: ClassVar[type[RowStore]] = StripStore
+    fragment: ClassVar[type[Fragment]] = Fragment
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return ()
+
+    @property
+    def outputs(self) -> tuple[Out, ...]:
+        """With `loaded` the first one has as many parts, and the last one has one."""
+        raise NotImplementedError
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of sums over the columns of a tile: fp32 [C, S], one a row and column tile."""
+        return ()
+
+    @property
+    def loaded(self) -> int:
+        """Parts of the rows that are loaded under the product, bf16 [S, parts * F]; 0: none are."""
+        return 0
+
+    @property
+    def num_gate_parts(self) -> int:
+        """Channels of h for one of a, 2 with a gate: parts of the tile's columns, unless rows are
+        loaded."""
+        return 1
+
+    def compute(self, at: Fragment) -> None:
+        """The function on registers: 8 values of a lane."""
+        raise NotImplementedError
+
+    def sets(self, loop: Mainloop) -> int:
+        """Number of sets of strips: with ping-pong one is stored, one written."""
+        return 2 if loop.pingpong else 1
+
+    def bytes(self, loop: Mainloop) -> int:
+        """Shared memory, without barriers."""
+        return self.row_store(self, loop).bytes
+
+    def storage(self, loop: Mainloop) -> Any:
+        return self.row_store(self, loop).storage()
+
+    def init_barriers(self, storage: Any) -> None:
+        """Once a CTA, by one warp; the kernel has a fence and a barrier after it."""
+        self.row_store(self, None).init_barriers(storage)
+
+    def host(self, loop: Mainloop, *tensors: Any) -> Any:
+        """Arguments of `device` from tensors, in the order that is declared."""
+        first = 1 if self.loaded else 0
+        behind = first + len(self.outputs)
+        rows, scales = self.row_store(self, loop).host(tensors[:first], tensors[first:behind])
+        return rows, tensors[behind:], scales
+
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> Walk:
+        return self.row_store(self, loop).device(storage, thread, args)
 
 
 @dataclass(frozen=True)
@@ -111,7 +317,7 @@ class Act(Epilogue):
         gate, up = h[0], h[-1]
         a = [activate.forward(self.act, gate[i], up[i]) for i in range(8)]
         if self.prob:
-            a = [x * at.row("prob", i) for i, x in enumerate(a)]
+            a = [x * at.load("prob", i) for i, x in enumerate(a)]
         at.put("a", a)
 
 
@@ -147,9 +353,9 @@ class ActGrad(Epilogue):
 
     def _gradients(self, at: Fragment, i: int, value: Float32, *h: Float32) -> tuple[Float32, ...]:
         gate, up = h[0], h[-1]
-        scaled = value * at.row("prob", i) if self.prob else value
+        scaled = value * at.load("prob", i) if self.prob else value
         d_gate, d_up, a = activate.backward(self.act, gate, up, scaled)
         if self.prob:
             at.add_sum("dprob", i, value * a)
-            a = a * at.row("prob", i)
+            a = a * at.load("prob", i)
         return (d_gate, d_up, a) if self.act.gated else (d_gate, a)

@@ -8,6 +8,7 @@ A kernel (see `Kernel`) is compiled once per configuration, for any sizes, and c
 import functools
 import platform
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -156,6 +157,7 @@ def _facts(kernel: type[Kernel], config: Any) -> tuple[str, ...]:
         *(platform.machine(), _sources()),
         *(f"{kernel.__module__}.{kernel.__qualname__}", repr(config)),
         *_epilogues(repr(config)),
+        *_outside(config),
     )
 
 
@@ -258,6 +260,15 @@ def _epilogues(config: str) -> Iterator[str]:
             spec = find_spec(facts.cute.partition(":")[0])
             if spec is not None and spec.origin and _HERE not in Path(spec.origin).parents:
                 yield digest_of([Path(spec.origin)])
+
+
+def _outside(config: Any) -> Iterator[str]:
+    """Names and hashes of the files of a configuration's epilogue that are not in this folder."""
+    for kind in type(getattr(config, "epilogue", None)).__mro__:
+        file = getattr(sys.modules[kind.__module__], "__file__", None)
+        if file and _HERE not in Path(file).parents:
+            yield f"{kind.__module__}.{kind.__qualname__}"
+            yield digest_of([Path(file)])
 
 
 def _placeholder(parameter: Parameter) -> Any:
