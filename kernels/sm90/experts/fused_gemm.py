@@ -2,6 +2,21 @@
 
     acc[s] = a[index[s]] @ b[e(s)]^T, in registers; outputs and sums as the epilogue declares them
 
+A new fusion is a declaration and a function on registers. One that also keeps h, for example:
+
+    @dataclass(frozen=True)
+    class ScaledSquaredRelu(Epilogue):  # a = scale[e] * relu(h)^2
+        loads = (Load("scale", "expert"),)
+        outputs = (Out("h"), Out("a"))
+
+        def compute(self, at: Fragment) -> None:
+            h = at.put("h", at.acc())  # as it is rounded
+            relu = [cute.arch.fmax(x, Float32(0), nan=True) for x in h]
+            at.put("a", [at.load("scale", i) * x * x for i, x in enumerate(relu)])
+
+    made = fused_gemm(x, w, offsets, ScaledSquaredRelu(), scale=scale)  # "h" and "a"
+
+With `loaded` rows, of h, and `put_each` it is a gradient; `sums` are reductions over the columns.
 The kernel's roles, pipelines and barriers are those of `gemm.gemm`; a subclass adds arguments only.
 
 Legend: S expert rows, K channels in, N columns of b, F = N / parts channels of an output's part, L

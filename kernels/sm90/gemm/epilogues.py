@@ -1,30 +1,15 @@
 """Epilogues of the grouped GEMMs: from a tile's accumulators to memory.
 
-A new fusion is a frozen dataclass over `Epilogue` that declares what it loads, stores and sums, and
-a function on registers. Its fields are compiled in. For example, a = scale[e] * relu(h)^2, which
-also keeps h:
-
-    @dataclass(frozen=True)
-    class ScaledSquaredRelu(Epilogue):
-        loads = (Load("scale", "expert"),)
-        outputs = (Out("h"), Out("a"))
-
-        def compute(self, at: Fragment) -> None:
-            h = at.put("h", at.acc())
-            relu = [cute.arch.fmax(x, Float32(0), nan=True) for x in h]
-            at.put("a", [at.load("scale", i) * x * x for i, x in enumerate(relu)])
-
-What is declared is what `host` takes, in this order: rows that are loaded, outputs, loads, sums. A
-`RowStore` (`row_store`) does the rest: which channels, when, and how they come to memory.
+A fusion is a frozen dataclass over `Epilogue` that declares what it loads, stores and sums, and a
+function on registers; its fields are compiled in. `experts.fused_gemm` has an example. What is
+declared is what `host` takes, in this order: rows that are loaded, outputs, loads, sums. The
+`row_store` does the rest: which channels, when, and how they come to memory.
 
 On the device an epilogue is one object a warp: `prefetch` runs when the tile is known, ahead of its
 multiplication; a call stores the tile at `row` and column tile `column` of an expert that ends at
-`end`. Between tiles a warp has one integer (`carry`), which each call takes and returns. Every
-value is rounded once.
-
-`Linear`, `Act` and `ActGrad` are those of `grouped_gemm`, `fc1_act` and `fc2_dgrad_dact`; `fp8.act`
-has those whose rows are quantised. `carry` is for `Linear` the pending tile of its `Signaller`, for
-`ActGrad` phases of its barriers.
+`end`. Between tiles a warp has one integer (`carry`), which each call takes and returns: for
+`Linear` the pending tile of its `Signaller`, with loaded rows phases of their barriers. Every value
+is rounded once.
 
 Legend: S rows, N columns of b, F channels of an output's part, L experts, C column tiles.
 """
@@ -53,11 +38,10 @@ from phalanx.kernels.sm90.jit import ptx
 
 
 class Load(NamedTuple):
-    """Factors or terms that `compute` has beside the accumulators."""
+    """Factors or terms: fp32 [S] per row, [L] per expert; bf16 [L, N / 2] in words of two."""
 
     name: str
     per: Literal["row", "column", "expert"]
-    """fp32 [S]; bf16 [L, N / 2] in words of two; fp32 [L]."""
     used: bool = True
 
 
@@ -66,10 +50,8 @@ class Out(NamedTuple):
 
     name: str
     parts: int = 1
-    kept: bool = True
-    """False: `put` rounds, but nothing is stored."""
-    fp8: str = "e4m3"
-    """Its format in FP8."""
+    kept: bool = True  # False: `put` rounds, but nothing is stored
+    fp8: str = "e4m3"  # its format in FP8
 
 
 class Fragment:
@@ -129,8 +111,7 @@ class Fragment:
         return unpack(words)
 
     def put_each(self, function: Callable[..., tuple[Float32, ...]]) -> None:
-        """Store function(fragment, i, acc, *loaded) of each value i: a result for each part of the
-        outputs."""
+        """Store function(fragment, i, acc, *loaded), a result a part, of each value i."""
         walk, acc = self._walk, self.acc()
         loaded = [walk.staging.read(strip, self.q) for strip in self._to[LOADED_ROWS]]
         words = dict[Any, list[Uint32]]((part, []) for part in walk.parts)
@@ -167,8 +148,7 @@ def unpack(words: list[Uint32]) -> list[Float32]:
 class Epilogue:
     """Base of all: subclasses declare and compute."""
 
-    step: ClassVar[int] = STEP
-    """Channels that are written to shared memory at a time: 32 or 64."""
+    step: ClassVar[int] = STEP  # channels of a strip, 32 or 64
     row_store: ClassVar[type[RowStore]] = StripStore
     fragment: ClassVar[type[Fragment]] = Fragment
 
@@ -193,8 +173,7 @@ class Epilogue:
 
     @property
     def num_gate_parts(self) -> int:
-        """Channels of h for one of a, 2 with a gate: parts of the tile's columns, unless rows are
-        loaded."""
+        """Channels of h for one of a: parts of the tile's columns, unless rows are loaded."""
         return 1
 
     def compute(self, at: Fragment) -> None:
@@ -235,14 +214,11 @@ class Linear(Epilogue):
     signals: bool = False  # signal finished tiles to a reader that waits for waves of experts
 
     step: ClassVar[int] = 64
+    outputs = (Out("y"),)
 
     @property
     def loads(self) -> tuple[Load, ...]:
         return Load("bias", "column", self.bias), Load("scale", "row", self.bias)
-
-    @property
-    def outputs(self) -> tuple[Out, ...]:
-        return (Out("y"),)
 
     def sets(self, loop: Mainloop) -> int:
         return 4 if loop.pingpong else 2

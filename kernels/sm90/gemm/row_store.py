@@ -46,7 +46,7 @@ LOADED_ROWS = "loaded", -1  # key of `Places` with the strips of loaded rows
 LOADED = 3  # strips of a part of loaded rows: one is computed from, one in flight, one stored
 
 type Places = dict[tuple[str, int], Any]
-"""Where the parts of outputs go: a strip, or a function of the fragment and its words."""
+"""Strip of each part of the outputs, or a function that takes the fragment and its words."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class Staging:
         cute.arch.cp_async_bulk_commit_group()
 
     def expect(self, strips: int, barrier: cute.Pointer) -> None:
+        """The warp's arrival, before its loads: the phase completes when their bytes are there."""
         with cute.arch.elect_one():
             size = strips * ROWS * self.strips.pitch
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -250,10 +251,8 @@ class RowStore:
     epilogue: Any
     loop: Any  # a `Mainloop`; None for barriers alone
 
-    walks: ClassVar[tuple[type["Walk"], type["Walk"]]]
-    """Device side, and that of an epilogue that loads rows."""
-    regions: ClassVar[int] = 0
-    """Further bytes of shared memory, of an epilogue that loads rows."""
+    walks: ClassVar[tuple[type["Walk"], type["Walk"]]]  # device side, and that with loaded rows
+    regions: ClassVar[int] = 0  # further bytes of shared memory, with loaded rows
 
     @property
     def strips(self) -> Strips:
@@ -303,8 +302,7 @@ class Walk:
         self.rest = vectors[len(names) :]
         self.parts = [(out.name, part) for out in outs for part in range(out.parts)]
         self.stored = [(out.name, part) for out in outs if out.kept for part in range(out.parts)]
-        self.order = self.stored
-        """Order in which parts are written that are computed together."""
+        self.order = self.stored  # of parts that are computed together
 
     @property
     def width(self) -> Int32:
@@ -429,8 +427,8 @@ class LoadedStripWalk(Walk):
             if cutlass.const_expr(i % self.wide == 0):
                 fragment = self.epilogue.fragment(self, top, end, expert, sums)
             f = column * self.loop.columns + self.epilogue.step * (i % self.wide)
-            # Each of the 3 barriers completes steps / 3 phases a tile: if that is even, the phase
-            # is the same in every tile and needs no register.
+            # Rows of step i have arrived. Each of the 3 barriers completes steps / 3 phases a tile:
+            # if that is even, the phase is the same in every tile and needs no register.
             if cutlass.const_expr(self.steps % (2 * LOADED) == 0):
                 cute.arch.mbarrier_wait(self.loaded + strip, i // LOADED % 2)
             else:
