@@ -1,7 +1,8 @@
-"""Problems on a GPU for the grouped GEMMs: operands, exact results, and those of torch in bf16.
+"""Problems for the grouped GEMMs: operands, exact results, and those of torch in bf16.
 
-Whatever the kernels must not read is NaN or no index, and whatever they must not write is
-`UNTOUCHED` before (see `prefilled`). Integers are small enough for sums in fp32 to be exact.
+They are built on the GPU, or without one on the CPU, where their references run too. Whatever the
+kernels must not read is NaN or no index, and whatever they must not write is `UNTOUCHED` before
+(see `prefilled`). Integers are small enough for sums in fp32 to be exact.
 
 Legend: S rows, N rows of a gathered operand, K channels in, F channels out or expert width, H
 channels of h, L experts.
@@ -9,19 +10,30 @@ channels of h, L experts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+SWIGLU, SQUARED = Activation("swiglu"), Activation("squared_relu")
+GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
 UNTOUCHED = 7.0
 COUNTS = {
     "even": [256, 256, 256],
@@ -32,8 +44,11 @@ COUNTS = {
     "idle ends": [0, 0, 300, 20, 0],
     "many": [(37 * e) % 150 for e in range(70)],
 }
-MARGINS = (0, 100, 131)
 Outputs = dict[str, Tensor]
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 @contextmanager
@@ -50,6 +65,10 @@ def prefilled(value: float = UNTOUCHED) -> Iterator[None]:
 class Problem:
     """Rows of experts, and what the three kinds of problems do with them."""
 
+    reads: tuple[str, ...]
+    """Inputs [S, ...]."""
+    parts = 1
+    """Parts of the channels of a row, each with its own blocks in FP8."""
     written: tuple[str, ...]
     """Outputs [S, ...] whose padding stays as it was."""
 
@@ -61,12 +80,12 @@ class Problem:
         integers: bool = False,
         padding: int = 77,
     ) -> None:
-        self.generator = torch.Generator("cuda").manual_seed(sum(counts) + 7 * len(counts))
+        self.generator = torch.Generator(DEVICE).manual_seed(sum(counts) + 7 * len(counts))
         self.integers = integers
         self.ends = [sum(counts[: e + 1]) for e in range(len(counts))]
         self.L, self.used = len(counts), sum(counts)
         self.S = self.used + padding
-        self.offsets = torch.tensor([0, *self.ends], dtype=torch.int32, device="cuda")
+        self.offsets = torch.tensor([0, *self.ends], dtype=torch.int32, device=DEVICE)
         self.index = None
         if gather:
             self.index = self._random(self.S // 2 + 3, self.S)
@@ -76,12 +95,12 @@ class Problem:
         """bf16: normal numbers times `scale`, or integers up to `span`."""
         g = self.generator
         if self.integers:
-            return torch.randint(-span, span + 1, shape, generator=g, device="cuda").to(BF16)
-        return (torch.randn(*shape, generator=g, device="cuda") * scale).to(BF16)
+            return torch.randint(-span, span + 1, shape, generator=g, device=DEVICE).to(BF16)
+        return (torch.randn(*shape, generator=g, device=DEVICE) * scale).to(BF16)
 
     def of_rows(self) -> Tensor:
         """fp32 [S]: a positive factor a row."""
-        factor = torch.rand(self.S, generator=self.generator, device="cuda") + 0.5
+        factor = torch.rand(self.S, generator=self.generator, device=DEVICE) + 0.5
         factor = factor.ceil() if self.integers else factor
         factor[self.used :] = float("nan")
         return factor
@@ -98,6 +117,18 @@ class Problem:
         given[picked] = table[picked]
         return given, given[picked]
 
+    def weights(self, N: int, K: int, parts: int = 1, *, transposed: bool = False) -> Any:
+        """Weights [L, N, K] as a kernel takes them, and their values; `transposed`: stored
+        [L, K, N]. `parts`: of the output channels as they are stored, each with its own blocks."""
+        w = self.draw(self.L, *((K, N) if transposed else (N, K)), scale=K**-0.5)
+        w = w.mT if transposed else w
+        return w, w
+
+    def poison(self, rows: slice) -> None:
+        """Set rows that a kernel reads to NaN; of a problem that does not gather."""
+        for name in self.reads:
+            getattr(self, name)[rows] = float("nan")
+
     def product(self, dense: Tensor, w_LNK: Tensor, dtype: torch.dtype) -> Tensor:
         """dense @ w^T, expert by expert."""
         begins = [0, *self.ends[:-1]]
@@ -110,7 +141,7 @@ class Problem:
     def spread(self, of_experts: Tensor) -> Tensor:
         """Rows [L, ...] to rows of experts."""
         counts = torch.tensor(self.ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
-        return of_experts.repeat_interleave(counts.cuda(), dim=0)
+        return of_experts.repeat_interleave(counts.to(DEVICE), dim=0)
 
     def ours(self, **options) -> Outputs:
         """The kernel's outputs, prefilled."""
@@ -158,12 +189,12 @@ class Problem:
             self.index.copy_(self.index.roll(int(cuts[0]) + 1))
 
     def _random(self, high: int, count: int) -> Tensor:
-        drawn = torch.randint(0, high, (count,), generator=self.generator, device="cuda")
+        drawn = torch.randint(0, high, (count,), generator=self.generator, device=DEVICE)
         return drawn.to(torch.int32)
 
 
 class RowsProblem(Problem):
-    written = ("y",)
+    reads, written = ("a",), ("y",)
 
     def __init__(
         self,
@@ -177,14 +208,12 @@ class RowsProblem(Problem):
     ) -> None:
         super().__init__(counts, **options)
         self.a, self.dense = self.operand(K)
-        shape = (self.L, K, N) if transposed else (self.L, N, K)
-        w = self.draw(*shape, scale=K**-0.5)
-        self.w = w.mT if transposed else w
+        self.w, self.w_LNK = self.weights(N, K, self.parts, transposed=transposed)
         self.bias = self.draw(self.L, N) if bias else None
         self.scale = self.of_rows() if bias else None
 
     def ours(self, **options) -> Outputs:
-        given = dict(bias_LN=self.bias, scale_S=self.scale)
+        given = dict(bias_LN=self.bias, scale_S=self.scale, parts=self.parts)
         with prefilled():
             return {"y": grouped_gemm(self.a, self.w, self.offsets, **{**given, **options})}
 
@@ -195,21 +224,21 @@ class RowsProblem(Problem):
         return {"y": self._y(BF16)}
 
     def _y(self, dtype: torch.dtype) -> Tensor:
-        y = self.product(self.dense, self.w, dtype)
+        y = self.product(self.dense, self.w_LNK, dtype)
         if self.bias is None:
             return y
         return (y + self.spread(self.bias).to(dtype) * self.scale[: self.used, None]).to(dtype)
 
 
 class Fc1Problem(Problem):
-    written = ("h", "a")
+    reads, written = ("x",), ("h", "a")
 
     def __init__(
         self,
         counts: list[int],
         F: int,
         D: int,
-        act: Activation,
+        act: Activation = SWIGLU,
         *,
         bias: bool = False,
         prob: bool = True,
@@ -218,7 +247,7 @@ class Fc1Problem(Problem):
         super().__init__(counts, **options)
         self.act, H = act, act.width(F)
         self.x, self.dense = self.operand(D)
-        self.w = self.draw(self.L, H, D, scale=D**-0.5)
+        self.w, self.w_LNK = self.weights(H, D, H // F)
         self.bias = self.draw(self.L, H) if bias else None
         self.prob = self.of_rows() if prob else None
 
@@ -238,7 +267,7 @@ class Fc1Problem(Problem):
         return {"h": h, "a": self._a(h.float()).to(BF16)}
 
     def _h(self, dtype: torch.dtype) -> Tensor:
-        h = self.product(self.dense, self.w, dtype)
+        h = self.product(self.dense, self.w_LNK, dtype)
         return h if self.bias is None else h + self.spread(self.bias).to(dtype)
 
     def _a(self, h: Tensor) -> Tensor:
@@ -247,29 +276,29 @@ class Fc1Problem(Problem):
 
 
 class DgradProblem(Problem):
-    written = ("dh", "a", "parts")
+    reads, written = ("dy", "h", "prob"), ("dh", "a", "parts")
 
     def __init__(
         self,
         counts: list[int],
         F: int,
         D: int,
-        act: Activation,
+        act: Activation = SWIGLU,
         *,
         prob: bool = True,
         **options,
     ) -> None:
         super().__init__(counts, **options)
-        self.act = act
+        self.act, self.num_gate_parts = act, act.width(F) // F
         self.dy, self.dense = self.operand(D)
-        self.w = self.draw(self.L, D, F, scale=D**-0.5)
+        self.w, self.w_LNK = self.weights(F, D, transposed=True)
         self.h = self.draw(self.S, act.width(F), scale=1.5, span=8)
         self.h[self.used :] = float("nan")
         self.prob = self.of_rows() if prob else None
 
     def ours(self, **options) -> Outputs:
         given = dict(index_S=self.index, prob_S=self.prob)
-        tensors = (self.dy, self.w.mT, self.h, self.offsets)
+        tensors = (self.dy, self.w, self.h, self.offsets)
         with prefilled():
             dh, a, parts = fc2_dgrad_dact(*tensors, self.act, **{**given, **options})
         assert (parts is None) == (self.prob is None)
@@ -279,78 +308,17 @@ class DgradProblem(Problem):
         return {"dh": dh, "a": a, "dprob": parts.sum(0), "parts": parts.T}
 
     def exact(self) -> Outputs:
-        return self._gradients(FP64, self.product(self.dense, self.w.mT, FP64))
+        return self._gradients(FP64, self.product(self.dense, self.w_LNK, FP64))
 
     def plain(self) -> Outputs:
-        made = self._gradients(FP32, self.product(self.dense, self.w.mT, BF16))
+        made = self._gradients(FP32, self.product(self.dense, self.w_LNK, BF16))
         return {k: v if k == "dprob" else v.to(BF16) for k, v in made.items()}
 
     def _gradients(self, dtype: torch.dtype, da: Tensor) -> Outputs:
         h = self.h[: self.used].to(dtype).requires_grad_()
-        ones = torch.ones(self.used, device="cuda")
+        ones = torch.ones(self.used, device=DEVICE)
         prob = (ones if self.prob is None else self.prob[: self.used]).to(dtype).requires_grad_()
         a = formula(h, self.act) * prob[:, None]
         dh, dprob = torch.autograd.grad(a, (h, prob), da.to(dtype))
         made = {"dh": dh, "a": a.detach()}
         return made if self.prob is None else {**made, "dprob": dprob}
-
-
-def check_schedules(problem: Problem, **options) -> None:
-    """The same bits whoever computes what, also of padding, and again."""
-    first = problem.ours(**options)
-    for change in (
-        {"options": LaunchOptions(8)},
-        {"options": LaunchOptions(32)},
-        {"options": LaunchOptions(131)},
-        {"options": LaunchOptions(32)},
-        *[{}] * 5,
-    ):
-        check_equal(problem.ours(**options, **change), first)
-
-
-def check_equal(ours: Outputs, others: Outputs) -> None:
-    for name, want in others.items():
-        assert torch.equal(ours[name], want), name
-
-
-def check_counter(problem: Problem, **options) -> None:
-    """A counter is 0 again after every call."""
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    for margin in MARGINS:
-        problem.check(problem.ours(counter=counter, options=LaunchOptions(margin), **options))
-        assert counter.item() == 0
-
-
-def check_host_never_waits(problem: Problem) -> None:
-    expected = problem.ours()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ours = problem.ours()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    check_equal(ours, expected)
-
-
-def check_other_stream(problem: Problem) -> None:
-    expected, side = problem.ours(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ours = problem.ours()
-    torch.cuda.current_stream().wait_stream(side)
-    check_equal(ours, expected)
-
-
-def check_graph(problem: Problem, *, own_counter: bool, **options) -> None:
-    """A hundred replays, each with another routing, are what calls would have been."""
-    problem.ours(**options)  # compiles
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    given = {**options, "counter": counter} if own_counter else options
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = problem.ours(**given)
-    g = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        problem.reroute(g)
-        graph.replay()
-        check_equal(replayed, problem.ours(**options))
-    assert counter.item() == 0
