@@ -367,6 +367,27 @@ def test_a_resumed_run_sees_what_it_would_have_seen_with_any_dp_size(dp: int) ->
     assert next(first)["tokens"][:, 0].tolist() == [8, 9]
 
 
+def test_samples_of_undone_steps_do_not_return() -> None:
+    """And steps go on with the size of those that they take the place of."""
+    loader = Loader(Rows(64), 1, [(5, 2), (10, 4), (2**62, 8)], 0, 1)
+    for _ in range(3):
+        loader.next_step()
+    state = loader.state_dict()
+    assert state == {"consumed_samples": 6}
+    for consumed, undone in ((10, 4), (14, 8)):
+        loader.next_step()
+        loader.roll_back(state)
+        assert (loader.consumed_samples, loader.undone_samples) == (consumed, undone)
+        assert loader.step_samples == 6 and loader.micro_batches == 4
+    assert loader.next_rows() == [14, 15, 16, 17]
+    again = Loader(Rows(64), 1, [(5, 2), (10, 4), (2**62, 8)], 0, 1)
+    again.load_state_dict(loader.state_dict())
+    again.roll_back(loader.state_dict())
+    assert (again.consumed_samples, again.undone_samples) == (14, 8)
+    for each in (loader, again):
+        each.close()
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_sizes_of_steps_follow_the_cursor(dp: int) -> None:
     """Also after a resume, and backwards."""

@@ -26,6 +26,15 @@ def test_what_was_written_is_read() -> None:
     assert commit.parse(written()) == Commit(7, 2, files)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_each_file_is_checked_by_one_rank(world: int) -> None:
+    files = {f"__{i}_0.distcp": (i * 7 % 5, i) for i in range(7)}
+    shares = [commit.share(files, rank, world) for rank in range(world)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    assert all(files[name] == sums for share in shares for name, sums in share.items())
+    assert {len(share) for share in shares} <= {7 // world, -(-7 // world)}
+
+
 @pytest.mark.parametrize("version", ["0.9", "1.0", "1.7"])
 def test_older_formats_and_newer_ones_of_this_major_version_are_read(version: str) -> None:
     assert commit.parse(written(format=version)).step == 7

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from phalanx.parallel.dispatcher.base import BudgetPlanner, TokenChoices
 from phalanx.parallel.dispatcher.capacity import Budget, Growth, block_factor
 from tests.parallel.dispatcher.budgets import overflowed
 from tests.support.distributed import run_distributed
@@ -144,3 +146,24 @@ def test_the_event_of_a_rerun_names_what_avoids_it() -> None:
         "experts needed 1.50 x the balanced rows: step 3 was run again with capacity_factor 1.65"
     )
     assert block_factor(2.35) == pytest.approx(1.65, abs=0.005)
+
+
+def test_rows_of_a_recomputation_are_not_counted_again() -> None:
+    """It may run beside the forward pass of another micro-batch, whose record has begun."""
+    budget = Budget(1.0, CPU)
+    planner = BudgetPlanner(TokenChoices(2, 2), budget, "torch", ranks=2, first=0, local=4)
+    idx_NK = torch.zeros(512, 2, dtype=torch.int32)
+    idx_NK[:, 1] = 1
+    prob_NK = torch.ones(512, 2)
+
+    def grad(g: Tensor) -> Tensor:
+        planner(idx_NK, prob_NK)
+        return g
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(grad)
+    y.backward()
+    assert budget.record()[0] == 0
+    planner(idx_NK, prob_NK)
+    assert budget.record()[0] == 2
