@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.moe.cases import HIDDEN, draw, fill, install, model, transformer
+from tests.moe.cases import HIDDEN, compare_layers, draw, fill, install, model, transformer
 from tests.support.distributed import run_distributed
 from tests.support.scheduling import matrix
 
@@ -81,21 +81,8 @@ def stacked(stock: Any, key: str, *, grad: bool = False) -> Tensor:
 def layers_agree(name: str, layer: str) -> None:
     install()
     ours, stock = pair(name, layer)
-    results = []
-    for made in (ours, stock):
-        x = draw(SEQUENCE, BATCH, HIDDEN, seed=70 + dist.get_rank()).requires_grad_()
-        out, bias = made(x)
-        assert bias is None
-        out.backward(draw(*out.shape, seed=90 + dist.get_rank()))
-        results.append((out.detach(), x.grad))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    for key, p in ours.named_parameters():
-        if key.startswith("experts."):
-            want = stacked(stock, key.removeprefix("experts."), grad=True)
-            assert p.allreduce is False
-        else:
-            want = stock.get_parameter(key).grad
-        torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: k + m)
+    compare_layers(ours, stock, (SEQUENCE, BATCH), partial(stacked, stock, grad=True))
+    assert not any(p.allreduce for p in ours.experts.parameters())
     if layer == "symm":
         from phalanx.adapters.megatron import groups, release
 

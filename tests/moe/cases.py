@@ -1,8 +1,11 @@
 """Small MoE models for the tests of router, layer and baseline; all of it runs inside a rank."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 EXPERTS, TOP_K, HIDDEN, FFN = 8, 2, 16, 8
 SEQUENCE, BATCH = 12, 3
@@ -14,6 +17,25 @@ SCORES = [
     # The losses judge the scores, whatever bias and groups make of them.
     {"score": "sigmoid", "bias_rate": 1e-3, "groups": 4, "group_topk": 2},
 ]
+
+
+DEEPSEEK: dict[str, Any] = dict(
+    router={
+        **dict(score="sigmoid", scale=2.5, groups=4, group_topk=2),
+        **dict(bias_rate=1e-3, seq_aux_loss=0.01),
+    },
+    moe={"shared_ffn": 12, "top_k": 4},
+)
+GPT_OSS: dict[str, Any] = dict(
+    router={"softmax_over": "topk"},
+    moe={"activation": "quick_geglu", "activation_limit": 0.5, "activation_offset": 1.0},
+    bias=True,
+)
+
+
+def with_loss(kind: dict[str, Any], **losses: float) -> dict[str, Any]:
+    """A kind of layer, with balancing losses."""
+    return kind | dict(router=kind["router"] | losses)
 
 
 def install() -> None:
@@ -126,3 +148,29 @@ def hidden(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tens
 def best(values: list[float], k: int) -> list[int]:
     """The k best in order, ties to the lower index."""
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
+
+
+def compare_layers(
+    ours: Any,
+    stock: Any,
+    tokens: tuple[int, int],
+    experts_grad: Callable[[str], Any],
+    call: Callable[[Any, Any], Any] = lambda layer, x: layer(x),
+) -> None:
+    """Output of two layers for [S, B] tokens of each rank, and gradients of input and parameters.
+
+    `experts_grad` gives the stock layer's for a parameter of our experts, by its name.
+    """
+    rank, results = dist.get_rank(), []
+    for layer in (ours, stock):
+        x = draw(*tokens, HIDDEN, seed=70 + rank).requires_grad_()
+        out, bias = call(layer, x)
+        assert bias is None
+        out.backward(draw(*out.shape, seed=90 + rank))
+        results.append((out.detach(), x.grad))
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(*results)
+    for key, p in ours.named_parameters():
+        of_experts = key.startswith("experts.")
+        want = experts_grad(key[8:]) if of_experts else stock.get_parameter(key).grad
+        close(p.grad, want, msg=lambda m, k=key: f"{k}: {m}")

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from torch import Tensor
 from phalanx.configs.knobs import get
 from phalanx.configs.load import load
 from tests.moe.cases import (
+    DEEPSEEK,
     EXPERTS,
+    GPT_OSS,
     HIDDEN,
     LOSSES,
+    compare_layers,
     draw,
     fill,
     install,
@@ -24,6 +28,7 @@ from tests.moe.cases import (
     options,
     recomputing,
     transformer,
+    with_loss,
 )
 from tests.support.advice import advised
 from tests.support.distributed import RankFailed, run_distributed
@@ -58,23 +63,8 @@ ROUTERS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 MODELS: dict[str, dict[str, Any]] = {
-    "deepseek": dict(
-        router={
-            "score": "sigmoid",
-            "scale": 2.5,
-            "groups": 4,
-            "group_topk": 2,
-            "bias_rate": 1e-3,
-            "seq_aux_loss": 0.01,
-            "z_loss": 0.01,
-        },
-        moe={"shared_ffn": 12, "top_k": 4},
-    ),
-    "gpt_oss": dict(
-        router={"softmax_over": "topk", "aux_loss": 0.01},
-        moe={"activation": "quick_geglu", "activation_limit": 0.5, "activation_offset": 1.0},
-        bias=True,
-    ),
+    "deepseek": with_loss(DEEPSEEK, z_loss=0.01),
+    "gpt_oss": with_loss(GPT_OSS, aux_loss=0.01),
     "geglu": dict(router={"normalize": False}, moe={"activation": "geglu", "top_k": 1}),
     "squared_relu": dict(moe={"activation": "squared_relu"}),
     "swiglu, clamped": dict(moe={"activation_limit": 0.3}),
@@ -205,23 +195,12 @@ def pair(name: str, *, backend: str = "torch", recompute: str = "none") -> tuple
 def _layers(name: str, backend: str, recompute: str) -> None:
     install()
     ours, stock = pair(name, backend=backend, recompute=recompute)
-    results = []
-    for layer in (ours, stock):
-        x = draw(SEQUENCE, BATCH, HIDDEN, seed=70 + dist.get_rank()).requires_grad_()
+
+    def call(layer: Any, x: Tensor) -> Any:
         with recomputing(recompute) as memory:
-            out, bias = layer(x, memory=memory) if layer is ours else layer(x)
-        assert bias is None
-        out.backward(draw(*out.shape, seed=90 + dist.get_rank()))
-        results.append((out.detach(), x.grad))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    for key, p in ours.named_parameters():
-        if key.startswith("experts."):
-            expected = stacked(stock, key.removeprefix("experts."))
-        else:
-            expected = stock.get_parameter(key).grad
-        torch.testing.assert_close(
-            p.grad, expected, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
-        )
+            return layer(x, memory=memory) if layer is ours else layer(x)
+
+    compare_layers(ours, stock, (SEQUENCE, BATCH), partial(stacked, stock), call)
     for key, value in ours.router.statistics.named_buffers():
         torch.testing.assert_close(value, stock.router.statistics.get_buffer(key))
     assert not any(p.allreduce for p in stock.experts.parameters())

@@ -11,20 +11,12 @@ from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.wgrad import wgrad, wgrad_pair
 from tests.kernels.sm90.gemm.gemm_problems import BF16, COUNTS, FP32, ON_HOPPER, zeros
 from tests.kernels.sm90.gemm.wgrad_contract import PairContract, WgradContract, rounded
-from tests.kernels.sm90.gemm.wgrad_problems import MODES, Pair, WgradProblem
+from tests.kernels.sm90.gemm.wgrad_problems import MODES, OF_TWO, Pair, WgradProblem
 
 pytestmark = ON_HOPPER
 
 GATHERED = {"rows": None, "d": "d", "v": "v"}
-OF_TWO = {
-    "even": ([256] * 3, [256] * 3),
-    "ragged": ([1, 130, 0, 333, 64, 127, 129, 0, 65], [70, 0, 0, 64, 1, 300, 63, 128, 257]),
-    "the first has none": ([0, 0, 0], [100, 64, 1]),
-    "the second has none": ([100, 64, 1], [0, 0, 0]),
-    "nobody": ([0, 0], [0, 0]),
-    "other experts": ([0, 1000, 0, 0], [5, 0, 0, 500]),
-    "many": ([(37 * e) % 150 for e in range(70)], [(53 * e) % 130 for e in range(70)]),
-}
+MANY = [(37 * e) % 150 for e in range(70)], [(53 * e) % 130 for e in range(70)]
 
 
 class TestWgrad(WgradContract):
@@ -149,11 +141,12 @@ class TestWgrad(WgradContract):
 
 
 class TestWgradPair(PairContract):
-    kind, counts, exact_shape = WgradProblem, OF_TWO, (448, 320)
+    kind, exact_shape = WgradProblem, (448, 320)
+    counts = {**OF_TWO, "nobody": ([0, 0], [0, 0]), "many": MANY}
     modes = {mode: mode for mode in MODES if mode != "bf16 +="}  # which rounds twice
     variants = TestWgrad.variants
-    schedules = [(256, OF_TWO["many"], {}), (192, OF_TWO["many"], dict(gathered="d"))]
-    schedules += [(256, OF_TWO["many"], dict(gathered="v"))]
+    schedules = [(256, MANY, {}), (192, MANY, dict(gathered="d"))]
+    schedules += [(256, MANY, dict(gathered="v"))]
 
     @pytest.mark.parametrize("mode", MODES)
     def test_error_against_fp64(self, counts, tile, mode, variant):
@@ -212,7 +205,7 @@ class TestWgradPair(PairContract):
 
     def test_counter_is_left_at_zero(self):
         counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-        for counts in OF_TWO.values():
+        for counts in self.counts.values():
             for margin in (0, 100, 131):
                 options = dict(counter=counter, options=LaunchOptions(margin))
                 Pair(self.kind, counts, 448, 320).ours("fp32", **options)

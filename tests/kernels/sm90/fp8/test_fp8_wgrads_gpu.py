@@ -10,17 +10,10 @@ from phalanx.kernels.sm90.experts.wgrad import wgrad
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, FORMATS
 from tests.kernels.sm90.gemm.gemm_problems import BF16, FP32, ON_HOPPER
 from tests.kernels.sm90.gemm.wgrad_contract import PairContract, WgradContract, rounded
-from tests.kernels.sm90.gemm.wgrad_problems import MODES, TILES, Fp8WgradProblem, Pair
+from tests.kernels.sm90.gemm.wgrad_problems import MODES, OF_TWO, TILES, Fp8WgradProblem, Pair
 
 pytestmark = ON_HOPPER
 
-OF_TWO = {
-    "even": ([256] * 3, [128] * 3),
-    "ragged": ([1, 130, 0, 333, 64, 127, 129, 0, 65], [70, 0, 0, 64, 1, 300, 63, 128, 257]),
-    "the first has none": ([0, 0, 0], [100, 64, 1]),
-    "the second has none": ([100, 64, 1], [0, 0, 0]),
-    "other experts": ([0, 1000, 0, 0], [5, 0, 0, 500]),
-}
 OF_FP8 = {mode: mode for mode in MODES if mode != "bf16 +="}
 formats = pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
 
@@ -92,7 +85,8 @@ class TestWgrad(WgradContract):
 
 
 class TestWgradPair(PairContract):
-    kind, counts, modes = Fp8WgradProblem, OF_TWO, OF_FP8
+    kind, modes = Fp8WgradProblem, OF_FP8
+    counts = {**OF_TWO, "even": ([256] * 3, [128] * 3)}
     schedules = [(None, OF_TWO["ragged"], {})]
 
     @formats

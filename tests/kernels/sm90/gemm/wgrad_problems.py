@@ -30,6 +30,13 @@ MODES = {
     "fp32": (FP32, False),
     "fp32 +=": (FP32, True),
 }
+OF_TWO = {
+    "even": ([256] * 3, [256] * 3),
+    "ragged": ([1, 130, 0, 333, 64, 127, 129, 0, 65], [70, 0, 0, 64, 1, 300, 63, 128, 257]),
+    "the first has none": ([0, 0, 0], [100, 64, 1]),
+    "the second has none": ([100, 64, 1], [0, 0, 0]),
+    "other experts": ([0, 1000, 0, 0], [5, 0, 0, 500]),
+}
 _GUARD = 64  # elements before and after the result that must not be written
 
 
