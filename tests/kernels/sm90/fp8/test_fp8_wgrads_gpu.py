@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from tests.kernels.sm90.fp8.fp8_problems import EDGES, FORMATS
 from tests.kernels.sm90.gemm.gemm_problems import BF16, FP32, ON_HOPPER
-from tests.kernels.sm90.gemm.wgrad_contract import PairContract, WgradContract, rounded
-from tests.kernels.sm90.gemm.wgrad_problems import MODES, OF_TWO, TILES, Fp8WgradProblem, Pair
+from tests.kernels.sm90.wgrad.wgrad_contract import PairContract, WgradContract, rounded
+from tests.kernels.sm90.wgrad.wgrad_problems import MODES, OF_TWO, TILES, Fp8WgradProblem, Pair
 
 pytestmark = ON_HOPPER
 

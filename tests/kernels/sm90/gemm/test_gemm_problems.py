@@ -27,7 +27,7 @@ from tests.kernels.sm90.gemm.gemm_problems import (
     Problem,
     RowsProblem,
 )
-from tests.kernels.sm90.gemm.wgrad_problems import MODES, Fp8WgradProblem, Pair, WgradProblem
+from tests.kernels.sm90.wgrad.wgrad_problems import MODES, Fp8WgradProblem, Pair, WgradProblem
 
 COUNTS, SIZES = [3, 0, 70, 1], (192, 64)
 PROBLEMS = {

@@ -8,10 +8,10 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.launch_options import LaunchOptions
-from phalanx.kernels.sm90.experts.wgrad import wgrad, wgrad_pair
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad, wgrad_pair
 from tests.kernels.sm90.gemm.gemm_problems import BF16, COUNTS, FP32, ON_HOPPER, zeros
-from tests.kernels.sm90.gemm.wgrad_contract import PairContract, WgradContract, rounded
-from tests.kernels.sm90.gemm.wgrad_problems import MODES, OF_TWO, Pair, WgradProblem
+from tests.kernels.sm90.wgrad.wgrad_contract import PairContract, WgradContract, rounded
+from tests.kernels.sm90.wgrad.wgrad_problems import MODES, OF_TWO, Pair, WgradProblem
 
 pytestmark = ON_HOPPER
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.launch_options import LaunchOptions
-from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from tests.kernels.sm90.gemm.contract import Parametrized, Variant, no_waiting, on_other_stream
 from tests.kernels.sm90.gemm.gemm_problems import COUNTS, FP32
-from tests.kernels.sm90.gemm.wgrad_problems import MODES, TILES, Pair
+from tests.kernels.sm90.wgrad.wgrad_problems import MODES, TILES, Pair
 
 Shape = tuple[int, int]
 

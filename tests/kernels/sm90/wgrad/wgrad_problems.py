@@ -19,7 +19,7 @@ from phalanx.kernels.quantize.blocks import (
     dequantize_columns,
     quantize_columns,
 )
-from phalanx.kernels.sm90.experts.wgrad import wgrad, wgrad_pair
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad, wgrad_pair
 from tests.kernels.sm90.fp8.fp8_problems import Fp8Problem
 from tests.kernels.sm90.gemm.gemm_problems import BF16, DEVICE, FP32, FP64
 
