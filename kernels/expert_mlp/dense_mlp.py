@@ -98,7 +98,10 @@ def _gradients(
     dx_NI, operands = dgrad.rows_and_columns(rows, ctx.plan, operands)
     w_OI = layer.source
     assert w_OI is not None
-    return dx_NI, weight_gradient(ctx, wgrad, *operands, w_OI) if need_w else None
+    if not need_w:
+        return dx_NI, None
+    d, v = operands
+    return dx_NI, weight_gradient(ctx, wgrad, d, v, w_OI)
 
 
 def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) -> Tensor | None:

@@ -182,8 +182,9 @@ def _operands(
     check_devices(x, **stored._asdict())
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
-        x, *cast_weights = (t if t is None else t.to(product_dtype(t)) for t in (x, *stored))
-        stored = MLPWeights(*cast_weights)
+        x, tensors = x.to(product_dtype(x)), (stored.w1, stored.w2, stored.b1, stored.b2)
+        w1, w2, b1, b2 = (t if t is None else t.to(product_dtype(t)) for t in tensors)
+        stored = MLPWeights(w1, w2, b1, b2)  # type: ignore[arg-type]
     return x.reshape(-1, x.shape[-1]), stored, chosen
 
 
