@@ -1,4 +1,4 @@
-"""What all grouped GEMMs keep, in bf16 and in FP8: one class of tests, and a class for each kernel.
+"""Contract of all grouped GEMMs, in bf16 and FP8: one class of tests, and a class for each kernel.
 
 Numbers of rows of experts, sizes that do not divide a tile, few rows, integers, NaN of others, the
 order of claims, the counter, host, stream and graph. A kernel's class names its problem, its tiles
@@ -35,9 +35,15 @@ class Parametrized:
         for name in metafunc.fixturenames:
             if name in self.parameters and name not in given:
                 values = getattr(self, self.parameters[name])
-                ids = list(values) if isinstance(values, dict) else None
-                values = list(values.values()) if ids else values
+                ids: Any = list(values) if isinstance(values, dict) else _joined
+                values = values.values() if isinstance(values, dict) else values
                 metafunc.parametrize(name, values, ids=ids)
+
+
+def _joined(value: Any) -> str | None:
+    """Name of sizes; pytest's own for others."""
+    of_sizes = isinstance(value, tuple) and all(isinstance(each, int) for each in value)
+    return "-".join(map(str, value)) if of_sizes else None
 
 
 class GemmContract(Parametrized):

@@ -48,7 +48,7 @@ PROBLEMS = {
 
 
 def right(p: Problem) -> Outputs:
-    """What a kernel would make of the rows of experts."""
+    """Right results of a kernel, of the rows of experts."""
     if isinstance(p, Fp8RowsProblem):
         return {"y": exact_in_bf16(p.exact()["y"])}
     if isinstance(p, Fp8Fc1Problem):

@@ -1,4 +1,4 @@
-"""What all kernels of weight gradients keep, in bf16 and in FP8: tests beside `contract`."""
+"""Contract of all kernels of weight gradients, in bf16 and FP8; see `contract`."""
 
 from typing import Any, ClassVar
 

@@ -41,7 +41,7 @@ _GUARD = 64  # elements before and after the result that must not be written
 
 
 class OneWgrad:
-    """What both precisions share. `given` are the operands of a call, `d` and `v` what they are."""
+    """Base of both precisions. `given` are the operands of a call, `d` and `v` their values."""
 
     given: dict[str, Any]
     d: Tensor
