@@ -44,42 +44,21 @@ class PersistentKernel:
 
     warpgroups: ClassVar[bool] = True
 
+    registers: Any  # of a thread in the loading and in a multiplying warp group
+    fields: Any  # () -> fields of the shared memory of a CTA, in their order
+    start: Any  # (arguments, storage, rank), all threads, before the barriers are initialised
+    descriptors: Any  # (arguments) -> TMA atoms that the kernel uses
+    init_barriers: Any  # (storage, shared), warp 0: of all pipelines
+    load: Any  # (arguments, storage, shared, warp), group 0: all tiles of the CTA to stages
+    compute: Any  # (arguments, storage, shared, group), groups 1 and 2: stages to the output
+
     def __init__(self, config: Any) -> None:
         self.config = config
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread in the loading and in a multiplying warp group."""
-        raise NotImplementedError
-
-    def fields(self) -> dict[str, Any]:
-        """Fields of the shared memory of a CTA, in their order."""
-        raise NotImplementedError
 
     def rank(self) -> Any:
         """The CTA's rank in its cluster of one, if the kernel uses it: 0, which the compiler does
         not know."""
         return None
-
-    def start(self, arguments: Any, storage: Any, rank: Any) -> Any:
-        """All threads, before the barriers are initialised: views for `load` and `compute`."""
-        raise NotImplementedError
-
-    def descriptors(self, arguments: Any) -> tuple[cute.CopyAtom, ...]:
-        """TMA atoms that the kernel uses."""
-        raise NotImplementedError
-
-    def init_barriers(self, storage: Any, shared: Any) -> None:
-        """Warp 0: initialise the barriers of all pipelines."""
-        raise NotImplementedError
-
-    def load(self, arguments: Any, storage: Any, shared: Any, warp: Int32) -> None:
-        """Group 0: all tiles of the CTA to stages."""
-        raise NotImplementedError
-
-    def compute(self, arguments: Any, storage: Any, shared: Any, group: Int32) -> None:
-        """Groups 1 and 2: all tiles of the CTA, from stages to the output."""
-        raise NotImplementedError
 
     def launch(self, arguments: Any, ctas: Int32, stream: cuda.CUstream) -> None:
         """Host side."""

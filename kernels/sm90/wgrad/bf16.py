@@ -256,8 +256,8 @@ class RowLoads:
         """Start a tile, of two halves: its expert's first row and number of rows, tile indices of O
         and of I, the number of blocks, and the sources of the first one."""
         rows = stop - row
-        first = self.source.look_up(row, rows, Int32(0))
-        return row, rows, unpack(position), blocks_of(rows), first
+        look_up, first = self.source.look_up, Int32(0)
+        return row, rows, unpack(position), blocks_of(rows), look_up(row, rows, first)
 
     def half(
         self, state: State, tile: tuple[Any, ...], second: bool
@@ -265,27 +265,20 @@ class RowLoads:
         row, rows, at, blocks, picked = tile
         half = (blocks + 1) // 2
         begin, end = (half, blocks) if second else (Int32(0), half)
-        state, picked = self.load(state, row, rows, at, begin, end, picked)
+        state, picked = self.load(state, (row, rows, at), begin, end, picked)
         return state, (row, rows, at, blocks, picked)
 
     @cute.jit
     def load(
-        self,
-        state: State,
-        row: Int32,
-        rows: Int32,
-        tiles: tuple[Int32, Int32],
-        begin: Int32,
-        end: Int32,
-        picked: Int32,
+        self, state: State, tile: Any, begin: Int32, end: Int32, picked: Int32
     ) -> tuple[State, Int32]:
-        """Load blocks begin .. end - 1 of an expert's rows; `tiles` are tile indices of O and of I,
-        `picked` the sources of block `begin`. Returns `state` past these blocks, and the sources of
-        block `end`."""
-        parts = self.source.partition(row, tiles)
+        """Load blocks begin .. end - 1 of a tile: its expert's first row and number of rows, and
+        tile indices of O and of I; `picked` are the sources of block `begin`. Returns `state` past
+        these blocks, and the sources of block `end`."""
+        parts = self.source.partition(tile[0], tile[2])
         for k in cutlass.range(begin, end, unroll=1):
             self.ring.producer_acquire(state)
-            picked = self.source.fill(parts, state.index, k, row, rows, tiles, picked)
+            picked = self.source.fill(parts, state.index, k, tile, picked)
             state.advance()
         return state, picked
 
@@ -334,18 +327,9 @@ class TmaRows:
             cute.copy(atom, gmem[(None, k)], smem[(None, index)], tma_bar_ptr=barrier)
 
     @cute.jit
-    def fill(
-        self,
-        parts: Parts,
-        stage: Int32,
-        k: Int32,
-        row: Int32,
-        rows: Int32,
-        tiles: tuple[Int32, Int32],
-        picked: Int32,
-    ) -> Int32:
-        """Load block k to a stage; returns `picked`."""
-        barrier = stage
+    def fill(self, parts: Parts, stage: Int32, k: Int32, tile: Any, picked: Int32) -> Int32:
+        """Load block k of a tile, as of `load`, to a stage; returns `picked`."""
+        barrier, (_, rows, _) = stage, tile
         # The expert's last stage completes tma_done instead of full: `Clear` comes between.
         if (k + 1) * BOX > rows:
             barrier += 2 * self.loop.stages
@@ -383,18 +367,10 @@ class GatheredRows:
         return picked
 
     @cute.jit
-    def fill(
-        self,
-        parts: Parts,
-        stage: Int32,
-        k: Int32,
-        row: Int32,
-        rows: Int32,
-        tiles: tuple[Int32, Int32],
-        picked: Int32,
-    ) -> Int32:
+    def fill(self, parts: Parts, stage: Int32, k: Int32, tile: Any, picked: Int32) -> Int32:
         """Load block k to a stage, from the rows `picked`; returns those of the next block."""
         gathered, other = (D, V) if self.loop.gathered == D else (V, D)
+        row, rows, tiles = tile
         full = self.ring.full + stage
         sources = picked
         # The index of the next block is read now, a block before it is used.
