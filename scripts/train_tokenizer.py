@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs import programs
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.data.documents import Counts, batches, with_text
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.inputs import NAMES, find_inputs
@@ -233,7 +234,7 @@ def report(
         DataError: a text does not.
     """
     size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
-    print(f"held out: {len(texts):,} documents, {size:,} bytes")
+    print(f"held out: {pluralize(f'{len(texts):,}', 'document')}, {pluralize(f'{size:,}', 'byte')}")
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if not any(token in text for token in special) and tokenizer.decode(ids) != text:

@@ -30,8 +30,8 @@ print(kernels.OWNER, phalanx.kernels.registry.__file__)
 COMMANDS = {
     f"phalanx-{name}"
     for name in (
-        *("train", "prepare-data", "convert-hf", "checkpoint", "build-kernels"),
-        *("plot-run", "sample", "evaluate"),
+        *("train", "train-tokenizer", "prepare-data", "convert-hf", "checkpoint"),
+        *("build-kernels", "plot-run", "sample", "evaluate"),
     )
 }
 CALLS = """
