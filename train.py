@@ -55,10 +55,10 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
         from phalanx.moe.run.check import check
 
         return check(_configuration(argv))
-    from phalanx.moe.run.check import dry_run, set_vocabulary
-
     with Guard() as guard, StopSignal() as stop:
         cfg = _configuration(argv)
+        from phalanx.moe.run.check import dry_run, set_vocabulary
+
         if problem := set_vocabulary(cfg):
             # On every host that lacks the data.
             _refuse(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
