@@ -51,14 +51,6 @@ class Vectors(NamedTuple):
     v3: Fp32Ptr
 
 
-class FusedConfig(GemmConfig):
-    """As any grouped GEMM's."""
-
-    @property
-    def num_gate_parts(self) -> int:
-        return 1 if self.epilogue.loaded else self.epilogue.num_gate_parts
-
-
 class FusedGemmKernel(Gemm):
     """Arguments by the epilogue's declaration."""
 
@@ -134,7 +126,7 @@ def fused_gemm(
     if (loaded is None) != (not epilogue.loaded):
         raise ValueError("loaded: give the rows that the epilogue loads, and none otherwise")
     device, S = a.device, len(a) if index_S is None else len(index_S)
-    parts = 1 if epilogue.loaded else epilogue.num_gate_parts
+    parts = epilogue.product_parts
     b = weights(device, "b", b_LNK, n_parts=parts)
     F = b.columns // parts
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -158,7 +150,7 @@ def fused_gemm(
     records: list[Any] = [as_rows(x) for x in outputs.values()]
     if S and len(a):
         launch_persistent(
-            *(FusedGemmKernel, FusedConfig(epilogue, loop), device, options, None),
+            *(FusedGemmKernel, GemmConfig(epilogue, loop), device, options, None),
             **dict(a=a_rows, b=b, loaded=loaded, first=records[0], last=records[-1]),
             vectors=Vectors(*given, *[None] * (4 - len(given))),
             **dict(index=index_S, offsets=offsets),

@@ -176,6 +176,11 @@ class Epilogue:
         """Channels of h for one of a: parts of the tile's columns, unless rows are loaded."""
         return 1
 
+    @property
+    def product_parts(self) -> int:
+        """Channels of B for one of an output; with loaded rows it is these that have parts."""
+        return 1 if self.loaded else self.num_gate_parts
+
     def compute(self, at: Fragment) -> None:
         """The function on registers: 8 values of a lane."""
         raise NotImplementedError

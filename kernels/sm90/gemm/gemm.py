@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from phalanx.kernels.sm90.exchange.waves import WaveWait
-from phalanx.kernels.sm90.gemm.epilogues import Act, Linear
+from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.mainloop import (
     GROUP_THREADS,
     TILE_ROWS,
@@ -50,7 +50,7 @@ class GemmConfig:
     @property
     def num_gate_parts(self) -> int:
         """Channels of B that a column of the output takes: 2 with a gate."""
-        return self.epilogue.num_gate_parts if isinstance(self.epilogue, Act) else 1
+        return int(self.epilogue.product_parts)
 
     @property
     def signals(self) -> bool:

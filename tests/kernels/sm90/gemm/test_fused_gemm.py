@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.experts.fused_gemm import (
-    FusedConfig,
     FusedGemmKernel,
     fused_gemm,
     sum_of_experts,
 )
 from phalanx.kernels.sm90.fp8.act import BlockStore
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
+from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 from phalanx.kernels.sm90.gemm.tiles import configured
 from phalanx.kernels.sm90.jit import launch
 from tests.kernels.sm90.gemm.scaled_squared_relu import ScaledSquaredRelu
@@ -37,7 +37,7 @@ class InFp8(ScaledSquaredRelu):
 def test_a_fusion_stores_and_loads_what_it_declares(epilogue, stored, tile, tmp_path):
     """For 32 columns of 64 rows: a TMA store of each output, and a load of each loaded row."""
     loop = configured(tile, gather=True, transposed=epilogue is GRADIENT)
-    code = Sass(FusedGemmKernel, FusedConfig(epilogue, loop), tmp_path)
+    code = Sass(FusedGemmKernel, GemmConfig(epilogue, loop), tmp_path)
     code.check_no_stack()
     steps = loop.group_rows // 64 * loop.columns // 32
     assert code.count("UTMASTG") == stored * steps
@@ -51,7 +51,7 @@ def test_a_fusion_stores_and_loads_what_it_declares(epilogue, stored, tile, tmp_
 def test_the_same_function_stores_rows_in_fp8(tmp_path):
     """h in bf16, 32 columns a store, and a in blocks of 128."""
     loop = Fp8Mainloop(256)
-    code = Sass(FusedGemmKernel, FusedConfig(InFp8(), loop), tmp_path)
+    code = Sass(FusedGemmKernel, GemmConfig(InFp8(), loop), tmp_path)
     code.check_no_stack()
     blocks = loop.columns // 128
     assert code.count("UTMASTG") == (4 + 1) * blocks
@@ -59,7 +59,7 @@ def test_the_same_function_stores_rows_in_fp8(tmp_path):
 
 
 def test_a_kept_kernel_is_another_when_the_file_of_its_fusion_changes(monkeypatch):
-    configs = [FusedConfig(e, configured("pp128", transposed=False)) for e in (FORWARD, GRADIENT)]
+    configs = [GemmConfig(e, configured("pp128", transposed=False)) for e in (FORWARD, GRADIENT)]
 
     def names() -> list[str]:
         return [launch.entry_name(FusedGemmKernel, config) for config in configs]
