@@ -102,7 +102,7 @@ def _train(
     from phalanx.moe.run.preflight import finished_lines, newest_checkpoint
     from phalanx.parallel.megatron.imports import check_version
 
-    rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = int(os.environ.get("RANK", "0")), launcher.launcher_world()
     console = Console(rank)
     with console.copied():
         try:

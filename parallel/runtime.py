@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel.connections import Connections
+from phalanx.parallel.fault.launcher import launcher_world
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron import cpu, weight_grad
 from phalanx.parallel.megatron.imports import check_version
@@ -36,11 +37,6 @@ class Runtime:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-
-def launcher_world() -> int:
-    """Number of ranks that the launcher started, 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def device_here(local_rank: int) -> torch.device:

@@ -5,6 +5,7 @@ import sys
 
 from phalanx.configs.knobs import get
 from phalanx.configs.schema import Config
+from phalanx.parallel.fault.launcher import launcher_world
 
 
 def check(cfg: Config) -> int:
@@ -51,7 +52,7 @@ def _on_this_machine(cfg: Config) -> list[Exception]:
     from phalanx.configs.validate import ConfigError
     from phalanx.parallel.megatron.imports import check_version
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launcher_world()
     if cfg.parallel.world_size not in (0, world):
         return []  # it is to run elsewhere
     m, d = cfg.model, cfg.data
@@ -90,7 +91,7 @@ def dry_run(cfg: Config, argv: list[str]) -> int:
     from phalanx.moe.plan.page.dry_run import dry_run as page_of
     from phalanx.moe.plan.search.page import search_page
 
-    world = cfg.parallel.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    world = cfg.parallel.world_size or launcher_world()
     try:
         if cfg.run.dry_run is True:
             page, code = page_of(cfg, world)

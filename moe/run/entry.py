@@ -20,10 +20,11 @@ from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.fault.activity import set_activity
 from phalanx.parallel.fault.agreement import on_main
 from phalanx.parallel.fault.guard import Guard
+from phalanx.parallel.fault.launcher import launcher_world
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.run_folder import check_shared, lock
-from phalanx.parallel.runtime import Runtime, launcher_world, start
+from phalanx.parallel.runtime import Runtime, start
 from phalanx.parallel.runtime import end as end_runtime
 from phalanx.parallel.runtime import stop as stop_runtime
 

@@ -1,10 +1,15 @@
-"""Report of a rank's end to torchrun."""
+"""Words with torchrun: the number of ranks that it started, and a report of this one's end."""
 
 import json
 import os
 import time
 
 from phalanx.configs.redact import redacted
+
+
+def launcher_world() -> int:
+    """Number of ranks that the launcher started, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def tell(text: str) -> None:
