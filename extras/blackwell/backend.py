@@ -40,6 +40,7 @@ from phalanx.kernels.expert_mlp.calls import (
     WgradCall,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, PlanSize, gather_pairs, sort_pairs
+from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped, as_one_kernel, expert_of_row
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.limits import COMBINE_SLOTS
@@ -134,20 +135,8 @@ class CuDNN(UnquantizedMixin):
         d, v, plan, into = call.d, call.v, call.plan, call.into
         d_SO, v_SI = gathered(d, plan), gathered(v, plan)
         ordered = d.parts == 1 or self._interleaved
-        outputs = library.call(
-            "grouped_gemm_wgrad",
-            DEFAULT,
-            a_tensor=d_SO.mT,
-            b_tensor=v_SI,
-            sfa_tensor=None,
-            sfb_tensor=None,
-            offsets_tensor=ends(plan),
-            wgrad_tensor=into.out if into is not None and ordered else None,
-            wgrad_dtype=into.out.dtype if into is not None else d_SO.dtype,
-            accumulate_on_output=into is not None and into.add and ordered,
-        )
-        dw_LOI = outputs["wgrad_tensor"]
-        assert dw_LOI is not None
+        operands = dict(a_tensor=d_SO.mT, b_tensor=v_SI, sfa_tensor=None, sfb_tensor=None)
+        dw_LOI = _wgrad(operands, plan, into, d_SO.dtype, ordered=ordered)
         return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
 
     def bias_grad(self, call: BiasGradCall) -> Tensor:
@@ -200,6 +189,29 @@ def _dprob(dprob_S: Tensor, dy_SD: Tensor, fc2: Linear, plan: ExpertPlan) -> Ten
         expert_S = expert_of_row(plan.offsets, dy_SD)
         dprob_S = dprob_S + (dy_SD.float() * fc2.bias_LO.index_select(0, expert_S).float()).sum(-1)
     return real(dprob_S, plan)
+
+
+def _wgrad(
+    operands: dict[str, Any],
+    plan: ExpertPlan,
+    into: Buffer | None,
+    dtype: torch.dtype,
+    *,
+    ordered: bool,
+) -> Tensor:
+    """Weight gradients [L, O, I] in cuDNN's order of channels, in the buffer if it is `ordered`."""
+    outputs = library.call(
+        "grouped_gemm_wgrad",
+        DEFAULT,
+        offsets_tensor=ends(plan),
+        wgrad_tensor=into.out if into is not None and ordered else None,
+        wgrad_dtype=dtype if into is None else into.out.dtype,
+        accumulate_on_output=into is not None and into.add and ordered,
+        **operands,
+    )
+    dw_LOI = outputs["wgrad_tensor"]
+    assert dw_LOI is not None
+    return dw_LOI
 
 
 class CuDNNMicroscaling(CuDNN):
@@ -296,22 +308,10 @@ class CuDNNMicroscaling(CuDNN):
             scales = dict(
                 global_scale_a=d_TO.amax_L / nvfp4.TOP, global_scale_b=v_TI.amax_L / nvfp4.TOP
             )
-        outputs = library.call(
-            "grouped_gemm_wgrad",
-            DEFAULT,
-            a_tensor=d_TO.data,
-            b_tensor=v_TI.data.mT,
-            sfa_tensor=d_TO.scale,
-            sfb_tensor=v_TI.scale,
-            offsets_tensor=ends(plan),
-            wgrad_tensor=into.out if into is not None and ordered else None,
-            wgrad_dtype=into.out.dtype if into is not None else torch.bfloat16,
-            accumulate_on_output=into is not None and into.add and ordered,
-            **scales,
-            **self._scaled,
-        )
-        dw_LOI = outputs["wgrad_tensor"]
-        assert dw_LOI is not None
+        tensors = dict(a_tensor=d_TO.data, b_tensor=v_TI.data.mT)
+        tensors |= dict(sfa_tensor=d_TO.scale, sfb_tensor=v_TI.scale)
+        operands = tensors | scales | self._scaled
+        dw_LOI = _wgrad(operands, plan, into, torch.bfloat16, ordered=ordered)
         return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
 
     def bias_grad(self, call: BiasGradCall) -> Tensor:
