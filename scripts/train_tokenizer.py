@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
             "this text"
         )
     if held_out:
-        report(tokenizer, held_out, special, others)
+        report(tokenizer, held_out, others)
     output.parent.mkdir(parents=True, exist_ok=True)
     new = output.with_name(f"{output.name}.new")
     tokenizer.save(str(new))
@@ -225,7 +225,6 @@ def documents(files: Sequence[str], reading: Reading, limit: Limit) -> Iterator[
 def report(
     tokenizer: Tokenizer,
     texts: Sequence[str],
-    special: Sequence[str],
     others: dict[str, Callable[[Sequence[str]], int]],
 ) -> None:
     """Print bytes per token of held-out texts, which must decode to themselves.
@@ -235,13 +234,14 @@ def report(
     """
     size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
     print(f"held out: {pluralize(f'{len(texts):,}', 'document')}, {pluralize(f'{size:,}', 'byte')}")
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if not any(token in text for token in special) and tokenizer.decode(ids) != text:
+    tokens = {"this tokenizer": 0}
+    for text, ids in zip(texts, _plain(tokenizer).encode(texts), strict=True):
+        if tokenizer.decode(ids.tolist(), skip_special_tokens=False) != text:
             raise DataError(f"a held-out text does not decode to itself: {text[:80]!r}")
-    for name, count in {"this tokenizer": _counter(tokenizer), **others}.items():
-        tokens = count(texts)
-        print(f"  {size / max(1, tokens):6.3f} bytes per token, {tokens:12,} tokens: {name}")
+        tokens["this tokenizer"] += len(ids)
+    tokens |= {name: count(texts) for name, count in others.items()}
+    for name, number in tokens.items():
+        print(f"  {size / max(1, number):6.3f} bytes per token, {number:12,} tokens: {name}")
 
 
 def counter_of(name: str) -> Callable[[Sequence[str]], int]:
@@ -251,7 +251,8 @@ def counter_of(name: str) -> Callable[[Sequence[str]], int]:
         DataError: it is neither, or its vocabulary is not on this machine.
     """
     if Path(name).expanduser().is_file():
-        return _counter(load_tokenizer(str(Path(name).expanduser())))
+        encoder = _plain(load_tokenizer(str(Path(name).expanduser())))
+        return lambda texts: sum(len(ids) for ids in encoder.encode(texts))
     try:
         import tiktoken
 
@@ -263,9 +264,9 @@ def counter_of(name: str) -> Callable[[Sequence[str]], int]:
     return lambda texts: sum(len(encoding.encode_ordinary(text)) for text in texts)
 
 
-def _counter(tokenizer: Tokenizer) -> Callable[[Sequence[str]], int]:
-    encoder = TokenEncoder(Tokenizer.from_str(tokenizer.to_str()), (), PLAIN)
-    return lambda texts: sum(len(ids) for ids in encoder.encode(texts))
+def _plain(tokenizer: Tokenizer) -> TokenEncoder:
+    """Encoder of a copy, as its settings change."""
+    return TokenEncoder(Tokenizer.from_str(tokenizer.to_str()), (), PLAIN)
 
 
 def _place(text: str, purpose: str) -> float:
