@@ -10,7 +10,9 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.fused_gemm import fused_gemm, sum_of_experts
+from tests.kernels.sm90.gemm.contract import check_equal
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,
     COUNTS,
@@ -18,7 +20,6 @@ from tests.kernels.sm90.gemm.gemm_problems import (
     FP64,
     Outputs,
     Problem,
-    check_schedules,
     prefilled,
 )
 from tests.kernels.sm90.gemm.scaled_squared_relu import ScaledSquaredRelu
@@ -106,4 +107,7 @@ def test_integers_are_exact(tile):
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_bits_do_not_depend_on_who_computes(gradient):
-    check_schedules(ScaledProblem(COUNTS["many"], 448, 320, gradient=gradient), tile="pp192")
+    p = ScaledProblem(COUNTS["many"], 448, 320, gradient=gradient)
+    first = p.ours(tile="pp192")
+    for margin in (8, 32, 131, 32, 0, 0):
+        check_equal(p.ours(tile="pp192", options=LaunchOptions(margin)), first)
