@@ -6,7 +6,8 @@
 Kernels of flash-attn-4 and QuACK are compiled for sizes of a model. Without --run these are sizes
 of the models in configs/model. --run takes the overrides of a run, as train.py does, and compiles
 what that run needs in their place, whatever the model; parallel.world_size says for how many ranks,
-if the experiment does not:
+if the experiment does not. Kernels in Triton are compiled for the launches of the shipped models;
+others are compiled when a run first launches them, and kept.
 
     python scripts/build_kernels.py --run experiment=proof_moe_long data.document_mask=true
 
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +59,7 @@ class Target:
     """A kernel, or all kernels of an attention layer."""
 
     label: str
-    entries: Callable[[], Iterable[str]]  # returns the names of its cache entries
+    is_built: Callable[[Path], bool]  # whether a cache folder has all its entries
     build: Callable[[Path], object]  # compiles the entries that a cache folder lacks
 
 
@@ -75,17 +77,21 @@ def targets(sizes: Sizes | None = None) -> list[Target]:
     found = [
         Target(
             f"{kernel.__name__} {config}",
-            partial(_entries, launch.entry_name, kernel, config),
+            partial(_has, partial(_entries, launch.entry_name, kernel, config)),
             partial(_build, launch.build, kernel, config),
         )
         for kernel, config in with_capabilities(SHIPPED)
     ]
     for layer in layers:
-        entries = partial(fa4.entries, layer)
+        entries = partial(_has, partial(fa4.entries, layer))
         found.append(Target(f"flash-attn-4 {layer}", entries, partial(fa4.build, layer)))
     for rows in norms:
         make = partial(quack_library.build, rows)
-        found.append(Target(f"QuACK {rows}", partial(_entry, rows), make))
+        found.append(Target(f"QuACK {rows}", partial(_has, partial(_entry, rows)), make))
+    if find_spec("triton"):
+        from phalanx.kernels.triton_table import launches
+
+        found += [Target(each.label, each.is_built, each.build) for each in launches()]
     return found
 
 
@@ -106,6 +112,11 @@ def sizes_of(overrides: Sequence[str]) -> Sizes:
     except KernelUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _has(entries: Callable[[], Iterable[str]], cache_folder: Path) -> bool:
+    cache = Cache(cache_folder)
+    return all(cache.has(name) for name in entries())
 
 
 def _entries(entry_name: Callable[..., str], kernel: Any, config: Any) -> list[str]:
@@ -226,11 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs = programs.install("nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels")
         print(f"no package {missing_module.name}, which compiles kernels: {needs}", file=sys.stderr)
         return 1
-    cache, cached, missing = Cache(args.dir), dict[int, str](), dict[int, str]()
+    cached, missing = dict[int, str](), dict[int, str]()
     for number, target in enumerate(known):
         if args.only in target.label:
-            there = all(cache.has(name) for name in target.entries())
-            (cached if there else missing)[number] = target.label
+            (cached if target.is_built(args.dir) else missing)[number] = target.label
     if args.list:
         for number in sorted(cached | missing):
             print(
