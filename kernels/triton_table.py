@@ -26,7 +26,7 @@ from triton.backends.nvidia import driver
 from triton.compiler import ASTSource, compile, make_backend
 from triton.compiler.compiler import get_cache_key
 from triton.runtime import build
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import _base32, get_cache_manager
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
 FILE = Path(__file__).with_name("triton_table.jsonl")
@@ -62,7 +62,7 @@ class Launch:
             source, options = self._source()
             kernel = compile(source, target=_TARGET, options=options)
             for module in _modules(source, kernel.metadata):
-                module.build()
+                module.build(folder)
 
     def is_built(self, folder: Path) -> bool:
         with _cache_in(folder):
@@ -70,12 +70,10 @@ class Launch:
             backend = make_backend(_TARGET)
             options = backend.parse_options(given)
             key = get_cache_key(source, backend, options, get_cache_invalidating_env_vars())
-            manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-            metadata = f"{source.name[:150]}.json"
-            if metadata not in (manager.get_group(metadata) or {}):
+            if not (_entry(folder, key) / f"{source.name[:150]}.json").exists():
                 return False
             kernel = compile(source, target=_TARGET, options=given)  # reads the entry
-            return all(module.is_built() for module in _modules(source, kernel.metadata))
+            return all(module.is_built(folder) for module in _modules(source, kernel.metadata))
 
     def _source(self) -> tuple[ASTSource, dict[str, Any]]:
         fields = self._fields
@@ -106,31 +104,39 @@ class _Module:
     name: str
     source: str
 
-    def is_built(self) -> bool:
-        return self._manager.get_file(self._file) is not None
+    def is_built(self, folder: Path) -> bool:
+        return (_entry(folder, self._key) / self._file).exists()
 
-    def build(self) -> None:
+    def build(self, folder: Path) -> None:
         """`triton.runtime.build.compile_module_from_src` without loading what needs a driver."""
-        if self.is_built():
+        if self.is_built(folder):
             return
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / f"{self.name}.c"
+        with tempfile.TemporaryDirectory() as temporary:
+            source = Path(temporary) / f"{self.name}.c"
             source.write_text(self.source)
-            _write_stub(Path(folder))
+            _write_stub(Path(temporary))
             # The stub has none of the functions that the module calls.
             link = ["-Wl,--no-as-needed", *(f"-l:{name}" for name in driver.libraries)]
-            found = [folder], driver.include_dirs, list[str](), link
-            made = Path(build._build(self.name, str(source), folder, *found)).read_bytes()
-            self._manager.put(made, self._file, binary=True)
+            found = [temporary], driver.include_dirs, list[str](), link
+            made = Path(build._build(self.name, str(source), temporary, *found)).read_bytes()
+            get_cache_manager(_digest(self._key)).put(made, self._file, binary=True)
 
     @property
     def _file(self) -> str:
         return f"{self.name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
     @property
-    def _manager(self) -> Any:
-        key = hashlib.sha256((self.source + build.platform_key()).encode()).hexdigest()
-        return get_cache_manager(key)
+    def _key(self) -> str:
+        return self.source + build.platform_key()
+
+
+def _entry(folder: Path, key: str) -> Path:
+    """Triton's folder of a key; its own managers make it where it is missing."""
+    return folder / FOLDER / _base32(_digest(key))
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _modules(source: ASTSource, metadata: Any) -> list[_Module]:

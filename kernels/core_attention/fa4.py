@@ -238,6 +238,7 @@ _LAYERS = (
     AttentionLayer(8, 64, 64, window=True, sinks=True),
     AttentionLayer(1, 192, 128),  # DeepSeek, Kimi-K2, Moonlight
     AttentionLayer(8, 256, 256),  # Qwen3-Next
+    AttentionLayer(2, 32, 32),  # tiny
 )
 SHIPPED = tuple(
     AttentionLayer(**vars(layer) | dict(deterministic=deterministic))

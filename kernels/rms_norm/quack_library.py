@@ -43,13 +43,14 @@ _WIDTHS = (
     *(128, 2048),  # Qwen3: heads, hidden
     2880,  # GPT-OSS
     *(512, 1536, 7168),  # DeepSeek-V3 and Moonlight (2048): latents, hidden
+    *(32, 64),  # tiny (128), tiny_deepseek
 )
 SHIPPED = tuple(
     Rows(N, step, adds)  # type: ignore[arg-type]
     for N in _WIDTHS
     for step in ("forward", "backward")
     for adds in (False, True)
-    if not adds or N in (2048, 2880, 7168)
+    if not adds or N in (128, 2048, 2880, 7168)
 )
 SHIPPED += _CENTERED
 """Kernels of the models in configs/model; others are compiled at their first launch."""

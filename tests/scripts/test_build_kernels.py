@@ -13,14 +13,17 @@ from phalanx.kernels.rms_norm import quack_library
 from phalanx.kernels.sm90.jit import launch, shipped
 from phalanx.kernels.sm90.jit.program import symbols
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
+from phalanx.kernels.triton_table import launches
 from phalanx.scripts import build_kernels
 
 KERNEL, CONFIG = next(one for one in SHIPPED if one[0].__name__ == "GatherKernel")  # soon compiled
 LABEL = f"{KERNEL.__name__} {CONFIG}"
+TRITON = [each.label for each in launches()]
 LABELS = [
     *(f"{kernel.__name__} {config}" for kernel, config in SHIPPED),
     *(f"flash-attn-4 {layer}" for layer in fa4.SHIPPED),
     *(f"QuACK {rows}" for rows in quack_library.SHIPPED),
+    *TRITON,
 ]
 
 
@@ -71,6 +74,7 @@ def test_the_kernels_of_a_run_are_listed(tmp_path, capsys):
         *(f"missing {label}" for label in LABELS[: len(SHIPPED)]),
         f"missing flash-attn-4 {layer}",
         *(f"missing QuACK {key}" for key in rows),
+        *(f"missing {label}" for label in TRITON),
     ]
 
 
@@ -110,7 +114,7 @@ def test_each_failure_has_a_line_and_the_code_is_1(tmp_path, monkeypatch, capsys
     def broken(folder):
         raise OSError("lost.so")
 
-    target = build_kernels.Target(LABEL, lambda: ["kernel"], broken)
+    target = build_kernels.Target(LABEL, lambda folder: False, broken)
     monkeypatch.setattr(build_kernels, "targets", lambda sizes: [target])
     monkeypatch.setattr(build_kernels, "ProcessPoolExecutor", Here)
     assert build_kernels.main(["--dir", str(tmp_path)]) == 1
