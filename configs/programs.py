@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+DISTRIBUTION = "phalanx-moe"
+"""Name of this project where packages are installed from; it is imported as `phalanx`."""
 COMMANDS = {
     "train": "phalanx-train",
     "train_tokenizer": "phalanx-train-tokenizer",
@@ -47,7 +49,7 @@ def leave_without(missing: ModuleNotFoundError) -> NoReturn:
     """Exit with a line that says which package is missing, and what installs it."""
     if (missing.name or "?").startswith("phalanx"):
         raise missing
-    fix = "`pip install 'phalanx[train]'` installs what pretraining needs"
+    fix = f"`pip install '{DISTRIBUTION}[train]'` installs what pretraining needs"
     if not installed():
         fix = (
             "start with `bash scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` "
@@ -95,7 +97,7 @@ def requirements() -> tuple[str, ...]:
         extras = project["optional-dependencies"].values()
         return (*project["dependencies"], *itertools.chain(*extras))
     try:
-        found = metadata.requires("phalanx") or []
+        found = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return ()
     return tuple(requirement.split(";")[0].strip() for requirement in found)

@@ -9,8 +9,16 @@ import itertools as _itertools
 import os as _os
 import sys as _sys
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from phalanx.kernels.api import GroupedMLP as GroupedMLP
+    from phalanx.kernels.api import experts as experts
+    from phalanx.kernels.api import grouped_experts as grouped_experts
+    from phalanx.kernels.api import router_topk as router_topk
 
 __version__ = "0.2.0"
+_OF_THE_KERNELS = ("GroupedMLP", "experts", "grouped_experts", "router_topk")
 
 
 def _import_problem(package: _Path, folder: _Path | None) -> str | None:
@@ -35,6 +43,19 @@ def _import_problem(package: _Path, folder: _Path | None) -> str | None:
         f"the checkout {other}: `pip install -e {other}`, or set PYTHONPATH={other}, or {root} to "
         "keep that one"
     )
+
+
+def __getattr__(name: str) -> object:
+    """Names of `phalanx.kernels.api` at their first use: `import phalanx` alone needs no torch."""
+    if name not in _OF_THE_KERNELS:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    from phalanx.kernels import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_THE_KERNELS})
 
 
 def _is_checkout(folder: _Path) -> bool:

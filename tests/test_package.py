@@ -92,3 +92,25 @@ def test_short_names_are_refused_by_ruff(name: str) -> None:
     long = code.replace(f"from {name}", f"from phalanx.{name}")
     command = [*command, "--stdin-filename", ROOT / "train.py", "-"]
     assert subprocess.run(command, input=long, cwd=ROOT, text=True).returncode == 0
+
+
+def test_names_of_the_kernels_come_at_their_first_use() -> None:
+    code = """
+import sys
+import phalanx
+names = set(phalanx._OF_THE_KERNELS)
+assert names <= set(dir(phalanx)) and "torch" not in sys.modules
+from phalanx import GroupedMLP, grouped_experts
+from phalanx.kernels import api
+assert GroupedMLP is api.GroupedMLP and names <= set(api.__all__)
+print([getattr(phalanx, name) is getattr(api, name) for name in names].count(True), len(names))
+phalanx.grouped_expert
+"""
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    named, of = run.stdout.split()
+    assert named == of
+    assert (
+        "module 'phalanx' has no attribute 'grouped_expert'. Did you mean: 'grouped_experts'"
+        in (run.stderr)
+    )

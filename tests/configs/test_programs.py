@@ -37,7 +37,7 @@ def test_a_command_without_the_extra_says_what_installs_it() -> None:
     (line,) = finished.stderr.splitlines()
     assert finished.returncode == 1
     assert line.startswith(f"error: {sys.executable} has no package ")
-    assert line.endswith("`pip install 'phalanx[train]'` installs what pretraining needs")
+    assert line.endswith("`pip install 'phalanx-moe[train]'` installs what pretraining needs")
 
 
 TEXTS = [

@@ -21,7 +21,7 @@ try:
 except ImportError as missing:
     raise ImportError(
         f"phalanx.adapters.transformers needs transformers 5.23 or newer, not "
-        f"{transformers.__version__}: pip install 'phalanx[transformers]'"
+        f"{transformers.__version__}: pip install 'phalanx-moe[transformers]'"
     ) from missing
 
 from phalanx.adapters.expert_groups import groups, release

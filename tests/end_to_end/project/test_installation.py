@@ -170,7 +170,7 @@ def test_a_wheel_beside_another_kernels(wheel: Path, stranger: Path, tmp_path: P
 
 
 def _record(site: Path) -> Path:
-    return next(site.glob("phalanx-*.dist-info"))
+    return next(site.glob("phalanx_moe-*.dist-info"))
 
 
 def test_a_checkout_beside_another_kernels_from_another_folder(
