@@ -16,8 +16,10 @@ from phalanx.kernels.functional.experts import (
     grouped_experts_sorted,
     resolve_backend,
 )
+from phalanx.kernels.functional.flops import register_flops
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
 from phalanx.kernels.functional.module import GroupedMLP
+from phalanx.kernels.functional.moe import MoE
 from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
 from phalanx.kernels.functional.router import RouterOptions, router_topk
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
@@ -35,6 +37,7 @@ __all__ = [
     "KernelUnavailable",
     "Margins",
     "Microscaling",
+    "MoE",
     "RouterOptions",
     "SortedRows",
     "TopK",
@@ -43,6 +46,7 @@ __all__ = [
     "grouped_experts",
     "grouped_experts_sorted",
     "keep_converted",
+    "register_flops",
     "resolve_backend",
     "router_topk",
 ]

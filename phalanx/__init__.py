@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from phalanx.kernels.api import GroupedMLP as GroupedMLP
+    from phalanx.kernels.api import MoE as MoE
     from phalanx.kernels.api import experts as experts
     from phalanx.kernels.api import grouped_experts as grouped_experts
     from phalanx.kernels.api import router_topk as router_topk
 
 __version__ = "0.2.0"
-_OF_THE_KERNELS = ("GroupedMLP", "experts", "grouped_experts", "router_topk")
+_OF_THE_KERNELS = ("GroupedMLP", "MoE", "experts", "grouped_experts", "router_topk")
 
 
 def _import_problem(package: _Path, folder: _Path | None) -> str | None:

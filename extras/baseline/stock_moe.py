@@ -25,10 +25,10 @@ from torch import Tensor
 from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.limits import Refusal
+from phalanx.kernels.routing.balance import KeepsPrecision, z_loss
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.megatron_config import QUICK_GELU_SLOPE
-from phalanx.moe.router import balance
-from phalanx.moe.router.balance import KeepsPrecision, Statistics
+from phalanx.moe.router.balance import Statistics
 from phalanx.moe.router.forced import Replay
 from phalanx.moe.router.fused_topk import forces_choice
 from phalanx.moe.router.router import forced_choice
@@ -145,7 +145,7 @@ class StockRouter(KeepsPrecision, TopKRouter):
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         if self.options.z_loss and self.training and torch.is_grad_enabled():
-            share = balance.z_loss(logits.detach()) / self.tp_cp_group.size()
+            share = z_loss(logits.detach()) / self.tp_cp_group.size()
             self.statistics.add_loss("z_loss", share)
         return super().apply_z_loss(logits, padding_mask)
 

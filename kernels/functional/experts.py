@@ -63,6 +63,11 @@ class SortedRows(NamedTuple):
     which a CUDA graph cannot capture."""
     prob: Tensor | None = None  # [S] of floats, weights of the rows, used in fp32; None: 1
 
+    @classmethod
+    def of_ends(cls, ends: Tensor, prob: Tensor | None = None) -> "SortedRows":
+        """Rows by the end of each expert's, [E] integers, as `torch._grouped_mm` takes them."""
+        return cls(ends.diff(prepend=ends.new_zeros(1)), prob)
+
 
 class ExpertGroup(Protocol):
     """Ranks that share experts: `parallel.expert_parallel.ExpertParallelGroup`."""

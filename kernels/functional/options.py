@@ -266,8 +266,10 @@ def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> 
 
 def check_activation(activation: Any) -> None:
     """Raise ValueError unless it is a name or an `Activation`."""
-    if not isinstance(activation, (str, Activation)):
+    named = isinstance(activation, str) and activation not in _GATED
+    if not named and not isinstance(activation, Activation):
         name = getattr(activation, "__name__", type(activation).__name__)
+        name = activation if isinstance(activation, str) else name
         kind = _GATED.get(name.lower())
         hint = "" if kind is None else f"; {name} with a gate is {kind}"
         raise ValueError(

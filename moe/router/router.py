@@ -20,9 +20,16 @@ from torch import Tensor
 
 from phalanx.configs.schema import RouterConfig
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.kernels.routing.balance import (
+    KeepsPrecision,
+    balance_loss,
+    count_choices,
+    count_choices_per_sequence,
+    z_loss,
+)
 from phalanx.kernels.routing.topk_scores import choice_scores, choose, probabilities
-from phalanx.moe.router import balance, fused_topk, token_rounding
-from phalanx.moe.router.balance import KeepsPrecision, Recorder, Statistics
+from phalanx.moe.router import fused_topk, token_rounding
+from phalanx.moe.router.balance import Recorder, Statistics
 from phalanx.moe.router.forced import ForcedBalance, Replay
 from phalanx.moe.router.logits import gate, loss_scores
 
@@ -254,7 +261,7 @@ class Router(KeepsPrecision, MegatronModule):
 
     @torch.no_grad()
     def _count(self, idx_TK: Tensor) -> Tensor:
-        count_E = balance.count_choices(idx_TK, self.num_experts)
+        count_E = count_choices(idx_TK, self.num_experts)
         self.statistics.add_counts(count_E)
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert += count_E
@@ -266,26 +273,26 @@ class Router(KeepsPrecision, MegatronModule):
         """This rank's shares of the balancing losses that have a coefficient, before it."""
         o, ranks, shares = self.options, self.replica.size(), dict[str, Tensor]()
         if o.z_loss:
-            shares["z_loss"] = balance.z_loss(logits_TE) / ranks
+            shares["z_loss"] = z_loss(logits_TE) / ranks
         if not (o.aux_loss or o.seq_aux_loss or o.global_aux_loss):
             return shares
         if (judged_TK := self._judged(logits_TE)) is not None:
             idx_TK = judged_TK
-            count_E = balance.count_choices(idx_TK, self.num_experts)
+            count_E = count_choices(idx_TK, self.num_experts)
         score_TE = loss_scores(logits_TE, o.score)
         if o.aux_loss:
             count_1E = _sum_over(count_E[None], self.replica)
-            shares["aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
+            shares["aux_loss"] = balance_loss(score_TE, count_1E, ranks=ranks)
         if o.seq_aux_loss:
-            count_BE = balance.count_choices_per_sequence(idx_TK, self.num_experts, sequences)
+            count_BE = count_choices_per_sequence(idx_TK, self.num_experts, sequences)
             count_BE = _sum_over(count_BE, self.replica)
-            shares["seq_aux_loss"] = balance.balance_loss(score_TE, count_BE, ranks=ranks)
+            shares["seq_aux_loss"] = balance_loss(score_TE, count_BE, ranks=ranks)
         if o.global_aux_loss:
             # Choices of all replicas and micro-batches so far, scores of this micro-batch.
             assert self.global_tokens_per_expert is not None
             self.global_tokens_per_expert += _sum_over(count_E, self.world)
             count_1E = self.global_tokens_per_expert[None]
-            shares["global_aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
+            shares["global_aux_loss"] = balance_loss(score_TE, count_1E, ranks=ranks)
         return shares
 
     def _attach(self, prob_TK: Tensor, shares: dict[str, Tensor]) -> Tensor:

@@ -135,7 +135,7 @@ def expert(x_D: Tensor, w1: Tensor, w2: Tensor, b1: Any, b2: Any, e: Any) -> Ten
 def _statement(name: str) -> None:
     """fp64, token by token; experts are as the router chose, which has a statement of its own."""
     install()
-    from phalanx.moe.router.balance import balance_loss, count_choices_per_sequence
+    from phalanx.kernels.routing.balance import balance_loss, count_choices_per_sequence
     from phalanx.moe.router.router import choose, loss_scores, probabilities
     from phalanx.parallel.groups import create
 

@@ -7,6 +7,12 @@ import pytest
 import torch
 
 from phalanx.configs.schema import RouterConfig
+from phalanx.kernels.routing.balance import (
+    balance_loss,
+    count_choices,
+    count_choices_per_sequence,
+    z_loss,
+)
 from phalanx.kernels.routing.forced_triton import split
 from phalanx.kernels.routing.topk_scores import choose, probabilities
 from phalanx.moe.router import balance
@@ -92,13 +98,13 @@ def stated(
     """Shares of the losses in the dtype of the logits, by `moe.router.balance`."""
     o = m.record.options
     score, judged = loss_scores(logits, o.score), m.idx if m.judged is None else m.judged
-    count = balance.count_choices(judged, case.E)
-    by_sequence = balance.count_choices_per_sequence(judged, case.E, case.B)
+    count = count_choices(judged, case.E)
+    by_sequence = count_choices_per_sequence(judged, case.E, case.B)
     return {
-        "aux_loss": balance.balance_loss(score, count[None], ranks=1),
-        "seq_aux_loss": balance.balance_loss(score, by_sequence, ranks=1),
-        "global_aux_loss": balance.balance_loss(score, (seen + count)[None], ranks=1),
-        "z_loss": balance.z_loss(logits),
+        "aux_loss": balance_loss(score, count[None], ranks=1),
+        "seq_aux_loss": balance_loss(score, by_sequence, ranks=1),
+        "global_aux_loss": balance_loss(score, (seen + count)[None], ranks=1),
+        "z_loss": z_loss(logits),
     }
 
 
@@ -114,7 +120,7 @@ def check_losses(case: Case, device: str) -> None:
         return factor * sum(coefficients[name] * share for name, share in shares.items())
 
     loss = m.record(m.logits, m.idx, m.judged, case.B)
-    count = balance.count_choices(m.idx, case.E)
+    count = count_choices(m.idx, case.E)
     s = m.record.statistics
     assert torch.equal(s.tokens_per_expert, count) and s.micro_batches == 1
     assert torch.equal(m.record.local_tokens_E, count + torch.arange(case.E, device=device))
