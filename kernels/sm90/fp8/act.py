@@ -54,6 +54,8 @@ class BlockWalk(Walk):
         super().__init__(store, storage, thread, args)
         out, (self.tma, self.rows) = self.outputs[-1]
         (self.scale,) = self.scales
+        # 16 rows of bytes take two strips of 32 channels in bf16: region 0 lies over the first set
+        # of strips, and `_block` drains the one before it writes the other.
         self.bytes = RowBytes(out.fp8, storage.data, store.strips.count // 2, thread)
 
     @cute.jit
@@ -95,6 +97,7 @@ class BlockWalk(Walk):
         self.bytes.store(0, self.tma, self.rows, top, end, first, 0)
 
     def _to(self, j: int, values: Values) -> Places:
+        # h goes to the sets of two strips in turn; words of the last output stay in registers.
         to: Places = {part: j % 2 * 2 + k for k, part in enumerate(self.stored)}
         to[self.stored[-1]] = lambda at, words: values.put(at.block % (BLOCK // 16), words)
         return to
@@ -105,7 +108,7 @@ class LoadedBlockWalk(LoadedStripWalk):
 
     def __init__(self, store: RowStore, storage: Any, thread: Int32, args: Any) -> None:
         super().__init__(store, storage, thread, args)
-        self.order = self.stored
+        self.order = self.stored  # nothing is written over strips that are still read
         self.bytes = [
             RowBytes(out.fp8, storage.regions, _REGIONS, thread) for out, _ in self.outputs
         ]
@@ -113,6 +116,8 @@ class LoadedBlockWalk(LoadedStripWalk):
     @cute.jit
     def prefetch(self, row: Int32, end: Int32, column: Int32) -> None:
         self._release_loaded()
+        # Nothing is stored from these strips, so that no store has to drain; what has to come first
+        # are the last tile's reads.
         self._load(0, row, column)
         self._load(1, row, column)
 
@@ -139,9 +144,12 @@ class LoadedBlockWalk(LoadedStripWalk):
                     if cutlass.const_expr(j == 0):  # TMA may still read the regions of `_parked`
                         self.staging.drain(0)
                     f = first + STEP * j
+                    # Past the last channel of a part the strips hold other channels: they are
+                    # computed, but have no part in a scale, and TMA clips them.
                     counted = cutlass.select_(f < self.width, Uint32(MAGNITUDES), Uint32(0))
                     to = self._to(_STEPS * b + j, values, counted)
                     self._compute(acc, 0, _STEPS * b + j, f, to, fragment)
+                # All words are known, and so are the scales of the block's rows.
                 self._send(values, top, end, first)
             else:
                 # Nothing to store, but rows were requested: their barriers complete, and their
@@ -154,6 +162,8 @@ class LoadedBlockWalk(LoadedStripWalk):
 
     def _wait_for_load(self, i: int, carry: Int32, row: Int32, column: Int32) -> Int32:
         """Wait for rows of step i, and load those of step i + 2 over those of step i - 1."""
+        # Phases are in `carry`, a bit a strip: steps of a tile are no multiple of two rounds over
+        # the strips, so that a phase does not follow from the step alone.
         cute.arch.mbarrier_wait(self.loaded + i % LOADED, (carry >> i % LOADED) & 1)
         self._release_loaded()
         self._load(i + 2, row, column)
@@ -166,6 +176,7 @@ class LoadedBlockWalk(LoadedStripWalk):
             return lambda at, words: values[k].put(at.block % (BLOCK // 16), words, counted)
 
         def park(at: Any, words: list[Uint32]) -> None:
+            # The largest magnitude now, while the words are in registers.
             values[-1].count(words, counted)
             # 16 bytes a lane, side by side: no bank conflicts, and no other lane reads them.
             ptx.store_shared(self._parked(at.block % (BLOCK // 16)), *words)
@@ -185,11 +196,14 @@ class LoadedBlockWalk(LoadedStripWalk):
         region that is written twice is free when its first store has."""
         parts, block = self.epilogue.loaded, first // BLOCK
         for q in range(BLOCK // 16):
+            # Both regions hold parked words: all are taken back before the first row of bytes is
+            # written.
             values[parts].set(q, ptx.load_shared(self._parked(q)))
         # All lanes have their words back: rows are now written over them.
         cute.arch.sync_warp()
         (_, (tma, rows)), (_, (last_tma, last_rows)) = self.outputs
         for part in cutlass.range_constexpr(parts):
+            # Scales of the linear half follow those of the gate, of as many blocks.
             of_part = part * ((self.width + (BLOCK - 1)) // BLOCK)
             at = (top, end, of_part + block)
             self.bytes[0].write(part, values[part], self.scales[0], at)
@@ -199,6 +213,8 @@ class LoadedBlockWalk(LoadedStripWalk):
         # part of the other one was.
         if cutlass.const_expr(region == 0):
             self.staging.drain(1)
+        # Without a gate region 1 was drained before the block, and holds nothing but words that are
+        # back.
         self.bytes[1].write(region, values[parts], self.scales[1], (top, end, block))
         self.bytes[1].store(region, last_tma, last_rows, top, end, first, 0)
 
@@ -212,8 +228,10 @@ class BlockStore(RowStore):
     @property
     def strips(self) -> Strips:
         if self.epilogue.loaded:
+            # Of loaded rows alone: both outputs leave through the regions.
             return Strips(STEP, LOADED * self.epilogue.loaded)
         first, _ = self.epilogue.outputs
+        # Two sets of h's two parts; without h the space of one region of bytes.
         return Strips(STEP, 4 if first.kept else 2)
 
     def host(self, loaded: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, Any]:

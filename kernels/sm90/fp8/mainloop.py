@@ -46,7 +46,7 @@ from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.jit import ptx
 
 BLOCK = 128  # channels of a stage, and of a scale
-_ATOM = 64
+_ATOM = 64  # rows of a wgmma; columns after which a tile of 192 may begin another block
 _DEEP = 32  # channels of a wgmma
 
 
@@ -82,12 +82,16 @@ class Promotion:
         layout_a, layout_b = loop.smem_layouts()
         a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        # A group has 64 of a stage's rows of A, and all of its columns of B.
         mma = tiled_mma.get_slice(group * GROUP_THREADS)
         self.a = tiled_mma.make_fragment_A(mma.partition_A(a))
+        # A fragment for each part of the columns: a wgmma writes the temporary accumulator, which
+        # is that wide.
         self.b = []
         for p in range(loop.columns // loop.part):
             columns = cute.local_tile(b, (loop.part, BLOCK, loop.stages), (p, 0, 0))
             self.b.append(tiled_mma.make_fragment_B(mma.partition_B(columns)))
+        # 64 rows over 128 threads. Flat, as parts are added to it one after the other.
         self.acc = cute.make_rmem_tensor(loop.columns // 2, Float32)
         shape = tiled_mma.partition_shape_C((TILE_ROWS, loop.part))
         # Both in registers, with a tile of 256 columns 128 + 64 of a thread's 232.
@@ -100,6 +104,8 @@ class Promotion:
     @cute.jit
     def skip(self, first: Int32, blocks: Int32) -> None:
         """Release `blocks` stages unread: the tile has no rows for this warp group."""
+        # The empty barriers count the warps of both groups: without these arrivals the loading
+        # warps would wait for a stage for ever.
         for k in cutlass.range(blocks, unroll=1):
             self.ring.consumer_release(self.ring.consumer_wait_block(first + k))
 
@@ -120,6 +126,8 @@ class Promotion:
         # The loading warps have waited for the rows and their scales: a full stage says so.
         if cutlass.const_expr(self.fresh):
             ring.consumer_wait(stage, phase)
+        # Scales are requested two blocks ahead, so that they are there when their block's sums are.
+        # Those of the first two blocks have no product to hide under.
         more, ready = blocks > 1, Boolean(False)
         a, b = self._load_rows(rows, Boolean(True)), self._load_columns(columns, Boolean(True))
         rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
@@ -135,13 +143,17 @@ class Promotion:
             then_a, then_b = self._load_rows(rows, more), self._load_columns(columns, more)
             next_stage, next_phase = ring.next_position(stage, phase)
             for p in cutlass.range_constexpr(last + 1):
+                # The sums of the part before have been added: their registers are free again.
                 if cutlass.const_expr(p > 0):
                     self._start(p, stage)
                 if cutlass.const_expr(p == last):
+                    # After the last part's wgmma have started. Behind the tile's last block this
+                    # looks at the next tile's stage, which nobody reads: the result is dropped.
                     ready = ring.consumer_try_wait(next_stage, next_phase)
                 # All of it: `_add` reads the temporary accumulator, the next wgmma overwrites it.
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(p == last):
+                    # No wgmma reads the stage any more: it is loaded again under the additions.
                     ring.consumer_release(stage)
                 self._add(p, a, b, scales)
             stage, phase = next_stage, next_phase
@@ -150,10 +162,14 @@ class Promotion:
     def _keep(self, add: Boolean) -> None:
         # The temporary ones too: no registers for their values while scales are looked up.
         self.temporary.fill(0.0)
+        # A select: whether an earlier segment had rows is known only on the device.
         for i in range(cute.size(self.acc)):
             self.acc[i] = cutlass.select_(add, self.acc[i], Float32(0.0))
 
     def _load_rows(self, addresses: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+        # A load by nc takes memory for constant, and may return a line of L1 from before the rows
+        # arrived. What peers write meanwhile is read past L1, without a fence: the full barrier has
+        # ordered it behind the flag that a loading warp acquired.
         load = ptx.load_fresh_if if self.fresh else ptx.load_constant_if
         return tuple(load(at, wanted) for at in addresses)
 
@@ -164,6 +180,7 @@ class Promotion:
         # Orders the reads and writes of the accumulator in registers before wgmma.
         warpgroup.fence()
         for step in range(BLOCK // _DEEP):
+            # The first step overwrites: no sum of wgmma spans more than a block.
             self.tiled_mma.set(warpgroup.Field.ACCUMULATE, step != 0)
             at = (None, None, step, stage)
             cute.gemm(self.tiled_mma, self.temporary, self.a[at], self.b[p][at], self.temporary)
@@ -183,10 +200,12 @@ class Promotion:
         of_atoms = (low, cutlass.select_(scales.aligned, low, high), high)
         for first in range(part * p, part * (p + 1), wide):
             scale = of_atoms[first // _ATOM] if wide == _ATOM else columns[first // BLOCK]
+            # The same product twice where rows have one scale, as in `wgrad`.
             both = (rows[0] * scale, rows[-1] * scale)
             for i in range(wide // 2):
                 to = first // 2 + i
                 value = self.temporary[to - part * p // 2]
+                # Of four accumulators two are in the lane's first row, and two 8 rows below.
                 self.acc[to] = self.acc[to] + both[i // 2 % 2] * value
 
 
@@ -207,12 +226,13 @@ class Fp8MmaConsumer(Promotion):
         self.of_rows, self.of_weights, self.half, self.zero = scales
         self.index = index
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % GROUP_THREADS // 32)
-        self.first = group * _ATOM + warp * 16
+        self.first = group * _ATOM + warp * 16  # the warp's first row in the tile
 
     @cute.jit
     def __call__(
         self, first: Int32, blocks: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> None:
+        # A tile with at most 64 rows has none for the second group.
         if end - row > self.group * _ATOM:
             self.multiply(first, blocks, self._scales(row, end, column, expert))
         else:
@@ -222,9 +242,13 @@ class Fp8MmaConsumer(Promotion):
         of_rows, of_weights, n = self.of_rows, self.of_weights, column * self.loop.columns
         rows = []
         for half in range(2):
+            # Past the expert's end its last row again: the index may hold anything there, and
+            # nothing is stored from these rows.
             at = cutlass.min(row + self.first + ptx.lane() // 4 + half * 8, end - 1)
             picked = self.index[at] if self.loop.gather else at
             rows.append(address(of_rows, picked, 0))
+        # The last tile may end beyond the last column, where B is zero: a scale that exists is
+        # enough.
         last = Int32(of_weights.shape[0]) - 1
         low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
         if self.half is not None:  # a tile has as many columns of either half
@@ -257,7 +281,7 @@ def address(tensor: cute.Tensor, *at: Int32 | int) -> Int64:
 
 
 FORMATS = {"e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
-_CHUNK = 16
+_CHUNK = 16  # bytes of a cp.async, and so many channels
 
 
 @dataclass(frozen=True)
@@ -289,6 +313,7 @@ class Fp8Mainloop(Mainloop):
         return 192 if self.columns == 192 else BLOCK
 
     def blocks(self, mA: cute.Tensor) -> Int32:
+        # Each part has a last block of its own, which may be short.
         return (mA.shape[1] + (BLOCK - 1)) // BLOCK * mA.shape[2]
 
     def operands(
@@ -334,6 +359,8 @@ class Fp8Producer(Producer):
 
     def copy(self, to: Int32, source: Int64, k: Int32) -> None:
         """Start the copy of a piece; zeros past the last channel, where memory holds other rows."""
+        # `k` counts the blocks of all parts: gathered rows have one, or this would be another's
+        # end.
         left = self.mA.shape[1] - k * BLOCK
         size = cutlass.select_(self.thread % 8 * _CHUNK < left, Int32(_CHUNK), Int32(0))
         ptx.cp_async_or_zero(to, source + k * BLOCK, size)
@@ -347,6 +374,8 @@ class Fp8Producer(Producer):
         which takes a wait for their copies in place of `cp.async.mbarrier.arrive`.
         """
         cute.arch.cp_async_commit_group()
+        # Before, nothing has landed for sure. Each thread waits for its own copies alone: that is
+        # why full counts all 128 of them.
         if k >= self.loop.copies_in_flight:
             cute.arch.cp_async_wait_group(self.loop.copies_in_flight)
             self._landed(state, self.loop.copies_in_flight)
@@ -354,12 +383,16 @@ class Fp8Producer(Producer):
     @cute.jit
     def finish(self, state: State, blocks: Int32) -> None:
         if cutlass.const_expr(self.loop.gather):
+            # `state` is past the last block. The oldest copies first, since a group of wgmma waits
+            # for their stage; a tile of one block has no second one in flight.
             for left in cutlass.range_constexpr(self.loop.copies_in_flight, 0, -1):
                 if blocks >= left:
                     cute.arch.cp_async_wait_group(left - 1)
                     self._landed(state, left)
 
     def _landed(self, state: State, before: int) -> None:
+        # Before the arrival: who waits at full may read by wgmma at once. Without it wgmma could
+        # read what the stage held before.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.ring.earlier_full_barrier(state, before))
 
@@ -390,6 +423,7 @@ def weights(pointer: cute.Pointer, N: Int32, each: Int32, parts: Int32, L: Int32
 
 def operand_scales(a: Rows, b: Weights, num_gate_parts: int) -> tuple[Any, ...]:
     """Scales of A [rows, K blocks], of B [N blocks (a gate half), K blocks, L], and an opaque 0."""
+    # Shapes of 1: only strides are used (`address`), and the number of B's blocks.
     of_rows = cute.make_layout((1, 1), stride=(a.scale_row, a.scale_block))
     of_weights = cute.make_layout((b.blocks, 1, 1), stride=(b.scale_n, b.scale_k, b.scale_expert))
     half = b.blocks // 2 if num_gate_parts == 2 else None

@@ -21,16 +21,20 @@ from phalanx.kernels.sm90.jit import ptx
 
 REGION = ROWS * BLOCK  # bytes of 16 rows
 _LARGEST = {"e4m3": 9, "e5m2": 16}  # the largest number of a format is 0.875 * 2^this
+# Bits of fp32: infinity, NaN, and 2^-127, which is below the normal numbers.
 _INFINITY, _NAN, _BELOW_NORMAL = 0x7F800000, 0x7FC00000, 0x00400000
 _ROUND_UP = 0x1FFFFF  # carries into the exponent of fp32 bits whose mantissa is above 0.875
-_PIECE = 16
+_PIECE = 16  # bytes that a swizzle moves as a whole
 MAGNITUDES = 0x7FFF7FFF  # mask of a pair of bf16: all bits but the signs
 
 
 def power(amax: Int32, name: str) -> Int32:
     """Exponent of the factor up: the largest power of two for which amax stays in range. `amax` are
     the bits of a non-negative bf16 as fp32; of 0 and infinity the exponent is 0."""
+    # With amax = m * 2^x and m from 0.5 to 1, x is the biased exponent less 126, and 2^(largest -
+    # x) fits if m is at most 0.875; otherwise half of it does. 2^128 is no fp32, hence the 127.
     exponent = cutlass.min(_LARGEST[name] + 126 - ((amax + _ROUND_UP) >> 23), 127)
+    # A row of zeros would ask for the largest factor, and an infinity for the smallest.
     finite = (amax > 0) & (amax < _INFINITY)
     return cutlass.select_(finite, exponent, Int32(0))
 
@@ -53,6 +57,8 @@ class Values:
 
     def __init__(self) -> None:
         self.words = cute.make_rmem_tensor(4 * BLOCK // 16, Uint32)
+        # A pair for each of the lane's rows: even channels in the lower half, odd ones in the
+        # upper.
         self.amax = cute.make_rmem_tensor(2, Uint32)
         self.words.fill(0)
         self.amax.fill(0)
@@ -70,11 +76,14 @@ class Values:
     def count(self, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
         """Take words into the largest magnitudes; `set` stores them later."""
         for i, word in enumerate(words):
+            # Words alternate between the lane's two rows. Without the signs bf16 of two channels is
+            # compared at a time; NaN is passed over.
             self.amax[i % 2] = ptx.max_pair(self.amax[i % 2], word & Uint32(counted))
 
     def row_amax(self, half: int) -> Int32:
         """Bits of the largest magnitude of the lane's first or second row, in its four lanes."""
         both = self.amax[half]
+        # As fp32 bits, which compare as integers where no number is negative.
         largest = cutlass.max(Int32(both << 16), Int32(both & Uint32(0xFFFF0000)))
         # The four lanes of a row differ in the two lowest bits.
         for step in (1, 2):
@@ -92,6 +101,7 @@ def tensors(x: Rows, name: str) -> tuple[cute.Tensor, cute.Tensor]:
 
 def to_memory(tensor: cute.Tensor) -> tuple[Any, Any]:
     """Host side: TMA atom and tensor to store 16 rows to [rows, channels of a part, parts]."""
+    # The descriptor has the swizzle of the region, and clips at a part's last channel.
     one = cute.slice_(_layout(1), (None, None, 0))
     op = cpasync.CopyBulkTensorTileS2GOp()
     atom = cpasync.make_tiled_tma_atom(op, tensor, one, (ROWS, BLOCK))
@@ -99,6 +109,8 @@ def to_memory(tensor: cute.Tensor) -> tuple[Any, Any]:
 
 
 def _layout(count: int) -> cute.ComposedLayout:
+    # Rows of 128 bytes: the swizzle of 128 bytes, over 8 rows. Regions are multiples of its 1024
+    # bytes, so that each begins with the pattern.
     plain = cute.make_layout((ROWS, BLOCK, count), stride=(BLOCK, 1, REGION))
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain)
 
@@ -195,14 +207,18 @@ class RowBytes:
         part: cutlass.Constexpr,
     ) -> None:
         lane = ptx.lane()
+        # 8 lanes have the 128 bytes of a row, so that 4 rows leave with each access.
         row, piece = lane // 8, lane % 8
         source = self.base + row * BLOCK + (piece ^ row) * _PIECE
         pitch, inside = Int64(rows.stride[0]), column + piece * _PIECE
         target = rows.iterator.toint() + Int64(top + row) * pitch + Int64(inside)
         if cutlass.const_expr(part > 0):
+            # Parts lie beside each other in a row of memory.
             target += part * Int64(rows.shape[1])
         for p in cutlass.range_constexpr(ROWS // 4):
             # 4 rows further the swizzle differs in bit 2 of the piece (64 bytes).
+            # The second test is what TMA's clipping does above: behind a part's channels lie the
+            # next one's.
             if top + row + 4 * p < end and inside < rows.shape[1]:
                 words = ptx.load_shared(
                     (source ^ (64 * (p % 2))) + (region * REGION + p * 4 * BLOCK)
