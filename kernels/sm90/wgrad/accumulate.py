@@ -41,6 +41,7 @@ class Output:
 
     @property
     def block(self) -> int:
+        # Columns of a buffer: 128 bytes, which is the widest swizzle.
         return 8 * _ROW_BYTES // self.dtype.width
 
     @property
@@ -56,6 +57,7 @@ class Output:
     def tma(self, mW: cute.Tensor) -> tuple[Any, Any]:
         layout = cute.slice_(self.smem_layout(1), (None, None, 0))
         if self.add:
+            # L2 adds: the SM neither reads the sum nor waits for it.
             op: Any = cpasync.CopyReduceBulkTensorTileS2GOp()
         else:
             op = cpasync.CopyBulkTensorTileS2GOp()
@@ -88,6 +90,7 @@ class Store:
         self.barrier = pipeline.NamedBarrier(barrier_id=1 + self.group, num_threads=GROUP_THREADS)
         block = config.smem_layout(1)
         blocks = storage.blocks.get_tensor(block.outer, swizzle=block.inner)
+        # Blocks of 64 rows of the whole tensor: row, column and expert are coordinates.
         tiles = cute.local_tile(tensor, (_ROWS, config.block), (None, None, None))
         self.from_smem, self.to_gmem = cpasync.tma_partition(
             self.atom,
@@ -102,6 +105,8 @@ class Store:
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
             per_atom = cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
             self.to_smem = cute.make_tiled_copy_S(stmatrix, per_atom)
+            # Both groups share the MMA: a thread's number in both gives its rows of a tile of 128.
+            # Buffers of the two groups therefore alternate, and one of `tile` is two of `block`.
             slice_ = self.to_smem.get_slice(thread)
             tiled = storage.blocks.get_tensor(tile.outer, swizzle=tile.inner)
             self.smem = slice_.partition_D(tiled)
@@ -112,11 +117,14 @@ class Store:
         """Store or add the tile in row and column `row` and `column` of the expert's tiles."""
         config = self.config
         top, left = row * MMA_GROUPS + self.group, column * (config.columns // config.block)
+        # O is a multiple of 64: a group has all of its rows or none, and so meets at its barrier
+        # with all threads or with none.
         if top * _ROWS < self.shape[0]:
             # The last tile's blocks drained under this one's product: the wait is short, and all
             # buffers are free after it.
             self._wait(0)
             for j in cutlass.range_constexpr(config.columns // config.block):
+                # Blocks that are absent come last, so that `_wait` counts those that were sent.
                 if (left + j) * config.block < self.shape[1]:
                     buffer = j % config.buffers
                     if cutlass.const_expr(j >= config.buffers):
@@ -145,6 +153,7 @@ class Store:
         if top * _ROWS < self.shape[0]:
             self._wait(0)
             self.barrier.arrive_and_wait()
+            # After the barrier no store reads the buffer any more.
             zero = cute.make_rmem_tensor(4, Float32)
             # Zeros look the same swizzled: the buffer is filled straight through.
             zero.fill(0.0)
@@ -154,6 +163,7 @@ class Store:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.barrier.arrive_and_wait()
             if self.first_warp:
+                # Several stores may read one buffer; they are one group for `_wait`.
                 for j in cutlass.range_constexpr(config.columns // config.block):
                     if (left + j) * config.block < self.shape[1]:
                         self._send(0, top, left + j, expert)
@@ -170,6 +180,7 @@ class Store:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _send(self, buffer: int, top: Int32, left: Int32, expert: Int32) -> None:
+        # Buffers of the groups alternate, see `__init__`.
         stage = buffer * MMA_GROUPS + self.group
         cute.copy(self.atom, self.from_smem[(None, stage)], self.to_gmem[(None, top, left, expert)])
 
@@ -187,16 +198,20 @@ class Store:
         """
         lane = self.thread % 32
         below, quarter = lane // 4, lane % 4
+        # Of the two rows of a lane the first; the warp has 16.
         row = self.thread // 32 * 16 + below
         odd = below % 2 == 1
         count = self.config.block // _ATOM
         for n in cutlass.range_constexpr(count):
             atom = cutlass.select_(odd, Int32(n ^ 2), Int32(n))
+            # 16-byte chunk c of row r lies at c ^ (r % 8), as TMA reads it.
             chunk = (2 * atom + quarter // 2) ^ below
             at = row * (_ROW_BYTES // 4) + chunk * 4 + quarter % 2 * 2
             pair = cute.make_rmem_tensor(2, Float32)
             for lower in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
+                    # Selected in registers: an index that depends on the lane would move the
+                    # accumulators to local memory.
                     even_index = 4 * (j * count + n) + 2 * lower + i
                     odd_index = 4 * (j * count + (n ^ 2)) + 2 * lower + i
                     pair[i] = cutlass.select_(odd, acc[odd_index], acc[even_index])
@@ -234,6 +249,8 @@ class Stores:
             return Store(config, storage, tiled_mma, thread, tma, shape)
 
         if each:
+            # `ptx.lane` is read anew for each tile, so that nothing of the store lives over the
+            # product.
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
             self.get = lambda: store(warp + ptx.lane())
         else:

@@ -147,6 +147,7 @@ class Contraction:
 
     @property
     def registers(self) -> tuple[int, int]:
+        # As of `gemm.mainloop`: more than these would wait for ever at setmaxnreg.
         return (40, 232) if self.gathered is None else (56, 224)
 
     @property
@@ -214,6 +215,7 @@ class Contraction:
 
     def smem_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """Stages of d and v in shared memory: (column, row, stage), box after box."""
+        # Columns are contiguous: a box has 64 of them, the 128 bytes of a swizzled row.
         d = hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, self.tile, BFloat16, self.stages)
         v = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, self.tile, BFloat16, self.stages)
         return d, v
@@ -275,8 +277,12 @@ class RowLoads:
         """Load blocks begin .. end - 1 of a tile: its expert's first row and number of rows, and
         tile indices of O and of I; `picked` are the sources of block `begin`. Returns `state` past
         these blocks, and the sources of block `end`."""
+        # Once for half a tile; a block then only picks a coordinate.
         parts = self.source.partition(tile[0], tile[2])
         for k in cutlass.range(begin, end, unroll=1):
+            # By each loading warp for itself: with an index all four write to the stage, and no
+            # barrier joins them. TMA may write over zeros of `Clear`, whose fence came before the
+            # stage was full.
             self.ring.producer_acquire(state)
             picked = self.source.fill(parts, state.index, k, tile, picked)
             state.advance()
@@ -329,6 +335,8 @@ class TmaRows:
     @cute.jit
     def fill(self, parts: Parts, stage: Int32, k: Int32, tile: Any, picked: Int32) -> Int32:
         """Load block k of a tile, as of `load`, to a stage; returns `picked`."""
+        # Barriers of a kind lie side by side, so that an offset of 2 * stages leads from full to
+        # tma_done.
         barrier, (_, rows, _) = stage, tile
         # The expert's last stage completes tma_done instead of full: `Clear` comes between.
         if (k + 1) * BOX > rows:
@@ -355,11 +363,13 @@ class GatheredRows:
         self.warp, self.tma, self.partition = warp, tma, tma.partition
         self.tensors, self.index = operands[:2], operands[2]
         self.lane = cute.arch.lane_idx()
+        # Addresses, not tensors: cp.async takes them, and the swizzle is computed by hand.
         self.bases = (storage.d.data_ptr().toint(), storage.v.data_ptr().toint())
 
     @cute.jit
     def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
         """Source rows of this warp's rows in block k of the expert, one a lane; 0 past its end."""
+        # Row r of the warp in lane r: the other 16 lanes hold nothing that is used.
         at = k * BOX + self.warp * _WARP_ROWS + self.lane
         picked = Int32(0)
         if self.lane < _WARP_ROWS and at < rows:
@@ -400,12 +410,14 @@ class GatheredRows:
         Rows from `valid` on are not the expert's, and become zero."""
         tensor, boxes = self.tensors[which], self.loop.boxes[which]
         width = tensor.shape[0]
+        # 8 lanes have the 128 bytes of a row of a box; 4 rows go with each instruction.
         below, chunk = self.lane // _LANES, self.lane % _LANES
         column = tile * self.loop.tile[which]
         first = self.warp * _WARP_ROWS + below
         stage_at = self.bases[which] + stage * (boxes * BOX_BYTES) + first * (2 * BOX)
         for i in cutlass.range_constexpr(_WARP_ROWS // _TOGETHER):
             s = cute.arch.shuffle_sync(source, i * _TOGETHER + below)
+            # Of 0 bytes nothing is read, whatever the address, and 16 zeros are written.
             bytes_ = cutlass.select_(first + i * _TOGETHER < valid, Int32(16), Int32(0))
             # Swizzle of 128 bytes: chunk c of row r lies at c ^ (r % 8); r % 8 is below, or below +
             # 4.
@@ -431,12 +443,15 @@ class Clear:
         self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
 
     def begin(self) -> tuple[Int32, Int32]:
+        # Blocks of all tiles so far, and the phases of tma_done, whose first is 0.
         return Int32(0), Int32(0)
 
     @cute.jit
     def tile(self, carry: tuple[Int32, Int32], row: Int32, stop: Int32) -> tuple[Int32, Int32]:
         """Clear what follows the rows of a tile in its last stage, if they do not fill it."""
         filled, phases = carry
+        # Counted for all tiles, as the loader counts stages, so that the last one is found here
+        # too.
         filled += blocks_of(stop - row)
         left = (stop - row) % BOX
         if left != 0:
@@ -458,6 +473,7 @@ class Clear:
         # 8 lanes a row of 128 bytes, in any order: zeros need no swizzle.
         for row in cutlass.range(rows + lane // _LANES, BOX, _TOGETHER, unroll=1):
             for base, boxes in zip(self.bases, self.loop.boxes, strict=True):
+                # A stage is its boxes, one after the other, of 64 rows of 64 columns.
                 at = (index * boxes * BOX + row) * BOX + lane % _LANES * _CHUNK
                 for box in cutlass.range_constexpr(boxes):
                     chunk = cute.recast_ptr(base + (at + box * BOX * BOX), dtype=Float32).align(16)
@@ -490,12 +506,15 @@ class ContractionMma:
         self.tile = self.acc = cute.make_rmem_tensor(shape, Float32)
 
     def of_segment(self, tiled_mma: cute.TiledMma, operands: tuple[Any, ...]) -> "ContractionMma":
+        # ACCUMULATE is set on an MMA while tracing, so segments have one each; the accumulators are
+        # the same tensor.
         other = copy(self)
         other.tiled_mma = tiled_mma
         return other
 
     def begin(self) -> tuple[State, State]:
         user = pipeline.PipelineUserType.Consumer
+        # Of the stage that is read next, and of the one that is released next.
         return self.loop.state(user), self.loop.state(user)
 
     def size(self, row: Int32, stop: Int32) -> Int32:
@@ -542,6 +561,8 @@ class ContractionMma:
             # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
         for k in cutlass.range_constexpr(cute.size(self.d, mode=[2])):
+            # Only the first 16 rows of a tile may overwrite: what a segment before has summed
+            # stays.
             adds = add if cutlass.const_expr(k == 0) else True
             self.tiled_mma.set(warpgroup.Field.ACCUMULATE, adds)
             at = (None, None, k, state.index)
@@ -557,6 +578,9 @@ class ContractionMma:
         """Second group: wait until the first one has issued SKEW stages of the tile. One group
         keeps the tensor cores busy, so this costs nothing, and at the end of the tile the second
         one multiplies while the first one stores."""
+        # The wait cannot miss a phase: the first group comes to this stage again only when this one
+        # has released it. Nor is it for ever: the second group holds no stage here, and SKEW stages
+        # of a tile fit in the ring.
         if self.group == 1:
             index = state.index + cutlass.min(blocks, SKEW) - 1
             phase = state.phase

@@ -65,6 +65,7 @@ class Fp8WgradMma(Promotion):
         return Int32(0)
 
     def size(self, row: Int32, stop: Int32) -> Int32:
+        # Offsets are those of padded tokens: experts have whole blocks.
         return (stop - row) // BLOCK
 
     @cute.jit
@@ -77,6 +78,7 @@ class Fp8WgradMma(Promotion):
         across: Int32,
         add: Any = False,
     ) -> Int32:
+        # O may end in the middle of a tile. The second group then releases its stages unread.
         channel = down * TILE_ROWS + self.group * _ROWS
         if channel < self.rows:
             scales = self._scales(row // BLOCK, channel, across)
@@ -86,21 +88,28 @@ class Fp8WgradMma(Promotion):
         return filled
 
     def advance(self, filled: Int32, blocks: Int32) -> Int32:
+        # Blocks of all tiles give stage and phase (`Ring.position`).
         return filled + blocks
 
     def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
         """Scales of the tile: 64 channels of a warp group are within one block, as each 64 of v."""
+        # d may have two parts, the gate and the linear half of dh, in which blocks restart; v has
+        # one.
         second = cutlass.select_(channel >= self.each, Int32(1), Int32(0))
         behind = channel - second * self.each
         of_part = (self.each + (BLOCK - 1)) // BLOCK
+        # The second block of a tile may lie past I: any scale that exists will do, as v is zero
+        # there.
         n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
         low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
-        # Not uniform to the compiler, as in `promotion.Fp8MmaConsumer`.
+        # Not uniform to the compiler, as in `fp8.mainloop.Fp8MmaConsumer`.
         lane_zero = ptx.lane() * self.zero
         d = address(self.of_d, block, second * of_part + behind // BLOCK + lane_zero)
         blocks = (low,) if self.loop.columns == BLOCK else (low, high)
         v = [address(self.of_v, block, at + lane_zero) for at in blocks]
         return Scales(
+            # One scale for both rows of a lane, and along the contraction a step of one block of
+            # tokens.
             (d,),
             4 * Int64(self.of_d.stride[0]),
             tuple(v),
@@ -150,6 +159,8 @@ class Fp8Contraction:
         self, d: Factor, v: Factor, index: cute.Pointer
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """d as [O, T, 1], O and I, and their scales; there is no index."""
+        # To the main loop d has the rows and v the columns of a product with one part and one
+        # expert: the experts are ranges of the contraction.
         loop, one, T = self.mainloop, Int32(1), d.tokens
         of_d, of_v = loop.types
         mD = activations(cute.recast_ptr(d.data, dtype=of_d), d.channels, T, one)
@@ -158,7 +169,7 @@ class Fp8Contraction:
             _scales(d, 1),
             _scales(v, (v.channels + (BLOCK - 1)) // BLOCK),
             d.channels // d.parts,
-            Int32(0),  # unknown to the compiler, see `promotion.Fp8MmaConsumer`
+            Int32(0),  # unknown to the compiler, see `Fp8MmaConsumer`
         )
         return loop.tma(mD, mV), (mD, (d.channels, v.channels), scales)
 
@@ -201,7 +212,9 @@ class ColumnLoads:
     def begin(self, row: Int32, stop: Int32, position: Int32) -> tuple[Any, ...]:
         """A tile's place, its first block of tokens, the middle one and the one behind the last."""
         down, across = unpack(position)
+        # Blocks along the contraction, which begins at the expert's first token, not at 0.
         block, behind = row // BLOCK, stop // BLOCK
+        # v's columns lie side by side: the second half of the tile follows the first one.
         at = (down * TILE_ROWS, across * self.columns, Int32(0), Int32(self.columns // 2))
         return at, block, block + (behind - block + 1) // 2, behind
 
@@ -215,5 +228,6 @@ class ColumnLoads:
 
 def _scales(x: Factor, blocks: Any) -> cute.Tensor:
     """[token blocks, channel blocks], of which the kernel reads the given number."""
+    # The number of d's blocks is not needed: `_scales` of the product clamps v's alone.
     layout = cute.make_layout((1, blocks), stride=(x.scale_token, x.scale_channel))
     return cute.make_tensor(x.scale, layout)

@@ -212,8 +212,10 @@ class WgradKernel(PersistentKernel):
         loop = config.contraction
         O, I = (cute.assume(x.channels, divby=64) for x in segments[0][:2])  # noqa: E741
         wide_i = cute.assume(Int64(I), divby=64)
+        # 64 bits: the weights of all experts may have more than 2^31 elements.
         plane = cute.assume(Int64(O) * Int64(I), divby=64)
         layout = cute.make_layout((O, I, L), stride=(wide_i, 1, plane))
+        # Segments lie in tensors of their own, and a TMA descriptor has one tensor.
         both = [loop.operands(s.d, s.v, s.index) for s in segments]
         arguments = Arguments(
             tuple(loads for loads, _ in both),
@@ -245,6 +247,7 @@ class WgradKernel(PersistentKernel):
     def start(self, arguments: Arguments, storage: Any, rank: Any) -> Shared:
         x, config, loop = arguments, self.config, self.config.contraction
         shape = loop.shape(x.operands[0])
+        # The first segment's offsets find a tile's rows; its number follows from O and I alone.
         tiles = ExpertTiles(
             x.offsets[0],
             x.order,
@@ -279,6 +282,8 @@ class WgradKernel(PersistentKernel):
         )
         # The first warp leads the others; alone it needs no test.
         leads = True if cutlass.const_expr(loop.loading_warps == 1) else warp == 0
+        # Other warps of the group read no records, and `readers` does not count them: they go on to
+        # the barrier at the end of the kernel.
         if cutlass.const_expr(loop.loading_warps == 4):
             self._load(load, scheduler, tiles, x.offsets[1:], leads, x.ctas)
         else:
@@ -326,23 +331,31 @@ class WgradKernel(PersistentKernel):
         tile, first = Int32(0), Int32(0)
         window_expert, begin, end = Int32(0), Int32(0), Int32(0)
         if leads:
+            # Nothing hides the first look-up: all warps of the CTA wait for its record.
             tile = scheduler.first()
             window_expert, begin, end = tiles.window(first)
             first, window_expert, begin, end, row, stop, position, expert = tiles.locate(
                 tile, first, window_expert, begin, end
             )
             scheduler.send(Int32(0), row, stop, position, expert)
+            # The CTA came too late for any tile. Its claim is one of those past the last tile,
+            # which together zero the counter.
             if expert < 0:
                 scheduler.finish(tile, ctas, tiles.each * tiles.experts)
         number, state = Int32(0), loaders[0].state()
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
+            # All segments but the last, whose record the loop behind it reads. The next record is
+            # sent half-way: one of the two slots has the current record, and the other one is free
+            # once all warps have read the record before.
             for segment in cutlass.range_constexpr(len(others)):
                 blocks = loaders[segment].begin(row, stop, position)
                 state, blocks = loaders[segment].half(state, blocks, False)
                 if leads:
                     # The same in all lanes, and as far ahead of its use as a look-up.
                     next_row, next_stop = others[segment][expert], others[segment][expert + 1]
+                    # A tile without rows in a segment has a record for it all the same: every
+                    # reader counts records.
                     scheduler.send(number + 1, next_row, next_stop, position, expert)
                 state, blocks = loaders[segment].half(state, blocks, True)
                 number += 1
@@ -368,8 +381,6 @@ class WgradKernel(PersistentKernel):
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles.each * tiles.experts)
             state, blocks = loaders[-1].half(state, blocks, True)
-            # The next record is read before the store: its slot is released, and warp 0 can send
-            # the one after it while this group stores.
             number += 1
             row, stop, position, expert = scheduler.read(number)
 
@@ -392,9 +403,11 @@ class WgradKernel(PersistentKernel):
         row, stop, position, expert = scheduler.read(number)
         while expert >= 0:
             down, across = unpack(position)
+            # Kept, as the next tile's record is read before this tile is stored.
             tile_expert, size = expert, size_of(row, stop)
             if size > 0:
                 carry = mma(carry, row, size, down, across)
+            # The ring's position, also where nothing was multiplied.
             carry = advance(carry, size)
             for segment in cutlass.range_constexpr(1, len(mmas)):
                 number += 1
@@ -404,13 +417,18 @@ class WgradKernel(PersistentKernel):
                     carry = mmas[segment](carry, row, more, down, across, size > 0)
                 carry = advance(carry, more)
                 size += more
+            # The next record is read before the store: its slot is released, and warp 0 can send
+            # the one after it while this group stores.
             number += 1
             row, stop, position, expert = scheduler.read(number)
             if size > 0:
                 store()(mma.tile, down, across, tile_expert)
             else:
+                # The accumulators hold another tile here. Adding nothing is right as it is;
+                # elsewhere zeros have to replace what the memory held.
                 if cutlass.const_expr(self.config.zeros and not self.config.add):
                     store().zeros(down, across, tile_expert)
+        # The shared memory must outlive the TMA that reads it.
         store().finish()
 
 
