@@ -81,6 +81,7 @@ class Exchange:
         options: ExchangeOptions,
     ) -> None:
         self.ranks, self.tokens = layout.ranks, layout.tokens
+        # Kept alive: the tensors below are views of it, and peers write to it by address.
         self._memory, self._options = memory, options
         # The next receive buffer, exchanges started, and the last one waited for. Kernels count
         # epochs themselves, and are told only how far ahead of the last wait they are.
@@ -126,6 +127,7 @@ class Exchange:
 
         Arguments are those of `push`; `all_sms` takes all SMs, as nothing is to overlap.
         """
+        # Copied, if at all, on the current stream: the push comes after all of its work.
         sources = (rows.contiguous(), table, side)
         # Sums back are waited for as a whole: only experts read rows in waves.
         waves = 1 if back else self._waves(local)
@@ -143,6 +145,8 @@ class Exchange:
 
     def tile_signal(self, y_SD: Tensor, a_SF: Rows, local: int) -> TileSignal:
         """Request to signal tiles of fc2's launch, a_SF to y_SD, whose sums `send_sums` sends."""
+        # The launch takes this tile from the signal, as the counts that its reader waits for follow
+        # from it: with another one they would never be reached, or be reached early.
         loop = choose("grouped_gemm", a_SF, y_SD.shape[1], data_of(a_SF).shape[1])
         # The fewest bits with which all experts have SLICES slices together.
         slice_bits = (-(-SLICES // local) - 1).bit_length()
@@ -177,11 +181,13 @@ class Exchange:
             signal.ready_rows,
             *sources,
             tokens=self.tokens,
+            # Both launches are one exchange: the last CTA of either ends it.
             total_ctas=beside + everywhere,
         )
         # From before fc2, not after it: this kernel runs beside fc2, and waits for its counts.
         with self._next_transfer((signal.out_SN, *sources), after=after) as (transfer, buffers):
             send(buffers, ctas=beside)
+        # The second launch, on the stream of fc2 and after it. It claims from the same counter.
         return transfer, functools.partial(
             send, buffers, ctas=everywhere, unreduced_rows=unreduced_rows
         )
@@ -234,6 +240,9 @@ class Exchange:
         current = torch.cuda.current_stream()
         stream = self._stream or current
         if stream != current:
+            # It orders three things before the push: its sources, reads of the buffer that the
+            # peers are then allowed to write (`peer_buffers.SLOTS`), and the launch of the exchange
+            # before.
             stream.wait_event(after or current.record_event())
         # Without a stream of its own a push is in order by itself: no event is needed.
         with torch.cuda.stream(stream):
@@ -258,6 +267,7 @@ class Exchange:
         transfer = Transfer(slot, self._started + 1, waves, pushed, sources)
         with self._on_push_stream(after) as stream:
             yield transfer, self._buffers[slot]
+            # Behind the push on its stream: `wait` keeps the sources until then.
             pushed.record(stream)
         self._started += 1
 
@@ -269,6 +279,7 @@ class Exchange:
         part = 0 if side_only else transfer.waves
         epochs_ahead = transfer.number - self._waited
         wait_peers(self._buffers[transfer.slot], part=part, epochs_ahead=epochs_ahead)
+        # On the host, as SEEN is on the device: both count the same waits.
         self._waited = transfer.number
         # Sources may be overwritten after this: this rank's own push has read them all.
         if not side_only:
@@ -276,6 +287,8 @@ class Exchange:
 
     def wait_running(self, transfer: Transfer) -> None:
         """Let the current stream wait until this rank's push has its SMs."""
+        # The flag of this rank's own side data: it is raised by the push, which has its SMs by
+        # then.
         epochs_ahead = transfer.number - self._waited
         wait_peers(self._buffers[transfer.slot], part=0, epochs_ahead=epochs_ahead, own_only=True)
 
@@ -289,6 +302,8 @@ class Exchange:
         if local not in self._ready_words:
             buffers = self._buffers[0]  # flags and counters, which all buffers share
             self._ready_words[local] = ready_words(
+                # Addresses, not tensors: a captured kernel reads flags and epoch of the exchange it
+                # is in.
                 self._memory.data_ptr() + 4 * MAX_RANKS,  # flags of part 1, the first wave
                 buffers.state.data_ptr() + SEEN_BYTES,
                 buffers.report.data_ptr(),
@@ -301,10 +316,12 @@ class Exchange:
         return self._ready_words[local]
 
     def _waves(self, local: int) -> int:
+        # No more waves than experts: others would be empty, each with flags to raise.
         return min(WAVES, local) if self._options.in_waves else 1
 
     def restart(self) -> None:
         """Restart at the first buffer, after a barrier of all ranks on their streams."""
+        # Epochs go on: flags only grow, on all ranks alike.
         self._next = 0
 
     def release(self) -> None:

@@ -112,6 +112,7 @@ class BufferLayout:
         return self.rows_at(SLOTS)
 
     def rows_at(self, slot: int) -> int:
+        # Flags first, at an address that no size moves: all layers of a group share them.
         return _aligned(4 * FLAGS) + slot * (_aligned(self.row_bytes) + _aligned(self.side_bytes))
 
     def side_at(self, slot: int) -> int:
@@ -119,6 +120,7 @@ class BufferLayout:
 
     def clear(self, memory: Tensor) -> None:
         memory.zero_()  # rows that never arrive must at least be finite
+        # Exchange 1 is allowed from the start; each exchange then allows the next one.
         memory[: 4 * FLAGS].view(torch.int32)[ALLOWED:] = 1
 
     def rows(self, memory: Tensor, slot: int) -> Tensor:
@@ -134,6 +136,7 @@ def wave_begins(local: int, waves: int) -> list[int]:
     """First expert of each wave (`kernels.sm90.exchange.waves`), and the end of the last wave."""
     before: Sequence[int] = range(waves + 1)
     if waves < local:
+        # As `waves.parts_before`, which counts on the device.
         before = [2**w - 1 if w <= 3 else 6 * w - 11 for w in before]
     return [-(-local * parts // before[-1]) for parts in before]
 

@@ -173,7 +173,9 @@ class PushKernel:
         claim, publish = sender.claim, sender.publish
         # Side data, the routing, go first: receivers plan with it while rows are in flight.
         sender.send_side(side, side_R, pieces, config.back)
+        # All warps, with side data or without: the part's flag counts them.
         publish(Int32(0), waves)
+        # Loaded once: a row's stores then wait for no address.
         targets = [rows_R[r] for r in range(config.ranks)]
         # Claims count on through the waves: claim w * chunks + c is chunk c in wave w, and `sent`
         # is the last part that this warp has published.
@@ -181,9 +183,11 @@ class PushKernel:
         if cutlass.const_expr(config.back):
             chunks = config.ranks * chunks
         claimed = cute.arch.shuffle_sync(claim(), 0)
+        # Claims past the last one are harmless: the last warp of the exchange zeroes the counter.
         following = cute.arch.shuffle_sync(claim(), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
         base, end = self._chunk(claimed % chunks, T, rank)
+        # Lane l has the table's row of the chunk's row l, one of the first 8 lanes.
         look_up(table, entries, base + lane, N)
         while claimed < chunks * waves:
             # Two claims ahead: one atomic in flight, and a chunk whose table rows are being loaded.
@@ -193,10 +197,13 @@ class PushKernel:
             # is published all the same, as every warp is counted.
             while sent < wave:
                 sent += 1
+                # `publish` waits for nobody, so that warps of one CTA may be in different waves.
                 publish(sent, waves)
             row = N  # no row: `_targets` names no rank for it
             if (lane < _CHUNK) & (base + lane < end):
                 row = base + lane
+            # Bit r: rank r gets the row in this wave. Rows are looked at again in each wave, and
+            # sent to a rank once.
             wanted = self._targets(entries, row, N, T, local, rank, wave, waves)
             base_after, end_after = self._chunk(following % chunks, T, rank)
             # Loads of the next chunk's entries, whose registers are free, return under the copies.
@@ -234,6 +241,7 @@ class PushKernel:
         """Copy a row to row `row_there` of the ranks whose bits are set in `wanted`."""
         width, lane = self.config.width, cute.arch.lane_idx()
         source = rows.toint() + Int64(row) * self.config.row_bytes
+        # The same in every rank's buffer: a row's place follows from its sender and token.
         offset = Int64(row_there) * self.config.row_bytes
         for part in cutlass.range(-(-width // (_PIECES * WARP))):
             first = part * (_PIECES * WARP) + lane
@@ -247,6 +255,7 @@ class PushKernel:
                         words[w, p] = loaded[w]
             # Read once, written to each rank. `publish` orders these plain stores before the flag.
             for r in cutlass.range_constexpr(self.config.ranks):
+                # The same in all lanes: the warp does not diverge.
                 if (wanted >> r) & 1 == 1:
                     for p in cutlass.range_constexpr(_PIECES):
                         piece = first + p * WARP
@@ -266,12 +275,14 @@ class PushKernel:
         wave: Int32,
         waves: Int32,
     ) -> Int32:
+        # Bits of ranks: those with an expert of the row in this wave, and in an earlier one.
         this_wave, before = Int32(0), Int32(0)
         # Shares of the experts, times local * parts: compared without a division.
         begin = local * parts_before(wave, local, waves)
         end = local * parts_before(wave + 1, local, waves)
         parts = parts_before(waves, local, waves)
         for k in cutlass.range_constexpr(self.config.slots):
+            # -1 is an empty slot; N stands for a lane without a row.
             if (entries[k] >= 0) & (row < N):
                 owner = entries[k] // local
                 # Back, a row goes to its token's rank if an expert of this rank has computed it;
@@ -337,6 +348,8 @@ class WaitPeersKernel:
         lane = cute.arch.thread_idx()[0]
         # Counted on the device, like EPOCH: a captured wait is replayed for later exchanges.
         seen = cute.make_tensor(state + SEEN, cute.make_layout(1))
+        # Relative, so that a replayed graph waits for the exchange of the replay. A number from the
+        # host would be that of the capture, whose flags have long been reached.
         epoch = seen[0] + epochs_ahead
         cute.arch.sync_warp()  # all lanes have read `seen` before lane 0 writes it below
         if lane < self.config.ranks and (own_only == 0 or lane == rank):
@@ -345,7 +358,8 @@ class WaitPeersKernel:
             # end of this kernel makes them visible to the next one.
             flag = flags + 4 * Int64(part * MAX_RANKS + lane)
             peer.wait(flag, epoch, limit, report.toint(), lane)
-        # Kernels behind this one in the stream read it: `ready` waits for waves of this exchange.
+        # Kernels behind this one in the stream read it: `ready` waits for waves of this exchange. A
+        # plain store: only waits of the same stream write it, and they follow one another.
         if lane == 0 and counts == 1:
             seen[0] = epoch
 
@@ -420,6 +434,7 @@ def wait_peers(
     ranks = buffers.rows_R.numel()
     counts = not own_only if counts is None else counts
     arguments = buffers.arguments()
+    # A wait reads flags alone: what has arrived is read by the kernels behind it.
     del arguments["rows_R"], arguments["side_R"]
     launch(
         WaitPeersKernel,
