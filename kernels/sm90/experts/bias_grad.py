@@ -7,6 +7,10 @@ Neither the cut nor an order of additions depends on where an expert begins or w
 results repeat bit for bit.
 
 Expert e has the slots from offsets[e] // 256 + e on: enough for its chunks, and never another's.
+
+Roles. `chunks` has a CTA for 256 columns of a slot, 8 warps that share the chunk's rows; they meet
+once, at a barrier behind their sums in shared memory. `sums` has a thread for a column of an
+expert, and no barrier. It is launched behind `chunks` on the stream, which orders the slots.
 """
 
 from dataclasses import dataclass
@@ -31,7 +35,7 @@ _LANE_COLUMNS = 8
 _COLUMNS = (
     32 * _LANE_COLUMNS
 )  # columns of a CTA of the first kernel; a lane holds 8, 16 bytes of bf16
-_SUM_THREADS = 128
+_SUM_THREADS = 128  # threads, and columns, of a CTA of the second kernel
 _IN_FLIGHT = 64  # bytes that a lane of the first kernel requests before its first addition
 
 
@@ -94,6 +98,7 @@ class BiasGradKernel:
             partial,
             L,
         ).launch(
+            # A CTA for each slot there may be: those without a chunk end after the look-up.
             grid=[(O + (_COLUMNS - 1)) // _COLUMNS, count, 1],
             block=[32 * WARPS, 1, 1],
             stream=stream,
@@ -125,11 +130,14 @@ class BiasGradKernel:
         tile, slot, _ = cute.arch.block_idx()
         # Chunks belong to one expert each, so a slot is written once, and sums have one order.
         row, end = self._find(offsets, experts, slot)
+        # The same in the whole CTA, which meets at the barrier inside.
         if row < end:
             end = cutlass.min(end, row + CHUNK)
             column = tile * _COLUMNS + lane * _LANE_COLUMNS
             total = cute.make_rmem_tensor(_LANE_COLUMNS, Float32)
             total.fill(0.0)
+            # O is a multiple of 64, and a lane has 8 columns: all of them or none. Without any its
+            # zeros are stored all the same, for columns that nobody adds.
             if column < slots.shape[1]:
                 self._add_rows(total, self._columns(d, column), scale, index, row + warp, end)
             sums = cute.make_tensor(
@@ -153,6 +161,7 @@ class BiasGradKernel:
         tile, expert, _ = cute.arch.block_idx()
         column = tile * _SUM_THREADS + cute.arch.thread_idx()[0]
         begin, end = offsets[expert], offsets[expert + 1]
+        # As `_find` inverts it. Slots between experts hold nothing, and are not read.
         first = begin // CHUNK + expert
         if column < db.shape[1]:
             total = Float32(0)
@@ -166,6 +175,9 @@ class BiasGradKernel:
     @cute.jit
     def _find(self, offsets: cute.Tensor, experts: Int32, slot: Int32) -> tuple[Int32, Int32]:
         """First row of a slot's chunk and the end of its expert, by bisection; equal for none."""
+        # First slots rise by 1 at least from expert to expert: the slot's expert is the last one
+        # whose first slot is not behind it. That one may have fewer chunks: then the row is past
+        # its end.
         low, high = Int32(0), experts - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -176,6 +188,8 @@ class BiasGradKernel:
         begin, end = offsets[low], offsets[low + 1]
         row = begin + (slot - (begin // CHUNK + low)) * CHUNK
         if cutlass.const_expr(self.config.behind):
+            # With rows before the first expert's there are slots before its first one. The
+            # bisection gives them to that expert, at a row before its own.
             row = cutlass.select_(row < begin, end, row)
         return cutlass.min(row, end), end
 
@@ -195,6 +209,7 @@ class BiasGradKernel:
         together = count // batch * batch
         for i in cutlass.range(0, together, batch, unroll=1):
             loaded = [self._load(d, scale, index, first + (i + j) * WARPS) for j in range(batch)]
+            # In the order of rows, as in the loop below: how many are in flight changes no bit.
             for piece, factor in loaded:
                 self._add(total, piece, factor)
         for i in cutlass.range(together, count, unroll=1):
@@ -206,6 +221,7 @@ class BiasGradKernel:
         data = cute.recast_ptr(d.data, dtype=self.config.element)
         scales = d.scale
         if self.config.rows_format != "bf16":
+            # Blocks of scales restart in each part.
             part = column // d.channels
             block = part * ((d.channels + (BLOCK - 1)) // BLOCK)
             block += (column - part * d.channels) // BLOCK
@@ -218,6 +234,8 @@ class BiasGradKernel:
         source = index[row] if self.config.indexed else row
         piece = cute.make_rmem_tensor(_LANE_COLUMNS, self.config.element)
         at = d.data + (Int64(source) * d.pitch + d.first)
+        # 8 columns in one access, of 16 bytes in bf16 and of 8 in FP8: rows begin at such
+        # multiples.
         at = at.align(_LANE_COLUMNS * self.config.element.width // 8)
         cute.autovec_copy(cute.make_tensor(at, _LANE_COLUMNS), piece)
         factor = scale[row] if self.config.scaled else Float32(1)

@@ -38,7 +38,7 @@ THREADS = 256
 _COLUMNS = 8  # bf16 of a 16-byte access
 _WORDS = _COLUMNS // 2
 _IN_FLIGHT = 8  # 16-byte loads of a thread before its first addition
-_MAX_PIECES = (1 << 31) - (1 << 16)
+_MAX_PIECES = (1 << 31) - (1 << 16)  # below 2^31 by more than a CTA has
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class CombineKernel:
         sums.fill(0)
         added.fill(0)
         for p in cutlass.range_constexpr(config.pieces):
+            # A CTA's threads are side by side in each of its pieces.
             piece = first + p * THREADS
             if piece < pieces:
                 # Unsigned, which is the cheaper division; both are not negative.
@@ -129,9 +130,11 @@ class CombineKernel:
             words.fill(0)
             for p in cutlass.range_constexpr(config.pieces):
                 for j in cutlass.range_constexpr(some):
+                    # 64 bits: S * D may exceed 2^31. A slot without a row leaves the zeros.
                     if row[k + j, p] >= 0:
                         at = Int64(row[k + j, p]) * width + column[p]
                         cute.autovec_copy(_piece(y, at), words[None, j, p])
+                # Addends are added after all slots: their loads join the last batch.
                 if cutlass.const_expr(config.addends > 0 and k + some == config.slots):
                     piece = first + p * THREADS
                     if piece < pieces:
@@ -148,6 +151,7 @@ class CombineKernel:
                         sums[2 * w + 1, p] += high
         for p in cutlass.range_constexpr(config.pieces):
             if first + p * THREADS < pieces:
+                # Once, after everything is added in fp32.
                 rounded = cute.make_rmem_tensor(_WORDS, Uint32)
                 for w in cutlass.range_constexpr(_WORDS):
                     for a in cutlass.range_constexpr(config.addends):
@@ -160,6 +164,7 @@ class CombineKernel:
     @cute.jit
     def _load_slots(self, inverse: cute.Pointer, token: Int32, row: cute.Tensor) -> None:
         slots = self.config.slots
+        # The widest access that a token's slots are aligned to.
         wide = cutlass.const_expr(4 if slots % 4 == 0 else 2 if slots % 2 == 0 else 1)
         for k in cutlass.range_constexpr(0, slots, wide):
             source = inverse + cute.assume(token * slots + k, divby=wide)

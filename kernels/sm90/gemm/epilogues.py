@@ -11,6 +11,11 @@ multiplication; a call stores the tile at `row` and column tile `column` of an e
 `Linear` the pending tile of its `Signaller`, with loaded rows phases of their barriers. Every value
 is rounded once.
 
+Who does what. Each of the 8 multiplying warps has 16 rows of a tile (twice, if its group has a tile
+to itself) and all of its columns, and works alone: the fragment of `Fragment` is its lanes' part of
+16 columns. Barriers and fences are the row store's; an epilogue has none of its own. What it reads
+besides, factors and biases, is constant while the kernel runs.
+
 Legend: S rows, N columns of b, F channels of an output's part, L experts, C column tiles.
 """
 
@@ -66,9 +71,11 @@ class Fragment:
         self._walk, self._expert, self._sums = walk, expert, sums or {}
         self._loads: dict[str, list[Float32]] = {}
         for load in walk.epilogue.loads:
+            # Once for 16 rows: all columns take the same two factors of a lane.
             if load.used and load.per == "row":
                 self._loads[load.name] = walk.warp.per_row(walk.tensors[load.name], top, end)
             if load.used and load.per == "expert":
+                # One for both rows, so that `load` picks by row in either case.
                 self._loads[load.name] = [walk.tensors[load.name][expert]] * 2
         for total in self._sums.values():
             total.fill(0.0)
@@ -80,6 +87,8 @@ class Fragment:
 
     def acc(self, part: int = 0) -> list[Float32]:
         """The accumulators of a part of the tile's columns."""
+        # The tile's columns are the gate's, then the linear half's, so that this lane has both
+        # values of a channel. A half has columns // 32 blocks of 16.
         block = part * (self._walk.loop.columns // 32) + self.block
         return self._walk.warp.values(self._acc, self._m, block)
 
@@ -92,6 +101,7 @@ class Fragment:
         words, walk = self._walk.tensors[name], self._walk
         n = part * walk.width + self._f + 16 * self.q + walk.warp.column
         for first in (0, 2, 4, 6):
+            # Values 0, 1 and 2, 3 are two rows of the same two columns: one word serves both.
             if first % 4 == 0:
                 low, high = ptx.unpack(words[self._expert, (n + 2 * first) // 2])
             a, b = low, high
@@ -123,11 +133,13 @@ class Fragment:
             ]
             for into, low, high in zip(words.values(), *results, strict=True):
                 into.append(ptx.pack(low, high))
+        # What takes the place of loaded rows is written last.
         for part in walk.order:
             self._write(part, words[part])
 
     def _write(self, part: tuple[str, int], words: list[Uint32]) -> None:
         to = self._to.get(part)
+        # A strip, a function that keeps the words for later, or None: rounded, but not stored.
         if callable(to):
             to(self, words)
         elif to is not None:
@@ -202,6 +214,7 @@ class Epilogue:
 
     def host(self, loop: Mainloop, *tensors: Any) -> Any:
         """Arguments of `device` from tensors, in the order that is declared."""
+        # Loaded rows come first, then outputs; what is left are vectors.
         first = 1 if self.loaded else 0
         behind = first + len(self.outputs)
         rows, scales = self.row_store(self, loop).host(tensors[:first], tensors[first:behind])
@@ -247,6 +260,7 @@ class _SignallingWalk(StripWalk):
         self.signal = Signaller(*self.rest)
 
     def begin(self, carry: Int32, expert: Int32) -> tuple[Int32, Int32]:
+        # Records then hold the expert itself: there are no slices.
         if not self.epilogue.signals:
             return carry, expert
         # Cooperative: the last tile's stores have drained under this one's product.
@@ -261,6 +275,8 @@ class _SignallingWalk(StripWalk):
 
     def finish(self, carry: Int32) -> None:
         super().finish(carry)
+        # The last tile has no next one at which it would be signalled: without this the reader
+        # would wait for it for ever.
         if self.epilogue.signals and not self.loop.pingpong:
             self.signal(carry)
 
@@ -295,6 +311,7 @@ class Act(Epilogue):
             # a follows from h as it is rounded: the backward pass recomputes it from that, bit for
             # bit.
             h.append(at.put("h", values, part))
+        # Without a gate both are h.
         gate, up = h[0], h[-1]
         a = [activate.forward(self.act, gate[i], up[i]) for i in range(8)]
         if self.prob:
@@ -334,9 +351,11 @@ class ActGrad(Epilogue):
 
     def _gradients(self, at: Fragment, i: int, value: Float32, *h: Float32) -> tuple[Float32, ...]:
         gate, up = h[0], h[-1]
+        # The activation was scaled by prob: so is its gradient, while prob's own takes `value`.
         scaled = value * at.load("prob", i) if self.prob else value
         d_gate, d_up, a = activate.backward(self.act, gate, up, scaled)
         if self.prob:
+            # Of this tile's columns: tiles of a row add theirs in a fixed order later (`dprob`).
             at.add_sum("dprob", i, value * a)
             a = a * at.load("prob", i)
         return (d_gate, d_up, a) if self.act.gated else (d_gate, a)

@@ -234,9 +234,11 @@ def keep_best_groups(
     experts of this lane's keys [4, vectors], in registers, 0 past the last expert. `best` is shared
     memory of the warp, a Uint64 for each vector of each lane; overwritten."""
     _store_best(keys, best)
+    # Lane g has the score of group g, as a key.
     score = _group_key(groups, best)
     lane, rank = cute.arch.lane_idx(), Int32(0)
     for g in cutlass.range_constexpr(groups.number):
+        # Every lane compares with every group in turn: no barrier, and no sort.
         other = cute.arch.shuffle_sync(score, g)
         # Ranks are distinct, as ties go to the lower group: exactly `chosen` groups are chosen.
         if other > score:

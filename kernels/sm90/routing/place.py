@@ -132,6 +132,7 @@ class PlanKernel:
         own = memory.counts.get_tensor(cute.make_layout(capacity))
         self._zero(own, thread)
         cute.arch.sync_threads()  # zeros of all threads before the first count
+        # The chunk is that of this CTA in `place`; here its threads take it in any order.
         begin = chunk * WARPS * span
         end = cutlass.min(begin + WARPS * span, cute.size(idx))
         for base in cutlass.range(begin, end, _BATCH * THREADS, unroll=1):
@@ -186,10 +187,13 @@ class PlanKernel:
         end = cutlass.min(begin + span, cute.size(idx))
         for base in cutlass.range(begin, end, _BATCH * 32, unroll=1):
             expert = self._experts(idx, base + lane, 32, end, first, experts)
+            # Atomics among lanes alone: each warp has counts of its own.
             self._count(next_row[warp, None], expert)
         if cutlass.const_expr(self.config.overlap):
             # The grid of `count` has finished, and its writes are visible.
             cute.arch.griddepcontrol_wait()
+        # Behind the wait, as the counts of other CTAs are read. Before it `place` writes shared
+        # memory alone.
         self._sum_chunks(counts, total, before, chunk)
         # Sums of all groups of threads, and all warps' own counts, before `_starts` reads them.
         cute.arch.sync_threads()

@@ -26,7 +26,7 @@ from phalanx.kernels.sm90.jit.launch import check, launch, sms
 from phalanx.kernels.sm90.jit.pointers import Fp32Ptr, IntPtr
 from phalanx.kernels.sm90.routing.place import MAX_PAIRS, WARPS, PlanConfig, PlanKernel
 
-MAX_ROWS = 1 << 30
+MAX_ROWS = 1 << 30  # sums of rows stay far below 2^31
 _BATCH = 4  # pairs of a thread of `GatherKernel`
 
 
@@ -43,7 +43,9 @@ def chunks(pairs: int, experts: int, sms: int) -> Chunks:
     the rows of its pairs: the fastest number of chunks balances the two."""
     # c CTAs take 5 * pairs / c + c * experts / 16 cycles: least at the square root.
     wanted = min(max(1, math.isqrt(80 * pairs // experts)), sms)
+    # Whole steps of a warp, so that each pair is in the chunk that its number gives.
     span = 32 * max(1, -(-pairs // (32 * WARPS * wanted)))
+    # Fewer CTAs than wanted where spans were rounded up: an empty chunk would be read by all.
     return Chunks(max(1, -(-pairs // (WARPS * span))), span)
 
 
@@ -95,6 +97,7 @@ class GatherKernel:
             if first + j * threads < cute.size(index):
                 row[j] = index[first + j * threads]
         for j in cutlass.range_constexpr(_BATCH):
+            # A pair without a row: its probability has no gradient.
             value[j] = Float32(0)
             if row[j] >= 0:
                 value[j] = values[row[j]]

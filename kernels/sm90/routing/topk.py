@@ -101,6 +101,7 @@ class TopkKernel:
         memory = cutlass.utils.SmemAllocator().allocate(shared_memory(config))
         # Tells the compiler that all lanes have the same token.
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        # 32 slots of each warp, which no other warp touches.
         all_found = memory.found.get_tensor(cute.make_layout((LANES, WARPS)))
         found = all_found[None, warp]
         token = cute.arch.block_idx()[0] * WARPS + warp
@@ -115,6 +116,7 @@ class TopkKernel:
                     config.groups, row, keys, memory.best.get_tensor(shape)[None, warp]
                 )
             top, candidates = self._gather(row, keys, found)
+            # MAX_SLOTS is behind every rank that is stored, as K is at most that.
             mine, rank = Uint64(0), Int32(MAX_SLOTS)
             # More are rare: many equal logits, or large ones that crowd in few lanes.
             if candidates <= LANES:
@@ -123,6 +125,7 @@ class TopkKernel:
                 mine, rank = self._search(row, keys)
             # `keys.pair` holds the complement of the expert in its low word.
             expert = Int32(Uint32(ALL_BITS) - Uint32(mine))
+            # Exact: a key and the bits of its number are each other's inverse, up to the sign of 0.
             value = as_float(bits_of(Uint32(mine >> 32)))
             chosen = rank < config.top_k
             # The key is that of a score here, with bias or a group's limit; weights are of logits.
@@ -132,6 +135,7 @@ class TopkKernel:
             # All lanes take part, since the weights' sum is over the warp.
             p = self._weigh(row, x, value, chosen, top) * as_float(Uint32(scale))
             if chosen:
+                # Lanes store where their rank says: no sort, and no exchange between lanes.
                 at = Int64(token) * config.top_k + rank
                 store_one(idx + at, expert)
                 store_one(prob + at, p)
@@ -164,6 +168,8 @@ class TopkKernel:
         top, least = best, best
         for k in cutlass.range_constexpr(self.config.top_k):
             least = cute.arch.warp_redux_sync(best, "max")
+            # Only lanes that had the maximum lose it; their other keys need no round, as a bound is
+            # enough.
             best = Uint32(cutlass.select_(best == least, Uint32(0), best))
             if cutlass.const_expr(k == 0):
                 top = least
@@ -177,6 +183,7 @@ class TopkKernel:
                 reaches = keys[i, v] >= least
                 lanes = cute.arch.vote_ballot_sync(reaches)
                 at = number + Int32(cute.arch.popc(Uint32(lanes) & cute.arch.lanemask_lt()))
+                # More than 32 are counted, but not kept: `_search` takes over.
                 if reaches and at < LANES:
                     found[at] = pair(keys[i, v], row.expert(v) + i)
                 number += Int32(cute.arch.popc(lanes))
@@ -194,6 +201,7 @@ class TopkKernel:
             for j in cutlass.range_constexpr(FOUR):
                 if found[first + j] > mine:
                     rank += 1
+        # Their zero pairs have ranks too, which would be stored.
         if lane >= candidates:
             rank = Int32(MAX_SLOTS)
         return mine, rank
@@ -211,6 +219,7 @@ class TopkKernel:
                     same = keys[i, v] == best
                     at = cutlass.select_(same, row.expert(v) + i, Int32(MAX_EXPERTS))
                     expert = Int32(cutlass.min(expert, at))
+            # The lowest of equal keys, as `keys.pair` orders them in `_count`.
             expert = cute.arch.warp_redux_sync(expert, "min")
             for v in cutlass.range_constexpr(self.config.vectors):
                 for i in cutlass.range_constexpr(FOUR):
@@ -238,8 +247,10 @@ class TopkKernel:
             largest = as_float(bits_of(top))
             if chosen:
                 part = cute.math.exp(value - largest)
+            # Lanes that have no chosen expert add 0.
             total = part
             if cutlass.const_expr(weights == "softmax_all"):
+                # Over all logits, which are still in registers.
                 total = sum_exp(row, x, largest)
             part = part / warp_sum(total)
         return part

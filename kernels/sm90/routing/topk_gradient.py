@@ -82,6 +82,7 @@ class TopkGradientKernel:
         scale: Int32,
     ) -> None:
         config = self.config
+        # Rounded up to whole vectors of the warp, so that no lane's access needs a test.
         size = config.vectors * LANES * FOUR
         memory = cutlass.utils.SmemAllocator().allocate(
             struct(spread=array(Float32, WARPS * size, 16))
@@ -100,12 +101,15 @@ class TopkGradientKernel:
             expert, grad, p = Int32(-1), Float32(0), Float32(0)
             if lane < config.top_k:
                 at = Int64(token) * config.top_k + lane
+                # Of p before the factor, by which the forward pass multiplied last.
                 expert, grad = load_one(idx + at), load_one(dprob + at) * factor
+                # p from the stored probability: no logit is read for a softmax over the chosen.
                 p = load_one(prob + at) / factor
             # One unsigned comparison: neither -1 nor an id past the last expert is written to.
             chosen = Uint32(expert) < Uint32(E)
             if cutlass.const_expr(config.weights == "softmax_all"):
                 self._spread(spread, expert, grad, chosen)
+                # The softmax is over all logits: those that were not chosen have a gradient too.
                 self._everywhere(row, out, spread, warp_sum(grad * p))
             else:
                 # A softmax's derivative follows from p; a sigmoid is computed again from its logit.
@@ -147,6 +151,7 @@ class TopkGradientKernel:
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_bfly(largest, 1 << step)
             largest = cute.arch.fmax(largest, other)
+        # The forward pass's sum, in the same order.
         share = Float32(1) / warp_sum(sum_exp(row, x, largest))
         grad = self._read(spread)
         for i in cutlass.range_constexpr(FOUR * self.config.vectors):
