@@ -56,6 +56,9 @@ def mla_join_keys(  # type: ignore[no-untyped-def]
     HALF_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
+    # A program has ROWS positions, of S and B flattened, and HEADS heads. A head's key is OWN
+    # channels of its own, then the shared part, which is rotated once for these heads; its value
+    # follows the own channels in `kv`. Programs share nothing.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s = row // B
     b = row % B
@@ -65,19 +68,24 @@ def mla_join_keys(  # type: ignore[no-untyped-def]
     head_here = ((row < rows)[:, None] & (h < H)[None, :])[:, :, None]
 
     i = tl.arange(0, HALF_BLOCK)
+    # A mask of pairs; below there is one of both channels of each.
     known = (row < rows)[:, None] & (i < HALF)[None, :]
     cos, sin = cos_sin_of(freqs, s, i, f_s, mscale, known)
     j = tl.arange(0, 2 * HALF_BLOCK)
     both_here = (row < rows)[:, None] & (j < 2 * HALF)[None, :]
     at_both = (s * shared_s + b * shared_b)[:, None] + j[None, :]
+    # Neighbours form a pair, read by wide accesses and split in registers; keys have them HALF
+    # apart.
     pairs = tl.load(shared + at_both, mask=both_here, other=0.0)
     u, v = tl.split(tl.reshape(pairs, [ROWS, HALF_BLOCK, 2]))
     p, q = rotated_to(u, v, cos, sin, k.dtype.element_ty)
     at = (OWN + i)[None, None, :]
     here = head_here & (i < HALF)[None, None, :]
+    # The same for every head: attention takes keys of whole heads.
     tl.store(to + at, tl.broadcast_to(p[:, None, :], [ROWS, HEADS, HALF_BLOCK]), mask=here)
     tl.store(to + at + HALF, tl.broadcast_to(q[:, None, :], [ROWS, HEADS, HALF_BLOCK]), mask=here)
 
+    # What is not rotated is copied in the same pass, so that `kv` is read once.
     c = tl.arange(0, OWN_BLOCK)[None, None, :]
     own_here = head_here & (c < OWN)
     tl.store(to + c, tl.load(from_ + c, mask=own_here), mask=own_here)
@@ -121,6 +129,8 @@ def mla_split_key_gradient(  # type: ignore[no-untyped-def]
     HALF_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
+    # A program has ROWS positions and all heads, HEADS in a turn: sums over heads stay in its
+    # registers, in one order. A grid along heads would need atomics, or parts and another kernel.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s = row // B
     b = row % B
@@ -128,6 +138,7 @@ def mla_split_key_gradient(  # type: ignore[no-untyped-def]
     c = tl.arange(0, OWN_BLOCK)[None, None, :]
     e = tl.arange(0, VALUE_BLOCK)[None, None, :]
     at = (OWN + i)[None, None, :]
+    # The halves of the shared part's gradient in the order of keys: pairs are HALF apart.
     u = tl.zeros([ROWS, HALF_BLOCK], tl.float32)
     v = tl.zeros([ROWS, HALF_BLOCK], tl.float32)
     for turn in range(TURNS):
@@ -137,6 +148,8 @@ def mla_split_key_gradient(  # type: ignore[no-untyped-def]
         from_v = dv + ((s * dv_s + b * dv_b)[:, None] + (h * dv_h)[None, :])[:, :, None]
         to = dkv + ((s * dkv_s + b * dkv_b)[:, None] + (h * dkv_h)[None, :])[:, :, None]
         here = head_here & (i < HALF)[None, None, :]
+        # In fp32, before the rotation: rotating is linear, so that once behind the sum is enough.
+        # Heads past the last one add 0.
         u += tl.sum(tl.load(from_k + at, mask=here, other=0.0).to(tl.float32), 1)
         v += tl.sum(tl.load(from_k + at + HALF, mask=here, other=0.0).to(tl.float32), 1)
         own_here = head_here & (c < OWN)
@@ -146,6 +159,7 @@ def mla_split_key_gradient(  # type: ignore[no-untyped-def]
 
     known = (row < rows)[:, None] & (i < HALF)[None, :]
     cos, sin = cos_sin_of(freqs, s, i, f_s, mscale, known)
+    # Back, as the gradient of a rotation is its inverse; then neighbours are pairs again.
     p, q = rotated_to(u, v, cos, -sin, dshared.dtype.element_ty)
     j = tl.arange(0, 2 * HALF_BLOCK)
     both_here = (row < rows)[:, None] & (j < 2 * HALF)[None, :]

@@ -57,17 +57,24 @@ def qkv_part(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
+    # A program has ROWS positions, of S and B flattened, and HEADS of the G * N heads, whose
+    # channels are two halves, x and y: a channel is rotated with the one half a head further. Each
+    # element is read and written by one program: none waits for another.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # 64 bits for offsets: a projection may have more than 2^31 elements.
     s = (row // B).to(tl.int64)
     position = row % B
     row = row.to(tl.int64)
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     g = m // N
     n = m % N
+    # Heads of a group are its queries, its key, its value. A program may have all three kinds: they
+    # differ in pointers, and by a select at the end.
     is_key = n == N - 2
     is_value = n == N - 1
     i = tl.arange(0, HALF_BLOCK)
     wanted = m < G * N
+    # Values that are a view of the projection are where they belong.
     if not VALUES:
         wanted = wanted & (n != N - 1)
     known = (i < HALF)[None, :]
@@ -77,17 +84,21 @@ def qkv_part(  # type: ignore[no-untyped-def]
     at = from_[:, :, None] + i[None, None, :]
     x = tl.load(at, mask=here, other=0.0).to(tl.float32)
     y = tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)
+    # Before norm and rotation, as a projection adds it, but in fp32.
     if BIASED:
         of_head = (m * (2 * HALF))[:, None] + i[None, :]
         bias_here = wanted[:, None] & known
         x += tl.load(bias + of_head, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
         y += tl.load(bias + of_head + HALF, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
+    # Both halves of a head have the same angles: the first half's are read.
     angle = tl.load(
         freqs + s[:, None] * f_s + i[None, :], mask=(row < rows)[:, None] & known, other=0.0
     )
     cos, sin = cos_sin(angle)
+    # Sine and cosine carry the factor, so that values, which are not rotated, have none.
     cos = (cos * mscale)[:, None, :]
     sin = (sin * mscale)[:, None, :]
+    # x and y stay as they are for the values.
     a = x
     b = y
     if NORMED:
@@ -100,6 +111,8 @@ def qkv_part(  # type: ignore[no-untyped-def]
         a = tl.where(is_value[None, :, None], x, a)
         b = tl.where(is_value[None, :, None], y, b)
 
+    # Pointers of one type, since all results have the projection's dtype. [S, B, heads, d] is
+    # contiguous, and `row` is S and B flattened.
     to = tl.where(
         is_key[None, :],
         k + (row[:, None] * G + g[None, :]) * (2 * HALF),
@@ -173,6 +186,9 @@ def qkv_join(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
+    # A program has HEADS heads, and TURNS blocks of ROWS positions one after the other. Weights and
+    # bias of its heads are read once, and their gradients leave once, as a row of parts of its own:
+    # no atomics, so that the order of sums depends only on shapes.
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     g = m // N
     n = m % N
@@ -188,16 +204,20 @@ def qkv_join(  # type: ignore[no-untyped-def]
     if SHIFTED:
         shift_a = tl.load(bias + of_head, mask=head_here, other=0.0).to(tl.float32)
         shift_b = tl.load(bias + of_head + HALF, mask=head_here, other=0.0).to(tl.float32)
+    # Each row of a block has sums of its own, which are added behind the loop: a turn needs no
+    # reduction over rows.
     of_weight_a = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
     of_weight_b = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
     of_bias_a = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
     of_bias_b = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
+    # Loads of the next blocks are in flight while one is computed.
     for turn in tl.range(0, TURNS, num_stages=STAGES):
         row = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
         s = (row // B).to(tl.int64)
         b = row % B
         row = row.to(tl.int64)
         here = ((row < rows)[:, None] & wanted[None, :])[:, :, None] & known[None, :, :]
+        # Gradients have the strides in which the core attention left them.
         from_ = tl.where(
             is_key[None, :],
             dk + ((s * dk_s + b * dk_b)[:, None] + (g * dk_h)[None, :]),
@@ -215,28 +235,36 @@ def qkv_join(  # type: ignore[no-untyped-def]
         cos, sin = cos_sin(angle)
         cos = (cos * mscale)[:, None, :]
         sin = (sin * mscale)[:, None, :]
+        # The gradient of a rotation is the rotation back, with the same factor mscale. Values keep
+        # what was loaded.
         u, v = rotated(value_u, value_v, cos, -sin)
         if NORMED:
             x_at = qkv + ((s * x_s + b * x_b)[:, None] + (g * x_g + n * x_n)[None, :])
+            # x and y of values and of rows past the end are 0, so that these add nothing to sums.
             turned = here & (n < N - 1)[None, :, None]
             x_at = x_at[:, :, None] + i[None, None, :]
             x = tl.load(x_at, mask=turned, other=0.0).to(tl.float32)
             y = tl.load(x_at + HALF, mask=turned, other=0.0).to(tl.float32)
             if SHIFTED:
+                # What the norm saw: the projection with its bias.
                 x = tl.where(turned, x + shift_a[None, :, :], 0.0)
                 y = tl.where(turned, y + shift_b[None, :, :], 0.0)
             rstd = head_rstd(x, y, eps, HALF)
             x = x * rstd
             y = y * rstd
+            # x and y are normalised here, u and v still the gradients of the norm's result.
             of_weight_a += u * x
             of_weight_b += v * y
             u = u * weight_a
             v = v * weight_b
+            # Through the norm: the part of the gradient along x changes only its length, which the
+            # norm takes out.
             mean = (tl.sum(u * x + v * y, 2) / (2 * HALF))[:, :, None]
             u = rstd * (u - x * mean)
             v = rstd * (v - y * mean)
         u = tl.where(is_value[None, :, None], value_u, u)
         v = tl.where(is_value[None, :, None], value_v, v)
+        # Of the head before norm and rotation, and of values as they are.
         if BIASED:
             of_bias_a += u
             of_bias_b += v
@@ -246,6 +274,8 @@ def qkv_join(  # type: ignore[no-untyped-def]
         tl.store(out + HALF, v.to(dqkv.dtype.element_ty), mask=here)
 
     if NORMED:
+        # Programs along heads share the weights: every program has a row, queries' and keys' sums
+        # in it. Values count 0 among the queries.
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         to = weight_parts + program.to(tl.int64) * (4 * HALF) + i
         for_keys = is_key[:, None]
@@ -256,6 +286,7 @@ def qkv_join(  # type: ignore[no-untyped-def]
         tl.store(to + 2 * HALF, tl.sum(tl.where(for_keys, a, 0.0), 0), mask=i < HALF)
         tl.store(to + 3 * HALF, tl.sum(tl.where(for_keys, b, 0.0), 0), mask=i < HALF)
     if BIASED:
+        # Programs along heads have columns of their own, so a row for each one along positions.
         to = bias_parts + tl.program_id(0).to(tl.int64) * (G * N * 2 * HALF) + of_head
         tl.store(to, tl.sum(of_bias_a, 0), mask=head_here)
         tl.store(to + HALF, tl.sum(of_bias_b, 0), mask=head_here)
@@ -326,6 +357,7 @@ def join(
     normed, biased = weights[0] is not None, bias_dtype is not None
     rows, heads, half_block = _blocks(G * N, d)
     along = triton.cdiv(G * N, heads)
+    # As many blocks a program as keep the grid at _PROGRAMS: parts are few, whatever S is.
     turns = max(1, triton.cdiv(triton.cdiv(S * B, rows), max(1, _PROGRAMS // along)))
     programs = triton.cdiv(triton.cdiv(S * B, rows), turns), along
     fp32: dict[str, Any] = dict(dtype=torch.float32, device=dqkv_SBGNd.device)
@@ -367,5 +399,6 @@ def join(
 def _blocks(M: int, d: int) -> tuple[int, int, int]:
     """Positions, heads and pairs of channels that a program has at a time, powers of two."""
     half_block = triton.next_power_of_2(d // 2)
+    # M & -M is the largest power of two that divides M: no program has a head that is absent.
     heads = min(M & -M, _HEADS, max(1, _ELEMENTS // (2 * half_block)))
     return max(1, _ELEMENTS // (heads * 2 * half_block)), heads, half_block

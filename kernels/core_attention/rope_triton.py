@@ -21,12 +21,14 @@ def cos_sin(angle):  # type: ignore[no-untyped-def]
     two parts, the first exactly, since an FMA does not round its product; the polynomials are those
     of the Cephes library.
     """
+    # 2 / pi, and pi / 2 as an fp32 and what it lacks.
     n = tl.floor(angle * 0.6366197723675814 + 0.5)
     r = tl.fma(n, -1.5707963705062866, angle)
     r = tl.fma(n, 4.371139000186241e-08, r)
     z = r * r
     sin = r + r * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
     cos = 1.0 - 0.5 * z + z * z * (4.166664568e-2 + z * (-1.388731625e-3 + z * 2.443315712e-5))
+    # angle = r + n * pi / 2: each quarter swaps the two functions, and two of four change a sign.
     quarter = n.to(tl.int32) & 3
     odd = (quarter & 1) == 1
     c = tl.where(odd, sin, cos)
@@ -78,6 +80,8 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     HALF_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
+    # A program has ROWS positions, of S and B flattened, and HEADS heads with all of their
+    # channels: what it reads and writes, no other program touches, also in place.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s = row // B
     b = row % B
@@ -90,10 +94,12 @@ def rope_rotate(  # type: ignore[no-untyped-def]
 
     i = tl.arange(0, HALF_BLOCK)
     known = (row < rows)[:, None] & (i < HALF)[None, :]
+    # Of positions alone: heads and batch share them.
     angle = tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0)
     cos, sin = cos_sin(angle)
     cos = (cos * mscale)[:, None, :]
     sin = (sin * mscale)[:, None, :]
+    # The inverse rotation, which is also the gradient's; the factor stays.
     if INVERSE:
         sin = -sin
     # Adjacent channels are read and written together, by wide accesses, and split in registers.
@@ -109,8 +115,13 @@ def rope_rotate(  # type: ignore[no-untyped-def]
         u = tl.load(from_ + at, mask=here, other=0.0)
         v = tl.load(from_ + at + HALF, mask=here, other=0.0)
     p, q = rotated_to(u, v, cos, sin, y.dtype.element_ty)
-    if IN_PLACE:  # No thread may write before all have read.
+    # No thread may write before all have read: threads split loads and stores in different ways, so
+    # that one may write what another has not read yet. Programs do not overlap, hence a barrier of
+    # this one is enough.
+    if IN_PLACE:
         tl.debug_barrier()
+    # A pair that is read from neighbours may be written half a head apart, or the other way round:
+    # this is all that the two layouts differ in.
     if PAIRS_OUT:
         pairs = tl.reshape(tl.join(p, q), [ROWS, HEADS, 2 * HALF_BLOCK])
         tl.store(to + at_both, pairs, mask=both_here)
@@ -119,6 +130,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
         tl.store(to + at + HALF, q, mask=here)
 
     if WIDTH > 2 * HALF and not IN_PLACE:
+        # Channels before and behind the rotated ones; in place they are there already.
         c = tl.arange(0, WIDTH_BLOCK)
         kept = (c < FIRST) | ((c >= FIRST + 2 * HALF) & (c < WIDTH))
         mask = head_here & kept[None, None, :]
@@ -154,6 +166,7 @@ def rotate(
     half = freqs_SF.shape[1] // 2
     in_place = x_SBGRd is y_SBGRd
     width = triton.next_power_of_2(2 * half if in_place else d)
+    # Heads first, positions with what is left: sines and cosines are then shared by most.
     heads = min(triton.next_power_of_2(G * R), max(1, _ELEMENTS // width))
     rows = max(1, _ELEMENTS // (heads * width))
     grid = (triton.cdiv(S * B, rows), triton.cdiv(G * R, heads))
