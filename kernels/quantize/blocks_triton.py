@@ -43,8 +43,11 @@ def powers(amax, BIASED: tl.constexpr):  # type: ignore[no-untyped-def]
     bits = amax.to(tl.int32, bitcast=True)
     # frexp's exponent, one more if its mantissa is above 0.875: the addition carries then.
     up = tl.minimum(BIASED + 127 - ((bits + 0x1FFFFF) >> 23), 254) << 23
+    # Unsigned, 0 - 1 is the largest number: one comparison for both ends.
     usual = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF  # above 0, finite
+    # 1 for zeros, and for infinity, whose scale below is NaN.
     up = tl.where(usual, up, 127 << 23)
+    # The biased exponents of 2^e and 2^-e add up to 254.
     down = tl.maximum((254 << 23) - up, 1 << 22)  # 2^-127 is denormal
     down = tl.where(bits == 0x7F800000, 0x7FC00000, down)
     return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
@@ -63,6 +66,8 @@ def transposed(tiles, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     R: tl.constexpr = tiles[0].shape[0]
     C: tl.constexpr = tiles[0].shape[1]
     TURNS: tl.constexpr = len(tiles)
+    # The first join puts the highest bit of a tile's number into a dimension of two, the last one
+    # the lowest: flattened, these dimensions are the number, and so the row within TURNS.
     if TURNS == 8:
         rows = _halved(_halved(_halved(tiles)))
     else:
@@ -96,12 +101,15 @@ def locate(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """A program's blocks: row, index in it, first channel, masks of blocks and of elements."""
+    # Blocks of all rows and parts are numbered through: a program has BLOCKS of them, wherever rows
+    # end. No other program has a part of a block, so that a maximum needs no second pass.
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     row = (number // (PARTS * of_part)).to(tl.int64)
     of_row = number % (PARTS * of_part)
     in_part = of_row % of_part * BLOCK
     known = number < blocks
     here = known[:, None]
+    # Only a short block at the end of a part has channels that are not its own.
     if not WHOLE:
         here = here & (in_part[:, None] + tl.arange(0, BLOCK)[None, :] < width)
     return row, of_row, of_row // of_part * width + in_part, known, here
@@ -140,6 +148,7 @@ def fp8_rows(  # type: ignore[no-untyped-def]
     located = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
     row, of_row, channel, known, here = located
     values = load_fp32(elements(x, x_row, row, channel, BLOCK), here)
+    # Values stay in registers from the maximum to the product: x is read once.
     up, down = powers(tl.max(tl.abs(values), 1), BIASED)
     to = elements(data, data_row, row, channel, BLOCK)
     tl.store(to, (values * up[:, None]).to(data.dtype.element_ty), mask=here)
@@ -225,6 +234,8 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # A program has one block of 128 x 128 of a part of an expert's weights, in the order of scales.
+    # It alone reads it and writes both layouts: a scale belongs to both.
     program = tl.program_id(0)
     columns = tl.cdiv(ins, BLOCK)
     blocks = tl.cdiv(rows, BLOCK) * columns
@@ -236,11 +247,14 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     of_expert = (matrix // PARTS).to(tl.int64) * outs * ins
     corner = of_expert + first_out.to(tl.int64) * ins + first_channel
 
+    # Tile k has the rows k, k + TURNS, ...: a thread then holds TURNS neighbouring rows of its
+    # channels, one in each tile, which are a word of the transpose.
     row = TURNS * tl.arange(0, BLOCK // TURNS)
     i = tl.arange(0, BLOCK)
     known = first_channel + i < ins
     at = row[:, None] * ins + i[None, :]
     values = ()
+    # Maxima of a thread's 8 channels, which need no exchange; threads meet once, behind the loop.
     amax = tl.zeros([BLOCK // TURNS, BLOCK // 8], tl.float32)
     for k in tl.static_range(TURNS):
         here = (first_row + row + k < rows)[:, None] & known[None, :]
@@ -253,6 +267,7 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     for k in tl.static_range(TURNS):
         here = (first_row + row + k < rows)[:, None] & known[None, :]
         made = made + (values[k] * up,)
+        # A layout that is not wanted is None, and its code is not compiled.
         if data is not None:
             tl.store(data + corner + k * ins + at, made[k].to(FP8), mask=here)
     if across_data is not None:
@@ -313,6 +328,7 @@ def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  #
     Experts start new blocks in the transpose; this one is the first whose blocks end after `block`.
     """
     e = tl.arange(0, EXPERTS)
+    # Every program looks at all offsets: a search by one vector, and no table from a kernel before.
     ends = last_blocks(offsets, e, L, BLOCK)
     before = ends <= block
     expert = tl.sum(before.to(tl.int32), 0)
@@ -350,6 +366,8 @@ def fp8_columns(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # A program has 128 tokens of an expert, or of padding, by 128 channels. Its neighbours have the
+    # same tokens, whose blocks of channels lie side by side in memory.
     block = tl.program_id(0) // (PARTS * OF_PART)
     of_row = tl.program_id(0) % (PARTS * OF_PART)
     of_part = of_row % OF_PART * BLOCK
@@ -365,7 +383,9 @@ def fp8_columns(  # type: ignore[no-untyped-def]
         inside = row < last
         row = row.to(tl.int64)
         if INDEXED:
+            # The index past an expert's end is another expert's, or anything.
             row = tl.load(index + row, mask=inside, other=0).to(tl.int64)
+        # Tokens past the end are 0, which adds nothing to a weight gradient.
         here = inside[:, None]
         if not WHOLE:
             here = here & known[None, :]
@@ -376,6 +396,7 @@ def fp8_columns(  # type: ignore[no-untyped-def]
             scales = scales + (tl.load(given, mask=inside, other=1.0)[:, None],)
 
     made = ()
+    # All tiles are in flight before the first maximum: programs are bound by memory.
     to_scale = scale + block.to(tl.int64) * scale_row
     largest = tl.zeros([BLOCK // TURNS, BLOCK // CHUNK], tl.float32)
     for k in tl.static_range(TURNS):
@@ -395,6 +416,7 @@ def fp8_columns(  # type: ignore[no-untyped-def]
             made = made + (values[k].to(tl.float16) * factor.to(tl.float16),)
         else:
             made = made + (values[k].to(tl.float32) * factor,)
+    # Also where the block is padding: no stage of the GEMM has to be cleared.
     data += channel.to(tl.int64) * T + block * BLOCK
     to = data + (i[:, None] * T + i[None, :])
     tl.store(to, transposed(made, data.dtype.element_ty), mask=known[:, None])
