@@ -59,9 +59,12 @@ def router_tally(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    # A program has one sequence, and TURNS blocks of ROWS of its positions. It adds up in registers
+    # and writes a row of `parts` that is its own, which `part_sum` adds in order: no atomics.
     b = tl.program_id(1)
     B = tl.num_programs(1)
     e = tl.arange(0, EXPERTS)
+    # Each position of a block has sums of its own, which are added behind the loop.
     chosen = tl.zeros([ROWS, EXPERTS], tl.float32)
     best = tl.zeros([ROWS, EXPERTS], tl.float32)
     score = tl.zeros([ROWS, EXPERTS], tl.float32)
@@ -72,6 +75,7 @@ def router_tally(  # type: ignore[no-untyped-def]
         here = s < positions
         for k in tl.static_range(K):
             expert = tl.load(idx + t * idx_t + k, mask=here, other=-1)
+            # A comparison with all experts in place of a scattered addition; -1 equals none.
             chosen += (expert[:, None] == e[None, :]).to(tl.float32)
             if JUDGED:
                 expert = tl.load(judged + t * judged_t + k, mask=here, other=-1)
@@ -79,13 +83,17 @@ def router_tally(  # type: ignore[no-untyped-def]
         if SCORED or LOG_SUM:
             real = here[:, None] & (e < E)[None, :]
             x = tl.load(logits + t[:, None] * E + e[None, :], mask=real, other=0.0)
+            # Experts that only pad a power of two have a score of 0.
             x = tl.where((e < E)[None, :], x, float("-inf"))
             if SCORED:
+                # Positions past the end have logits of 0, and so scores, which are left out.
                 score += tl.where(here[:, None], balance_scores(x, SIGMOID), 0.0)
             if LOG_SUM:
                 top = tl.max(x, 1)
+                # Less the largest: no exponential overflows.
                 log_sum = top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
                 squares += tl.where(here, log_sum * log_sum, 0.0)
+    # Columns: choices, scores, judged choices, and the squares in the last one.
     to = parts + (tl.program_id(0).to(tl.int64) * B + b) * columns
     tl.store(to + e, tl.sum(chosen, 0), mask=e < E)
     if SCORED:
@@ -189,11 +197,14 @@ def router_losses(  # type: ignore[no-untyped-def]
     LOCAL: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    # One program for all: its work is E numbers a sequence. Counters are read and written plainly,
+    # as kernels of a stream follow one another.
     e = tl.arange(0, EXPERTS)
     here = e < E
     chosen = tl.zeros([EXPERTS], tl.float32)
     for b in tl.static_range(B):
         chosen += tl.load(count + b * count_b + e, mask=here, other=0.0)
+    # Exact: the counts of a micro-batch are whole numbers below 2^24.
     chosen = chosen.to(tl.int64)
     before = tl.load(tokens_per_expert + e, mask=here)
     tl.store(tokens_per_expert + e, before + chosen, mask=here)
@@ -208,20 +219,25 @@ def router_losses(  # type: ignore[no-untyped-def]
         for b in tl.static_range(B):
             all_scores += tl.load(score + b * count_b + e, mask=here, other=0.0)
             all_judged += tl.load(judged + b * judged_b + e, mask=here, other=0.0)
+        # The losses are E * sum_i f_i P_i, with the mean P_i of scores over all tokens.
         scale = E / tokens
         fraction = all_judged / tl.sum(all_judged, 0)
         share = scale * tl.sum(all_scores * fraction, 0)
         common = aux * scale * fraction
         total += aux * share
+        # Losses that are absent stay out of the statistics.
         if aux != 0.0:
             tl.store(losses, tl.load(losses) + share)
         if SEEN:
             reached = tl.load(seen + e, mask=here, other=0)
+            # Summed as integers: over many micro-batches counts pass 2^24.
             fraction = reached.to(tl.float32) / tl.sum(reached, 0).to(tl.float32)
             share = scale * tl.sum(all_scores * fraction, 0)
             common += overall * scale * fraction
             total += overall * share
             tl.store(losses + 2, tl.load(losses + 2) + share)
+        # Each sequence by its own choices. f_i has no gradient, so that the slope in a score of
+        # expert i is the factor of that score in the losses.
         shares = 0.0
         for b in tl.static_range(B):
             mean = tl.load(score + b * count_b + e, mask=here, other=0.0)
@@ -241,6 +257,7 @@ def router_losses(  # type: ignore[no-untyped-def]
         total += z * share
         tl.store(losses + 3, tl.load(losses + 3) + share)
     if SCORED or LOG_SUM:
+        # Of this rank's scores: its share of the loss.
         tl.store(loss, total * factor)
 
 
@@ -324,6 +341,8 @@ def router_losses_gradient(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    # A program has ROWS tokens and all experts: sums over a token's experts stay in it. The scores
+    # are computed again from the logits: nothing but these was saved.
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, EXPERTS)
     real = (t < T)[:, None] & (e < E)[None, :]
@@ -334,17 +353,21 @@ def router_losses_gradient(  # type: ignore[no-untyped-def]
     if SCORED:
         rise = tl.load(slope + (t % B)[:, None] * E + e[None, :], mask=real, other=0.0)
         score = balance_scores(x, SIGMOID)
+        # Scores sum to 1: a rise that is the same for all experts changes nothing.
         mean = tl.sum(score * rise, 1)[:, None]
         if SIGMOID:
             s = sigmoids(x)
+            # Through the division by the sum, then the sigmoid.
             grad = (rise - mean) * (s * (1.0 - s)) / (tl.sum(s, 1) + TINY)[:, None]
         else:
             grad = score * (rise - mean)
     if LOG_SUM:
         top = tl.max(x, 1)
+        # The derivative of log(sum(exp)) is the softmax.
         each = tl.exp(x - top[:, None])
         total = tl.sum(each, 1)
         grad += each * (z_slope * (top + tl.log(total)) / total)[:, None]
+    # From the device, where the loss is scaled: the host reads no value of it.
     tl.store(dlogits + at, grad * tl.load(dloss), mask=real)
 
 
@@ -379,4 +402,5 @@ def slope_to_logits(
 
 def _blocks(E: int) -> tuple[int, int]:
     experts = triton.next_power_of_2(E)
+    # A program reads about _ELEMENTS logits, whatever E is.
     return max(1, _ELEMENTS // experts), experts

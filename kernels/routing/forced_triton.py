@@ -38,26 +38,35 @@ def router_forced(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    # A program has ROWS tokens with all of their K slots. Programs share nothing.
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, SLOTS)[None, :]
     here = (t < T)[:, None] & (k < K)
+    # The token's number in its group of ranks: the choice does not depend on the layout.
     n = t + first
     M = E // G
     if RECORDED:
+        # Recorded experts, from the first token on again when the recording ends.
         chosen = tl.load(table + (n % P)[:, None] * K + k, mask=here, other=0).to(tl.int32)
     else:
+        # A row of the table serves E tokens in succession, each from one expert further on, so that
+        # every expert is chosen equally often. Groups and members are shifted apart: the table
+        # decides of how many groups a token has experts.
         expert = (n % E)[:, None]
         at = table + (((n // E) % P)[:, None] * K + k) * 2
         group = (expert // M + tl.load(at, mask=here, other=0)) % G
         member = (expert + tl.load(at + 1, mask=here, other=0)) % M
         chosen = group * M + member
     x = tl.load(logits + t[:, None] * E + chosen, mask=here, other=0.0)
+    # Slots that only pad a power of two have a probability of 0.
     x = tl.where(k < K, x, float("-inf"))
+    # Numbers of `WEIGHTS`. Each is compiled alone.
     if WEIGHTS == 0:
         p = tl.exp(x - tl.max(x, 1)[:, None])
         p = p / tl.sum(p, 1)[:, None]
     elif WEIGHTS == 1:
         e = tl.arange(0, EXPERTS)[None, :]
+        # The sum is over all logits: the whole row is read, of which the others read K.
         row = tl.load(logits + t[:, None] * E + e, mask=(t < T)[:, None] & (e < E), other=0.0)
         row = tl.where(e < E, row, float("-inf"))
         top = tl.max(row, 1)[:, None]
@@ -88,6 +97,7 @@ def forced(
     idx_TK = logits_TE.new_empty(T, K, dtype=torch.int32)
     prob_TK = logits_TE.new_empty(T, K)
     slots, experts = triton.next_power_of_2(K), triton.next_power_of_2(E)
+    # The others read one logit a slot, for which memory moves 32 bytes: 8 logits.
     rows = max(1, _ELEMENTS // (experts if weights == "softmax_all" else 8 * slots))
     if T:
         router_forced[(triton.cdiv(T, rows),)](
@@ -124,14 +134,19 @@ def router_gradient_split(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr,
 ):
     e = tl.arange(0, EXPERTS)
+    # A program has TURNS blocks of ROWS tokens, and a row of parts that is its own: the sum has a
+    # fixed order, without atomics.
     sums = tl.zeros([ROWS, EXPERTS], tl.float32)
     for turn in range(TURNS):
         t = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
         here = (t < T)[:, None] & (e < E)[None, :]
         x = tl.load(grad + t[:, None] * E + e[None, :], mask=here, other=0.0)
         high = x.to(tl.bfloat16)
+        # What rounding left, exact in fp32. Both together have some 16 bits of the gradient, and
+        # two products in bf16 take the place of one in fp32.
         rest = (x - high.to(tl.float32)).to(tl.bfloat16)
         to = both + t[:, None] * (2 * E) + e[None, :]
+        # Side by side in a row: one GEMM reads both as channels.
         tl.store(to, high, mask=here)
         tl.store(to + E, rest, mask=here)
         if SUMMED:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 64
-_BLOCK = 1024
+_ROWS = 64  # tokens of a program of `pack_routing`
+_BLOCK = 1024  # pairs of a program of `unpack_routing`
 
 
 @triton.jit
@@ -27,6 +27,8 @@ def pack_routing(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    # A program has ROWS tokens: it copies their ids and probabilities into the block that is sent,
+    # and finds the ranks that send a sum back.
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, SLOTS)
     r = tl.arange(0, RANKS)
@@ -35,8 +37,11 @@ def pack_routing(  # type: ignore[no-untyped-def]
     expert = tl.load(idx + at, mask=here, other=-1)
     tl.store(side + at, expert, mask=here)
     tl.store(side + pairs + at, tl.load(bits + at, mask=here, other=0), mask=here)
+    # Triton divides towards zero: -1 // local would be rank 0.
     of = tl.where(expert >= 0, expert // local, -1)
+    # Once for a rank, however many of the token's experts it has.
     wanted = tl.max((of[:, :, None] == r[None, None, :]).to(tl.int32), axis=1)
+    # Where the sum of rank r arrives here, in the buffer of what comes back.
     row = r[None, :] * T + t[:, None]
     there = (t < T)[:, None] & (r < R)[None, :]
     tl.store(rows + t[:, None] * R + r[None, :], tl.where(wanted > 0, row, -1), mask=there)
@@ -44,6 +49,8 @@ def pack_routing(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unpack_routing(blocks, idx, bits, pairs, pitch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A program has BLOCK pairs of one rank's block, of which `pitch` numbers were sent: ids,
+    # probabilities, and padding that is left behind.
     rank = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < pairs
@@ -73,10 +80,12 @@ def unpack(blocks_RP: Tensor, idx_NK: Tensor, bits_NK: Tensor) -> None:
 
 @triton.jit
 def split_order_kernel(order, out, P, own, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # One program: prefix sums over all slots are its own.
     i = tl.arange(0, SLOTS)
     slot = tl.load(order + i, mask=i < P, other=SLOTS)
     is_own = (slot < own).to(tl.int32)
     is_replica = 1 - is_own
+    # A place is the number of the same kind before: both parts keep their order.
     own_index = tl.cumsum(is_own, 0) - 1
     replica_index = own + tl.cumsum(is_replica, 0) - 1  # masked lanes come last
     index = tl.where(is_own > 0, own_index, replica_index)
