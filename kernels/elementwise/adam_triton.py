@@ -28,8 +28,12 @@ def adamw_step(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # A program has BLOCK elements of each tensor, reads each once and writes it in place: no other
+    # program touches them. 64 bits, as tensors may have more than 2^31 elements.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
+    # From the device: a captured graph replays the launch with its arguments, and these change from
+    # step to step.
     decay, rate = tl.load(per_step), tl.load(per_step + 1)
     scale, clip_coef = tl.load(per_step + 2), tl.load(per_step + 3)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * clip_coef
@@ -41,10 +45,14 @@ def adamw_step(  # type: ignore[no-untyped-def]
     if SPLIT:  # bits of the weight; arithmetic on them as in `kernels.elementwise.adam`
         low = tl.load(remainder + at, mask=mask, other=0).to(tl.int32)
         p = ((p.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
+    # Of the moments in fp32, before they are rounded. Rounded to nearest: a division that is only
+    # close has other bits than the statement in torch.
     change = tl.div_rn(rate * m, tl.sqrt_rn(v) * scale + eps)
     p = p * decay - change
     if SPLIT:
         bits = p.to(tl.int32, bitcast=True)
+        # As an int16 the low bits may be negative: the bits without them are then those of the next
+        # bf16. So the weight is the master rounded to nearest, and both together are the master.
         low_bits = bits.to(tl.int16)
         tl.store(remainder + at, low_bits, mask=mask)
         tl.store(param + at, ((bits - low_bits.to(tl.int32)) >> 16).to(tl.int16), mask=mask)
@@ -66,6 +74,7 @@ def launch(
     split = remainder_n is not None
     per_step = update.on_device
     if per_step is None:
+        # Copied from the host: not in a captured step, which has them on the device.
         per_step = torch.tensor(update.per_step, device=param_n.device)
     adamw_step[(triton.cdiv(n, _BLOCK),)](
         param_n.view(torch.int16) if split else param_n,

@@ -31,6 +31,8 @@ def clear_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    # The number of used rows is known only on the device: the grid covers all rows, and programs
+    # whose rows are used end at once.
     used = tl.load(offsets + L)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if used < (tl.program_id(0) + 1) * ROWS:
@@ -71,12 +73,16 @@ def embedding_gradient(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    # A program for each position and piece of channels; most end here. What goes on is the first
+    # position of a piece, which takes the rest of it: a run's start, or that of a block.
     first = tl.program_id(0)
     this_key = tl.load(key + first)
     starts = tl.load(key + first - 1, mask=first > 0, other=-1) != this_key
     if (starts | (first % BLOCK == 0)) & (this_key < V):
         block = first // BLOCK
+        # A piece ends with its block: a run of any length is summed by as many programs.
         end = tl.minimum((block + 1) * BLOCK, T)
+        # Keys are sorted: if the one behind the block differs, the run ends inside.
         ends = tl.load(key + end, mask=end < T, other=-1) != this_key
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channel < D
@@ -91,13 +97,18 @@ def embedding_gradient(  # type: ignore[no-untyped-def]
             x = tl.load(rows + token[:, None] * D + channel[None, :], mask=here, other=0.0)
             sums += x.to(tl.float32)
             at += ROWS
+            # 0 as soon as one of these positions is not of the piece.
             more = tl.min(same.to(tl.int32), 0)
         total = tl.sum(sums, 0)
+        # Nobody else has this key: a plain addition to the table. Other pieces meet in the next
+        # kernel, where one program adds a run.
         if starts & ends:
             to = table + this_key.to(tl.int64) * D + channel
             total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
             tl.store(to, total.to(table.dtype.element_ty), mask=inside)
         else:
+            # At most one piece of a block goes on from the block before, and at most one of the
+            # others goes on into the next: two slots, each written by one program.
             slot = 2 * block + starts.to(tl.int32)
             tl.store(pieces + slot.to(tl.int64) * D + channel, total, mask=inside)
 
@@ -116,17 +127,21 @@ def embedding_gradient_runs(  # type: ignore[no-untyped-def]
 ):
     """Sum of the run that starts in this block and continues into the next."""
     block = tl.program_id(0)
+    # The last run of the block. Blocks in which no such run begins have nothing to add.
     this_key = tl.load(key + (block + 1) * BLOCK - 1)
     before = tl.load(key + block * BLOCK - 1, mask=block > 0, other=-1)
     after = tl.load(key + (block + 1) * BLOCK)
     if (this_key == after) & (this_key != before) & (this_key < V):
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channel < D
+        # Only this program adds to the row: the kernel before left runs of several blocks out.
         to = table + this_key.to(tl.int64) * D + channel
         total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(
             pieces + (2 * block + 1).to(tl.int64) * D + channel, mask=inside, other=0.0
         )
+        # Slots of the following blocks while these begin with the key. The order is that of blocks,
+        # whatever finished first.
         sums = tl.zeros([SLOTS, CHANNELS], tl.float32)
         at = block + 1
         more = 1
@@ -168,12 +183,14 @@ def transpose(  # type: ignore[no-untyped-def]
     expert = tl.program_id(2).to(tl.int64) * D * H
     d = tl.program_id(1) * TILE + tl.arange(0, TILE)
     h = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # Rows of the turned matrix are the columns of the stored one.
     row = h
     if INTERLEAVED:  # gate 0, up 0, gate 1, ...: rows of gates come first
         row = (h % 2) * (H // 2) + h // 2
     of_stored = stored + expert + d[:, None].to(tl.int64) * H + h[None, :]
     of_turned = turned + expert + row[:, None].to(tl.int64) * D + d[None, :]
     inside = (d[:, None] < D) & (h[None, :] < H)
+    # One kernel for both ways: `stored` and `turned` say what lies where, not which is read.
     if BACK:
         x = tl.load(of_turned, mask=tl.trans(inside))
         tl.store(of_stored, tl.trans(x), mask=inside)
@@ -191,6 +208,7 @@ def launch(x: Tensor, *, interleaved: bool, back: bool) -> Tensor:
     stored, turned = (out, x) if back else (x, out)
     D, H = stored.shape[1:]
     grid = (triton.cdiv(H, _TILE), triton.cdiv(D, _TILE), experts)
+    # Weights may be on another device than the current one, to which Triton would launch.
     with torch.cuda.device(x.device):
         transpose[grid](
             *(stored, turned, D, H), INTERLEAVED=interleaved, BACK=back, TILE=_TILE, num_warps=4

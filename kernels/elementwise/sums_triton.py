@@ -19,6 +19,8 @@ _PROGRAMS = 2112  # per tensor: 16 for each of a Hopper GPU's 132 SMs, and the s
 
 @triton.jit
 def square_sum(values, out, n, each, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A program has `each` successive elements, added in BLOCK sums of its own and then to one. How
+    # many programs there are is fixed: on every GPU the same additions in the same order.
     first = tl.program_id(0).to(tl.int64) * each
     sums = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, each, BLOCK):
@@ -46,6 +48,8 @@ def block_sum(  # type: ignore[no-untyped-def]
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
+    # In the order of blocks, in fp32, rounded once at the store. All ranks' sums of a token are
+    # added in this order, by whichever transport they came.
     total = tl.load(blocks + at, mask=inside).to(tl.float32)
     for r in tl.static_range(1, R):
         total += tl.load(blocks + r * n + at, mask=inside).to(tl.float32)
@@ -65,6 +69,7 @@ def add_up(blocks: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
         pointers = [addend.contiguous() for addend in addends]
+        # A kernel takes two pointers: those that are absent are any, as nothing is read there.
         pointers += [out] * (_MOST_ADDENDS - len(pointers))
         constants = dict(R=blocks.shape[0], ADDENDS=len(addends), BLOCK=_BLOCK)
         block_sum[grid](blocks, *pointers, out, n, **constants, num_warps=8)
@@ -78,8 +83,11 @@ _PARTS, _COLUMNS = 256, 8  # rows and columns that are added at a time
 def add_parts(  # type: ignore[no-untyped-def]
     parts, out, P, columns, TURNS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    # A program has COLUMNS columns and all rows: one pass, and nothing to be combined with other
+    # programs.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([PARTS, COLUMNS], tl.float32)
+    # Row r is added to sum r % PARTS: an order that depends on P alone.
     for turn in range(TURNS):
         part = turn * PARTS + tl.arange(0, PARTS)
         at = parts + part.to(tl.int64)[:, None] * columns + column[None, :]
@@ -108,6 +116,7 @@ _GRADIENT_COLUMNS = 16  # columns of a block: few, so that narrow tensors still 
 def norm_weight_gradient(  # type: ignore[no-untyped-def]
     partial, out, N, P: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    # As `add_parts`, to a tensor that may be added to.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -116,6 +125,7 @@ def norm_weight_gradient(  # type: ignore[no-untyped-def]
         here = (row < P)[:, None] & inside[None, :]
         total += tl.load(partial + row[:, None] * N + column[None, :], mask=here, other=0.0)
     value = tl.sum(total, 0)
+    # After the sum, and rounded with it: a gradient in bf16 is rounded once a launch.
     if ADD:
         value += tl.load(out + column, mask=inside).to(tl.float32)
     tl.store(out + column, value, mask=inside)
