@@ -260,5 +260,6 @@ def part(
 def _blocks(H: int, own: int) -> tuple[int, int, int]:
     """Channels, heads and positions that a program processes at a time, powers of two."""
     block = triton.next_power_of_2(own)
+    # Heads first, positions with what is left: the shared part is then rotated for most of them.
     heads = min(triton.next_power_of_2(H), max(1, _ELEMENTS // block))
     return block, heads, max(1, _ELEMENTS // (heads * block))

@@ -399,6 +399,6 @@ def join(
 def _blocks(M: int, d: int) -> tuple[int, int, int]:
     """Positions, heads and pairs of channels that a program has at a time, powers of two."""
     half_block = triton.next_power_of_2(d // 2)
-    # M & -M is the largest power of two that divides M: no program has a head that is absent.
+    # M & -M is the largest power of two that divides M: no program has a head too many.
     heads = min(M & -M, _HEADS, max(1, _ELEMENTS // (2 * half_block)))
     return max(1, _ELEMENTS // (heads * 2 * half_block)), heads, half_block

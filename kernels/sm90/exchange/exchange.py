@@ -240,8 +240,8 @@ class Exchange:
         current = torch.cuda.current_stream()
         stream = self._stream or current
         if stream != current:
-            # It orders three things before the push: its sources, reads of the buffer that the
-            # peers are then allowed to write (`peer_buffers.SLOTS`), and the launch of the exchange
+            # What has to come before the push: its sources, reads of the buffer that peers are then
+            # allowed to write (`peer_buffers.SLOTS`), and what this stream launched of the exchange
             # before.
             stream.wait_event(after or current.record_event())
         # Without a stream of its own a push is in order by itself: no event is needed.

@@ -112,7 +112,7 @@ class BufferLayout:
         return self.rows_at(SLOTS)
 
     def rows_at(self, slot: int) -> int:
-        # Flags first, at an address that no size moves: all layers of a group share them.
+        # Flags come first: the address of a rank's memory is that of its flags.
         return _aligned(4 * FLAGS) + slot * (_aligned(self.row_bytes) + _aligned(self.side_bytes))
 
     def side_at(self, slot: int) -> int:

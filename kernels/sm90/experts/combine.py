@@ -89,6 +89,7 @@ class CombineKernel:
         self.kernel(y, inverse, out, first, tokens, width, second).launch(
             grid=[(tokens * width + (block - 1)) // block, 1, 1],
             block=[THREADS, 1, 1],
+            # Registers for the rows in flight, rather than more CTAs.
             min_blocks_per_mp=1,
             stream=stream,
         )

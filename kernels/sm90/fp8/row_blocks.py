@@ -31,8 +31,9 @@ MAGNITUDES = 0x7FFF7FFF  # mask of a pair of bf16: all bits but the signs
 def power(amax: Int32, name: str) -> Int32:
     """Exponent of the factor up: the largest power of two for which amax stays in range. `amax` are
     the bits of a non-negative bf16 as fp32; of 0 and infinity the exponent is 0."""
-    # With amax = m * 2^x and m from 0.5 to 1, x is the biased exponent less 126, and 2^(largest -
-    # x) fits if m is at most 0.875; otherwise half of it does. 2^128 is no fp32, hence the 127.
+    # With amax = m * 2^x and m from 0.5 to 1, x is the biased exponent less 126. A factor of
+    # 2^(largest-x) fits if m is at most 0.875, and otherwise half of it. 2^128 is no fp32, hence
+    # the 127.
     exponent = cutlass.min(_LARGEST[name] + 126 - ((amax + _ROUND_UP) >> 23), 127)
     # A row of zeros would ask for the largest factor, and an infinity for the smallest.
     finite = (amax > 0) & (amax < _INFINITY)

@@ -123,7 +123,7 @@ class TopkKernel:
                 mine, rank = self._count(found, candidates)
             else:
                 mine, rank = self._search(row, keys)
-            # `keys.pair` holds the complement of the expert in its low word.
+            # `logits.pair` holds the complement of the expert in its low word.
             expert = Int32(Uint32(ALL_BITS) - Uint32(mine))
             # Exact: a key and the bits of its number are each other's inverse, up to the sign of 0.
             value = as_float(bits_of(Uint32(mine >> 32)))
@@ -201,7 +201,6 @@ class TopkKernel:
             for j in cutlass.range_constexpr(FOUR):
                 if found[first + j] > mine:
                     rank += 1
-        # Their zero pairs have ranks too, which would be stored.
         if lane >= candidates:
             rank = Int32(MAX_SLOTS)
         return mine, rank
@@ -219,7 +218,7 @@ class TopkKernel:
                     same = keys[i, v] == best
                     at = cutlass.select_(same, row.expert(v) + i, Int32(MAX_EXPERTS))
                     expert = Int32(cutlass.min(expert, at))
-            # The lowest of equal keys, as `keys.pair` orders them in `_count`.
+            # The lowest of equal keys, as pairs of key and expert are ordered in `_count`.
             expert = cute.arch.warp_redux_sync(expert, "min")
             for v in cutlass.range_constexpr(self.config.vectors):
                 for i in cutlass.range_constexpr(FOUR):

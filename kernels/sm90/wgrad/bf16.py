@@ -578,9 +578,10 @@ class ContractionMma:
         """Second group: wait until the first one has issued SKEW stages of the tile. One group
         keeps the tensor cores busy, so this costs nothing, and at the end of the tile the second
         one multiplies while the first one stores."""
-        # The wait cannot miss a phase: the first group comes to this stage again only when this one
-        # has released it. Nor is it for ever: the second group holds no stage here, and SKEW stages
-        # of a tile fit in the ring.
+        # The wait ends: the first group comes to this stage again only when this one has released
+        # it, so that no phase is missed; the second group holds no stage here, and SKEW stages fit
+        # in the ring. If it was ahead by nearly all stages it may pass at once, on the phase
+        # before: that costs the skew of a tile, and no result.
         if self.group == 1:
             index = state.index + cutlass.min(blocks, SKEW) - 1
             phase = state.phase

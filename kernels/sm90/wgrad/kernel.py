@@ -247,7 +247,8 @@ class WgradKernel(PersistentKernel):
     def start(self, arguments: Arguments, storage: Any, rank: Any) -> Shared:
         x, config, loop = arguments, self.config, self.config.contraction
         shape = loop.shape(x.operands[0])
-        # The first segment's offsets find a tile's rows; its number follows from O and I alone.
+        # Of the first segment: the number of an expert's tiles follows from O and I, and its rows
+        # in other segments are looked up when they are loaded.
         tiles = ExpertTiles(
             x.offsets[0],
             x.order,
