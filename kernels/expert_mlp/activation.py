@@ -22,6 +22,15 @@ from torch import Tensor
 from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
 
 
+_GATED = {"silu": "swiglu", "gelu": "geglu"}
+
+
+def gated_hint(name: str) -> str:
+    """End of an error's line: what a name of torch is called here, where experts have a gate."""
+    kind = _GATED.get(name.lower())
+    return "" if kind is None else f"; {name} with a gate is {kind}"
+
+
 @dataclass(frozen=True)
 class Activation:
     """An entry of `configs.tables.activations`, which has its formula, with its constants.
@@ -39,6 +48,7 @@ class Activation:
         if self.kind not in ACTIVATIONS:
             raise ValueError(
                 f"unknown activation {self.kind!r}: use one of {', '.join(ACTIVATIONS)}"
+                f"{gated_hint(str(self.kind))}"
             )
         for name in ("alpha", "limit", "offset"):
             if not isinstance(getattr(self, name), (int, float)):

@@ -17,7 +17,7 @@ from phalanx.configs.schema import PrecisionConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.recipes import RECIPES
 from phalanx.kernels.availability import short
-from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.activation import Activation, gated_hint
 from phalanx.kernels.expert_mlp.backend import names
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPWeights
 from phalanx.kernels.functional.custom_ops import RECIPE_TYPES, constant
@@ -266,18 +266,12 @@ def filled(options: Mapping[str, Any], defaults: dict[str, Any], owner: str) -> 
 
 def check_activation(activation: Any) -> None:
     """Raise ValueError unless it is a name or an `Activation`."""
-    named = isinstance(activation, str) and activation not in _GATED
-    if not named and not isinstance(activation, Activation):
+    if not isinstance(activation, (str, Activation)):
         name = getattr(activation, "__name__", type(activation).__name__)
-        name = activation if isinstance(activation, str) else name
-        kind = _GATED.get(name.lower())
-        hint = "" if kind is None else f"; {name} with a gate is {kind}"
+        hint = gated_hint(name)
         raise ValueError(
             f"activation must be an Activation or one of {', '.join(ACTIVATIONS)}, not {name}{hint}"
         )
-
-
-_GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def activation_named(activation: str | Activation) -> Activation:

@@ -321,7 +321,7 @@ class Act(Epilogue):
 
 @dataclass(frozen=True)
 class ActGrad(Epilogue):
-    """acc is the gradient of a / prob: dh, a, and partial sums of prob's gradient."""
+    """acc is the gradient of a = act(h) * prob: dh, a, and partial sums of prob's gradient."""
 
     act: Activation
     prob: bool = True
