@@ -176,27 +176,6 @@ def test_autocast_and_recipes() -> None:
         assert 1e-3 < error(quantized, plain) < 0.15
 
 
-_ALONE = """
-import sys, torch, torch.distributed as dist
-from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = ExpertParallelGroup(dtype=torch.float32)
-layer = ExpertParallelMoE(group, experts=4, hidden=16, ffn=8, top_k=2)
-prob, idx = torch.rand(5, 4).topk(2)
-layer(torch.randn(5, 16), idx, prob).sum().backward()
-assert not group.overflowed() and layer.w1.grad.any()
-group.release()
-dist.destroy_process_group()
-print(*sorted({name.split(".")[0] for name in sys.modules}))
-"""
-
-
-def test_needs_torch_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True)
-    assert "phalanx" in done.stdout, done.stderr
-    assert not {"megatron", "hydra", "omegaconf", "wandb", "cutlass"} & {*done.stdout.split()}
-
-
 def without_tokens() -> list[Tensor]:
     made = layer(ExpertParallelGroup())
     x, idx, prob, _ = (own(t, dist.get_rank(), 2)[:0] for t in tokens(2))
@@ -244,13 +223,14 @@ def test_arguments_are_checked() -> None:
     assert fewer.startswith("expected x [..., D] and topk_idx, topk_prob [..., K], not [9, 16]")
 
 
-_DERIVATIVES = """
-import torch, torch.distributed as dist
+_ALONE = """
+import sys, torch, torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from phalanx.parallel.expert_parallel import ExpertParallelGroup, ExpertParallelMoE
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-layer = ExpertParallelMoE(ExpertParallelGroup(dtype=torch.float32), 4, 16, 8, 2)
+group = ExpertParallelGroup(dtype=torch.float32)
+layer = ExpertParallelMoE(group, 4, 16, 8, 2)
 x, (prob, idx) = torch.randn(5, 16), torch.rand(5, 4).topk(2)
 def loss(x):
     return layer(x, idx, prob).square().sum()
@@ -261,20 +241,26 @@ def second():
     leaf = x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
     dx.sum().backward()
+loss(x).backward()
+assert not group.overflowed() and layer.w1.grad.any()
 ways = lambda: grad(loss)(x), lambda: vmap(loss)(x[None]), lambda: jvp(loss, (x,), (x,))
+print(*sorted({name.split(".")[0] for name in sys.modules}))
 for way in (*ways, dual, second):
     try:
         print(way())
     except RuntimeError as error:
         print(error)
+group.release()
 dist.destroy_process_group()
 """
 
 
-def test_has_first_derivatives_of_autograd_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", _DERIVATIVES], capture_output=True, text=True)
-    *transforms, dual, second = done.stdout.splitlines()
-    assert len(transforms) == 3, done.stderr
+def test_needs_torch_alone_and_has_first_derivatives_of_autograd_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules, *transforms, dual, second = done.stdout.splitlines()
+    assert not {"megatron", "hydra", "omegaconf", "wandb", "cutlass"} & {*modules.split()}
+    assert len(transforms) == 3
     for line in transforms:
         assert line.startswith("expert parallelism does not work inside of torch.func (grad, vjp")
     assert dual.startswith("expert parallelism has no derivatives in forward mode")

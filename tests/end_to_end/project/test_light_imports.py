@@ -10,13 +10,14 @@ import pytest
 from tests.support.runs import TINY
 
 API = ["import phalanx.kernels.api"]
+FRAMEWORKS = ["megatron", "hydra", "omegaconf", "wandb", "transformer_engine"]
 TRAIN = ["import sys", "from phalanx import train", "assert train.main(sys.argv[1:]) == 0"]
 
 
 @pytest.mark.parametrize(
     ("code", "overrides", "without"),
     [
-        (API, [], ["torch._dynamo", "sympy", "triton", "cutlass"]),
+        (API, [], [*FRAMEWORKS, "torch._dynamo", "sympy", "triton", "cutlass"]),
         (TRAIN, ["run.dry_run=true"], ["megatron", "torch._dynamo", "sympy", "triton", "cutlass"]),
         (TRAIN, [*TINY, "data=synthetic", "run.steps=2"], ["torch._dynamo", "torch._inductor"]),
     ],

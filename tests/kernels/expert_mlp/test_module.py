@@ -14,7 +14,6 @@ from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.registry import KernelUnavailable
 from tests.kernels.capture import check_replay
 from tests.kernels.problems import error, formula
-from tests.support.sync_free import sync_free
 
 L, D, WIDTH, K = 6, 32, 24, 3
 GPT_OSS = Activation("quick_geglu", limit=0.7, offset=1.0)
@@ -35,26 +34,6 @@ def statement(m: GroupedMLP, x: torch.Tensor, idx: torch.Tensor, prob: torch.Ten
         y = F.linear(formula(h, m.activation), w2[e], None if m.b2 is None else m.b2[e].double())
         total = total + y * torch.where(idx == e, prob.double(), 0.0).sum(-1, keepdim=True)
     return total
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["swiglu", GPT_OSS, "squared_relu"])
-def test_is_the_weighted_sum_of_experts(activation, bias: bool, backend: str) -> None:
-    torch.manual_seed(0)
-    m = GroupedMLP(L, D, WIDTH, K, activation, bias, backend)
-    exact = copy.deepcopy(m).double()
-    x, idx, prob = routed(2, 5)
-    idx[0, 1, 2] = -1
-    leaves = [x.requires_grad_(), prob.requires_grad_(), *m.parameters()]
-    twins = [x.detach().double().requires_grad_(), prob.detach().double().requires_grad_()]
-    out, want = m(x, idx, prob), statement(exact, twins[0], idx, twins[1])
-    dout = torch.randn(2, 5, D)
-    grads = torch.autograd.grad(out, leaves, dout)
-    expected = torch.autograd.grad(want, [*twins, *exact.parameters()], dout.double())
-    assert out.shape == x.shape and error(out, want) < 1e-6
-    for got, true in zip(grads, expected, strict=True):
-        assert error(got, true) < 1e-6
 
 
 def test_bf16_and_dtypes_of_the_routing() -> None:
@@ -155,20 +134,6 @@ def test_ids_of_64_bits_in_a_graph() -> None:
         want = m(x, none, prob)
         check_replay(lambda: [m(x, idx, prob)], idx, torch.where(none < 0, (1 << 32) + 1, idx))
         assert torch.equal(m(x, idx, prob), want)
-
-
-@pytest.mark.parametrize("lead", [(0,), (3, 0)])
-def test_no_tokens(lead: tuple[int, ...]) -> None:
-    m = GroupedMLP(L, D, WIDTH, K)
-    out = m(*routed(*lead))
-    out.sum().backward()
-    assert out.shape == (*lead, D) and not m.w1.grad.any()
-
-
-def test_the_host_learns_nothing() -> None:
-    m, given = GroupedMLP(L, D, WIDTH, K, backend="torch"), routed(9)
-    with sync_free():
-        m(*given).sum().backward()
 
 
 def test_state_is_canonical() -> None:

@@ -1,8 +1,6 @@
 """The functions of experts as a user meets them, against every expert on every token in fp64."""
 
 import doctest
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -70,9 +68,11 @@ def check(function: Any, exact: Any, leaves: list[Tensor], tolerance: float = 1e
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
 @pytest.mark.parametrize("act", [Activation("swiglu"), GPT_OSS, Activation("squared_relu")])
-@pytest.mark.parametrize("top_k", [1, K])
-def test_is_the_weighted_sum_of_experts(act: Activation, backend: str, top_k: int) -> None:
-    w, (x, idx, prob) = weights(act), routed(2, 5, top_k=top_k)
+@pytest.mark.parametrize(("top_k", "bias"), [(1, True), (K, True), (K, False)])
+def test_is_the_weighted_sum_of_experts(
+    act: Activation, backend: str, top_k: int, bias: bool
+) -> None:
+    w, (x, idx, prob) = weights(act, bias), routed(2, 5, top_k=top_k)
     idx[0, 1, 0], idx[1, 2, 0], idx[1, 3, 0] = -1, E, 1 << 40
 
     def function(x: Tensor, prob: Tensor, *ws: Tensor) -> Tensor:
@@ -234,20 +234,6 @@ def test_compiles_as_one_graph(dynamic: bool, autocast: bool) -> None:
     got, want = (torch.autograd.grad(o.float().square().sum(), leaves) for o in out)
     for ours, eager in zip(got, want, strict=True):
         torch.testing.assert_close(ours, eager)
-
-
-_IMPORTED = """
-import sys, torch
-before = {name.split(".")[0] for name in sys.modules}
-import phalanx.kernels.api
-print(*sorted({name.split(".")[0] for name in sys.modules} - before))
-"""
-HEAVY = {"megatron", "hydra", "omegaconf", "wandb", "transformer_engine", "cutlass"}
-
-
-def test_imports_torch_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", _IMPORTED], capture_output=True, text=True)
-    assert "phalanx" in done.stdout.split() and not HEAVY & set(done.stdout.split())
 
 
 def test_examples_run() -> None:

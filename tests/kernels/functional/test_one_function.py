@@ -1,13 +1,15 @@
-"""`experts`, over which all other faces are thin: both routings in fp64, and what it refuses."""
+"""`experts`, over which all other faces are thin: they have its bits; and what it refuses.
+
+Through these faces test_experts compares it with fp64.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from phalanx.kernels.api import (
+    Activation,
     ExpertOptions,
     GroupedMLP,
     SortedRows,
@@ -16,68 +18,22 @@ from phalanx.kernels.api import (
     grouped_experts,
     grouped_experts_sorted,
 )
-from tests.kernels.functional.test_experts import (
-    COUNTS,
-    GPT_OSS,
-    D,
-    E,
-    check,
-    one_expert,
-    routed,
-    statement,
-    weights,
-)
-
-OPTIONS = ExpertOptions(activation=GPT_OSS)
+from tests.kernels.functional.test_experts import COUNTS, GPT_OSS, D, E, routed, weights
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_tokens_have_the_weighted_sum_of_their_experts(backend: str, bias: bool) -> None:
-    w, (x, idx, prob) = weights(GPT_OSS, bias), routed(2, 5)
-    idx[0, 1, 0], idx[1, 2, 0] = -1, E
-    options = OPTIONS | {"backend": backend}
-
-    def exact(x: Tensor, prob: Tensor, *ws: Tensor) -> Tensor:
-        return statement(x, idx, prob, dict(zip(w, ws, strict=True)), GPT_OSS)
-
-    check(
-        lambda x, prob, *ws: experts(x, TopK(idx, prob), ws, options),
-        exact,
-        [x, prob, *w.values()],
-    )
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_sorted_rows_have_their_own_expert(backend: str) -> None:
-    w, used = weights(GPT_OSS), sum(COUNTS)
-    x, prob = torch.randn(used + 3, D), torch.rand(used + 3)
-    options = OPTIONS | {"backend": backend}
-
-    def exact(x: Tensor, prob: Tensor, *ws: Tensor) -> Tensor:
-        named = dict(zip(w, ws, strict=True))
-        parts = enumerate(x[:used].split(COUNTS))
-        out = torch.cat([one_expert(part, named, GPT_OSS, e) for e, part in parts])
-        return F.pad(out * prob[:used, None], (0, 0, 0, 3))
-
-    check(
-        lambda x, prob, *ws: experts(x, SortedRows(COUNTS, prob), ws, options),
-        exact,
-        [x, prob, *w.values()],
-    )
-
-
-def test_the_other_faces_have_its_bits() -> None:
-    w, (x, idx, prob) = weights(GPT_OSS), routed(9)
-    ws = tuple(w.values())
-    module = GroupedMLP(E, D, w["w2"].shape[-1], idx.shape[-1], GPT_OSS, bias=True)
+@pytest.mark.parametrize("act", [GPT_OSS, Activation("squared_relu")], ids=str)
+def test_the_other_faces_have_its_bits(act: Activation, bias: bool) -> None:
+    w, (x, idx, prob) = weights(act, bias), routed(9)
+    ws, options = tuple(w.values()), ExpertOptions(activation=act)
+    module = GroupedMLP(E, D, w["w2"].shape[-1], idx.shape[-1], act, bias)
     module.load_state_dict(w)
-    want = experts(x, TopK(idx, prob), ws, OPTIONS)
-    assert torch.equal(grouped_experts(x, idx, prob, *ws, **OPTIONS), want)
+    want = experts(x, TopK(idx, prob), ws, options)
+    assert torch.equal(grouped_experts(x, idx, prob, *ws, **options), want)
     assert torch.equal(module(x, idx, prob), want)
     rows = torch.randn(sum(COUNTS) + 2, D)
-    want = experts(rows, SortedRows(COUNTS), ws, OPTIONS)
-    assert torch.equal(grouped_experts_sorted(rows, COUNTS, None, *ws, **OPTIONS), want)
+    want = experts(rows, SortedRows(COUNTS), ws, options)
+    assert torch.equal(grouped_experts_sorted(rows, COUNTS, None, *ws, **options), want)
 
 
 def test_an_option_is_checked_in_every_call() -> None:

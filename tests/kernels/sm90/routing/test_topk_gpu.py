@@ -243,11 +243,3 @@ def test_time(T, E, K, limit):
         print(f"topk {T} x {E}, {K} best, {options}: {there:.1f} us, gradient {back:.1f} us")
         if options is OPTIONS[0]:
             assert there <= limit
-
-
-@pytest.mark.slow
-def test_time_of_groups():
-    x, bias, options = draw(32768, 256), draw(1, 256, seed=1)[0] / 8, OPTIONS[3]
-    for groups in ((1, 1), (8, 4)):
-        time = microseconds(lambda g=groups: topk(x, top_k=8, bias_E=bias, groups=g, **options))
-        print(f"topk 32768 x 256, 8 best, groups {groups}: {time:.1f} us")
