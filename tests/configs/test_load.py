@@ -301,10 +301,6 @@ def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_configuration_is_a_plain_tree() -> None:
-    assert asdict(load(["data.blend=[a]"]))["data"]["blend"] == ["a"]
-
-
 @pytest.mark.parametrize(
     ("number", "noun", "said"),
     [

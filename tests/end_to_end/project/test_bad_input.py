@@ -138,13 +138,11 @@ NO_CREDENTIALS = (("AWS_EC2_METADATA_DISABLED", "true"), ("AWS_SHARED_CREDENTIAL
 CASES = {
     # the command line
     "unknown knob": Case("run.stesp=3", "run.stesp: no such knob", "did you mean run.steps?"),
-    "knob of another trainer": Case("tp=2", "tp: no such knob", "did you mean parallel.tensor?"),
     "knob in the wrong section": Case("run.lr=1", "run.lr: no such knob", "mean optim.lr?"),
     "dashes": Case("--run.steps=3", "--run.steps=3: no such option", "did you mean run.steps=...?"),
     "unknown option": Case("--fast", "--fast: no such option", "knobs are written without dashes"),
     "unknown model": Case("model=tiny_gpt", "no such option", "did you mean model=tiny_gpt_oss"),
     "option of no group": Case("kernels=cuda", "kernels=cuda: no such option", "options: auto, "),
-    "no value": Case("run.steps", "run.steps: expected <knob>=<value>", "<group>=<option>"),
     "more than the host has": Case(  # nor has its disk as much, which a check says too
         "model.vocab_size=2000000000 run.save_interval=-1",
         "most of it is model.vocab_size=2000000000",
@@ -155,12 +153,6 @@ CASES = {
         "softmax_over=topk gives one expert (top_k=1) the weight 1",
         "set model.moe.router.softmax_over=all",
     ),
-    "no sign": Case("run.steps 20", "run.steps 20: write", "run.steps=20, as one word"),
-    "spaces": Case("run.steps = 20", "run.steps = 20: write", "run.steps=20, as one word"),
-    "space before the sign": Case("run.steps =20", "run.steps =20: write", "run.steps=20, as one"),
-    "space after the sign": Case("run.steps= 20", "run.steps= 20: write", "run.steps=20, as one"),
-    "two signs": Case("run.steps==20", "run.steps==20: write", "write run.steps=20"),
-    "colon": Case("run.steps:20", "run.steps:20: write", "write run.steps=20"),
     "two dots": Case("run..steps=20", "no such knob", "did you mean run.steps?"),
     "comma after a number": Case("run.steps=20,", "expected an integer", "as in run.steps=100"),
     "file of an option": Case(
@@ -188,16 +180,9 @@ CASES = {
         "set data.micro_batch=",
     ),
     "no sign of a group": Case("model tiny", "model tiny: write", "model=tiny, as one word"),
-    "data of nobody": Case("data=wiki", "no such option", "data=indexed 'data.blend=[<prefix>]'"),
     "no folder": Case("run.dir=", "run.dir= must be a folder", "set run.dir=runs"),
     "section": Case("optim=adam", "optim=adam: no such option", "did you mean optim=adamw"),
-    "section as knob": Case(
-        "model.moe=3", "model.moe: is a section", "as in model.moe.experts=..."
-    ),
-    "plus": Case("+run.steps=3", "all knobs exist already", "without +, ++ or ~"),
-    "sweep": Case("run.steps=1,2", "one value at a time", "as in run.steps=100"),
     "text for a number": Case("run.steps=many", "expected an integer", "as in run.steps=100"),
-    "fraction for a whole number": Case("run.steps=2.5", "expected an integer", "as in run.steps="),
     "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
     "name that cannot be computed again": Case(
         "run.recompute=[norm,rope]",
@@ -211,15 +196,11 @@ CASES = {
     "open bracket": Case("data.blend=[a", "cannot be read", "as in data.blend='[a,b]'"),
     "open quote": Case("run.name='a", "cannot be read", "quote the value twice"),
     "line break": Case("run.name=a\nb", "run.name=a\\nb: cannot be read", "quote the value"),
-    "interpolation of nothing": Case(
-        "run.name=${{nope}}", "'nope' not found", "as in ${model.name}"
-    ),
     # values
     "not a choice": Case("kernels.backend=fast", "is not one of auto, fused", "set kernels.bac"),
     "zero": Case("optim.lr=0", "optim.lr=0.0 must be above 0", "set optim.lr=0.003"),
     "negative": Case("run.steps=-1", "run.steps=-1 must be at least 1", "set run.steps="),
     "not finite": Case("optim.lr=nan", "optim.lr=nan must be finite", "set optim.lr=0.003"),
-    "infinite": Case("optim.clip_grad=inf", "must be finite", "set optim.clip_grad=1.0"),
     "huge": Case("data.seed=99999999999", "must be at most 2147483647", "set data.seed=1234"),
     "beta of one": Case("optim.beta2=1", "optim.beta2=1.0 must be below 1", "set optim.beta2=0.95"),
     "rates the wrong way round": Case(
@@ -241,9 +222,6 @@ CASES = {
         "run.device=auto run.graph=full_iteration kernels.backend=megatron",
         "run.graph=full_iteration cannot run: megatron experts count their rows on the host",
         "set run.graph=auto",
-    ),
-    "graph on a CPU": Case(
-        "run.graph=full_iteration", "cannot run: needs CUDA", "set run.graph=auto"
     ),
     "text for a number or auto": Case(
         "parallel.comm_sms=1.5", "expected an integer or auto", "as in parallel.comm_sms=auto"
@@ -267,12 +245,7 @@ CASES = {
         "parallel.expert=3", "must divide model.moe.experts=8", "set parallel.expert=1"
     ),
     "top-k": Case("model.moe.top_k=9", "is more than experts=8", "set model.moe.top_k=8"),
-    "heads": Case("model.attention.kv_heads=3", "does not divide heads=4", "kv_heads=2"),
     "odd head": Case("model.attention.head_dim=9", "must be even to be rotated", "head_dim=10"),
-    "bias of softmax": Case("model.moe.router.bias_rate=1", "needs score=sigmoid", "bias_rate=0"),
-    "vocabulary of bytes": Case(
-        "model.vocab_size=99", "too small for bytes", "set model.vocab_size"
-    ),
     "kernels of a GPU": Case("kernels.backend=te", "needs CUDA", "set kernels.backend=auto"),
     # YAML files
     "YAML: unknown knob": Case(
@@ -651,18 +624,6 @@ def test_exit_code(options: list[str]) -> None:
     finished = train_py(*options, "run.stesp=3")
     line = "error: run.stesp: no such knob; did you mean run.steps?\n"
     assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", line)
-
-
-def test_all_mistakes_are_told_by_one_rank() -> None:
-    mistakes = ["run.keep_last=0", "optim.lr=0", "parallel.pipeline=3"]
-    lines = train_py(*mistakes).stderr.splitlines()
-    assert [line.split("=")[0] for line in sorted(lines)] == [
-        "error: optim.lr",
-        "error: parallel.pipeline",
-        "error: run.keep_last",
-    ]
-    other = train_py(*mistakes, rank=1)
-    assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
 
 
 @mostly_slow("args", [["run.steps=7"], ["--help"], ["--cfg", "job"]], ["run.steps=7"])
