@@ -20,7 +20,6 @@ from phalanx.extras.linear_attention.gated_delta import (
 from tests.extras.linear_attention import recurrent
 from tests.extras.linear_attention.problems import Case, given, gradient
 from tests.kernels.capture import check_replay
-from tests.kernels.sm90.timing import microseconds
 
 pytestmark = pytest.mark.gpu
 
@@ -147,19 +146,3 @@ def test_gated_norm(shape: tuple[int, ...]) -> None:
     found = [out, *torch.autograd.grad(out, leaves, gradient(out))]
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == torch.bfloat16 and error(got, want) < 2**-7
-
-
-def test_time_at_the_size_of_qwen3_next() -> None:
-    """Printed: forward, and forward with backward, of a layer's delta rule."""
-    leaves = given(QWEN3_NEXT, torch.bfloat16, "cuda")
-    with torch.no_grad():
-        upstream = gradient(gated_delta_rule(*leaves, backend="fla"))
-
-    def both() -> None:
-        made = gated_delta_rule(*leaves, backend="fla")
-        torch.autograd.grad(made, leaves, upstream)
-
-    with torch.no_grad():
-        forward = microseconds(lambda: gated_delta_rule(*leaves, backend="fla"))
-    print(f"forward {forward:.0f} us, with backward {microseconds(both):.0f} us")
-    assert 0 < forward < 1e5
