@@ -21,6 +21,8 @@ with importing_megatron():  # as a run does, in half of the time that the test f
     import megatron.core.optimizer
     import megatron.core.transformer.attention  # noqa: F401
 
+    from tests.support.gpu_runs import outcomes, pytest_generate_tests  # noqa: F401
+
 if not torch.cuda.is_available():
     os.environ.setdefault(
         "TORCHDYNAMO_DISABLE", "1"

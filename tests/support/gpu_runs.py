@@ -4,6 +4,10 @@ A small run takes a second or two, starting processes ten times that. `run_all` 
 this file as the program, which trains run after run, runs of one rank on all GPUs concurrently.
 Most of the time is spent compiling on one CPU core, so several groups share the GPUs. A failed run
 ends its group, as the other ranks may wait for it; the remaining runs continue in a new one.
+
+Tables of runs that train alike are modules with `CASES`, runs by name, of `STEPS` steps, which have
+`SECONDS` to end together, and `PAIRS`; they import the two tests here, and tests/conftest.py the
+rest. With `CHECKED` only runs whose name has this text are checked on a CPU.
 """
 
 import contextlib
@@ -14,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,12 +103,6 @@ def run_all(
         return {name: outcome for part in done for name, outcome in part.items()}
 
 
-def check_valid(cases: Iterable[Case]) -> None:
-    """Check the configuration of runs, on any machine."""
-    for case in cases:
-        validate(load(case.overrides), case.ranks)
-
-
 def steps_of(outcome: Outcome, count: int) -> list[dict[str, Any]]:
     """Metrics of the steps of a run, which ended well after so many."""
     assert outcome.code == 0, f"{outcome.folder.name}: exit code {outcome.code}\n{outcome.text}"
@@ -113,9 +111,66 @@ def steps_of(outcome: Outcome, count: int) -> list[dict[str, Any]]:
     return steps
 
 
-def losses_of(outcome: Outcome, count: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of a run, as `steps_of`."""
-    return [(s["loss"], s["grad_norm"]) for s in steps_of(outcome, count)]
+LOSS, NORM = 5e-3, 5e-2
+"""Relative tolerance. In bf16 nearly tied choices of experts differ between layouts."""
+LOSSES = ("loss", "grad_norm")
+
+
+def training(steps: int, batch: int, *more: str) -> list[str]:
+    """Overrides of a small run of the fused kernels, of so many steps and sequences of a step."""
+    return [
+        *["run.device=cuda", f"run.steps={steps}", "run.save_interval=-1", "kernels=fused"],
+        *["data.sequence_length=256", "data.micro_batch=2", f"data.global_batch={batch}"],
+        *["optim.warmup_steps=2", "parallel.timeout=60"],
+        "parallel.capacity_factor=8",  # a rerun is an eager step, and a capture of some seconds
+        *more,
+    ]
+
+
+class Pair(NamedTuple):
+    """A run, and another one that has the same bits, or is close."""
+
+    run: str
+    other: str
+    close: bool = False
+    values: Sequence[str] = LOSSES
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize by the pairs of a module that has `PAIRS`."""
+    pairs = getattr(metafunc.module, "PAIRS", None)
+    if pairs is not None and "pair" in metafunc.fixturenames:
+        ids = [f"{pair.run} as {pair.other}" for pair in pairs]
+        metafunc.parametrize("pair", pairs, ids=ids)
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    """Outcomes by name of the module's runs, trained once for all of its tests."""
+    module = request.module
+    return run_on_hopper(module.CASES, tmp_path_factory.mktemp("runs"), module.SECONDS)
+
+
+@pytest.mark.gpu
+def test_runs_train_alike(
+    pair: Pair, outcomes: dict[str, Outcome], request: pytest.FixtureRequest
+) -> None:
+    got, want = (steps_of(outcomes[n], request.module.STEPS) for n in (pair.run, pair.other))
+    for value in pair.values:
+        found, expected = ([step.get(value) for step in steps] for steps in (got, want))
+        within: Any = expected
+        if pair.close:
+            within = pytest.approx(expected, rel=LOSS if value == "loss" else NORM)
+        assert found == within, f"{value}: {found} and {expected}"
+
+
+def test_every_run_is_a_valid_configuration(request: pytest.FixtureRequest) -> None:
+    checked = getattr(request.module, "CHECKED", "")
+    for name, case in request.module.CASES.items():
+        if checked in name:
+            validate(load(case.overrides), case.ranks)
 
 
 def _run_part(

@@ -5,10 +5,16 @@ python -m pytest -m gpu tests/end_to_end/layouts/test_delayed_wgrad_gpu.py
 
 from itertools import product
 
-import pytest
-
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, names, steps_of
+from tests.support.gpu_runs import (  # noqa: F401
+    RANKS,
+    Case,
+    Pair,
+    names,
+    test_every_run_is_a_valid_configuration,
+    test_runs_train_alike,
+    training,
+)
 
 STAGES = ["parallel.pipeline=2"]
 INTERLEAVED = [*STAGES, "parallel.virtual_pipeline=2"]
@@ -26,13 +32,7 @@ KNOBS = {
 }
 """Knobs that change what a backward pass saves or computes, with one model."""
 STEPS = 8
-TRAINING = [
-    *["run.device=cuda", f"run.steps={STEPS}", "run.save_interval=-1", "kernels=fused"],
-    *["data.sequence_length=256", "data.micro_batch=2", "data.global_batch=16"],
-    *["optim.warmup_steps=2", "optim.lr=1e-3", "run.eval_interval=8", "run.eval_batches=2"],
-    "parallel.capacity_factor=8",  # a rerun is an eager step, and a capture of some seconds
-    "parallel.timeout=60",
-]
+TRAINING = training(STEPS, 16, "optim.lr=1e-3", "run.eval_interval=8", "run.eval_batches=2")
 SECONDS = 540
 
 
@@ -67,18 +67,8 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", RUNS)
-def test_bits_are_the_same(name: str, outcomes: dict[str, Outcome]) -> None:
-    """Eager and captured, as in steps that compute them in the backward pass."""
-    found = {}
-    for way in WAYS:
-        steps = steps_of(outcomes[names((name, way))], STEPS)
-        values = ("loss", "grad_norm", "valid_loss", "mtp_loss")
-        found[way] = [[step.get(value) for value in values] for step in steps]
-    assert found["eager"] == found["never"]
-    assert found["graph"] == found["never"]
-
-
-def test_every_run_is_a_valid_configuration() -> None:
-    check_valid(CASES.values())
+VALUES = ("loss", "grad_norm", "valid_loss", "mtp_loss")
+PAIRS = [
+    Pair(names((name, way)), names((name, "never")), values=VALUES)
+    for name, way in product(RUNS, ("eager", "graph"))
+]

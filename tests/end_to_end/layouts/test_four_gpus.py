@@ -7,11 +7,15 @@ Tensor parallelism with stages, experts over ranks of tensor and context groups,
 
 from itertools import product
 
-import pytest
-
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.end_to_end.layouts.test_two_gpus import STEPS, TRAINING, check_close
-from tests.support.gpu_runs import Case, Outcome, check_valid, losses_of, names
+from tests.end_to_end.layouts.test_two_gpus import STEPS, TRAINING  # noqa: F401
+from tests.support.gpu_runs import (  # noqa: F401
+    Case,
+    Pair,
+    names,
+    test_every_run_is_a_valid_configuration,
+    test_runs_train_alike,
+)
 
 GPUS = 4
 MODELS = ["tiny", "tiny_deepseek"]
@@ -45,25 +49,13 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-OVER_FOUR = [name for name, case in CASES.items() if case.ranks == GPUS]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", OVER_FOUR)
-def test_four_gpus_train_as_one(name: str, outcomes: dict[str, Outcome]) -> None:
-    got = losses_of(outcomes[name], STEPS)
-    model, recipe, *_ = name.split("-")
-    want = losses_of(outcomes[names((model, recipe, "one"))], STEPS)
-    check_close(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [n for n in OVER_FOUR if n.endswith(CAPTURED) and "bf16" in n])
-def test_a_graph_repeats_the_bits_of_eager_steps(name: str, outcomes: dict[str, Outcome]) -> None:
-    eager = name.replace(CAPTURED, EAGER)
-    got, want = (losses_of(outcomes[run], STEPS) for run in (name, eager))
-    assert got == want
-
-
-def test_every_run_is_a_valid_configuration() -> None:
-    check_valid(case for name, case in CASES.items() if "bf16" in name)
+OVER_FOUR = [name.split("-") for name, case in CASES.items() if case.ranks == GPUS]
+PAIRS = [
+    *(Pair(names(name), names((*name[:2], "one")), close=True) for name in OVER_FOUR),
+    *(
+        Pair(names(name), names((*name[:3], EAGER)))
+        for name in OVER_FOUR
+        if name[1] == "bf16" and name[3] == CAPTURED
+    ),
+]
+CHECKED = "bf16"

@@ -7,14 +7,23 @@ Needs the package, without which `auto` chooses the same optimizer and, for thes
     python -m pytest -m gpu tests/end_to_end/layouts/test_transformer_engine_two_gpus.py
 """
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.end_to_end.layouts.test_two_gpus import LOSS, MODELS, STEPS, TRAINING, check_close
-from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
+from tests.end_to_end.layouts.test_two_gpus import MODELS, STEPS, TRAINING  # noqa: F401
+from tests.support.gpu_runs import (  # noqa: F401
+    LOSSES,
+    RANKS,
+    Case,
+    Pair,
+    names,
+    test_every_run_is_a_valid_configuration,
+    test_runs_train_alike,
+)
 
 LAYOUTS = {
     "expert": ["parallel.expert=2"],
@@ -58,52 +67,24 @@ def _cases() -> dict[str, Case]:
 
 CASES = _cases()
 SECONDS = 240
-INSTALLED = pytest.mark.skipif(not find_spec("transformer_engine"), reason="it is not installed")
+pytestmark = pytest.mark.extras
 
 
-@pytest.mark.gpu
-@INSTALLED
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_its_attention_trains_like_fa4(layout: str, outcomes: dict[str, Outcome]) -> None:
-    te, fa4 = (
-        losses_of(outcomes[names((attention, layout, GRAPHS[layout]))], STEPS)
-        for attention in ("te", "fa4")
-    )
-    check_close(te, fa4)
+def _pairs() -> Iterator[Pair]:
+    """Its attention as fa4; graphs as eager steps, which do not take its optimizer; its experts.
 
-
-@pytest.mark.gpu
-@INSTALLED
-@pytest.mark.parametrize("layout", [name for name, graph in GRAPHS.items() if graph == CAPTURED])
-def test_a_graph_repeats_the_bits_of_eager_steps(layout: str, outcomes: dict[str, Outcome]) -> None:
-    """Eager steps do not take its optimizer."""
-    captured, eager = (
-        losses_of(outcomes[names(("fa4", layout, graph))], STEPS) for graph in (CAPTURED, EAGER)
-    )
-    assert captured == eager
-
-
-@pytest.mark.gpu
-@INSTALLED
-@pytest.mark.parametrize(
-    ("model", "experts"), [pair for pair in product(MODELS, STOCK) if names(pair) in CASES]
-)
-def test_the_stock_layer_trains_like_fused_experts(
-    model: str, experts: str, outcomes: dict[str, Outcome]
-) -> None:
-    """In FP8 by losses alone, as ours has dense layers in FP8 too.
-
-    A norm of one step then differs by up to 0.11. Ours in FP8 differs from ours in bf16 by up to
-    0.10, in nine runs of three models: norms move with the experts that nearly tied tokens choose.
+    In FP8 experts are compared by losses alone, as ours has dense layers in FP8 too: a norm of one
+    step then differs by up to 0.11. Ours in FP8 differs from ours in bf16 by up to 0.10, in nine
+    runs of three models: norms move with the experts that nearly tied tokens choose.
     """
-    fused, how = STOCK[experts]
-    got, want = (losses_of(outcomes[names((model, which))], STEPS) for which in (experts, fused))
-    if FP8 in how:
-        assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in want], rel=LOSS)
-    else:
-        check_close(got, want)
+    for layout, graph in GRAPHS.items():
+        yield Pair(names(("te", layout, graph)), names(("fa4", layout, graph)), close=True)
+        if graph == CAPTURED:
+            yield Pair(names(("fa4", layout, graph)), names(("fa4", layout, EAGER)))
+    for model, (experts, (fused, how)) in product(MODELS, STOCK.items()):
+        if (run := names((model, experts))) in CASES:
+            values = LOSSES[:1] if FP8 in how else LOSSES
+            yield Pair(run, names((model, fused)), close=True, values=values)
 
 
-@pytest.mark.extras
-def test_every_run_is_a_valid_configuration() -> None:
-    check_valid(CASES.values())
+PAIRS = [*_pairs()] if find_spec("transformer_engine") else []

@@ -6,12 +6,23 @@ runs before a release, in two to four minutes on two GPUs (docs/measured/trainin
     python -m pytest -m gpu tests/end_to_end/layouts/test_two_gpus.py
 """
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
+from tests.support.gpu_runs import (  # noqa: F401
+    RANKS,
+    Case,
+    Pair,
+    names,
+    test_every_run_is_a_valid_configuration,
+    test_runs_train_alike,
+    training,
+)
+
+pytestmark = pytest.mark.extras
 
 MODELS = ["tiny", "tiny_deepseek", "tiny_gpt_oss", "tiny_qwen3_next"]
 RECIPES = ["bf16", "fp8_block"]
@@ -26,15 +37,7 @@ LAYOUTS = {
 }
 ROWS_IN_BF16 = "precision.dispatch=bf16"
 STEPS = 10
-TRAINING = [
-    *["run.device=cuda", f"run.steps={STEPS}", "run.save_interval=-1", "kernels=fused"],
-    *["data.sequence_length=256", "data.micro_batch=2", "data.global_batch=8"],
-    *["optim.warmup_steps=2", "optim.lr=1e-3"],
-    "parallel.capacity_factor=8",  # a rerun is an eager step, and a capture of some seconds
-    "parallel.timeout=60",
-]
-LOSS, NORM = 5e-3, 5e-2
-"""Relative tolerance. In bf16 nearly tied choices of experts differ between layouts."""
+TRAINING = training(STEPS, 8, "optim.lr=1e-3")
 SECONDS = 540
 
 
@@ -62,41 +65,19 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-PAIRS = [name for name, case in CASES.items() if case.ranks == RANKS]
 
 
-def check_close(got: list[tuple[float, float]], want: list[tuple[float, float]]) -> None:
-    """Losses and gradient norms of two layouts."""
-    for i, tolerance in enumerate((LOSS, NORM)):
-        assert [step[i] for step in got] == pytest.approx([s[i] for s in want], rel=tolerance)
+def _pairs() -> Iterator[Pair]:
+    """Every layout as one GPU, graphs as eager steps, rows in FP8 as those in bf16."""
+    for name in (name for name, case in CASES.items() if case.ranks == RANKS):
+        model, recipe, kind, *_ = name.split("-")
+        yield Pair(name, names((model, recipe, kind, "one")), close=True)
+        if name.endswith(CAPTURED) and (eager := name.replace(CAPTURED, EAGER)) in CASES:
+            yield Pair(name, eager)
+        if name.endswith("rows"):
+            yield Pair(name, name.removesuffix("rows") + CAPTURED)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", PAIRS)
-def test_two_gpus_train_as_one(name: str, outcomes: dict[str, Outcome]) -> None:
-    got = losses_of(outcomes[name], STEPS)
-    model, recipe, kind, *_ = name.split("-")
-    want = losses_of(outcomes[names((model, recipe, kind, "one"))], STEPS)
-    check_close(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [n for n in PAIRS if CAPTURED in n and n.replace(CAPTURED, EAGER) in PAIRS]
-)
-def test_a_graph_repeats_the_bits_of_eager_steps(name: str, outcomes: dict[str, Outcome]) -> None:
-    eager = name.replace(CAPTURED, EAGER)
-    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[eager], STEPS)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [n for n in PAIRS if n.endswith("rows")])
-def test_rows_in_fp8_change_no_bit(name: str, outcomes: dict[str, Outcome]) -> None:
-    fp8 = name.removesuffix("rows") + CAPTURED
-    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[fp8], STEPS)
-
-
-@pytest.mark.extras
-def test_every_run_is_a_valid_configuration() -> None:
-    """On any machine, for one precision and optimizer, of which no layout's rules depend."""
-    check_valid(case for name, case in CASES.items() if "bf16-adamw" in name)
+PAIRS = [*_pairs()]
+CHECKED = "bf16-adamw"
+"""No layout's rules depend on precision and optimizer."""

@@ -9,11 +9,15 @@ beside exchanges of experts.
 
 from itertools import product
 
-import pytest
-
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.extras.overlap.test_overlapped_gpu import STEPS, overrides
-from tests.support.gpu_runs import Case, Outcome, check_valid, losses_of, names
+from tests.extras.overlap.test_overlapped_gpu import STEPS, overrides  # noqa: F401
+from tests.support.gpu_runs import (  # noqa: F401
+    Case,
+    Pair,
+    names,
+    test_every_run_is_a_valid_configuration,
+    test_runs_train_alike,
+)
 
 GPUS = 4
 STAGES = ["parallel.expert=2", "parallel.pipeline=2"]
@@ -38,14 +42,4 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("-on")])
-def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome]) -> None:
-    plain = name.removesuffix("on") + "off"
-    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[plain], STEPS)
-
-
-def test_every_run_is_a_valid_configuration() -> None:
-    check_valid(CASES.values())
+PAIRS = [Pair(on, f"{on.removesuffix('on')}off") for on in CASES if on.endswith("-on")]

@@ -10,19 +10,19 @@ run also show that the exchanges of two passes at a time do not block each other
 from itertools import product
 from typing import Any
 
-import pytest
-
 from phalanx.configs.capture import CAPTURED, EAGER
-from tests.support.gpu_runs import RANKS, Case, Outcome, check_valid, losses_of, names
+from tests.support.gpu_runs import (  # noqa: F401
+    RANKS,
+    Case,
+    Pair,
+    names,
+    test_every_run_is_a_valid_configuration,
+    test_runs_train_alike,
+    training,
+)
 
 STEPS = 30
-TRAINING = [
-    *["run.device=cuda", f"run.steps={STEPS}", "run.save_interval=-1", "kernels=fused"],
-    *["data.sequence_length=256", "data.micro_batch=2", "data.global_batch=32"],
-    *["optim.warmup_steps=2", "optim.lr=1e-3"],
-    "parallel.capacity_factor=8",  # a rerun is an eager step, and a capture of some seconds
-    "parallel.timeout=60",
-]
+TRAINING = training(STEPS, 32, "optim.lr=1e-3")
 MODELS = {
     "tiny": [
         "model=tiny",
@@ -71,14 +71,4 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("-on")])
-def test_overlap_repeats_the_bits(name: str, outcomes: dict[str, Outcome]) -> None:
-    plain = name.removesuffix("on") + "off"
-    assert losses_of(outcomes[name], STEPS) == losses_of(outcomes[plain], STEPS)
-
-
-def test_every_run_is_a_valid_configuration() -> None:
-    check_valid(CASES.values())
+PAIRS = [Pair(on, f"{on.removesuffix('on')}off") for on in CASES if on.endswith("-on")]
