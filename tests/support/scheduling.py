@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 SLOW_HELPERS = (
+    "multiprocessing.context",
     "subprocess",
     "phalanx.kernels.sm90.jit.launch",
     "phalanx.scripts.lab.proof.run_experiments",
