@@ -88,8 +88,11 @@ def circles() -> list[list[str]]:
 
 
 def lines(files: Iterable[str]) -> int:
-    """Number of lines of some files."""
-    return sum((ROOT / file).read_text("utf-8").count("\n") for file in files)
+    """Number of lines of some files, without blank lines and those that are a comment."""
+    texts = ((ROOT / file).read_text("utf-8") for file in files)
+    return sum(
+        not line.lstrip().startswith("#") for t in texts for line in t.split("\n") if line.strip()
+    )
 
 
 def _room(file: str, depth: int) -> str:
