@@ -26,6 +26,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from multiprocessing import connection
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -34,20 +35,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
+from phalanx.configs.tables.rows import JOIN, READ_TEMPLATE, SUPERVISED, WRITE_SHARD
 from phalanx.moe.data.documents import (
     Counts,
     Shard,
+    Supervised,
     Tokenization,
     make_shards,
     write_shard,
 )
 from phalanx.moe.data.host_cache import DataError, digest, sync
-from phalanx.moe.data.inputs import NAMES, find_inputs
-from phalanx.moe.data.text_rows import Limit, TooManyBad, by_reason, listing, read_keys
+from phalanx.moe.data.inputs import NAMES, find_inputs, kind_of
+from phalanx.moe.data.text_rows import (
+    WHOLE,
+    Limit,
+    Reading,
+    TooManyBad,
+    by_reason,
+    listing,
+    read_keys,
+)
 from phalanx.moe.data.token_files import (
     BYTES,
     BYTES_EOD,
     Sidecar,
+    chat_template_beside,
     smallest_dtype,
     tokenizer_beside,
     write_index,
@@ -65,10 +77,12 @@ from phalanx.moe.report.progress import progress
 from phalanx.parallel.object_store import folder_argument
 from phalanx.scripts.output.reader import may_leave
 
-EXAMPLES = """examples:
+EXAMPLES = r"""examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
   prepare_data.py books/ --bytes --output data/books        a folder of .txt files, ids are bytes
   prepare_data.py part-*.parquet --key content --tokenizer t.json --eod '</s>' --output data/code
+  prepare_data.py chats.jsonl --rows messages --sequence-length 2048 --tokenizer t.json \
+    --eod '<|end|>' --output data/chats
   prepare_data.py crawl/ --key text --key parquet=content --skip-bad 0.1% --bytes --output data/c
 
 An interrupted run continues when the same command is given again. Train on the result with
@@ -131,6 +145,31 @@ def parser() -> argparse.ArgumentParser:
         "--eod", metavar="TOKEN", help="token that ends a document; needed with --tokenizer"
     )
     p.add_argument("--special-text", choices=CHOICES, default=PLAIN, help=HELP)
+    rows = p.add_argument_group("prompts and answers (docs/chat.md)")
+    rows.add_argument(
+        "--rows",
+        choices=["text", *SUPERVISED],
+        default="text",
+        help="what a JSON object holds: text; messages of a chat, written by a template; or pairs, "
+        "a prompt and a completion or response. Only answers count in the loss",
+    )
+    rows.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja file (default: that beside --tokenizer, or in its tokenizer_config.json)",
+    )
+    rows.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="data.sequence_length of the training, into which whole rows are packed",
+    )
+    rows.add_argument(
+        "--long",
+        choices=["drop", "cut"],
+        default="drop",
+        help="what is done with rows of more tokens, which are counted (default: %(default)s)",
+    )
     p.add_argument(
         "--key",
         action="append",
@@ -174,6 +213,9 @@ def prepare(args: argparse.Namespace) -> None:
     limit = Limit.read(args.skip_bad)
     recipe, described = make_recipe(args)
     inputs = find_inputs(args.inputs)
+    for path in inputs.files if recipe.supervised else ():
+        if kind_of(path) not in ("jsonl", "json"):
+            raise DataError(f"{path} has no JSON objects, which --rows {args.rows} reads")
     print(*inputs.report(), sep="\n")
     shards = make_shards(inputs.files, recipe.reading, max(1, int(args.chunk_mb * 2**20)))
     stats = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in inputs.files]
@@ -226,7 +268,7 @@ def make_recipe(args: argparse.Namespace) -> tuple[Tokenization, Sidecar]:
         name = f"{source.absolute().parent.name}/{source.name}"
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
         means = meaning(tokenizer)
-    dtype, choice = smallest_dtype(vocab_size), args.special_text
+    dtype, choice, rows = smallest_dtype(vocab_size), args.special_text, supervised(args, path)
     described = Sidecar(
         name,
         sha256,
@@ -238,15 +280,44 @@ def make_recipe(args: argparse.Namespace) -> tuple[Tokenization, Sidecar]:
         tokenizer_meaning=means,
         special_text=choice,
     )
-    reading = replace(read_keys(args.key), lines=args.lines)
-    return Tokenization(path, eod, dtype, reading, choice), described
+    reading = Reading(WHOLE) if rows else replace(read_keys(args.key), lines=args.lines)
+    return Tokenization(path, eod, dtype, reading, choice, rows), described
+
+
+def supervised(args: argparse.Namespace, tokenizer: str) -> Supervised | None:
+    """Rows that have prompts and answers; None for text. Raises DataError."""
+    template, length = args.chat_template, args.sequence_length
+    if args.rows == "text":
+        if template or length:
+            raise DataError(
+                "--chat-template and --sequence-length are for --rows messages or pairs"
+            )
+        return None
+    if args.key or args.lines:
+        raise DataError(
+            f"--key and --lines are for --rows text; --rows {args.rows} has its own keys"
+        )
+    if not length or length < 2:
+        raise DataError(
+            f"--rows {args.rows} needs --sequence-length N, above 1: rows are packed into "
+            "sequences of the training, data.sequence_length"
+        )
+    if args.rows != "messages":
+        if template:
+            raise DataError("--chat-template is for --rows messages; a pair has no template")
+        return Supervised(args.rows, length, args.long)
+    if args.bytes:
+        raise DataError("--rows messages needs --tokenizer: bytes have no token that ends a turn")
+    file = str(Path(template).expanduser()) if template else ""
+    return Supervised(args.rows, length, args.long, *resolve_name(READ_TEMPLATE)(file, tokenizer))
 
 
 def plan_of(
     stats: Sequence[object], recipe: Tokenization, described: Sidecar, chunk_mb: float
 ) -> str:
     """Digest of inputs and options; with `special` that of versions which knew no other choice."""
-    later = ("special_text", "special_spelled", "tokenizer_meaning")
+    later = ("special_text", "special_spelled", "tokenizer_meaning", "labels", "packed")
+    later += ("supervised",) if recipe.supervised is None else ()
     options = [
         {k: v for k, v in asdict(each).items() if k not in later} for each in (recipe, described)
     ]
@@ -286,7 +357,7 @@ def is_done(output: Path, plans: tuple[str, str], overwrite: bool, limit: Limit)
                 f"{output} was made without {described.bad_rows:,} bad rows, more than --skip-bad "
                 f"{limit.text}; fix them, or give another --output, or --overwrite"
             )
-        return len(existing) == 3
+        return len(existing) == (5 if described.labels else 3)
     if described is not None and described.plan == before:
         raise DataError(
             f"{output} was made with --special-text special, as by all earlier versions; give that "
@@ -297,9 +368,12 @@ def is_done(output: Path, plans: tuple[str, str], overwrite: bool, limit: Limit)
     )
 
 
-def output_files(output: Path) -> tuple[Path, Path, Path]:
-    """.json, .bin, .idx, in the order in which they appear: the first identifies the others."""
-    return Path(f"{output}.json"), Path(f"{output}.bin"), Path(f"{output}.idx")
+def output_files(output: Path) -> list[Path]:
+    """.json, .bin, .idx, in the order in which they appear: the first identifies the others.
+
+    The last two are the loss mask of supervised rows.
+    """
+    return [Path(f"{output}.{end}") for end in ("json", "bin", "idx", "mask.bin", "mask.idx")]
 
 
 @contextlib.contextmanager
@@ -336,6 +410,7 @@ def tokenize(
     limit: Limit,
 ) -> None:
     """Write all shards of `todo`, with progress over the bytes of all shards."""
+    write = resolve_name(WRITE_SHARD) if recipe.supervised else write_shard
     total, left = (sum(shard.size for shard in some) for some in (shards, todo))
     bar = progress("tokenizing", total=total, initial=total - left, unit="B", unit_scale=True)
     missing = {shard.number for shard in todo}
@@ -352,12 +427,12 @@ def tokenize(
         limit.check(bad)
         if workers == 1:
             for shard in todo:
-                finished(shard, write_shard(shard, recipe, folder, limit))
+                finished(shard, write(shard, recipe, folder, limit))
             return
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(min(workers, max(1, len(todo))), spawn, watch_parent)
         try:
-            tasks = {pool.submit(write_shard, s, recipe, folder, limit): s for s in todo}
+            tasks = {pool.submit(write, s, recipe, folder, limit): s for s in todo}
             for done in as_completed(tasks):
                 finished(tasks[done], done.result())
         finally:
@@ -390,23 +465,28 @@ def join(
 ) -> None:
     """Concatenate the shards in order, then rename the written files to their final names."""
     print(f"joining {pluralize(len(shards), 'shard')}")
-    joined_files = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
-    with joined_files[1].open("wb") as joined:
-        for shard in shards:
-            with shard.ids(folder).open("rb") as stream:
-                shutil.copyfileobj(stream, joined, 1 << 22)
+    joined_files = output_files(folder / "joined")
     # np.zeros: without any shard the concatenation would be empty.
     lengths = np.concatenate([np.zeros(0, np.int32), *(np.load(s.lengths(folder)) for s in shards)])
+    rows, lines = len(lengths), list[str]()
+    if recipe.supervised:
+        lengths, described, lines = resolve_name(JOIN)(shards, recipe, described, folder)
+    else:
+        del joined_files[3:]
+        with joined_files[1].open("wb") as joined:
+            for shard in shards:
+                with shard.ids(folder).open("rb") as stream:
+                    shutil.copyfileobj(stream, joined, 1 << 22)
     write_index(joined_files[2], recipe.dtype, lengths)
     counts = [Counts.read(shard.counts(folder)) for shard in shards]
     empty, without_tokens = sum(c.empty for c in counts), sum(c.without_tokens for c in counts)
     bad = [each for c in counts for each in c.bad]
-    limit.check(bad, len(lengths) + empty + without_tokens + len(bad))
+    limit.check(bad, rows + empty + without_tokens + len(bad))
     skipped = f"rows skipped: {empty:,} empty, {without_tokens:,} without tokens"
     for reason, some in by_reason(bad).items():
         skipped += f", {len(some):,} bad: {reason}"
     if not len(lengths):
-        raise DataError(f"the inputs hold no text; {skipped}")
+        raise DataError("; ".join(["the inputs hold no text", skipped, *lines]))
     spelled = sum((Counter(c.spelled) for c in counts), Counter[str]())
     described = replace(
         described,
@@ -426,14 +506,17 @@ def join(
             stream.writelines(listing(bad))
         os.replace(folder / "bad_rows", bad_rows_file)
         skipped += f" (places: {bad_rows_file})"
-    for temporary, final in zip(joined_files, output_files(output), strict=True):
+    for final in output_files(output)[len(joined_files) :]:
+        final.unlink(missing_ok=True)  # from a replaced output
+    for temporary, final in zip(joined_files, output_files(output), strict=False):
         sync(temporary)
         os.replace(temporary, final)
+    size = "" if recipe.supervised else f", {described.text_bytes:,} bytes of text"
     print(
         f"{output}: {pluralize(f'{described.documents:,}', 'document')}, "
-        f"{pluralize(f'{described.tokens:,}', 'token')} of "
-        f"{described.tokenizer}, {described.text_bytes:,} bytes of text; {skipped}"
+        f"{pluralize(f'{described.tokens:,}', 'token')} of {described.tokenizer}{size}; {skipped}"
     )
+    print(*lines, sep="\n", end="\n" * bool(lines))
     if spelled:
         spelling = pluralize(f"{sum(c.spelling for c in counts):,}", "document")
         became = {SPECIAL: "each became the token"}.get(recipe.special_text, "encoded as text")
@@ -441,7 +524,15 @@ def join(
 
 
 def keep_tokenizer(recipe: Tokenization, output: Path) -> None:
-    """Copy tokenizer.json next to the output, for sampling from a model trained on it."""
+    """Copy tokenizer.json next to the output, for sampling from a model trained on it.
+
+    So is the chat template, for an export.
+    """
+    template = chat_template_beside(str(output))
+    if recipe.supervised and recipe.supervised.template:
+        template.write_text(recipe.supervised.template, "utf-8")
+    else:
+        template.unlink(missing_ok=True)
     copy = tokenizer_beside(str(output))
     if recipe.tokenizer:
         new = Path(f"{copy}.new")

@@ -62,6 +62,9 @@ class DataConfig:
 
     Off, a token attends to all before it in its sequence, whatever document they are of.
     """
+    loss_mask: bool = True
+    """Labels that a loss mask beside the tokens leaves out have no loss (docs/chat.md); else all
+    count."""
     max_documents: int = 0
     """Most documents of a sequence that `fa4` tells apart; 0 is a 32nd of its tokens, at least 16.
 

@@ -49,5 +49,10 @@ OVERLAP = OverlapParts(
 WIRE = "phalanx.extras.overlap.paced:paced"
 """`(group, x, *, spreads) -> context` of a collective on the slow network of PHALANX_WIRE."""
 
+MASK_CHECK = "phalanx.extras.chat.masks:check"
+"""`(corpus, cfg.data)`: DataError if the loss mask of a pair is missing, or does not fit it."""
+MASKED_ROWS = "phalanx.extras.chat.masks:masked_rows"
+"""`(cfg.data, vocabulary, sizes, rows of each part) -> rows` that know which labels count."""
+
 KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)
 """Paths of `() -> (kernel class, configuration), ...`: for Hopper, built ahead of time."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from phalanx.configs.addresses import is_address
 from phalanx.configs.arithmetic.data_stages import parse as parse_stage
 from phalanx.configs.knobs import overrides
 from phalanx.configs.schema import Config, DataConfig
+from phalanx.configs.tables.capabilities import MASK_CHECK
 from phalanx.moe.data.host_cache import DataError, cache_folder
 from phalanx.moe.data.remote_files import beside
 from phalanx.moe.data.token_files import Corpus, Sidecar, open_corpus
@@ -104,6 +106,9 @@ def open_blend(
         DataError: a pair is missing, damaged, too short, or prepared for another vocabulary.
     """
     corpora = [opened(prefix, cfg) for prefix in prefixes]
+    for corpus in corpora:
+        if cfg.loss_mask and corpus.sidecar is not None and corpus.sidecar.labels:
+            resolve_name(MASK_CHECK)(corpus, cfg)
     both = [*trained_on, *corpora]
     described = [(c.prefix, c.sidecar) for c in both if c.sidecar is not None]
     check_tokenizers(described, vocab_size)

@@ -163,7 +163,7 @@ def _planned(cfg: DataConfig, blend: Blend, sizes: Sequence[int]) -> Plan:
     names = ["embedded"] if cfg.source == "embedded" else names
     sources = [
         [
-            _source(name, corpus, parts[part], samples, samples / size, cfg.sequence_length)
+            _source(name, corpus, parts[part], samples, samples / size, cfg)
             for name, corpus, parts, samples in zip(
                 names, blend.corpora, blend.parts, blend.read(part, size), strict=True
             )
@@ -179,16 +179,19 @@ def _planned(cfg: DataConfig, blend: Blend, sizes: Sequence[int]) -> Plan:
 
 
 def _source(
-    name: str, corpus: Corpus, part: SplitPart, samples: float, share: float, sequence: int
+    name: str, corpus: Corpus, part: SplitPart, samples: float, share: float, cfg: DataConfig
 ) -> Source:
+    sidecar = corpus.sidecar
+    masked = cfg.loss_mask and sidecar is not None and sidecar.labels
     return Source(
         name=name,
         weight=share,
         documents=part.documents,
         tokens=part.tokens,
-        epoch_samples=(part.tokens - 1) // sequence,
+        epoch_samples=(part.tokens - 1) // cfg.sequence_length,
         samples=samples,
         bytes_per_token=_bytes_per_token(corpus, part),
+        labels=sidecar.labels / sidecar.tokens if masked else 1.0,
     )
 
 

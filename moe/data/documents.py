@@ -22,6 +22,17 @@ BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
+class Supervised:
+    """Rows of prompts and answers (`extras.chat`), of which the answers count in a loss."""
+
+    rows: str  # `messages` or `pairs`
+    sequence: int  # tokens of the sequences that whole rows are packed into
+    long: str  # longer rows: `cut` or `drop`
+    template: str = ""  # text of the chat template
+    tokens: dict[str, str] = field(default_factory=dict)  # special ones that it may name
+
+
+@dataclass(frozen=True)
 class Tokenization:
     """Conversion of text to ids; the same for all workers."""
 
@@ -30,6 +41,7 @@ class Tokenization:
     dtype: str
     reading: Reading
     special_text: str  # `choice` of the encoder
+    supervised: Supervised | None = None  # None for text
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,8 @@ class Counts:
     bad: list[Bad] = field(default_factory=list)  # broken rows, which are left out
     spelled: dict[str, int] = field(default_factory=dict)  # special tokens that documents spell
     spelling: int = 0  # documents that spell any
+    cut: int = 0  # supervised rows that were cut to the length of a sequence
+    dropped: int = 0  # supervised rows that were left out, as they are longer
 
     @staticmethod
     def read(path: Path) -> "Counts":

@@ -9,6 +9,7 @@ Legend: B sequences of a micro-batch, S tokens of a sequence.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx.configs.arithmetic.batch_sizes import ALWAYS, size_at
 from phalanx.configs.schema import Config, DataConfig
+from phalanx.configs.tables.capabilities import MASKED_ROWS
 from phalanx.moe.data import datasets
 from phalanx.moe.data.host_cache import DataError, digest
 from phalanx.moe.data.packing import Packing, packing
@@ -66,6 +68,11 @@ def build_datasets(
         raise DataError(f"data.source={data.source} is not embedded, indexed or synthetic")
     plan = _agreed(lambda: datasets.plan(data, vocab_size, sizes), lambda plan: plan.fingerprint)
     built = _agreed(lambda: datasets.build(plan, vocab_size, sizes), lambda _: "")
+    if any(source.labels < 1 for part in plan.sources for source in part):
+        masked: Callable[..., list[Samples]] = resolve_name(MASKED_ROWS)
+        built = _agreed(
+            lambda: masked(data, vocab_size, sizes, built), lambda rows: rows[0].fingerprint
+        )
     return built[0], built[1] if valid_samples else None
 
 
@@ -125,8 +132,9 @@ class Loader:
     step are the same for every data parallel size, in another order. A batch is {tokens, labels,
     position_ids}, int64 [B, S], on the CPU (pinned if `pin`). With `documents` positions count from
     the start of each piece of a document, and there is a loss_mask, bool [B, S]: true if the label
-    belongs to the token's document. A row of more pieces than `places`, unless that is 0, is a
-    DataError. `dataset` may be replaced by a longer one with the same rows. `global_batch` is a
+    belongs to the token's document. A dataset with a method `counted`, bool [S + 1] of a row, also
+    says which labels count. A row of more pieces than `places`, unless that is 0, is a DataError.
+    `dataset` may be replaced by a longer one with the same rows. `global_batch` is a
     size, or sizes by the samples of the steps so far (`configs.arithmetic.batch_sizes.spans`),
     without those that rollbacks have undone: a step has its size however often it is computed.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
@@ -159,7 +167,7 @@ class Loader:
         self.documents, self._places = documents, places
         # One thread for files; more for an object store, which has a high latency.
         self._thread = ThreadPoolExecutor(getattr(dataset, "readers", 1), "loader")
-        self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
+        self._ahead: deque[Future[dict[str, np.ndarray]]] = deque()
         self._positions: torch.Tensor | None = None
         self.consumed_samples = consumed
         self.undone_samples = 0  # before the cursor; a rollback has undone their steps
@@ -181,7 +189,8 @@ class Loader:
         if self.consumed_samples + self._stride > len(self.dataset):
             raise StopIteration
         self._fetch()
-        batch = self._finish(*map(torch.from_numpy, self._ahead[0].result()))
+        rows = self._ahead[0].result()
+        batch = self._finish(**{name: torch.from_numpy(array) for name, array in rows.items()})
         self._ahead.popleft()
         self.consumed_samples += self._stride
         self._fetch()
@@ -238,13 +247,15 @@ class Loader:
         numbers = range(min(sequences, len(self.dataset)))
         return packing(self.dataset.positions(i)[:-1] for i in numbers)
 
-    def _rows(self, start: int) -> tuple[np.ndarray, ...]:
-        """Tokens, and with `documents` positions, each [B, S + 1]."""
+    def _rows(self, start: int) -> dict[str, np.ndarray]:
+        """Arguments of `_finish`, each [B, S + 1]."""
+        parts = {"rows": self.dataset.__getitem__}
+        if self.documents:
+            parts["positions"] = self._positions_of
+        if hasattr(self.dataset, "counted"):
+            parts["counted"] = self.dataset.counted
         numbers = range(start, start + self._micro_batch)
-        tokens = np.stack([self.dataset[i] for i in numbers])
-        if not self.documents:
-            return (tokens,)
-        return tokens, np.stack([self._positions_of(i) for i in numbers])
+        return {name: np.stack([part(i) for i in numbers]) for name, part in parts.items()}
 
     def _positions_of(self, number: int) -> np.ndarray:
         position = self.dataset.positions(number)
@@ -257,26 +268,28 @@ class Loader:
             )
         return position
 
-    def _finish(self, rows: torch.Tensor, positions: torch.Tensor | None = None) -> Batch:
+    def _finish(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> Batch:
         """Build a batch from rows [B, S + 1].
 
         Pins in the caller's thread: a CUDA call of another thread would break a graph capture, and
         would use device 0.
         """
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
         if positions is not None:
-            batch = {
-                "tokens": tokens,
-                "labels": labels,
-                "position_ids": positions[:, :-1].contiguous(),
-                "loss_mask": positions[:, 1:] != 0,
-            }
-            return {name: self._pinned(tensor) for name, tensor in batch.items()}
-        if self._positions is None:
-            self._positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-            self._positions = self._pinned(self._positions)
-        pinned = {"tokens": self._pinned(tokens), "labels": self._pinned(labels)}
-        return {**pinned, "position_ids": self._positions}
+            batch["position_ids"] = positions[:, :-1].contiguous()
+            batch["loss_mask"] = positions[:, 1:] != 0
+        if counted is not None:
+            batch["loss_mask"] = counted[:, 1:] & batch.get("loss_mask", True)
+        batch = {name: self._pinned(tensor) for name, tensor in batch.items()}
+        if self._positions is None and positions is None:
+            whole = torch.arange(rows.shape[1] - 1).expand_as(batch["tokens"]).contiguous()
+            self._positions = self._pinned(whole)
+        return {"position_ids": self._positions, **batch}
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._pin else tensor

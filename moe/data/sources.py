@@ -19,6 +19,7 @@ class Source:
     samples: float  # samples read by the complete run, or by each validation
     bytes_per_token: float | None
     """UTF-8 bytes of text over tokens, end tokens included; None if not known."""
+    labels: float = 1.0  # fraction of the tokens that count by a loss mask; 1 without one
 
     @property
     def epochs(self) -> float:

@@ -133,11 +133,15 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _BROKEN = (ValueError, RecursionError)  # of JSON; ValueError also for integers of 4,300 digits
 
 
+WHOLE = "the row"
+"""Key of a reading whose rows are JSON objects, in place of a text of theirs."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Options that select the text of a row."""
 
-    key: str = "text"  # JSON key or Parquet column of the text
+    key: str = "text"  # JSON key or Parquet column of the text; `WHOLE` for all of a JSON object
     keys: dict[str, str] = field(default_factory=dict)  # for kinds of files with another key
     lines: bool = False  # each line of a .txt is a row, not each file
 
@@ -279,6 +283,10 @@ def _parsed(line: bytes, key: str, at: Bad) -> str | Bad:
 
 
 def _text(record: Any, key: str, at: Bad) -> str | Bad:
+    if key == WHOLE:
+        if not isinstance(record, dict):
+            return _wrong(at, "no JSON object")
+        record = {WHOLE: json.dumps(record, ensure_ascii=False)}
     if not isinstance(record, dict) or key not in record:
         names = list(record)[:20] if isinstance(record, dict) else []
         keys = ", ".join(name.encode("unicode_escape").decode() for name in names) or "none"

@@ -57,6 +57,8 @@ class Sidecar:
     tokenizer_meaning: str = ""  # `tokenizer.encoder.meaning`; empty for bytes, and in older files
     special_text: str = "special"  # treatment of special tokens that documents spell
     special_spelled: int = 0  # number of them, if that is known
+    labels: int = 0  # tokens that count by the loss mask, prefix.mask; 0: all, and there is none
+    packed: int = 0  # tokens of the sequences that hold whole rows, each a document; 0: no such
 
     def same_tokenizer(self, other: "Sidecar") -> bool:
         """Was other data made with the same tokenizer, or with one of the same meaning?"""
@@ -183,6 +185,11 @@ def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
 def tokenizer_beside(prefix: str) -> Path:
     """Copy of the tokenizer.json of prefix.bin, written by scripts/prepare_data.py."""
     return Path(f"{prefix}.tokenizer.json")
+
+
+def chat_template_beside(prefix: str) -> Path:
+    """Chat template of the rows of prefix.bin, if they are chats."""
+    return Path(f"{prefix}.chat_template.jinja")
 
 
 def _read_header(index: str, file: Path) -> tuple[int, int, str]:

@@ -50,6 +50,9 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     ]
     if loader.documents:
         facts.insert(-1, ("packing", str(loader.packing())))
+    if some := [f"{s.labels:.1%} of {s.name}" for s in loader.dataset.sources if s.labels < 1]:
+        apart = "" if loader.documents else "; rows see each other (data.document_mask)"
+        facts.insert(-1, ("labels", f"tokens that count in the loss: {', '.join(some)}{apart}"))
     if ids := shown(cfg):
         facts.insert(4, ("vocab", ids))
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
