@@ -41,6 +41,7 @@ from phalanx.moe.data.documents import (
     Shard,
     Supervised,
     Tokenization,
+    chat_template_beside,
     make_shards,
     write_shard,
 )
@@ -59,7 +60,6 @@ from phalanx.moe.data.token_files import (
     BYTES,
     BYTES_EOD,
     Sidecar,
-    chat_template_beside,
     smallest_dtype,
     tokenizer_beside,
     write_index,

@@ -83,6 +83,11 @@ class Counts:
         return Counts(**content | {"bad": [Bad(**each) for each in content["bad"]]})
 
 
+def chat_template_beside(prefix: str) -> Path:
+    """Chat template of the rows of prefix.bin, if they are chats."""
+    return Path(f"{prefix}.chat_template.jinja")
+
+
 def make_shards(files: Sequence[str], reading: Reading, chunk: int) -> list[Shard]:
     """Split large files and group small ones; depends on files and chunk size only."""
     shards: list[Shard] = []

@@ -69,10 +69,8 @@ def build_datasets(
     plan = _agreed(lambda: datasets.plan(data, vocab_size, sizes), lambda plan: plan.fingerprint)
     built = _agreed(lambda: datasets.build(plan, vocab_size, sizes), lambda _: "")
     if any(source.labels < 1 for part in plan.sources for source in part):
-        masked: Callable[..., list[Samples]] = resolve_name(MASKED_ROWS)
-        built = _agreed(
-            lambda: masked(data, vocab_size, sizes, built), lambda rows: rows[0].fingerprint
-        )
+        args = data, vocab_size, sizes, built
+        built = _agreed(lambda: resolve_name(MASKED_ROWS)(*args), lambda rows: rows[0].fingerprint)
     return built[0], built[1] if valid_samples else None
 
 
@@ -189,8 +187,7 @@ class Loader:
         if self.consumed_samples + self._stride > len(self.dataset):
             raise StopIteration
         self._fetch()
-        rows = self._ahead[0].result()
-        batch = self._finish(**{name: torch.from_numpy(array) for name, array in rows.items()})
+        batch = self._finish(self._ahead[0].result())
         self._ahead.popleft()
         self.consumed_samples += self._stride
         self._fetch()
@@ -248,14 +245,17 @@ class Loader:
         return packing(self.dataset.positions(i)[:-1] for i in numbers)
 
     def _rows(self, start: int) -> dict[str, np.ndarray]:
-        """Arguments of `_finish`, each [B, S + 1]."""
-        parts = {"rows": self.dataset.__getitem__}
-        if self.documents:
-            parts["positions"] = self._positions_of
-        if hasattr(self.dataset, "counted"):
-            parts["counted"] = self.dataset.counted
+        """A batch, without positions that start at 0 in every row."""
         numbers = range(start, start + self._micro_batch)
-        return {name: np.stack([part(i) for i in numbers]) for name, part in parts.items()}
+        row = np.stack([self.dataset[i] for i in numbers])
+        batch = {"tokens": row[:, :-1], "labels": row[:, 1:]}
+        if counted := getattr(self.dataset, "counted", None):
+            batch["loss_mask"] = np.stack([counted(i) for i in numbers])[:, 1:]
+        if self.documents:
+            position = np.stack([self._positions_of(i) for i in numbers])
+            batch["position_ids"] = position[:, :-1]
+            batch["loss_mask"] = (position[:, 1:] != 0) & batch.get("loss_mask", True)
+        return {name: np.ascontiguousarray(array) for name, array in batch.items()}
 
     def _positions_of(self, number: int) -> np.ndarray:
         position = self.dataset.positions(number)
@@ -268,28 +268,20 @@ class Loader:
             )
         return position
 
-    def _finish(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        counted: torch.Tensor | None = None,
-    ) -> Batch:
-        """Build a batch from rows [B, S + 1].
+    def _finish(self, rows: dict[str, np.ndarray]) -> Batch:
+        """Build a batch from its arrays.
 
         Pins in the caller's thread: a CUDA call of another thread would break a graph capture, and
         would use device 0.
         """
-        batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-        if positions is not None:
-            batch["position_ids"] = positions[:, :-1].contiguous()
-            batch["loss_mask"] = positions[:, 1:] != 0
-        if counted is not None:
-            batch["loss_mask"] = counted[:, 1:] & batch.get("loss_mask", True)
-        batch = {name: self._pinned(tensor) for name, tensor in batch.items()}
-        if self._positions is None and positions is None:
-            whole = torch.arange(rows.shape[1] - 1).expand_as(batch["tokens"]).contiguous()
-            self._positions = self._pinned(whole)
-        return {"position_ids": self._positions, **batch}
+        batch = {name: self._pinned(torch.from_numpy(array)) for name, array in rows.items()}
+        if self.documents:
+            return batch
+        if self._positions is None:
+            tokens = batch["tokens"]
+            self._positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+            self._positions = self._pinned(self._positions)
+        return {**batch, "position_ids": self._positions}
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._pin else tensor

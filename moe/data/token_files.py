@@ -187,11 +187,6 @@ def tokenizer_beside(prefix: str) -> Path:
     return Path(f"{prefix}.tokenizer.json")
 
 
-def chat_template_beside(prefix: str) -> Path:
-    """Chat template of the rows of prefix.bin, if they are chats."""
-    return Path(f"{prefix}.chat_template.jinja")
-
-
 def _read_header(index: str, file: Path) -> tuple[int, int, str]:
     with file.open("rb") as stream:
         raw = stream.read(HEADER.size)
