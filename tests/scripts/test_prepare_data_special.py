@@ -127,7 +127,7 @@ def test_a_corpus_of_an_earlier_version_stays_and_says_how_it_was_made(
     assert run(tmp_path / "out", *special) == 0
     file = tmp_path / "out.json"
     content = json.loads(file.read_text())
-    for name in ("special_text", "special_spelled", "tokenizer_meaning"):
+    for name in ("special_text", "special_spelled", "tokenizer_meaning", "labels", "packed"):
         del content[name]
     counted = {n: 0 for n in ("documents", "tokens", "text_bytes", "skipped", "bad_rows")}
     sidecar_then = content | counted | {"plan": ""}
