@@ -1,7 +1,7 @@
-"""Rows of prompts and answers in scripts/prepare_data.py: import paths of their parts."""
+"""Rows of prompts and answers in programs besides training: import paths of their parts."""
 
 SUPERVISED = ("messages", "pairs")
-"""Values of --rows besides text."""
+"""Values of --rows of scripts/prepare_data.py, besides text."""
 
 READ_TEMPLATE = "phalanx.extras.chat.template:read_template"
 """`(file, tokenizer) -> (text, tokens)` of a chat template, or DataError."""
@@ -9,3 +9,5 @@ WRITE_SHARD = "phalanx.extras.chat.shards:write_shard"
 """As `moe.data.documents.write_shard`."""
 JOIN = "phalanx.extras.chat.shards:join"
 """`(shards, recipe, described, folder) -> Output`: the tokens and the loss mask of all shards."""
+MASKED_TEXT = "phalanx.extras.chat.masks:masked_text"
+"""`(corpus, count, position_N) -> (counted_N, position_N)` of the first tokens of a pair."""

@@ -132,9 +132,30 @@ class MaskedRows:
         position = self._rows.positions(index)
         if not self._masked(index):
             return position
-        number = np.arange(len(position))
-        begins = (position == 0) | (self._flags[index] & BEGINS != 0)
-        return number - np.maximum.accumulate(np.where(begins, number, 0))
+        return _restarted(position, self._flags[index])
 
     def _masked(self, index: int) -> bool:
         return self.sources[self.source(index)].labels < 1
+
+
+def masked_text(
+    corpus: Corpus, count: int, position_N: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens that count among the first `count` of a pair on a disk, and positions in their rows.
+
+    Args:
+        position_N: positions in documents, int64; None if rows see each other.
+
+    Returns:
+        bool [N], and int64 [N] or None.
+    """
+    flags_N = np.fromfile(f"{corpus.prefix}{ENDING}.bin", np.uint8, count)
+    counted_N = flags_N & COUNTS != 0
+    return counted_N, None if position_N is None else _restarted(position_N, flags_N)
+
+
+def _restarted(position_N: np.ndarray, flags_N: np.ndarray) -> np.ndarray:
+    """Positions that also start over where a row begins."""
+    number_N = np.arange(len(position_N))
+    begins_N = (position_N == 0) | (flags_N & BEGINS != 0)
+    return number_N - np.maximum.accumulate(np.where(begins_N, number_N, 0))

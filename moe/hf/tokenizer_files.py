@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from phalanx.moe.data.documents import chat_template_beside
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import BYTES
 from phalanx.moe.data.tokenizer import special_tokens as checks
@@ -26,6 +27,7 @@ from phalanx.moe.data.tokenizer.special_tokens import (
     check_of_data,
     check_of_model,
     json_object,
+    prefixes,
     sidecars,
     tokenizer_of_data,
     tokenizers_of,
@@ -91,6 +93,7 @@ class TokenizerFiles:
     tokenizer: Tokenizer | None = None
     """The tokenizer, which is written where none is copied; None if a tokenizer_config.json is."""
     pad: str | None = None  # token that its file pads with
+    template: Path | None = None  # chat template of the data
 
     def write(self, folder: Path, ids: Ids, context: int) -> None:
         """Write the files, with a tokenizer_config.json where there is none.
@@ -100,6 +103,8 @@ class TokenizerFiles:
         """
         for file in self.copied:
             shutil.copyfile(file, folder / file.name)
+        if self.template is not None:
+            shutil.copyfile(self.template, folder / "chat_template.jinja")
         if self.tokenizer is None:
             return
         if not self.copied:
@@ -163,7 +168,9 @@ def files_of_data(data: dict[str, Any], vocab_size: int) -> TokenizerFiles:
         check_of_model(Path(name), made.get_vocab(with_added_tokens=True), vocab_size)
     except DataError as error:
         return TokenizerFiles(f"no tokenizer: {error}; {advice}")
-    return TokenizerFiles(f"tokenizer: that of the data, {name}", tokenizer=made, pad=pad)
+    templates = [file for each in prefixes(data) if (file := chat_template_beside(each)).is_file()]
+    note = f"tokenizer: that of the data, {name}" + ", with its chat template" * bool(templates)
+    return TokenizerFiles(note, tokenizer=made, pad=pad, template=next(iter(templates), None))
 
 
 def _padding(path: Path) -> str | None:

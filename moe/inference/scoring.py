@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from phalanx.configs.addresses import is_address
+from phalanx.configs.tables.rows import MASKED_TEXT
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.inputs import NAMES, kind_of
 from phalanx.moe.data.packing import positions
@@ -40,15 +42,21 @@ class Text:
     text_bytes: int | None  # UTF-8 bytes of the text; None if that is not known
     position_N: np.ndarray | None = None
     """Position of each token in its document; None if attention crosses documents."""
+    counted_N: np.ndarray | None = None
+    """bool, tokens that count by the loss mask of a pair; None: all."""
     spelled: Mapping[str, int] = field(default_factory=dict)
     """Special tokens that the text spells, by token; empty for a pair."""
 
     @property
     def predicted(self) -> int:
         """Number of predicted tokens."""
-        if self.position_N is None:
-            return len(self.ids_N) - 1
-        return int(np.count_nonzero(self.position_N))
+        return int(np.count_nonzero(self.counts(1, len(self.ids_N))))
+
+    def counts(self, first: int, end: int) -> np.ndarray:
+        """bool [end - first]: the predicted ones of some tokens, which are not the first of all."""
+        counted = self.counted_N
+        inside = np.ones(end - first, bool) if counted is None else counted[first:end]
+        return inside if self.position_N is None else inside & (self.position_N[first:end] != 0)
 
 
 @dataclass(frozen=True)
@@ -147,17 +155,18 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
         tokens_BS = torch.from_numpy(row_N[:-1]).view(rows, context)
         labels_BS = torch.from_numpy(row_N[1:]).view(rows, context)
         share = None if text.text_bytes is None else text.text_bytes if not start else 0
+        counts_N = torch.from_numpy(text.counts(start + 1, start + count + 1))
+        tokens = int(counts_N.sum())
         if text.position_N is None:
             loss_N = predictor.losses(tokens_BS, labels_BS).flatten()[:count]
-            yield Score(float(loss_N.double().sum()), count, share)
+            yield Score(float((loss_N.double().cpu() * counts_N).sum()), tokens, share)
             continue
         position_N = torch.full((rows * context,), context)  # no document starts in the padding
         position_N[:count] = torch.from_numpy(text.position_N[start : start + count])
         # The rest of a document in another sequence is a separate piece.
         position_BS = position_N.view(rows, context).minimum(torch.arange(context))
         loss_N = predictor.losses(tokens_BS, labels_BS, position_BS).flatten()[:count]
-        counts_N = torch.from_numpy(text.position_N[start + 1 : start + count + 1] != 0)
-        tokens, first = int(counts_N.sum()), not start  # the file's first token is no label either
+        first = not start  # the file's first token is no label either
         nats = float((loss_N.double().cpu() * counts_N).sum())
         yield Score(nats, tokens, share, count - tokens + first)
 
@@ -209,8 +218,11 @@ def _of_corpus(name: str, prefix: str, limit: int | None, apart: bool) -> Text:
         count = int(ends[len(lengths) - 1])
     complete = described is not None and count == len(ids_N)
     known = described.text_bytes if described is not None and complete else 0
+    position_N = positions(lengths) if apart else None  # of the tokens read: eight bytes per token
+    if described is not None and described.labels:  # the first token of a row never counts
+        counted_N, position_N = resolve_name(MASKED_TEXT)(corpus, count, position_N)
+        return Text(name, ids_N[:count].astype(np.int64), None, position_N, counted_N)
     if apart:
-        position_N = positions(lengths)  # only of the tokens read: eight bytes per token
         return Text(name, ids_N[:count].astype(np.int64), known or None, position_N)
     first = [] if described is None else [described.eod]
     return Text(name, np.concatenate((np.array(first, np.int64), ids_N[:count])), known or None)
