@@ -42,10 +42,10 @@ class Text:
     text_bytes: int | None  # UTF-8 bytes of the text; None if that is not known
     position_N: np.ndarray | None = None
     """Position of each token in its document; None if attention crosses documents."""
-    counted_N: np.ndarray | None = None
-    """bool, tokens that count by the loss mask of a pair; None: all."""
     spelled: Mapping[str, int] = field(default_factory=dict)
     """Special tokens that the text spells, by token; empty for a pair."""
+    counted_N: np.ndarray | None = None
+    """bool, tokens that count by the loss mask of a pair; None: all."""
 
     @property
     def predicted(self) -> int:
@@ -221,7 +221,8 @@ def _of_corpus(name: str, prefix: str, limit: int | None, apart: bool) -> Text:
     position_N = positions(lengths) if apart else None  # of the tokens read: eight bytes per token
     if described is not None and described.labels:  # the first token of a row never counts
         counted_N, position_N = resolve_name(MASKED_TEXT)(corpus, count, position_N)
-        return Text(name, ids_N[:count].astype(np.int64), None, position_N, counted_N)
+        ids_N = ids_N[:count].astype(np.int64)
+        return Text(name, ids_N, None, position_N, counted_N=counted_N)
     if apart:
         return Text(name, ids_N[:count].astype(np.int64), known or None, position_N)
     first = [] if described is None else [described.eod]
