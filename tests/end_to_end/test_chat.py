@@ -97,7 +97,7 @@ def test_a_pretrained_model_learns_to_answer(folder: Path) -> None:
 
 
 def test_questions_are_not_learned(folder: Path) -> None:
-    """What the loss mask leaves out stays as unlikely as it was."""
+    """The tokens that the loss mask leaves out stay unlikely."""
     texts = folder / "texts.jsonl"
     rows = [
         f"<|user|>\n{asked(word)}<|end|>\n<|assistant|>\n{gloss}<|end|>\n"
@@ -107,7 +107,8 @@ def test_questions_are_not_learned(folder: Path) -> None:
     scores = folder / "scores.json"
     whole = ["--special-text", "special", "--json", scores]
     called(evaluate.main, folder / "chat", folder / "chats", texts, *whole)
-    answers, all_tokens = json.loads(scores.read_text())["files"]
+    by_file = json.loads(scores.read_text())["files"]
+    answers, all_tokens = (by_file[str(folder / name)] for name in ("chats", "texts.jsonl"))
     assert answers["loss"] < 0.05 and all_tokens["loss"] > 2
 
 

@@ -98,7 +98,7 @@ def pairs(text: str, domain: str) -> Iterator[tuple[str, Pair]]:
 
 
 def _functions(text: str) -> Iterator[Pair]:
-    """What functions of a Python file do, of their source without docstrings."""
+    """Questions about the functions of a Python file, with their source without docstrings."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # of another Python, or cut

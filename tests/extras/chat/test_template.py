@@ -27,7 +27,7 @@ EDGES = """\
 {% endfor %}
 {{ ns.last }} {{ dict(a=1) | tojson }}{% if add_generation_prompt %}>{% endif %}
 """
-"""What templates of published models make use of."""
+"""A template with the parts of jinja2 that published ones use."""
 
 
 @pytest.fixture(scope="module")

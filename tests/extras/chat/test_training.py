@@ -149,7 +149,7 @@ def test_layouts_agree(
 
 
 def test_labels_ahead_stay_in_their_answers(prefix: str) -> None:
-    """Of two tokens ahead those count whose label does, in the row of the token."""
+    """A token ahead counts where it counts as a label, in the same row."""
     data = {k.removeprefix("data."): v for k, v in changes(prefix).items() if k[:4] == "data"}
     rows, _ = build_datasets(Config(data=DataConfig(**data)), 400, 8, 0)
     loader = Loader(rows, 2, 8, 0, 1, documents=True)
