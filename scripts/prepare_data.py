@@ -316,8 +316,8 @@ def plan_of(
     stats: Sequence[object], recipe: Tokenization, described: Sidecar, chunk_mb: float
 ) -> str:
     """Digest of inputs and options; with `special` that of versions which knew no other choice."""
-    later = ("special_text", "special_spelled", "tokenizer_meaning", "labels", "packed")
-    later += ("supervised",) if recipe.supervised is None else ()
+    later = {"special_text", "special_spelled", "tokenizer_meaning", "labels", "packed"}
+    later |= set() if recipe.supervised else {"supervised"}
     options = [
         {k: v for k, v in asdict(each).items() if k not in later} for each in (recipe, described)
     ]

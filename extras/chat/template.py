@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
@@ -48,9 +48,9 @@ class _Generation(jinja2.ext.Extension):
         return nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
 
     def _noted(self, caller: Any) -> str:
-        text, environment = str(caller()), self.environment
-        start = sum(map(len, environment.blocks))  # type: ignore[attr-defined]
-        environment.spans.append((start, start + len(text)))  # type: ignore[attr-defined]
+        text, environment = str(caller()), cast(Any, self.environment)
+        start = len("".join(environment.blocks))
+        environment.spans.append((start, start + len(text)))
         return text
 
 
@@ -67,7 +67,7 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: dict[str, str]) -> None:
         self._tokens, self.marks = tokens, _GENERATION.search(text) is not None
-        self._environment = ImmutableSandboxedEnvironment(
+        self._environment: Any = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         self._environment.filters["tojson"] = _tojson
@@ -90,7 +90,7 @@ class ChatTemplate:
         Raises:
             RefusedChat: the template raises an error.
         """
-        blocks, spans = self._environment.blocks, self._environment.spans  # type: ignore[attr-defined]
+        blocks, spans = self._environment.blocks, self._environment.spans
         blocks.clear(), spans.clear()
         named = dict(messages=[_reasoned(m) for m in messages], tools=tools, documents=None)
         try:

@@ -181,8 +181,7 @@ def _planned(cfg: DataConfig, blend: Blend, sizes: Sequence[int]) -> Plan:
 def _source(
     name: str, corpus: Corpus, part: SplitPart, samples: float, share: float, cfg: DataConfig
 ) -> Source:
-    sidecar = corpus.sidecar
-    masked = cfg.loss_mask and sidecar is not None and sidecar.labels
+    sidecar = corpus.sidecar if cfg.loss_mask else None
     return Source(
         name=name,
         weight=share,
@@ -191,7 +190,7 @@ def _source(
         epoch_samples=(part.tokens - 1) // cfg.sequence_length,
         samples=samples,
         bytes_per_token=_bytes_per_token(corpus, part),
-        labels=sidecar.labels / sidecar.tokens if masked else 1.0,
+        labels=sidecar.labels / sidecar.tokens if sidecar and sidecar.labels else 1.0,
     )
 
 

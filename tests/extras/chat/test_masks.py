@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx import train
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.extras.chat.masks import BEGINS, COUNTS
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.loader import Loader, Samples, build_datasets
 from phalanx.moe.data.token_files import open_corpus
+from phalanx.parallel import object_store
+from phalanx.parallel.object_store import Remote
 from tests.extras.chat.chats import CHATS, chat, prepare
-from tests.support.runs import write_corpus
+from tests.support.runs import TINY, write_corpus
 
 LENGTH = 64
 
@@ -159,3 +162,41 @@ def test_files_that_do_not_fit_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"chats.mask.bin is missing, which has the loss mask of"):
         build(tmp_path, "chats")
     assert not hasattr(build(tmp_path, "chats", loss_mask=False)[0], "counted")
+
+
+def test_masks_are_read_from_an_object_store(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "WAITS", ())
+    address = f"memory://{tmp_path.name}/chats"
+    for ending in (".bin", ".idx", ".json", ".mask.bin", ".mask.idx"):
+        Remote(address + ending).upload(Path(f"{folder}/chats{ending}"))
+    (local,) = build(folder, "chats")
+    settings = {"source": "indexed", "sequence_length": LENGTH, "split": "100"}
+    data = DataConfig(blend=[address], cache=str(tmp_path / "cache"), **settings)
+    remote, _ = build_datasets(Config(data=data), 400, 20, 0)
+    assert remote.fingerprint == local.fingerprint
+    for i in range(20):
+        assert np.array_equal(remote.counted(i), local.counted(i))
+        assert np.array_equal(remote.positions(i), local.positions(i))
+    Remote(f"{address}.mask.bin").delete()
+    with pytest.raises(DataError, match=r"chats\.mask\.bin does not exist"):
+        build_datasets(Config(data=data), 400, 20, 0)
+
+
+def test_the_check_of_a_launch_reports_a_missing_mask(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in folder.glob("chats.*"):
+        shutil.copy(file, tmp_path)
+    command = ["--check", *TINY, "data=indexed", f"data.blend=[{tmp_path}/chats]", "run.steps=1"]
+    command += [f"data.sequence_length={LENGTH}", f"run.dir={tmp_path}", "model.vocab_size=384"]
+    assert train.main(command) == 0
+    (tmp_path / "chats.mask.idx").unlink()
+    capsys.readouterr()
+    assert train.main(command) != 0
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/chats.mask.idx is missing, which has the loss mask of "
+        f"{tmp_path}/chats.bin: copy it there, prepare the data again, or set "
+        "data.loss_mask=false\n"
+    )
