@@ -74,11 +74,8 @@ def masked_rows(
     """
     from phalanx.moe.data import datasets  # takes seconds to import
 
-    names = {
-        "blend": _flags_of(cfg.blend, cfg),
-        "validation": _flags_of(cfg.validation, replace(cfg, stages=[])),
-    }
-    flags = replace(cfg, **names)
+    held_out = _flags_of(cfg.validation, replace(cfg, stages=[]))
+    flags = replace(cfg, blend=_flags_of(cfg.blend, cfg), validation=held_out)
     built = datasets.build(datasets.plan(flags, vocab_size, sizes), vocab_size, sizes)
     return [MaskedRows(*pair) for pair in zip(rows, built, strict=True)]
 
@@ -148,7 +145,12 @@ def masked_text(
 
     Returns:
         bool [N], and int64 [N] or None.
+
+    Raises:
+        DataError: the mask is missing, or does not fit.
     """
+    assert corpus.sidecar is not None
+    check(corpus, DataConfig(sequence_length=corpus.sidecar.packed or 1))
     flags_N = np.fromfile(f"{corpus.prefix}{ENDING}.bin", np.uint8, count)
     counted_N = flags_N & COUNTS != 0
     return counted_N, None if position_N is None else _restarted(position_N, flags_N)

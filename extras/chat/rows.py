@@ -87,16 +87,16 @@ class RowEncoder:
 
     def _of_pair(self, fields: dict[str, Any]) -> Row:
         key = next((key for key in ANSWERS if key in fields), ANSWERS[0])
-        texts = [fields.get("prompt"), fields.get(key)]
-        if not all(isinstance(text, str) for text in texts):
+        asked, answer = fields.get("prompt"), fields.get(key)
+        if not isinstance(asked, str) or not isinstance(answer, str):
             keys = ", ".join(fields) or "no keys"
             raise RefusedChat(f"no texts 'prompt' and '{key}': the row has {keys}")
-        for text in texts:
+        for text in (asked, answer):
             if fault := self._encoder.refused(text):
-                raise RefusedChat(": ".join(fault))
-        prompt, answer = self._encoder.encode(texts)
-        ids = np.concatenate([prompt, answer, [self._recipe.eod]]).astype(np.uint32)
-        return ids, np.arange(len(ids)) >= len(prompt)
+                raise RefusedChat("".join(fault))
+        before, said = self._encoder.encode([asked, answer])
+        ids = np.concatenate([before, said, [self._recipe.eod]]).astype(np.uint32)
+        return ids, np.arange(len(ids)) >= len(before)
 
 
 def _texts(part: Any) -> Iterator[str]:

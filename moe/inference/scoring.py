@@ -221,8 +221,8 @@ def _of_corpus(name: str, prefix: str, limit: int | None, apart: bool) -> Text:
     position_N = positions(lengths) if apart else None  # of the tokens read: eight bytes per token
     if described is not None and described.labels:  # the first token of a row never counts
         counted_N, position_N = resolve_name(MASKED_TEXT)(corpus, count, position_N)
-        ids_N = ids_N[:count].astype(np.int64)
-        return Text(name, ids_N, None, position_N, counted_N=counted_N)
+        masked_N = ids_N[:count].astype(np.int64)
+        return Text(name, masked_N, None, position_N, counted_N=counted_N)
     if apart:
         return Text(name, ids_N[:count].astype(np.int64), known or None, position_N)
     first = [] if described is None else [described.eod]
