@@ -352,7 +352,8 @@ def is_done(output: Path, plans: tuple[str, str], overwrite: bool, limit: Limit)
         described = Sidecar.read(output_files(output)[0])
     plan, before = plans
     if described is not None and described.plan == plan:
-        if not limit.allows(described.bad_rows, described.documents + described.skipped):
+        rows = None if described.packed else described.documents + described.skipped
+        if not limit.allows(described.bad_rows, rows):  # without their number a share is not known
             raise DataError(
                 f"{output} was made without {described.bad_rows:,} bad rows, more than --skip-bad "
                 f"{limit.text}; fix them, or give another --output, or --overwrite"

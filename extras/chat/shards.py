@@ -132,13 +132,12 @@ def _lines(
         counts = Counts.read(shard.counts(folder))
         total.update(cut=counts.cut, dropped=counts.dropped)
     tokens, room = int(lengths.sum(dtype=np.int64)), int(whole.sum(dtype=np.int64))
-    if not room:
-        return
-    yield (
-        f"{pluralize(f'{len(lengths):,}', 'row')} in {pluralize(f'{len(whole):,}', 'sequence')} of "
-        f"{int(whole[0]):,} tokens, {1 - tokens / room:.1%} padding; {labels:,} tokens count "
-        f"({labels / room:.1%})"
-    )
+    if room:
+        sequences = pluralize(f"{len(whole):,}", "sequence")
+        yield (
+            f"{pluralize(f'{len(lengths):,}', 'row')} in {sequences} of {int(whole[0]):,} tokens, "
+            f"{1 - tokens / room:.1%} padding; {labels:,} tokens count ({labels / room:.1%})"
+        )
     if total.total():
         yield (
             f"rows longer than a sequence: {total['cut']:,} cut, {total['dropped']:,} left out "

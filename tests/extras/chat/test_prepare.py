@@ -112,6 +112,12 @@ def test_long_rows_are_cut_or_left_out(tmp_path: Path, capsys: pytest.CaptureFix
     # Of the last row nothing that counts would be left.
     assert capsys.readouterr().out.splitlines()[-1] == said.format(1, 1)
     assert {counted[:3] for _, counted in rows_of(prefix)} == {"b<|", "xxx"}
+    with pytest.raises(AssertionError):
+        prepare(tmp_path, "none", rows[1:], "--sequence-length", 24)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "prepare_data: the inputs hold no text; rows skipped: 0 empty, 0 without tokens; "
+        + said.format(0, 2)
+    )
 
 
 def test_the_template_is_part_of_what_is_done(
@@ -158,8 +164,10 @@ def test_a_row_that_cannot_be_used_is_named(
     assert line == (
         f"prepare_data: {file}:2: {reason}; fix it, or leave such rows out with --skip-bad N"
     )
-    prefix = prepare(tmp_path, "a", rows, "--skip-bad", 1)
+    prefix = prepare(tmp_path, "a", rows, "--skip-bad", "50%")
     assert len(rows_of(prefix)) == 1
+    prepare(tmp_path, "a", rows, "--skip-bad", "50%")
+    assert "complete already" in capsys.readouterr().out
     assert Path(f"{prefix}.bad_rows.tsv").read_text() == f"{file}:2\t{reason}\n"
 
 
