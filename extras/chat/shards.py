@@ -136,7 +136,8 @@ def _lines(
         sequences = pluralize(f"{len(whole):,}", "sequence")
         yield (
             f"{pluralize(f'{len(lengths):,}', 'row')} in {sequences} of {int(whole[0]):,} tokens, "
-            f"{1 - tokens / room:.1%} padding; {labels:,} tokens count ({labels / room:.1%})"
+            f"{1 - tokens / room:.1%} padding; {labels:,} of {room:,} tokens count "
+            f"({labels / room:.1%})"
         )
     if total.total():
         yield (

@@ -52,7 +52,8 @@ def test_chats_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert sidecar.packed == 64 and sidecar.labels == int((flags & COUNTS).sum())
     assert sidecar.eod == Tokenizer.from_file(f"{prefix}.tokenizer.json").token_to_id(END)
     assert said[-1].startswith(f"9 rows in {len(ids) // 64} sequences of 64 tokens, ")
-    assert said[-1].endswith(f"; {sidecar.labels} tokens count ({sidecar.labels / len(ids):.1%})")
+    share = f"{sidecar.labels / len(ids):.1%}"
+    assert said[-1].endswith(f"; {sidecar.labels} of {len(ids)} tokens count ({share})")
     assert Path(f"{prefix}.chat_template.jinja").read_text() == PLAIN
     # Megatron-Core reads both as they are.
     for name, values in ((prefix, ids), (f"{prefix}.mask", flags)):
