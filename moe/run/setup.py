@@ -4,17 +4,20 @@ The order matters: weights are initialized before the data parallel wrapper copi
 buffers, and the wrapper exists before the optimizer makes its master copies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from phalanx.configs.arithmetic.batch_sizes import in_steps
 from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.optimizers import AFTER_UPDATES
@@ -22,6 +25,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, channel_order
 from phalanx.kernels.registry import Choice
 from phalanx.moe.job import Job
 from phalanx.moe.layer import MoEOptions
+from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.gpt import Backends, build, embedding_stages
 from phalanx.moe.model.init import initialize
 from phalanx.moe.model.kernel_facts import activation_of
@@ -30,13 +34,14 @@ from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.plan.described import agreed_plan
 from phalanx.moe.plan.page.advice import fp8_gain
 from phalanx.moe.plan.plan import Plan
-from phalanx.moe.run.emulated_layers import emulated_layers
+from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.collectives import IN_TURN, Passes
 from phalanx.parallel.dispatcher.transport import connect, load_counts
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
 from phalanx.parallel.megatron import patches
+from phalanx.parallel.megatron.recipe_linear import computes_by
 from phalanx.parallel.runtime import Runtime
 
 
@@ -170,3 +175,26 @@ def _chunks(
             )
         )
     return chunks
+
+
+def emulated_layers(chunks: Sequence[nn.Module], backend: str) -> list[Choice]:
+    """Line of the start page on dense layers whose widths the fused kernels do not support."""
+    multiple = expert_backend(backend).dense_multiple
+    if not multiple:
+        return []
+    shapes: dict[str, list[int]] = {}
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            spec, name = computes_by(module), path.rpartition(".")[2]
+            if spec is not None and not spec.facts.dense_multiple:
+                shapes[name] = list(module.weight.shape)
+            if not isinstance(module, (DenseMLP, SharedExperts)):
+                continue
+            if not module.spec.facts.dense_multiple:
+                shapes[name] = [module.linear_fc2.weight.shape[1]]
+    if not shapes:
+        return []
+    widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(shapes.items()))
+    reason = f"{widths}: the {backend} kernels take multiples of "
+    reason += str(multiple)
+    return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]

@@ -107,7 +107,7 @@ def test_rows_of_the_input() -> None:
 
 def _taken(out: int) -> tuple[str, list[tuple[str, str]]]:
     """Implementation of a layer that is to be fused, and its line of the start page."""
-    from phalanx.moe.run.emulated_layers import emulated_layers
+    from phalanx.moe.run.setup import emulated_layers
     from phalanx.parallel.megatron.recipe_linear import computes_by
 
     layer = _layer("column", replace(SPEC, backend="fused"), out)
