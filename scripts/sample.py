@@ -4,18 +4,17 @@
     python scripts/sample.py runs/NAME --prompt 'def main(' [--tokens 100] [--temperature 0.8]
 
 The newest checkpoint of a run, or the one of --step, is loaded as a model on one GPU, or on the CPU
-of a machine without one. Greedy unless --temperature is set. Every new token runs the whole text
-through the model, without a KV cache. The tokenizer is that of the run's data if it is known: bytes
-for data=embedded and for prepare_data.py --bytes, else --tokenizer names it. With several prompts,
-a line before each text numbers it. Special tokens that a prompt spells are tokens, as in
-templates of chats; --special-text plain takes them as text.
+of a machine without one. Greedy unless --temperature is set. The tokenizer is that of the run's
+data if it is known: bytes for data=embedded and for prepare_data.py --bytes, else --tokenizer names
+it. Several prompts are computed together; a line before each text numbers it. Special tokens that a
+prompt spells are tokens, as in templates of chats; --special-text plain takes them as text.
 """
 
 import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from phalanx.scripts.output.reader import may_leave
 
 if TYPE_CHECKING:
     from phalanx.moe.data.tokenizer.codec import Codec
+    from phalanx.moe.inference.generation import Piece
 
 
 @may_leave
@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="may be repeated, each has a text of its own; without one a new document begins",
     )
+    add("--chat", action="store_true", help="a prompt is what a user says, by the chat template")
+    add("--chat-template", metavar="FILE", help=command.TEMPLATE_HELP)
+    add("--stop", action="append", metavar="TEXT", help="ends a text before it; may be repeated")
     add("--tokens", type=int, default=64, metavar="N", help="most new tokens (default: 64)")
     add(
         "--temperature",
@@ -62,45 +65,99 @@ def parser() -> argparse.ArgumentParser:
         metavar="P",
         help="draw from the most likely tokens that have probability P together (default: 1)",
     )
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens")
     add("--seed", type=int, default=0, metavar="N", help="of the drawing (default: 0)")
     add("--no-stop", action="store_true", help="go on behind the end of a document")
+    add("--batch", type=int, default=8, metavar="N", help="most prompts at a time (default: 8)")
+    add(
+        "--no-cache", action="store_true", help="send all tokens through the model for each new one"
+    )
     return p
 
 
 def sample(args: argparse.Namespace) -> None:
     """Print a continuation of every prompt; `report_errors` tells errors."""
-    positive(tokens=args.tokens, context=args.context)
-    import torch
-
+    positive(tokens=args.tokens, context=args.context, batch=args.batch)
+    if "" in (args.stop or ()):
+        raise ValueError("--stop: an empty text is everywhere")
     from phalanx.moe.data.tokenizer.codec import codec_of, shown
-    from phalanx.moe.run.callbacks.samples import Sampler, generate
+    from phalanx.moe.inference.chat import chat_of
+    from phalanx.moe.inference.generation import Batch, texts
+    from phalanx.moe.inference.sampling import Sampler
 
-    sampler = Sampler(args.temperature, args.top_p, args.seed)
+    prompts = args.prompt or [""]
+    # A text does not depend on how many others there are.
+    samplers = [
+        Sampler(args.temperature, args.top_p, args.seed + number, args.top_k)
+        for number in range(len(prompts))
+    ]
+    chat = chat_of(args.tokenizer, args.chat_template) if args.chat else None
+    if args.chat and chat is None:
+        raise ValueError(command.NO_TEMPLATE)
     with predictor_of(args) as predictor:
         vocabulary = predictor.cfg.model.vocab_size
         given, choice = (args.tokenizer, args.eod), args.special_text
         codec = codec_of(predictor.common, vocabulary, *given, special_text=choice)
-
-        def following(ids: list[int]) -> int:
-            return sampler(predictor.next_logits(torch.tensor([ids])))
-
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
-        prompts = args.prompt or [""]
-        for number, prompt in enumerate(prompts, 1):
-            alone = predictor.cfg.data.document_mask
-            ids, began = started(codec, prompt, alone=alone), time.perf_counter()
-            if spelled := Counter(token for token, _ in codec.encoder.spelled(prompt)):
+        ids = []
+        for prompt in prompts:
+            text = chat.text([{"role": "user", "content": prompt}]) if chat else prompt
+            alone = predictor.cfg.data.document_mask or chat is not None
+            ids.append(started(codec, text, alone=alone))
+            if spelled := Counter(token for token, _ in codec.encoder.spelled(text)):
                 what = f"special tokens in the prompt, taken as {choice}"
                 print(f"-- {what}: {listed(spelled)}", file=sys.stderr)
-            ends = () if args.no_stop else codec.ends
-            new = generate(following, ids, args.tokens, context=args.context, ends=ends)
-            if len(prompts) > 1:
-                print(f"-- text {number} of {len(prompts)}")
-            print(shown(prompt), end="", flush=True)
-            count = write(codec, new, codec.encode(prompt))
-            rate = count / (time.perf_counter() - began)
+        ends = () if args.no_stop else codec.ends
+        page = Page([shown(prompt) for prompt in prompts])
+        for first in range(0, len(prompts), args.batch):
+            rows = slice(first, first + args.batch)
+            batch = Batch(
+                predictor,
+                ids[rows],
+                samplers[rows],
+                args.tokens,
+                context=args.context,
+                ends=ends,
+                cache=not args.no_cache,
+            )
+            page.began = time.perf_counter()
+            page.show()
+            for piece in texts(batch, codec, ids[rows], args.stop or ()):
+                page.add(first + piece.new.row, piece)
+
+
+class Page:
+    """Texts on stdout, one after another: the first as it grows, others when they are next."""
+
+    def __init__(self, prompts: list[str]) -> None:
+        self.began = 0.0
+        several = len(prompts) > 1
+        self._waiting = [
+            f"-- text {number} of {len(prompts)}\n{prompt}" if several else prompt
+            for number, prompt in enumerate(prompts, 1)
+        ]
+        self._counts, self._notes = [0] * len(prompts), [""] * len(prompts)
+        self._number = 0  # of the text that grows
+
+    def add(self, number: int, piece: "Piece") -> None:
+        """Add a piece to a text, and print what can be."""
+        self._waiting[number] += piece.text
+        self._counts[number] += not piece.new.ends
+        if piece.finish:
+            count, seconds = self._counts[number], time.perf_counter() - self.began
+            self._notes[number] = f"-- {pluralize(count, 'token')}, {count / seconds:.1f} tokens/s"
+        self.show()
+
+    def show(self) -> None:
+        """Print what can be: the text that grows, and those behind it if it is complete."""
+        while self._number < len(self._waiting):
+            print(self._waiting[self._number], end="", flush=True)
+            self._waiting[self._number] = ""
+            if not (note := self._notes[self._number]):
+                return
             print(flush=True)
-            print(f"-- {pluralize(count, 'token')}, {rate:.1f} tokens/s", file=sys.stderr)
+            print(note, file=sys.stderr)
+            self._number += 1
 
 
 def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
@@ -115,24 +172,6 @@ def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
     if not ids:
         raise ValueError("nothing tells which token begins a document: give --prompt or --eod")
     return ids
-
-
-def write(codec: "Codec", ids: Iterable[int], before: list[int]) -> int:
-    """Print the text of ids as they come, whole characters at a time; returns their number.
-
-    The text of `before`, ids of the prompt, is not printed.
-    """
-    seen: list[int] = []
-    shown = ""
-    for number in ids:
-        seen.append(number)
-        text = codec.continuation(before, seen)
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    # The bytes of an incomplete last character.
-    print(codec.continuation(before, seen)[len(shown) :], end="")
-    return len(seen)
 
 
 if __name__ == "__main__":

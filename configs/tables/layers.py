@@ -27,6 +27,9 @@ class MixerFacts:
     regions: str = ""
     """Path of `(m: ModelConfig, key: str, name: str) -> Iterator[moe.hf.weights.TensorRegion]`:
     its tensors of a checkpoint and of a folder of Hugging Face. Empty: those of core attention."""
+    cached: str = ""
+    """Path of `(layer: Module, reading: moe.inference.cache.Reading) -> None`: gives a layer of
+    `spec` a cache for new tokens. Empty: that of keys and values."""
     quantized: bool = True  # its projections follow `precision.dense`; else they stay in bf16
     tiny: str = ""  # `model=` of one that a CPU can train; empty: any
 
@@ -68,6 +71,7 @@ MIXERS: dict[str, MixerFacts] = {
             ),
         },
         regions="phalanx.extras.linear_attention.facts:regions",
+        cached="phalanx.extras.linear_attention.cached:install",
         quantized=False,
         tiny="tiny_qwen3_next",
     ),

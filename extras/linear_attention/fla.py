@@ -73,6 +73,14 @@ def gated_delta_rule(
     return out_BSVd
 
 
+def gated_delta_rule_and_state(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """`gated_delta.gated_delta_rule_and_state` by the library."""
+    out_BSVd, state_BVdd = _library().rule(
+        *inputs, use_qk_l2norm_in_kernel=True, output_final_state=True
+    )
+    return out_BSVd, state_BVdd
+
+
 def gated_rms_norm(x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """`gated_delta.gated_rms_norm` by the library."""
     out_BSVd: Tensor = _library().norm(x_BSVd, gate_BSVd, weight_d, None, eps=eps)

@@ -68,6 +68,25 @@ def gated_delta_rule(
     return out_BSVd
 
 
+def gated_delta_rule_and_state(
+    q_BSKd: Tensor,
+    k_BSKd: Tensor,
+    v_BSVd: Tensor,
+    log_decay_BSV: Tensor,
+    beta_BSV: Tensor,
+    *,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` of sequences of one document, and their last states: fp32 [B, V, d, d].
+
+    A position with a beta and a log decay of 0 changes no state. No gradients.
+    """
+    out_BSVd, state_BVdd = _module(backend).gated_delta_rule_and_state(
+        q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV
+    )
+    return out_BSVd, state_BVdd
+
+
 def gated_rms_norm(
     x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float, *, backend: str = "torch"
 ) -> Tensor:

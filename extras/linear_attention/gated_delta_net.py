@@ -157,24 +157,33 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
 
     def _between(self, mixed_BSI: Tensor, position_BS: Tensor | None) -> Tensor:
         """Input of the output projection, from the output of the input projection, of own heads."""
-        d = self.value_head_dim
-        keys, values = (n // self.cp_size for n in (self.qk_dim_local_tp, self.v_dim_local_tp))
         qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
-        conv_CW = gathered(self.conv1d).weight.squeeze(1)
-        weight_CW = self._local(conv_CW, *self.in_proj_split_sections[:3])
-        qkv_BSC = causal_conv(qkv_BSC, weight_CW, position_BS, backend=self.backend)
-        q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv_BSC.split([keys, keys, values], -1))
-        rate_BSV = F.softplus(alpha_BSV.float() + self._local(self.dt_bias).float())
+        qkv_BSC = causal_conv(qkv_BSC, self._taps_CW(), position_BS, backend=self.backend)
         out_BSVd = gated_delta_rule(
-            q,
-            k,
-            v,
-            -self._local(self.A_log).float().exp() * rate_BSV,
+            *self._heads(qkv_BSC),
+            self._log_decay(alpha_BSV),
             beta_BSV.sigmoid(),
             position_BS,
             backend=self.backend,
         )
-        norm, gate_BSVd = gathered(self.out_norm), gate.unflatten(-1, (-1, d))
+        return self._gated(out_BSVd, gate)
+
+    def _taps_CW(self) -> Tensor:
+        conv_CW = gathered(self.conv1d).weight.squeeze(1)
+        return self._local(conv_CW, *self.in_proj_split_sections[:3])
+
+    def _heads(self, qkv_BSC: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of each head."""
+        keys, values = (n // self.cp_size for n in (self.qk_dim_local_tp, self.v_dim_local_tp))
+        parts = qkv_BSC.split([keys, keys, values], -1)
+        return tuple(x.unflatten(-1, (-1, self.value_head_dim)) for x in parts)
+
+    def _log_decay(self, alpha_BSV: Tensor) -> Tensor:
+        rate_BSV = F.softplus(alpha_BSV.float() + self._local(self.dt_bias).float())
+        return -self._local(self.A_log).float().exp() * rate_BSV
+
+    def _gated(self, out_BSVd: Tensor, gate: Tensor) -> Tensor:
+        norm, gate_BSVd = gathered(self.out_norm), gate.unflatten(-1, (-1, self.value_head_dim))
         return gated_rms_norm(out_BSVd, gate_BSVd, norm.weight, norm.eps, backend=self.backend)
 
     def _local(self, parameter: Tensor, *sections: int) -> Tensor:

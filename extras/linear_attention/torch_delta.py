@@ -44,6 +44,42 @@ def gated_delta_rule(
     position_BS: Tensor | None,
 ) -> Tensor:
     """`gated_delta.gated_delta_rule` in torch."""
+    return _in_chunks(q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)[0]
+
+
+def gated_delta_rule_and_state(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """`gated_delta.gated_delta_rule_and_state` in torch."""
+    return _in_chunks(*inputs, position_BS=None)
+
+
+def gated_delta_step(
+    q_BKd: Tensor,
+    k_BKd: Tensor,
+    v_BVd: Tensor,
+    log_decay_BV: Tensor,
+    beta_BV: Tensor,
+    state_BVdd: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, V, d] of one token, in the dtype of v, and the state behind it, fp32."""
+    shared = v_BVd.shape[1] // q_BKd.shape[1]
+    q, k = (_normalised(_at_least_fp32(x)).repeat_interleave(shared, 1) for x in (q_BKd, k_BKd))
+    state = state_BVdd * _at_least_fp32(log_decay_BV).exp()[..., None, None]
+    known = (k[..., None, :] @ state).squeeze(-2)
+    written = (_at_least_fp32(v_BVd) - known) * _at_least_fp32(beta_BV)[..., None]
+    state = state + k[..., :, None] * written[..., None, :]
+    out_BVd = (q[..., None, :] @ state).squeeze(-2) * q.shape[-1] ** -0.5
+    return out_BVd.to(v_BVd.dtype), state
+
+
+def _in_chunks(
+    q_BSKd: Tensor,
+    k_BSKd: Tensor,
+    v_BSVd: Tensor,
+    log_decay_BSV: Tensor,
+    beta_BSV: Tensor,
+    position_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output, and the state behind the last token."""
     shared, length = v_BSVd.shape[2] // q_BSKd.shape[2], v_BSVd.shape[1]
     q, k = (_normalised(_at_least_fp32(x)).repeat_interleave(shared, 2) for x in (q_BSKd, k_BSKd))
     q = q * q.shape[-1] ** -0.5
@@ -74,7 +110,7 @@ def gated_delta_rule(
         outputs.append(across[:, :, n] @ state + inside[:, :, n] @ new)
         state = state * over[:, :, n] + k[:, :, n].mT @ new
     out_BVSd = torch.cat(outputs, 2)[:, :, :length]
-    return out_BVSd.transpose(1, 2).to(v_BSVd.dtype)
+    return out_BVSd.transpose(1, 2).to(v_BSVd.dtype), state
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:

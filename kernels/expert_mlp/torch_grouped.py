@@ -10,6 +10,7 @@ the GEMM takes.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -129,13 +130,23 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
     if not a.is_cuda:
         # In bf16 oneDNN would compile a kernel for every new number of rows: 0.5 ms, and 0.6 MB
         # that are never freed. In fp32 MKL has one kernel for all of them.
-        a, b, dtype = a.float(), b.float(), a.dtype
-        product = torch._grouped_mm(a, b, offs=ends)
+        a, dtype = a.float(), a.dtype
+        few = not contracts_rows and len(a) < len(ends)
+        product = _of_few(a, b, ends) if few else torch._grouped_mm(a, b.float(), offs=ends)
         product = product[first:] if contracts_rows else product
         return (product if alpha_L is None else _scaled(product, alpha_L, plan)).to(dtype)
     product = torch._grouped_mm(a, b, offs=ends)
     product = product[first:] if contracts_rows else product
     return product if alpha_L is None else _scaled(product, alpha_L, plan)
+
+
+def _of_few(a_SI: Tensor, b_LIO: Tensor, ends_L: Tensor) -> Tensor:
+    """Rows of few tokens: torch would multiply, and copy, the weights of all experts."""
+    product_SO = a_SI.new_zeros(len(a_SI), b_LIO.shape[-1])
+    for expert, (begin, end) in enumerate(itertools.pairwise([0, *ends_L.tolist()])):
+        if begin < end:
+            product_SO[begin:end] = a_SI[begin:end] @ b_LIO[expert].float()
+    return product_SO
 
 
 def _scaled(y_SO: Tensor, alpha_L: Tensor, plan: ExpertPlan) -> Tensor:

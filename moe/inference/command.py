@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
 
 
+TEMPLATE_HELP = "Jinja template of chats (default: that beside the tokenizer, if there is one)"
+NO_TEMPLATE = (
+    "the tokenizer has no chat template: give --tokenizer FOLDER with one, or --chat-template FILE"
+)
+
+
 def parser(script: str, manual: str | None, special_text: str) -> argparse.ArgumentParser:
     """Parser with the options for checkpoint, tokenizer and device.
 

@@ -8,6 +8,7 @@ Legend: B sequences, S tokens of a sequence, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.inference.decoder import Decoder
 from phalanx.moe.model.packed import packed
 from phalanx.moe.plan.described import agreed_plan
 from phalanx.moe.router.recording import read_facts
@@ -82,6 +85,16 @@ class Predictor:
     def next_logits(self, tokens_1S: Tensor) -> Tensor:
         """Logits of the token after the last one, fp32 [V]."""
         return self._finite(self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1], "logits")
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The model with caches, for text of one token after another."""
+        reads_host = expert_backend(self.plan.cfg.kernels.backend).host_counts
+        graphs = self.device.type == "cuda" and not reads_host
+        return Decoder(self.cfg.model, self._model, self._read, self._finite, graphs=graphs)
+
+    def _read(self, tokens_BS: Tensor) -> Tensor:
+        return self._forward(tokens_BS, None)
 
     def losses(
         self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Tensor | None = None

@@ -170,21 +170,6 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         assert line.startswith(("sample: ", "evaluate: ")) and "Traceback" not in output.err
 
 
-def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample.write(Codec(None, ()), "aé€".encode() + b"\xe2", []) == 7
-    assert capsys.readouterr().out == "aé€\ufffd"
-
-
-def test_a_space_behind_the_prompt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Though the decoder strips one that a text begins with."""
-    codec = Codec(llama(), ())
-    for prompt, text, printed in (("a b", " c d", " c d"), ("a b", "c", "c"), ("", "c é", "c é")):
-        before = codec.encode(prompt)
-        new = codec.encode(prompt + text)[len(before) :] if text != "c" else [262]
-        assert codec.decode([262]) == "c" and sample.write(codec, new, before) == len(new)
-        assert capsys.readouterr().out == printed
-
-
 def test_a_model_that_is_no_number_has_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.moe.run.callbacks.samples import Sampler, generate
+from phalanx.moe.inference.sampling import Sampler
+from phalanx.moe.run.callbacks.samples import generate
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
