@@ -27,6 +27,7 @@ COMMANDS = {
     "plot_run": "phalanx-plot-run",
     "sample": "phalanx-sample",
     "evaluate": "phalanx-evaluate",
+    "serve": "phalanx-serve",
 }
 """Installed command of a script, as in pyproject.toml."""
 _ROOT = Path(__file__).resolve().parents[1]

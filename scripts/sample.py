@@ -27,7 +27,6 @@ from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.scripts.output.reader import may_leave
 
 if TYPE_CHECKING:
-    from phalanx.moe.data.tokenizer.codec import Codec
     from phalanx.moe.inference.generation import Piece
 
 
@@ -84,6 +83,7 @@ def sample(args: argparse.Namespace) -> None:
     from phalanx.moe.inference.chat import chat_of
     from phalanx.moe.inference.generation import Batch, texts
     from phalanx.moe.inference.sampling import Sampler
+    from phalanx.moe.inference.text import started
 
     prompts = args.prompt or [""]
     # A text does not depend on how many others there are.
@@ -158,20 +158,6 @@ class Page:
             print(flush=True)
             print(note, file=sys.stderr)
             self._number += 1
-
-
-def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
-    """Ids of a prompt, preceded by an end-of-document token if one is known.
-
-    `alone`: in training no document attends to the one before it. Raises ValueError without any
-    token.
-    """
-    ids = [*codec.ends[: 0 if alone else 1], *codec.encode(prompt)]
-    if not ids and alone:
-        raise ValueError("with data.document_mask nothing predicts a first token: give --prompt")
-    if not ids:
-        raise ValueError("nothing tells which token begins a document: give --prompt or --eod")
-    return ids
 
 
 if __name__ == "__main__":

@@ -96,8 +96,10 @@ class CachedLatentAttention(LatentAttention):
         packed_seq_params: Any = None,
         inference_context: Any = None,
     ) -> tuple[Tensor, ...]:
-        """As in training; of `NewTokens` the query [B, 1, H, r + F], key [B, 1, 1, r + F] and value
-        [B, 1, 1, r]."""
+        """As in training; for `NewTokens` a query per head, and one key and value for all heads.
+
+        Their shapes are [B, 1, H, r + F], [B, 1, 1, r + F] and [B, 1, 1, r].
+        """
         if isinstance(packed_seq_params, NewTokens):
             return self._of_new(hidden_states, packed_seq_params)
         made = super().get_query_key_value_tensors(

@@ -1,10 +1,24 @@
-"""Text of new tokens as they come: whole characters, up to a stop string."""
+"""Tokens of prompts, and text of new tokens as they come: whole characters, up to a stop string."""
 
 from collections.abc import Sequence
 
 from phalanx.moe.data.tokenizer.codec import Codec
 
 _BEFORE = 16  # tokens that are decoded with new ones, for decoders that join tokens
+
+
+def started(codec: Codec, prompt: str, *, alone: bool) -> list[int]:
+    """Ids of a prompt, preceded by an end-of-document token if one is known.
+
+    `alone`: in training no document attends to the one before it. Raises ValueError without any
+    token.
+    """
+    ids = [*codec.ends[: 0 if alone else 1], *codec.encode(prompt)]
+    if not ids and alone:
+        raise ValueError("with data.document_mask nothing predicts a first token: give --prompt")
+    if not ids:
+        raise ValueError("nothing tells which token begins a document: give --prompt or --eod")
+    return ids
 
 
 class TextStream:

@@ -29,8 +29,8 @@ def opened(overrides: list[str], std: float = 0.2) -> Iterator[Any]:
             weight.data.copy_(values * (5 if "softmax_offset" in name else 1))
 
     with (
-        mock.patch.object(module, "verify", lambda path, read: SimpleNamespace(step=0)),
-        mock.patch.object(module, "read_common", lambda path, record: common),
+        mock.patch.object(module, "verify", return_value=SimpleNamespace(step=0)),
+        mock.patch.object(module, "read_common", return_value=common),
         mock.patch.object(module, "load_weights", fill),
         module.opened(Path("none")) as predictor,
     ):

@@ -30,6 +30,7 @@ from phalanx.scripts import (
     plot_run,
     prepare_data,
     sample,
+    serve,
 )
 from tests.support import pages
 from tests.support.pages import (
@@ -54,6 +55,7 @@ PARSERS = {
     "plot_run": plot_run.parser().parse_args,
     "prepare_data": prepare_data.parser().parse_args,
     "sample": sample.parser().parse_args,
+    "serve": serve.parser().parse_args,
 }
 FLOW = (
     "embedding", "attention", "router", "dispatch", "plan", "experts", "fc1, activation, fc2",

@@ -1,0 +1,1 @@
+"""A model over HTTP on this machine, for looking at a run."""
