@@ -8,6 +8,7 @@ import argparse
 import copy
 import functools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,6 +112,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="copy the tokenizer's files from here (default: the tokenizer of the run's data)",
     )
+    p_out.add_argument(
+        "--chat-template",
+        type=folder_argument,
+        metavar="FILE",
+        help="Jinja template of chats (default: that of --tokenizer, if it has one)",
+    )
+    p_out.add_argument(
+        "--shard-size",
+        type=_bytes,
+        metavar="SIZE",
+        help="most bytes of weights in a file, such as 500MB (default: 5GB)",
+    )
     p_out.add_argument("--dtype", choices=["bf16", "fp32"], help="of weights (default: as saved)")
     _tokens(p_out, "what data, tokenizer or imported model say")
     return p
@@ -131,6 +144,16 @@ def _ids(text: str) -> list[int]:
         return [] if text == "none" else [int(word) for word in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected ids, or none") from None
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMG]B|)", text.strip(), re.IGNORECASE)
+    if found is None or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size, such as 500MB or 5GB")
+    return int(found[1]) * _UNITS[found[2].upper()]
 
 
 def special_tokens(args: argparse.Namespace) -> dict[str, int | list[int] | None]:
@@ -163,7 +186,7 @@ def import_(args: argparse.Namespace) -> None:
 def export(args: argparse.Namespace) -> None:
     import torch
 
-    from phalanx.moe.hf.convert import export_checkpoint
+    from phalanx.moe.hf.convert import SHARD, export_checkpoint
 
     path, tokens = checkpoint_of(args.checkpoint), special_tokens(args)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
@@ -173,6 +196,8 @@ def export(args: argparse.Namespace) -> None:
             args.out,
             dtype=dtypes[args.dtype],
             tokenizer=args.tokenizer,
+            chat_template=args.chat_template,
+            shard_bytes=args.shard_size or SHARD,
             tokens=tokens,
             verifying=bar("verifying", "B"),
             progress=bar("exporting"),
@@ -181,6 +206,7 @@ def export(args: argparse.Namespace) -> None:
     print("  transformers loads it with AutoModelForCausalLM.from_pretrained")
     if special.ids:
         print(f"  {' '.join(f'{name}={ids}' for name, ids in special.ids.items())}")
+    print("  README.md is a model card with what is on record; license and uses are yours to add")
     if unknown := [name for name in TOKENS if name not in {*special.ids, *tokens}]:
         print(f"  not known, left empty: {', '.join(unknown)} (--tokenizer FOLDER may tell)")
     for note in special.notes:

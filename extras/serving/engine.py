@@ -154,6 +154,8 @@ class Engine:
                 if job.cancelled.is_set() or self._closing.is_set():
                     break
             job.put(None)
+        except BadRequest as error:
+            job.put(error)
         except DataError as error:
             job.put(BadRequest(str(error)))
         except MISTAKES as error:

@@ -22,10 +22,13 @@ from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.moe.data.tokenizer.special_tokens import GENERATION, Chosen, SpecialTokens
 from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.card import CARD, Source, card
 from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
 from phalanx.moe.hf.source import INDEX, SourceFolder, all_finite, read_json
 from phalanx.moe.hf.tokenizer_files import (
+    SETTINGS,
+    TEMPLATE,
     check_tokenizer,
     files_of_data,
     files_of_folder,
@@ -127,7 +130,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]  # amount done since the last call, and total
 
-_SHARD = 5 << 30  # bytes of data in an exported file
+SHARD = 5_000_000_000  # bytes of data in an exported file
 _CONTEXT = 4096  # tokens, if neither run nor imported model define it
 
 
@@ -209,7 +212,8 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
-    shard_bytes: int = _SHARD,
+    chat_template: Path | None = None,
+    shard_bytes: int = SHARD,
     tokens: Chosen | None = None,
     verifying: Progress = lambda done, total: None,
     progress: Progress = lambda done, total: None,
@@ -220,6 +224,7 @@ def export_checkpoint(
         checkpoint: folder or address, of any run and layout; it is verified first.
         dtype: of the weights, bf16 or fp32; that of the checkpoint by default.
         tokenizer: folder whose tokenizer files are copied; that of the run's data by default.
+        chat_template: file in place of the tokenizer's.
         shard_bytes: maximum bytes of data in one file.
         tokens: ids of special tokens that replace the known ones.
         verifying: progress of the verification, in bytes.
@@ -263,8 +268,26 @@ def export_checkpoint(
         _write(unfinished / "config.json", text)
         _write(unfinished / GENERATION, special.generation)
         files.write(unfinished, special.ids, context)
+        if chat_template is not None:
+            _copy_template(chat_template, unfinished)
+        family, kept = text["model_type"], text["dtype"]
+        facts = Source(checkpoint, reader.common, saved.values, model, family, context, kept)
+        (unfinished / CARD).write_text(card(facts), encoding="utf-8")
         unfinished.rename(out)
     return replace(special, notes=(*special.notes, files.note))
+
+
+def _copy_template(file: Path, folder: Path) -> None:
+    """Put a chat template where readers look first, and nowhere else."""
+    try:
+        source = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConversionError(f"chat template {file} cannot be read: {reason}") from None
+    (folder / TEMPLATE).write_text(source)
+    settings = folder / SETTINGS
+    if settings.is_file() and "chat_template" in (values := read_json(settings)):
+        _write(settings, {name: v for name, v in values.items() if name != "chat_template"})
 
 
 _WORDS = "embedding.word_embeddings.weight"

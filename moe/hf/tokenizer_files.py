@@ -72,6 +72,7 @@ def imported_tokens(
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 FILES = (
     TOKENIZER,
     SETTINGS,
@@ -80,7 +81,7 @@ FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
 )
 
 
