@@ -38,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server says about its model."""
+    """Facts about the loaded model, for clients."""
 
     name: str  # of the run, or of the folder of a single checkpoint
     step: int
@@ -58,7 +58,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Part:
-    """What one step adds to a text."""
+    """The part of a text that one step adds."""
 
     choice: int
     text: str  # empty where more tokens decide

@@ -36,7 +36,7 @@ def error_body(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request asks for."""
+    """The contents of a request."""
 
     chat: bool
     prompts: tuple[str | tuple[int, ...], ...]  # texts or ids; empty for a chat

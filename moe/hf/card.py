@@ -34,7 +34,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Source:
-    """What a card is made of.
+    """The facts from which a card is made.
 
     Args:
         checkpoint: its folder or address.

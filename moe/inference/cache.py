@@ -1,4 +1,4 @@
-"""What the layers keep of tokens they have read, so that a new token is computed alone.
+"""Caches of tokens that layers have read, so that a new token is computed alone.
 
 A model reads prompts in one forward pass, by the kernels of training: prompts are padded behind
 their ends, which changes no result, and each attention layer keeps its keys and values. After that

@@ -91,7 +91,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a token adds to a text."""
+    """The part of a text that a token adds."""
 
     new: NextToken
     text: str

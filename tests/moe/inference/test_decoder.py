@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moe.inference.random_model import opened
 from tests.support.distributed import run_distributed
-from tests.support.random_model import opened
 
 pytestmark = pytest.mark.dist
 TINY = ["data=embedded", "data.sequence_length=64", "run.device=cpu"]
@@ -61,7 +61,7 @@ def test_a_cache_changes_no_text(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["tiny_gpt_oss", "tiny_deepseek"])
 def test_logits_in_bf16_differ_by_rounding(model: str) -> None:
-    """Of dense layers: rounding also moves a token to another expert now and then."""
+    """In dense layers, as rounding moves a token to another expert now and then."""
     dense = ["model.moe.dense_layers=${model.layers}"]
     overrides = [f"model={model}", "precision=bf16", *dense, *MODELS[model], *TINY]
     worst, _, _ = run_distributed(differences, 1, overrides, 4)[0]

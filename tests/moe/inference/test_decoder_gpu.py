@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 PROGRAM = """
 import json, sys, time
 import torch
-from tests.support.random_model import opened
+from tests.moe.inference.random_model import opened
 
 overrides, prompts, count = json.loads(sys.argv[1])
 with opened(overrides, std=0.05) as predictor:
