@@ -54,16 +54,19 @@ class CachedGatedDelta(GatedDelta):
             inputs_BWC = torch.cat((self.inputs, qkv_BSC), 1)
             qkv_BSC = causal_conv(inputs_BWC, taps_CW, backend="torch")[:, -1:]
             self.inputs.copy_(inputs_BWC[:, 1:])
-            heads = (x[:, 0] for x in self._heads(qkv_BSC))
+            q, k, v = (x[:, 0] for x in self._heads(qkv_BSC))
             decay_BV, beta_BV = log_decay_BSV[:, 0], beta_BSV[:, 0]
-            out_BVd, state = gated_delta_step(*heads, decay_BV, beta_BV, self.state)
+            out_BVd, state = gated_delta_step(q, k, v, decay_BV, beta_BV, self.state)
             self.state.copy_(state)
             return self._gated(out_BVd[:, None], gate)
         self.inputs = state_like(self.inputs, keep_last(qkv_BSC, before, length_B))
         qkv_BSC = causal_conv(qkv_BSC, taps_CW, backend=self.backend)
         padding_BS = torch.arange(qkv_BSC.shape[1], device=qkv_BSC.device) >= length_B[:, None]
+        q, k, v = self._heads(qkv_BSC)
         out_BSVd, state = gated_delta_rule_and_state(
-            *self._heads(qkv_BSC),
+            q,
+            k,
+            v,
             log_decay_BSV.masked_fill(padding_BS[..., None], 0),
             beta_BSV.masked_fill(padding_BS[..., None], 0),
             backend=self.backend,

@@ -159,8 +159,11 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         """Input of the output projection, from the output of the input projection, of own heads."""
         qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
         qkv_BSC = causal_conv(qkv_BSC, self._taps_CW(), position_BS, backend=self.backend)
+        q, k, v = self._heads(qkv_BSC)
         out_BSVd = gated_delta_rule(
-            *self._heads(qkv_BSC),
+            q,
+            k,
+            v,
             self._log_decay(alpha_BSV),
             beta_BSV.sigmoid(),
             position_BS,
@@ -172,11 +175,12 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         conv_CW = gathered(self.conv1d).weight.squeeze(1)
         return self._local(conv_CW, *self.in_proj_split_sections[:3])
 
-    def _heads(self, qkv_BSC: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, qkv_BSC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head."""
         keys, values = (n // self.cp_size for n in (self.qk_dim_local_tp, self.v_dim_local_tp))
         parts = qkv_BSC.split([keys, keys, values], -1)
-        return tuple(x.unflatten(-1, (-1, self.value_head_dim)) for x in parts)
+        q, k, v = (x.unflatten(-1, (-1, self.value_head_dim)) for x in parts)
+        return q, k, v
 
     def _log_decay(self, alpha_BSV: Tensor) -> Tensor:
         rate_BSV = F.softplus(alpha_BSV.float() + self._local(self.dt_bias).float())

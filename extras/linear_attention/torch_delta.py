@@ -47,9 +47,11 @@ def gated_delta_rule(
     return _in_chunks(q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)[0]
 
 
-def gated_delta_rule_and_state(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+def gated_delta_rule_and_state(
+    q_BSKd: Tensor, k_BSKd: Tensor, v_BSVd: Tensor, log_decay_BSV: Tensor, beta_BSV: Tensor
+) -> tuple[Tensor, Tensor]:
     """`gated_delta.gated_delta_rule_and_state` in torch."""
-    return _in_chunks(*inputs, position_BS=None)
+    return _in_chunks(q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, None)
 
 
 def gated_delta_step(

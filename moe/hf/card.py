@@ -215,8 +215,9 @@ def _records(source: Source) -> Iterator[dict[str, Any]]:
 
 def _run_folder(source: Source) -> Path | None:
     path = source.checkpoint
-    of_run = isinstance(path, Path) and path.parent.name == "checkpoints"
-    return path.parent.parent if of_run else None
+    if not isinstance(path, Path) or path.parent.name != "checkpoints":
+        return None
+    return path.parent.parent
 
 
 def _made_with(source: Source) -> Rows:

@@ -25,7 +25,7 @@ def install(layers: nn.ModuleList, m: ModelConfig) -> Reading:
     """Give every layer of a decoder a cache; return the object by which they learn of prompts."""
     reading = Reading()
     for number, layer in enumerate(layers):
-        attention = layer.self_attention
+        attention: Any = layer.self_attention
         if path := MIXERS[mixer(m, number)].cached:
             resolve_name(path)(attention, reading)
         elif isinstance(attention, LatentAttention):

@@ -77,3 +77,12 @@ def test_a_graph_changes_no_text(model: str, dense: bool) -> None:
         near = sum(error < 0.05 for error in result[how])
         assert near == 30 if dense else near >= 20, result[how]
     assert len(result["again"]) == 8
+
+
+def test_few_tokens_in_fp8() -> None:
+    """One token of each of three sequences: fewer rows than a block of scales has."""
+    overrides = ["model=tiny", "data=embedded", "data.sequence_length=512", "precision=fp8_block"]
+    overrides += ["model.hidden=128", "model.moe.ffn=128", "model.dense_ffn=128"]
+    result = measured([*overrides, "model.attention.head_dim=32"], 6)
+    assert result["captured"] and len(result["again"]) == 8
+    assert sum(error < 0.2 for error in result["graph"]) >= 9, result["graph"]
