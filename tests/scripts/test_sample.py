@@ -60,6 +60,25 @@ def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
     assert bytes_alone.code == 0 and bytes_alone.out.startswith("x\ufffd"), "not UTF-8"
 
 
+def test_prompts_together_have_the_texts_that_each_has(run: Path) -> None:
+    """With a context of 16 tokens, beyond which the texts grow."""
+    given = [word for text in ("def ", "im", "") for word in ("--prompt", text)]
+    given += ["--tokens", "20", "--no-stop", "--temperature", "1", "--top-k", "9"]
+    together, apart, plain = (
+        command(sample.main, run, *given, *how) for how in ([], ["--batch", "1"], ["--no-cache"])
+    )
+    assert together.code == apart.code == plain.code == 0
+    assert together.out == apart.out == plain.out and "-- text 3 of 3\n" in plain.out
+    assert together.err.count("-- 20 tokens, ") == 3
+    _, first, second = together.out.split("-- text ")[:3]
+    stop = first.splitlines()[1][8:10]
+    short = command(sample.main, run, *given[2:4], *given[6:], "--seed", "1", "--stop", "\udcff")
+    assert short.out == second.partition("\n")[2], "a text has the seed of its number"
+    ended = command(sample.main, run, *given[:2], *given[6:], "--stop", stop, "--stop", "unseen")
+    text = first.partition("\n")[2].removesuffix("\n")
+    assert ended.out == f"{text[: text.index(stop, 4)]}\n" and "-- 20 tokens" not in ended.err
+
+
 def _reached(at: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     with s3.credentials(at):
         return main(argv)
@@ -163,6 +182,10 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (evaluate.main, [run, tmp_path / "text.txt", "--json", tmp_path], "is a folder: name a"),
         (evaluate.main, [run, "s3://bucket/x.txt"], "is an address; evaluate copies"),
         (sample.main, [run, "--seed", "-1"], "--seed -1: must be a number from 0"),
+        (sample.main, [run, "--batch", "0"], "--batch 0: must be at least 1"),
+        (sample.main, [run, "--stop", ""], "--stop: an empty text is everywhere"),
+        (sample.main, [run, "--top-k", "3"], "--top-k 3: needs a --temperature above 0"),
+        (sample.main, [run, "--chat"], "has no chat template: give --tokenizer FOLDER with one"),
     ):
         output = command(main, *given)
         assert output.code == 2 and why in output.err and not output.out, output

@@ -85,4 +85,4 @@ def test_few_tokens_in_fp8() -> None:
     overrides += ["model.hidden=128", "model.moe.ffn=128", "model.dense_ffn=128"]
     result = measured([*overrides, "model.attention.head_dim=32"], 6)
     assert result["captured"] and len(result["again"]) == 8
-    assert sum(error < 0.2 for error in result["graph"]) >= 9, result["graph"]
+    assert sum(error < 0.5 for error in result["graph"]) >= 9, result["graph"]

@@ -40,6 +40,14 @@ def test_the_nucleus_has_the_fewest_tokens_of_that_probability(top_p: float, nuc
     assert abs(found[0] / 600 - share) < 0.1
 
 
+def test_the_k_most_likely_are_drawn_from() -> None:
+    found = drawn(Sampler(1.0, top_k=2), 600)
+    assert set(found) == {0, 1} and abs(found[0] / 600 - 0.5 / 0.8) < 0.1
+    # The nucleus is that of the tokens that are left.
+    assert set(drawn(Sampler(1.0, 0.62, top_k=2), 100)) == {0}
+    assert set(drawn(Sampler(1.0, top_k=99), 600)) == {0, 1, 2, 3}
+
+
 def test_a_seed_gives_one_text() -> None:
     one, other, third = (Sampler(1.0, seed=s) for s in (1, 1, 2))
     texts = [[sampler(LOGITS) for _ in range(50)] for sampler in (one, other, third)]
@@ -54,6 +62,8 @@ def test_a_seed_gives_one_text() -> None:
         ((1.0, 0.0), "--top-p 0.0"),
         ((1.0, 1.5), "--top-p 1.5"),
         ((0.0, 0.9), "--top-p 0.9: needs a --temperature"),
+        ((1.0, 1.0, 0, -1), "--top-k -1: must be 0"),
+        ((0.0, 1.0, 0, 5), "--top-k 5: needs a --temperature"),
         ((1.0, 1.0, -1), "--seed -1: must be a number from 0"),
         ((1.0, 1.0, 1 << 63), "--seed 9223372036854775808"),
     ],
