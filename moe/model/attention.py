@@ -246,7 +246,7 @@ class LatentAttention(MLASelfAttention):
        concatenates keys from their own part and the rotary part that all heads share. Here either
        is one pass (`kernels.core_attention.rope`, `kernels.core_attention.latent`).
 
-    Training only: there is no cache of keys.
+    Training only: `moe.inference.cached_attention` adds a cache.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
