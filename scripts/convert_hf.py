@@ -206,11 +206,11 @@ def export(args: argparse.Namespace) -> None:
     print("  transformers loads it with AutoModelForCausalLM.from_pretrained")
     if special.ids:
         print(f"  {' '.join(f'{name}={ids}' for name, ids in special.ids.items())}")
-    print("  README.md is a model card with what is on record; license and uses are yours to add")
     if unknown := [name for name in TOKENS if name not in {*special.ids, *tokens}]:
         print(f"  not known, left empty: {', '.join(unknown)} (--tokenizer FOLDER may tell)")
     for note in special.notes:
         print(f"  {note}")
+    print("  README.md is a model card with what is on record; license and uses are yours to add")
 
 
 def configured(determined_knobs: dict[str, Any], option: str | None) -> tuple[Config, list[str]]:

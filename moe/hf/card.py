@@ -151,7 +151,8 @@ def _training(source: Source) -> Rows:
     common, values = source.common, source.values
     if common.get("weights_only"):
         return []  # imported or averaged: nothing here was trained
-    rows = [("step", f"{common['step']:,}")]
+    record = commit.read_commit(source.checkpoint)
+    rows = [("step", f"{record.step:,}")]
     length = values.get("data.sequence_length")
     seen = common.get("data", {}).get("consumed_samples", 0) - common.get("skipped_samples", 0)
     seen -= common.get("data", {}).get("undone_samples", 0)
@@ -164,12 +165,12 @@ def _training(source: Source) -> Rows:
     if losses:
         mean = statistics.fmean(losses)
         rows.append((f"training loss, mean of {pluralize(len(losses), 'step')}", f"{mean:.4f}"))
-    record = _validation(source)
-    if "valid_loss" in record:
-        at = f"after step {record['step']:,}"
-        rows.append((f"validation loss {at}", f"{record['valid_loss']:.4f}"))
-    if "valid_bits_per_byte" in record:
-        rows.append(("validation, bits per byte", f"{record['valid_bits_per_byte']:.4f}"))
+    scores = _validation(source, record.step)
+    if "valid_loss" in scores:
+        at = f"after step {scores['step']:,}"
+        rows.append((f"validation loss {at}", f"{scores['valid_loss']:.4f}"))
+    if "valid_bits_per_byte" in scores:
+        rows.append(("validation, bits per byte", f"{scores['valid_bits_per_byte']:.4f}"))
     knobs = {
         "optim.kind": "optimizer",
         "optim.lr": "learning rate",
@@ -179,10 +180,9 @@ def _training(source: Source) -> Rows:
         "run.seed": "seed",
     }
     rows += [(name, _shown(values[knob])) for knob, name in knobs.items() if knob in values]
-    world = commit.read_commit(source.checkpoint).world
     sizes = ((name, values.get(f"parallel.{name}")) for name in _LAYOUT)
     split = [f"{name} {size}" for name, size in sizes if isinstance(size, int) and size > 1]
-    rows.append(("layout", ", ".join([pluralize(world, "rank"), *split])))
+    rows.append(("layout", ", ".join([pluralize(record.world, "rank"), *split])))
     return rows
 
 
@@ -190,11 +190,11 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _validation(source: Source) -> dict[str, Any]:
-    """The last validation up to the checkpoint's step, of the folder of its run."""
+def _validation(source: Source, step: int) -> dict[str, Any]:
+    """The last validation up to a step, of the folder of the checkpoint's run."""
     found: dict[str, Any] = {}
     for record in _records(source):
-        if "valid_loss" in record and record.get("step", 0) <= source.common["step"]:
+        if "valid_loss" in record and record.get("step", 0) <= step:
             found = record
     return found
 
@@ -226,7 +226,7 @@ def _made_with(source: Source) -> Rows:
 
     if (folder := _run_folder(source)) is None:
         return []
-    saved = f"saved: checkpoint of step {source.common['step']} "
+    saved = f"saved: checkpoint of step {commit.read_commit(source.checkpoint).step} "
     written = [r["time"] for r in _records(source) if str(r.get("event")).startswith(saved)]
     launches = []
     for file in (folder / "launches").glob("*.yaml"):
