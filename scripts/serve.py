@@ -7,7 +7,7 @@ One page shows text as it comes, with the probability of each token, and loads t
 at a button. /v1/models, /v1/completions and /v1/chat/completions are those of OpenAI, with streams.
 One process, one model on one GPU or on the CPU; requests wait for each other. There are no users
 and no keys: it listens on 127.0.0.1 unless --host says otherwise. Needs `pip install
-'phalanx[serve]'`.
+'phalanx-moe[serve]'`.
 """
 
 import argparse

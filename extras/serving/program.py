@@ -24,7 +24,7 @@ def serve(args: argparse.Namespace) -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
-        needed = f"this needs the package {missing.name}: pip install 'phalanx[serve]'"
+        needed = f"this needs the package {missing.name}: pip install 'phalanx-moe[serve]'"
         raise ValueError(needed) from None
     from phalanx.extras.serving.engine import Engine
 
