@@ -1,7 +1,10 @@
 #!/usr/bin/env python
-"""Evaluate a checkpoint on files: loss, perplexity, bits per byte.
+"""Evaluate a checkpoint on files: loss, perplexity, bits per byte; scores of tasks.
 
     python scripts/evaluate.py runs/NAME valid.jsonl data/wiki [--max-tokens N] [--json OUT]
+    python scripts/evaluate.py runs/NAME --tasks arithmetic.jsonl mmlu.jsonl
+
+Tasks are files of run.tasks (docs/scores.md): choices, answers, texts.
 
 Files are .jsonl, .json, .txt (or .gz, .zst of these) or .parquet with text, or .bin/.idx pairs by
 their prefix. One process, on a GPU if there is one. Documents are joined and cut into sequences of
@@ -18,10 +21,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs.tables.capabilities import TASKS
 from phalanx.moe.data.text_rows import read_keys
 from phalanx.moe.data.tokenizer.encoder import PLAIN, listed
 from phalanx.moe.data.tokenizer.special_tokens import check_pair, sidecars
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score
 
 _BATCH = 8
-_CPU_TOKENS = 2048
+_CPU_TOKENS = 2048  # of a batch; of tasks on a GPU too, whose logits are all computed
 
 
 @may_leave
@@ -49,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     p = command.parser("evaluate", __doc__, PLAIN)
     add = p.add_argument
-    add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
+    add("files", nargs="*", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
+    add("--tasks", nargs="+", default=[], metavar="FILE", help="JSON lines, as in run.tasks")
     add(
         "--key",
         action="append",
@@ -78,6 +84,8 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> None:
     """Print a row for each file, and one for all of them; `report_errors` tells errors."""
     positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
+    if not args.files and not args.tasks:
+        raise ValueError("nothing to evaluate: name a FILE with text, or --tasks FILE")
     if args.json and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
     if args.json and args.json.is_dir():
@@ -115,17 +123,37 @@ def evaluate(args: argparse.Namespace) -> None:
                 for part in score(predictor, text, args.context, batch):
                     scored[text.name] += part
                     bar.update(part.tokens)
+        tasks: tuple[dict[str, float], str] = {}, ""
+        if args.tasks:
+            tokens = args.batch * args.context if args.batch else _CPU_TOKENS
+            with progress("scoring", unit=" sequences") as bar:
+                tasks = resolve_name(TASKS).checkpoint_scores(
+                    predictor,
+                    codec(),
+                    args.tasks,
+                    context=args.context,
+                    tokens=tokens,
+                    progress=bar.update,
+                )
         header = {
             "checkpoint": str(predictor.path),
             "step": predictor.step,
             "context": args.context,
             "special_text": args.special_text,
         }
-    print(table(scored))
+    if scored:
+        print(table(scored))
+    if tasks[1]:
+        print(tasks[1])
     if args.json:
-        numbers = {name: content(each) for name, each in scored.items()}
-        report = json.dumps(header | {"files": numbers}, indent=2, allow_nan=False)
+        numbers: dict[str, Any] = {name: content(each) for name, each in scored.items()}
+        numbers = {"files": numbers} | ({"tasks": _finite(tasks[0])} if args.tasks else {})
+        report = json.dumps(header | numbers, indent=2, allow_nan=False)
         args.json.write_text(report + "\n")
+
+
+def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def _batch_on_cpu(context: int) -> int:

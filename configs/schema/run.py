@@ -100,6 +100,16 @@ class RunConfig:
     """Number of steps between validations; 0 turns validation off."""
     eval_batches: int = knob(8, at_least=1)
     """Number of global batches in a validation; every validation reads the same ones."""
+    tasks: list[str] = field(default_factory=list)
+    """Files of tasks, JSON lines, whose scores are measured: choices, answers, texts.
+
+    Those of the moving averages too, with `optim.ema` (docs/scores.md).
+    """
+    task_interval: int = 0
+    """Number of steps between scores of `run.tasks`; 0 takes `run.eval_interval`.
+
+    The last step has scores too.
+    """
     sample_every: int = 0
     """Number of steps between samples, greedy texts that go on with the data; 0 makes none.
 

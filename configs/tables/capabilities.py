@@ -53,6 +53,9 @@ MASK_CHECK = "phalanx.extras.chat.masks:check"
 """`(corpus, cfg.data)`: DataError if the loss mask of a pair is missing, or does not fit it."""
 MASKED_ROWS = "phalanx.extras.chat.masks:masked_rows"
 """`(cfg.data, vocabulary, sizes, rows of each part) -> rows` that know which labels count."""
+TASKS = "phalanx.extras.tasks.entry"
+"""Module of `run.tasks`: `prepared(cfg)` checks them, `TaskScores` is their callback, and
+`checkpoint_scores` is what scripts/evaluate.py calls."""
 
 KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)
 """Paths of `() -> (kernel class, configuration), ...`: for Hopper, built ahead of time."""

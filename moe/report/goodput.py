@@ -24,7 +24,7 @@ KINDS = {
     "reruns": "steps that were computed again, as experts had more tokens than rows",
     "skipped": "steps that were not applied, and rollbacks",
     UNDONE: "steps that a rollback or a restart has undone",
-    "validation": "validation",
+    "validation": "validation, and scores of tasks",
     "samples": "samples of text",
     "checkpoints": "checkpoints, as far as the run waits for them",
     "end": "what comes after the last step and its checkpoint",

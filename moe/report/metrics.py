@@ -119,7 +119,7 @@ class Metrics:
             sink.log(record)
         if "valid_loss" in record:
             self.text(f"-- {validation_line(record)}")
-        else:
+        elif not any(key.startswith("tasks") for key in record):
             self._row(record)
 
     def _row(self, record: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def tag(name: str) -> str:
     for group, starts in _GROUPS.items():
         if name.startswith(starts):
             return f"{group}/{name.removeprefix('valid_').removeprefix('balance/')}"
-    return f"train/{name}"
+    return name if name.startswith("tasks") else f"train/{name}"
 
 
 class Service:

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 
 from phalanx.configs import programs
 from phalanx.configs.arithmetic.batch_sizes import samples_after
@@ -17,6 +18,7 @@ from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.capabilities import TASKS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
@@ -187,11 +189,13 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _samples(cfg: Config) -> Iterator[str]:
-    """Check that the tokenizer of samples is known."""
+    """Check that the tokenizer of samples and tasks is known, and the files of tasks."""
     if cfg.run.sample_every:
         from phalanx.moe.data.tokenizer.codec import codec_of_run
 
         codec_of_run(cfg)
+    if cfg.run.tasks:
+        resolve_name(TASKS).prepared(cfg)
     yield from ()
 
 

@@ -4,6 +4,7 @@ Every check comes before the first record of an earlier launch is replaced.
 """
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from phalanx.configs.arithmetic.batch_sizes import samples_after
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.capabilities import TASKS
 from phalanx.moe.data.loader import Samples as Dataset
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.report.goodput import slow_start
@@ -99,6 +101,8 @@ def make_trainer(
     callbacks = list[Callback]()
     if valid_set is not None:
         callbacks.append(Validation(cfg, job, compute, valid_set, progress, metrics))
+    if cfg.run.tasks:
+        callbacks.append(resolve_name(TASKS).TaskScores(cfg, compute, progress, metrics))
     if samples is not None:
         callbacks.append(SampleText(cfg.run.sample_every, samples, metrics))
 

@@ -148,7 +148,7 @@ def _validation(cfg: Config, layers: list[LayerMemory]) -> int:
     Eager steps have freed their memory by then; a CUDA graph keeps its own pool.
     """
     run = cfg.run
-    forward = run.eval_interval > 0 or run.sample_every > 0 or bool(run.record_routing)
+    forward = run.eval_interval > 0 or run.sample_every > 0 or bool(run.record_routing or run.tasks)
     separate = run.graph == CAPTURED and forward
     return max(layer.saved + layer.offloaded for layer in layers) if separate else 0
 

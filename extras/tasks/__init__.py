@@ -1,0 +1,1 @@
+"""Scores of tasks, while a model trains and of a checkpoint."""
