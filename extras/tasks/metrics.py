@@ -128,7 +128,7 @@ def is_match(answer: str, right: Sequence[str], options: Options) -> bool:
         if stop:
             answer = answer.split(stop)[0]
     if options.strip:
-        answer = answer.lstrip()
+        answer, right = answer.strip(), [text.strip() for text in right]
     return _plain(answer, options) in {_plain(text, options) for text in right}
 
 

@@ -30,7 +30,7 @@ class Options:
     limit: int = 0  # number of first rows that are read; 0 reads all
     until: list[str] = field(default_factory=lambda: ["\n"])  # texts that end an answer
     max_tokens: int = 32  # most tokens of an answer
-    strip: bool = True  # blanks at the start of an answer do not count
+    strip: bool = True  # blanks around an answer do not count
     ignore_case: bool = False
     ignore_punctuation: bool = False
     ignore_numbers: bool = False
