@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """One picture of a run: loss, gradient norm, learning rate, tokens/s, experts, goodput.
 
-The largest attention logits are in it if they were measured.
+The largest attention logits and the scores of run.tasks are in it if they were measured.
 
     python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
 
@@ -155,11 +155,12 @@ def series(records: list[Record], key: str) -> dict[int, float]:
 
 
 def plot(records: list[Record], path: Path, heading: str) -> None:
-    """Six panels over the same steps, two more each with attention logits and with goodput."""
+    """Six panels over the same steps, two more each with logits, scores of tasks, and goodput."""
     pictures = pyplot()
     measured = [r for r in records if r.get("max_logits")]
     timed = [r for r in records if r.get("seconds")]
-    rows = 3 + bool(measured) + bool(timed)
+    tasks = list(dict.fromkeys(key for r in records for key in r if key.startswith("tasks")))
+    rows = 3 + bool(measured) + bool(tasks) + bool(timed)
     size = dict(figsize=(13, 1 + 3 * rows), layout="constrained", sharex=True)
     figure, axes = pictures.subplots(rows, 2, **size)
     _curve(axes[0, 0], records, "loss", "loss (nats a token)")
@@ -190,6 +191,11 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
         _curve(axes[3, 0], records, "max_logit", "largest attention logit", smooth=False)
         logits = [(r["step"], r["max_logits"]) for r in measured]
         _image(figure, axes[3, 1], logits, "largest attention logit of a layer")
+    if tasks:
+        panels = axes[3 + bool(measured)]
+        _scores(panels[0], records, tasks, ("acc", "exact_match"), "tasks: share that is right")
+        bits = ("bits_per_byte", "gold_bits_per_byte")
+        _scores(panels[1], records, tasks, bits, "tasks: bits per byte")
     if timed:
         _curve(axes[-1, 0], records, "goodput", "goodput", smooth=False)
         axes[-1, 0].set_ylim(0, 1)
@@ -223,6 +229,28 @@ def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool =
     low, high = min(values.values()), max(values.values())
     if key in ("loss", "grad_norm") and 0 < 10 * low < high:
         axes.set_yscale("log")
+
+
+def _scores(
+    axes: Any, records: list[Record], keys: list[str], wanted: Sequence[str], name: str
+) -> None:
+    """Scores of tasks; those of the moving averages are dashed."""
+    dashed = any(key.startswith("tasks_ema/") for key in keys)
+    name += " (dashed: moving averages)" if dashed else ""
+    axes.set_title(name, fontsize="medium", loc="left")
+    shown = [key for key in keys if key.rpartition("/")[2] in wanted]
+    tasks = list(dict.fromkeys(key.split("/")[1] for key in shown))
+    for key in shown:
+        kind, task, _ = key.split("/")
+        values, averaged = series(records, key), kind == "tasks_ema"
+        look: dict[str, Any] = dict(color=f"C{tasks.index(task) % 10}", marker="o", markersize=3)
+        look |= dict(linestyle="--" if averaged else "-", clip_on=False)
+        label = None if averaged and f"tasks/{task}/{key.rpartition('/')[2]}" in keys else task
+        axes.plot(list(values), list(values.values()), label=label, **look)
+    if shown:
+        axes.legend(fontsize="small", ncols=2)
+    else:
+        axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
 
 
 def _losses(axes: Any, records: list[Record]) -> None:

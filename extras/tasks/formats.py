@@ -104,7 +104,8 @@ def read_task(path: Path) -> Task:
     before = [
         _before(path, options, e, _shots(path, options, i, e, pool)) for i, e in enumerate(examples)
     ]
-    return Task(options.name or _stem(path), form.kind, options, tuple(examples), tuple(before))
+    name = re.sub(r"[^\w.+-]", "_", options.name or path.name.removesuffix(".jsonl"))
+    return Task(name, form.kind, options, tuple(examples), tuple(before))
 
 
 def centered_scores(kind: str) -> tuple[str, ...]:
@@ -112,10 +113,6 @@ def centered_scores(kind: str) -> tuple[str, ...]:
     if kind in (CHOICES, SCHEMA):
         return ("acc", "acc_norm", "acc_bytes")
     return {CONTINUATION: ("acc",), ANSWER: ("exact_match",)}.get(kind, ())
-
-
-def _stem(path: Path) -> str:
-    return re.sub(r"[^\w.+-]", "_", path.name.removesuffix(".jsonl"))
 
 
 def _rows(path: Path) -> tuple[Options, list[tuple[int, Doc]]]:

@@ -1,8 +1,9 @@
 """Examples as rows of tokens, split as lm-evaluation-harness splits them.
 
-Context and continuation are encoded together and split where the context alone ends; blanks at the
-end of a context belong to the continuation. An empty context is the token that ends documents. What
-is longer than the model's context loses its start. Texts are read in windows without overlap.
+Context and continuation are encoded together; what comes behind as many tokens as the context alone
+has is the continuation. Blanks at the end of a context belong to it. An empty context is the token
+that ends documents. What is longer than the model's context loses its start. Texts are read in
+windows that predict each token once.
 
 Legend: K alternatives of a row, N labels of each.
 """

@@ -244,3 +244,23 @@ def test_goodput_and_what_the_rest_went_to(
     assert [text.get_text() for text in share.get_legend().get_texts()] == ["start", "data"]
     top = max(point[1] for area in share.collections for point in area.get_paths()[0].vertices)
     assert top == pytest.approx(0.4), "of the first step, which has most of the start"
+
+
+def test_scores_of_tasks_have_two_panels(tmp_path: Path, figures: list[Any]) -> None:
+    """Those of the moving averages are dashed lines of the same colour."""
+    run = _run(tmp_path / "run", 4)
+    scores: list[dict[str, Any]] = []
+    for step in (2, 4):
+        scores.append({"step": step, "tasks/sums/acc": step / 10, "tasks/sums/acc_norm": 0.5})
+        scores.append({"step": step, "tasks/text/bits_per_byte": 2.0, "tasks/centered": 0.1})
+        scores.append({"step": step, "tasks_ema/sums/acc": step / 5})
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write("\n" + "\n".join(map(json.dumps, scores)))
+    assert plot_run.main([str(run)]) == 0
+    actual = panels(figures[0])
+    plain, averaged = actual["tasks: share that is right"].lines
+    assert plain.get_ydata().tolist() == [0.2, 0.4] and plain.get_label() == "sums"
+    assert averaged.get_ydata().tolist() == [0.4, 0.8]
+    assert averaged.get_linestyle() == "--" and averaged.get_color() == plain.get_color()
+    (bits,) = actual["tasks: bits per byte"].lines
+    assert bits.get_xdata().tolist() == [2, 4] and bits.get_label() == "text"
