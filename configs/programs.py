@@ -28,6 +28,7 @@ COMMANDS = {
     "sample": "phalanx-sample",
     "evaluate": "phalanx-evaluate",
     "serve": "phalanx-serve",
+    "make_tasks": "phalanx-make-tasks",
 }
 """Installed command of a script, as in pyproject.toml."""
 _ROOT = Path(__file__).resolve().parents[1]

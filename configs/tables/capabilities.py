@@ -54,8 +54,8 @@ MASK_CHECK = "phalanx.extras.chat.masks:check"
 MASKED_ROWS = "phalanx.extras.chat.masks:masked_rows"
 """`(cfg.data, vocabulary, sizes, rows of each part) -> rows` that know which labels count."""
 TASKS = "phalanx.extras.tasks.entry"
-"""Module of `run.tasks`: `prepared(cfg)` checks them, `TaskScores` is their callback, and
-`checkpoint_scores` is what scripts/evaluate.py calls."""
+"""Module with the callback of `run.tasks`, `TaskScores`, and `checkpoint_scores` of a model."""
+READ_TASKS = "phalanx.extras.tasks.prepared:prepared"  # `(cfg)`, or DataError, without torch
 
 KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)
 """Paths of `() -> (kernel class, configuration), ...`: for Hopper, built ahead of time."""

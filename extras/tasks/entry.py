@@ -1,20 +1,19 @@
-"""What the core and scripts/evaluate.py call: scores of tasks in a run, and of a checkpoint."""
+"""Entry to scores of tasks: the callback of a run, and a function of a checkpoint."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
 
-from phalanx.configs import programs
 from phalanx.configs.schema import Config
 from phalanx.extras.tasks.averaged import averaged
 from phalanx.extras.tasks.formats import read_tasks
 from phalanx.extras.tasks.forward import RunForward, checkpoint_forward
-from phalanx.extras.tasks.requests import Requests, requests_of
+from phalanx.extras.tasks.prepared import prepared
+from phalanx.extras.tasks.requests import requests_of
 from phalanx.extras.tasks.scoring import NotFinite, Scores, lines_of, numbers_of, score
-from phalanx.moe.data.tokenizer.codec import Codec, codec_of
+from phalanx.moe.data.tokenizer.codec import Codec
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.run.callbacks.callback import Callback
 from phalanx.moe.run.progress import Progress
@@ -24,19 +23,6 @@ from phalanx.parallel.fault.agreement import on_main
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
-
-
-def prepared(cfg: Config) -> tuple[list[Requests], Codec]:
-    """Requests of `run.tasks`, and the tokenizer; a DataError if they cannot be scored."""
-    data = {"config": {"data": asdict(cfg.data)}}
-    remedy = programs.here(
-        "run.tasks needs <prefix>.tokenizer.json next to each prefix of data.blend, where "
-        "prepare_data.py writes it; copy it there, or leave out run.tasks"
-    )
-    end = "correct that file, or leave out run.tasks"
-    tasks, vocabulary = read_tasks(cfg.run.tasks), cfg.model.vocab_size
-    codec = codec_of(data, vocabulary, None, remedy=remedy, end=end)
-    return [requests_of(task, codec, cfg.data.sequence_length) for task in tasks], codec
 
 
 class TaskScores(Callback):

@@ -51,7 +51,7 @@ class Example(NamedTuple):
 
 
 def between(delimiter: str, context: str, text: str) -> str:
-    """What separates a context from a text that may bring its own blank."""
+    """Separator of a context and a text, which may bring its own blank."""
     return "" if context[-1:].isspace() or text[:1].isspace() or not context else delimiter
 
 

@@ -2,8 +2,7 @@
 
 In a run the passes have the tokens of a micro-batch of training, as more and shorter sequences: all
 buffers of experts and exchanges keep their sizes, and short rows are not filled up to the length of
-training. All ranks run the same passes. A data parallel rank has a share of the rows; where it has
-fewer it repeats some, whose results do not count.
+training. All ranks run the same passes, of which each data parallel rank has a share of the rows.
 
 Legend: B sequences, S tokens of each, N tokens with a label, K alternatives of labels, V vocabulary
 of a rank.
@@ -86,7 +85,7 @@ class RunForward:
         own = rows[first : first + per_rank]
         parts = [own[i * sequences : (i + 1) * sequences] for i in range(self._calls)]
         inputs = [
-            step.context_shard(batch_of(part, rows[0], length, sequences, kinds)) for part in parts
+            step.context_shard(batch_of(part, rows, length, sequences, kinds)) for part in parts
         ]
         while True:
             reports = job.engine.forward_backward(
@@ -129,7 +128,7 @@ def checkpoint_forward(
             some, order = order[:many], order[many:]
             own = [rows[i] for i in some]
             kinds = max(len(row.labels_KN) for row in own)
-            inputs = batch_of(own, own[0], length, len(own), kinds)
+            inputs = batch_of(own, own, length, len(own), kinds)
             logits_BSV = predictor.logits(inputs["tokens"])
             inputs = {name: t.to(logits_BSV.device) for name, t in inputs.items()}
             numbers = row_scores(logits_BSV, inputs, kinds, None).tolist()
@@ -141,23 +140,24 @@ def checkpoint_forward(
     return forward
 
 
-def batch_of(rows: Sequence[Row], other: Row, length: int, sequences: int, kinds: int) -> Batch:
-    """Rows as a micro-batch, int64 and bool [B, S]; `other` stands where there are fewer.
+def batch_of(
+    rows: Sequence[Row], others: Sequence[Row], length: int, sequences: int, kinds: int
+) -> Batch:
+    """Rows as a micro-batch, int64 and bool [B, S]; what they leave free has text of `others`.
 
-    A sequence goes on with its row again: no earlier token depends on what follows, and tokens that
-    are all equal would choose the same experts.
+    No earlier token depends on what follows a row, and tokens that are all equal would choose the
+    same experts.
     """
-    tokens_BS = np.zeros((sequences, length), np.int64)
+    text = np.concatenate([np.array(row.inputs, np.int64) for row in others])
+    tokens_BS = np.resize(text, (sequences, length))
     scored_BS = np.zeros((sequences, length), bool)
     labels_KBS = np.zeros((kinds, sequences, length), np.int64)
-    for i in range(sequences):
-        row = rows[i] if i < len(rows) else other
-        tokens_BS[i] = np.resize(np.array(row.inputs, np.int64), length)
-        if i < len(rows):
-            stop = len(row.inputs)
-            for k, labels in enumerate(row.labels_KN):
-                labels_KBS[k, i, stop - len(labels) : stop] = labels
-            scored_BS[i, stop - len(row.labels_KN[0]) : stop] = True
+    for i, row in enumerate(rows):
+        stop = len(row.inputs)
+        tokens_BS[i, :stop] = row.inputs
+        for k, labels in enumerate(row.labels_KN):
+            labels_KBS[k, i, stop - len(labels) : stop] = labels
+        scored_BS[i, stop - len(row.labels_KN[0]) : stop] = True
     named = {f"labels_{k}": torch.from_numpy(each) for k, each in enumerate(labels_KBS)}
     position_BS = torch.arange(length).expand(sequences, length).contiguous()
     tokens = {"tokens": torch.from_numpy(tokens_BS), "position_ids": position_BS}

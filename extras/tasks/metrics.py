@@ -33,7 +33,7 @@ class Likelihood(NamedTuple):
 
 
 Results = Sequence[Sequence[Likelihood]]
-"""By row and alternative."""
+"""Results by row and alternative."""
 
 
 def scores_of(

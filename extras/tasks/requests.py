@@ -39,8 +39,8 @@ class Requests:
     task: Task
     rows: list[Row]
     parts: list[list[Part]]
-    """By example: of its options, of its continuation, or of the windows of its text. An answer has
-    one row, whose last token's successor begins it."""
+    """Places by example: of its options, of its continuation, or of the windows of its text; of an
+    answer one, whose most likely token begins it."""
 
 
 class Encoded:

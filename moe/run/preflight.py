@@ -18,7 +18,7 @@ from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.capabilities import TASKS
+from phalanx.configs.tables.capabilities import READ_TASKS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
@@ -195,7 +195,7 @@ def _samples(cfg: Config) -> Iterator[str]:
 
         codec_of_run(cfg)
     if cfg.run.tasks:
-        resolve_name(TASKS).prepared(cfg)
+        resolve_name(READ_TASKS)(cfg)
     yield from ()
 
 

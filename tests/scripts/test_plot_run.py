@@ -247,7 +247,7 @@ def test_goodput_and_what_the_rest_went_to(
 
 
 def test_scores_of_tasks_have_two_panels(tmp_path: Path, figures: list[Any]) -> None:
-    """Those of the moving averages are dashed lines of the same colour."""
+    """Moving averages are dashed lines of the same colour."""
     run = _run(tmp_path / "run", 4)
     scores: list[dict[str, Any]] = []
     for step in (2, 4):
