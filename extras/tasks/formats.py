@@ -244,9 +244,10 @@ def _of_schema(row: Doc) -> Example:
 
 
 def _of_continuation(row: Doc) -> Example:
-    return Example(
-        _text(row["context"], "context"), answers=(_text(row["continuation"], "continuation"),)
-    )
+    text = _text(row["continuation"], "continuation")
+    if not text:
+        raise ValueError("continuation is empty")
+    return Example(_text(row["context"], "context"), answers=(text,))
 
 
 def _of_answer(row: Doc) -> Example:

@@ -53,6 +53,8 @@ def scores_of(
             nats = statistics.fmean(one.nats for (one,) in found)
             record = _mean("acc", [one.greedy for (one,) in found])
             record["perplexity"] = _exp(-nats)
+            size = statistics.fmean(len(each.answers[0].encode()) for each in task.examples)
+            record["bits_per_byte"] = -nats / size / math.log(2)
         else:
             record = _of_texts(task.examples, [sum(w.nats for w in some) for some in found])
     return record | _centered(task, record)

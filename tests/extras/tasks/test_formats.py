@@ -85,6 +85,7 @@ def test_solved_examples_before_a_question(tmp_path: Path) -> None:
         ([{"task": {"format": "x"}}, {"text": "a"}], "the format 'x' is none of hellaswag"),
         ([{"task": {"fewshot": 1}}, {"text": "a"}], "fewshot is 1, and there are 0 other"),
         ([{"text": "a"}, {"texts": "a"}], "line 2 has no 'text'"),
+        ([{"context": "a", "continuation": ""}], "line 1: continuation is empty"),
         ([{"text": 1}], "line 1: text must be a text, not 1"),
         (['{"text": "\\ud800"}'], "line 1 is no JSON of text"),
         ([{"query": "a", "choices": ["b"], "gold": 0}], "line 1: choices must be a list"),

@@ -65,6 +65,7 @@ def test_perplexities(tmp_path: Path) -> None:
     rows = [{"context": "a", "continuation": "b"}, {"context": "a", "continuation": "c"}]
     found = scored(tmp_path, rows, [[-0.5], [-1500.5]])
     assert found["acc"] == 0.5 and found["perplexity"] == math.inf
+    assert found["bits_per_byte"] == pytest.approx(1501 / 2 / math.log(2))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_layouts_agree_with_the_checkpoint(
     folder = untrained(tmp_path, layout, world, trained.step, *given)
     (record,) = read(folder / "metrics.jsonl")
     found = of_record(record, "tasks/")
-    assert found.keys() == alone.keys() and len(found) == 45
+    assert found.keys() == alone.keys() and len(found) == 46
     assert found == pytest.approx(alone, rel=1e-4, abs=1e-9)
     assert 0 < found["continuation/acc"] < 1 and 0 < found["answers/exact_match"] < 1
 
