@@ -195,9 +195,9 @@ def facts(corpus: Sequence[str], rows: int, rng: random.Random) -> list[Row]:
                 following[context][word[0]] += 1
     known = []
     for context, counts in following.items():
-        ((word, often),) = counts.most_common(1)
+        ((answer, often),) = counts.most_common(1)
         if often >= max(_OFTEN, _SURE * counts.total()):
-            known.append((context, word))
+            known.append((context, answer))
     return _asked(known, rows, rng, "--corpus repeats too few words for facts")
 
 
