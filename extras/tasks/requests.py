@@ -48,7 +48,10 @@ class Encoded:
 
     def __init__(self, codec: Codec, texts: Iterable[str]) -> None:
         if not codec.ends:
-            raise DataError("the token that ends a document is not known: give --eod TOKEN")
+            raise DataError(
+                "the token that ends a document is not known: a tokenizer_config.json beside the "
+                "tokenizer.json names it, or --eod TOKEN of evaluate.py"
+            )
         self.end = codec.ends[0]
         wanted = list(dict.fromkeys(texts))
         for text in wanted:

@@ -35,6 +35,12 @@ LAYOUTS = {
     "both": (4, ["parallel.tensor=2", "parallel.context=2"]),
 }
 
+SHARDINGS = {
+    "overlapped": ["parallel.overlap=true"],
+    "sharded": ["parallel.overlap=false"],
+    "whole": ["parallel.distributed_optimizer=false"],
+}
+
 
 def evaluated(folder: Path, tasks: list[str], out: Path) -> dict[str, float]:
     """Scores of a checkpoint by evaluate.py."""
@@ -113,10 +119,13 @@ def test_training_goes_on_bit_for_bit(more: list[str], trained: Trained, tmp_pat
     assert all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())
 
 
-def test_averages_have_the_scores_of_their_checkpoint(trained: Trained, tmp_path: Path) -> None:
+@mostly_slow("sharding", SHARDINGS, "overlapped")
+def test_averages_have_the_scores_of_their_checkpoint(
+    sharding: str, trained: Trained, tmp_path: Path
+) -> None:
     given = [*TINY, *trained.given, "optim.ema=0.5", "run.steps=63", "parallel.expert=1"]
     given += [f"run.resume={trained.step}", f"run.dir={tmp_path}", "optim.lr=1e-2"]
-    given += ["optim.decay_steps=80", "run.name=ema"]
+    given += ["optim.decay_steps=80", "run.name=ema", *SHARDINGS[sharding]]
     main = run(2, given)[0]
     assert main.code == 0, main.err
     folder = tmp_path / "ema"
