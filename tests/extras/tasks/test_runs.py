@@ -101,8 +101,9 @@ def test_training_goes_on_bit_for_bit(more: list[str], trained: Trained, tmp_pat
     """With averages that are put in place of the weights after every step, and back."""
     found, tensors = [], []
     for name, scored in (("plain", False), ("scored", True)):
-        given = trained.given if scored else trained.overrides
-        given = [*TINY, *given, "optim.ema=0.9", "run.steps=3", *more]
+        tasks = ",".join(trained.tasks[-3:] if scored else [])
+        given = [*TINY, *trained.overrides, f"run.tasks=[{tasks}]", "optim.ema=0.9", *more]
+        given.append("run.steps=3")
         where = [f"run.dir={tmp_path}", f"run.name={name}", "run.task_interval=1"]
         main = run(2, [*given, *where])[0]
         assert main.code == 0, main.err
