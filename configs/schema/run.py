@@ -101,9 +101,7 @@ class RunConfig:
     eval_batches: int = knob(8, at_least=1)
     """Number of global batches in a validation; every validation reads the same ones."""
     tasks: list[str] = field(default_factory=list)
-    """Files of tasks that are scored, also with the averages of `optim.ema` (docs/scores.md)."""
-    task_interval: int = 0
-    """Steps between scores, which the last step has too; 0 takes `run.eval_interval`."""
+    """Files of tasks, scored with validations and after the last step (docs/scores.md)."""
     sample_every: int = 0
     """Number of steps between samples, greedy texts that go on with the data; 0 makes none.
 

@@ -32,12 +32,12 @@ class TaskScores(Callback):
     """
 
     def __init__(self, cfg: Config, step: Step, progress: Progress, metrics: Metrics) -> None:
-        super().__init__(cfg.run.task_interval or cfg.run.eval_interval)
+        super().__init__(cfg.run.eval_interval)
         self._cfg, self._step, self._progress, self._metrics = cfg, step, progress, metrics
         self._tasks, self._codec = on_main(lambda: prepared(cfg))
 
     def due(self, step: int) -> bool:
-        """After every so many steps, and after the last one."""
+        """After every validation, and after the last step."""
         return super().due(step) or step == self._cfg.run.steps
 
     def __call__(self, step: int) -> None:

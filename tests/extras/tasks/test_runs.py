@@ -104,7 +104,7 @@ def test_training_goes_on_bit_for_bit(more: list[str], trained: Trained, tmp_pat
         tasks = ",".join(trained.tasks[-3:] if scored else [])
         given = [*TINY, *trained.overrides, f"run.tasks=[{tasks}]", "optim.ema=0.9", *more]
         given.append("run.steps=3")
-        where = [f"run.dir={tmp_path}", f"run.name={name}", "run.task_interval=1"]
+        where = [f"run.dir={tmp_path}", f"run.name={name}", "run.eval_interval=1"]
         main = run(2, [*given, *where])[0]
         assert main.code == 0, main.err
         assert main.out.count("-- scores after step") == 3 * scored

@@ -21,10 +21,16 @@ def test_scores_between_replays(model: str, tmp_path: Path) -> None:
     text = Path(json.__file__).read_text()
     write(tmp_path / "tasks" / "text.jsonl", [{"text": text[:5000]}, {"text": "import os\n"}])
     tasks = sorted(map(str, (tmp_path / "tasks").glob("*.jsonl")))
-    given = [f"model={model}", "run.device=cuda", "run.graph=full_iteration", "run.steps=12"]
+    given = [
+        f"model={model}",
+        "run.device=cuda",
+        "run.graph=full_iteration",
+        "run.steps=12",
+        "run.eval_interval=4",
+    ]
     given += ["optim.ema=0.9", "run.deterministic=true", f"run.dir={tmp_path}"]
     call("train.py", *given, "run.name=plain")
-    scored = [f"run.tasks=[{','.join(tasks)}]", "run.task_interval=4", "run.name=scored"]
+    scored = [f"run.tasks=[{','.join(tasks)}]", "run.name=scored"]
     done = call("train.py", *given, *scored)
     assert done.stdout.count("-- scores after step") == 3
     assert done.stdout.count("-- scores of the moving averages after step") == 3
