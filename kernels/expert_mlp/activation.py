@@ -21,7 +21,6 @@ from torch import Tensor
 
 from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
 
-
 _GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
