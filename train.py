@@ -17,14 +17,16 @@ import atexit
 import contextlib
 import os
 import sys
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NoReturn
 
+from phalanx.configs.tables.capabilities import PHASES
 from phalanx.kernels.cache import folder
 from phalanx.moe.report.console import quiet
 from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.activity import set_activity, start_run
 from phalanx.parallel.fault.guard import Guard
-from phalanx.parallel.fault.signals import StopSignal
+from phalanx.parallel.fault.signals import AGAIN, PENDING, StopSignal
 
 if TYPE_CHECKING:
     from phalanx.configs.schema import Config
@@ -39,7 +41,7 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
             is taken apart before, which takes seconds.
 
     Returns:
-        The exit code.
+        The exit code; AGAIN if the next phase of the run is to begin, in a new process.
     """
     quiet()
     start_run()
@@ -54,28 +56,36 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
     if "--check" in argv:
         from phalanx.moe.run.check import check
 
-        return check(_configuration(argv))
+        return max(map(check, _configurations(argv)))
     with Guard() as guard, StopSignal() as stop:
-        cfg = _configuration(argv)
+        phases = _configurations(argv)
+        cfg = phases[-1]
         from phalanx.moe.run.check import dry_run, set_vocabulary
 
-        if problem := set_vocabulary(cfg):
+        if problem := next(filter(None, map(set_vocabulary, phases)), None):
             # On every host that lacks the data.
             _refuse(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
             return 2
         if cfg.run.dry_run:
-            return dry_run(cfg, argv)
+            return max(dry_run(each, argv) for each in phases)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return _train(cfg, argv, stop, guard, ends_process)
+        code = _train(phases, argv, stop, guard, ends_process)
+        if code == AGAIN and stop.received:
+            os.environ[PENDING] = stop.received
+        return code
 
 
-def _configuration(argv: list[str]) -> "Config":
-    """Configuration of the command line. Mistakes end the process, and torchrun's report of it."""
+def _configurations(argv: list[str]) -> "list[Config]":
+    """Configuration of the command line, or those of the phases of its run.
+
+    Mistakes end the process, and torchrun's report of it.
+    """
     from phalanx.configs.load import Ended, from_argv
 
     try:
-        return from_argv(argv)
+        cfg = from_argv(argv)
+        return resolve_name(PHASES.configurations)(cfg, argv) if cfg.run.phases else [cfg]
     except Ended as end:
         if end.code:
             launcher.tell(end.text.rstrip())
@@ -93,7 +103,7 @@ def _refuse(error: Exception, *, speaks: bool) -> None:
 
 
 def _train(
-    cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard, ends_process: bool
+    phases: "list[Config]", argv: list[str], stop: StopSignal, guard: Guard, ends_process: bool
 ) -> int:
     """Say what starts, then import what takes seconds, then train."""
     from phalanx.configs.redact import redacted
@@ -102,7 +112,7 @@ def _train(
     from phalanx.moe.run.preflight import finished_lines, newest_checkpoint
     from phalanx.parallel.megatron.imports import check_version
 
-    rank, world = int(os.environ.get("RANK", "0")), launcher.launcher_world()
+    rank, world, cfg = int(os.environ.get("RANK", "0")), launcher.launcher_world(), phases[-1]
     console = Console(rank)
     with console.copied():
         try:
@@ -124,7 +134,7 @@ def _train(
             with importing_megatron():
                 from phalanx.moe.run.entry import run
 
-            launch = Launch(command_line(argv), console)
+            launch = Launch(command_line(argv), console, phases)
             return run(cfg, stop, guard, launch, ends_process=ends_process)
         except KeyboardInterrupt:
             print(
@@ -153,7 +163,9 @@ def _leave(code: int) -> NoReturn:
 def command() -> NoReturn:
     """`train.py`, or `phalanx-train` where the wheel is installed."""
     try:
-        _leave(main(sys.argv[1:], ends_process=True))
+        if (code := main(sys.argv[1:], ends_process=True)) == AGAIN:
+            resolve_name(PHASES.again)()
+        _leave(code)
     except ModuleNotFoundError as missing:
         from phalanx.configs import programs
 

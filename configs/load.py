@@ -123,7 +123,8 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         elsewhere = config.parallel.world_size not in (0, ranks)
         any_ranks = elsewhere or bool(config.run.dry_run) or (args.check and not launched)
         searches = isinstance(config.run.dry_run, str)
-        validate(config, ranks, experiment, any_ranks=any_ranks, laid_out=not searches)
+        if not config.run.phases:  # which are checked one by one
+            validate(config, ranks, experiment, any_ranks=any_ranks, laid_out=not searches)
         if elsewhere and not only_looks:
             _leave(_layout(config))
     except ConfigError as error:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from phalanx.parallel.connections import Connections
 from phalanx.parallel.fault.launcher import launcher_world
-from phalanx.parallel.fault.signals import end_with_parent
+from phalanx.parallel.fault.signals import REPLACED, end_with_parent
 from phalanx.parallel.megatron import cpu, weight_grad
 from phalanx.parallel.megatron.imports import check_version
 
@@ -99,9 +99,9 @@ def start(
         limit = datetime.timedelta(seconds=timeout if on_cpu else timeout + 10)
         store = _meet(rank, world, limit)
         # torchrun may give all attempts of --max-restarts one store (torch 2.11), in which the
-        # ranks would find the addresses of their dead predecessors.
+        # ranks would find the addresses of their dead predecessors; so would those of a next phase.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt_{attempt}", store)
+        store = dist.PrefixStore(f"attempt_{attempt}{os.environ.get(REPLACED, '')}", store)
         met(store)
         dist.init_process_group(
             "gloo" if on_cpu else "nccl",

@@ -21,7 +21,7 @@ from phalanx.configs.schema.model import (
 from phalanx.configs.schema.optim import OptimConfig
 from phalanx.configs.schema.parallel import ParallelConfig
 from phalanx.configs.schema.precision import PrecisionConfig
-from phalanx.configs.schema.run import RunConfig
+from phalanx.configs.schema.run import PhaseConfig, RunConfig
 
 __all__ = [
     "AttentionConfig",
@@ -33,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PhaseConfig",
     "PrecisionConfig",
     "RouterConfig",
     "RunConfig",

@@ -9,6 +9,19 @@ from phalanx.configs.tables.trackers import TRACKERS
 
 
 @dataclass
+class PhaseConfig:
+    """One phase of a run, an entry of `run.phases`."""
+
+    name: str = ""  # which no other phase of the run has
+    steps: int = 0  # optimizer steps of the phase; 0: those that `tokens` take
+    tokens: float = 0.0  # it ends with the step that reaches them
+    overrides: list[str] = field(default_factory=list)  # of the run, as on a command line
+    keep_schedule: bool = False  # the learning rate goes on by the schedule of the phase before
+    first: int = 0  # steps of the run before the phase; not to be set
+    schedule_begin: int = 0  # steps before those of the schedule; not to be set
+
+
+@dataclass
 class RunConfig:
     """One run: length, checkpoints, logging."""
 
@@ -27,6 +40,12 @@ class RunConfig:
     """
     steps: int = knob(100, at_least=1)
     """Number of optimizer steps of the whole run, including those before a resume."""
+    phases: list[PhaseConfig] = field(default_factory=list)
+    """Phases that the run goes through by itself, as for a longer context or other data at its end.
+
+    Each has a `name`, `steps` or `tokens`, and `overrides` (docs/phases.md); `steps` of the run are
+    then those of all phases.
+    """
     seed: int = 1
     """Seed of the initial weights, which are the same for every layout."""
     device: str = knob("auto", choices=("auto", "cuda", "cpu"))

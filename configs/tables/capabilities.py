@@ -46,6 +46,27 @@ OVERLAP = OverlapParts(
     schedule="phalanx.extras.overlap.schedule:OverlappedSchedule",
 )
 
+
+@dataclass(frozen=True)
+class PhaseParts:
+    """Parts of phases, `run.phases`, and of a resume that reads other samples."""
+
+    configurations: str
+    """`(cfg, argv) -> list[Config]`, one of each phase; mistakes end the process."""
+    present: str  # `(phases, store, rank) -> Config` of the phase that is to go on
+    again: str  # `()`: replaces this process by a new one of the same command
+    carried: str  # `(state, cfg, dataset) -> state` of a checkpoint, as this run goes on from it
+    rows: str  # `(cfg, samples, carried) -> Samples` that go on from the positions of sources
+
+
+PHASES = PhaseParts(
+    configurations="phalanx.extras.phases.configurations:configurations",
+    present="phalanx.extras.phases.walk:present",
+    again="phalanx.extras.phases.walk:again",
+    carried="phalanx.extras.phases.positions:carried",
+    rows="phalanx.extras.phases.positions:rows",
+)
+
 WIRE = "phalanx.extras.overlap.paced:paced"
 """`(group, x, *, spreads) -> context` of a collective on the slow network of PHALANX_WIRE."""
 

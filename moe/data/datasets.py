@@ -83,6 +83,11 @@ class Indexed:
         """int64 [S + 1]: positions of the tokens of a row in their pieces of documents."""
         return positions(self._rows.pieces(index))
 
+    @property
+    def parts(self) -> list[Any]:
+        """Rows of each source."""
+        return list(getattr(self._rows, "datasets", [self._rows]))
+
     def source(self, index: int) -> int:
         """Number in `sources` of the one that a row comes from."""
         return int(self._rows.dataset_index[index]) if isinstance(self._rows, _Blend) else 0
@@ -241,6 +246,8 @@ class _Endless(MegatronDataset):
     GPTDataset would shuffle all epochs together, so that the order would depend on run.steps.
     """
 
+    first = 0  # row that is read as the first one
+
     def __init__(
         self,
         dataset: IndexedDataset,
@@ -283,7 +290,7 @@ class _Endless(MegatronDataset):
         return epoch.pieces(offset)
 
     def _locate(self, index: int) -> "tuple[_Epoch, int]":
-        number, offset = divmod(int(index), self._epoch_samples)
+        number, offset = divmod(int(index) + self.first, self._epoch_samples)
         current = self._current  # another loader's thread may replace it concurrently
         if current is None or current[0] != number:
             current = self._current = (number, self._epoch(number))
@@ -342,12 +349,12 @@ class _Blend(BlendedDataset):
         if len(spans) == 1 and all(spans[0].weights):
             key["weights"] = self.weights
         else:
-            key["spans"], build = spans, partial(_mixed, spans, self.size)
+            key["spans"], build = spans, partial(mixed, spans, self.size)
         with _without_cache_warning():
             return shared_arrays(self.config.index_folder, "blend", key, build)
 
 
-def _mixed(spans: Sequence[Span], size: int) -> tuple[np.ndarray, np.ndarray]:
+def mixed(spans: Sequence[Span], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Source of each of the first `size` rows, int16, and its number in the source, int64."""
     sources, rows = np.zeros(size, np.int16), np.zeros(size, np.int64)
     taken = np.zeros(len(spans[0].weights), np.int64)

@@ -66,11 +66,11 @@ def build_datasets(
         return train, valid if valid_samples else None
     if data.source not in ("embedded", "indexed"):
         raise DataError(f"data.source={data.source} is not embedded, indexed or synthetic")
-    plan = _agreed(lambda: datasets.plan(data, vocab_size, sizes), lambda plan: plan.fingerprint)
-    built = _agreed(lambda: datasets.build(plan, vocab_size, sizes), lambda _: "")
+    plan = agreed(lambda: datasets.plan(data, vocab_size, sizes), lambda plan: plan.fingerprint)
+    built = agreed(lambda: datasets.build(plan, vocab_size, sizes), lambda _: "")
     if any(source.labels < 1 for part in plan.sources for source in part):
         args = data, vocab_size, sizes, built
-        built = _agreed(lambda: resolve_name(MASKED_ROWS)(*args), lambda rows: rows[0].fingerprint)
+        built = agreed(lambda: resolve_name(MASKED_ROWS)(*args), lambda rows: rows[0].fingerprint)
     return built[0], built[1] if valid_samples else None
 
 
@@ -98,7 +98,7 @@ class Synthetic:
         raise LookupError("random tokens have no documents")
 
 
-def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
+def agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
     """Run `work` on every rank; if one fails, or marks differ, all raise the same DataError."""
     error, result = None, None
     try:

@@ -26,8 +26,9 @@ def check(cfg: Config) -> int:
         found.notes.append(f"vocabulary: {line}")
     found.errors += _on_this_machine(cfg)
     if os.environ.get("RANK", "0") == "0":
+        phase = f"phase {cfg.run.phases[-1].name}: " if cfg.run.phases else ""
         for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
-            print(redacted(line), file=sys.stderr)
+            print(redacted(phase + line), file=sys.stderr)
     return exit_code(found.errors[0]) if found.errors else 0
 
 
@@ -100,6 +101,8 @@ def dry_run(cfg: Config, argv: list[str]) -> int:
     except (ConfigError, DataError) as error:
         page, code = redacted(f"error: {error}\n"), 2
     if os.environ.get("RANK", "0") == "0":
+        for phase in cfg.run.phases[-1:]:
+            print(f"phase {phase.name}: steps {phase.first + 1} to {cfg.run.steps}")
         print(page, end="", file=sys.stderr if page.startswith("error") else sys.stdout)
     return code
 

@@ -2,12 +2,14 @@
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch.distributed as dist
 
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.capabilities import PHASES
 from phalanx.moe.plan.described import agreed_plan
 from phalanx.moe.run.failure import emit_error, exit_with
 from phalanx.moe.run.launch import Launch
@@ -16,12 +18,13 @@ from phalanx.moe.run.preflight import finished_lines
 from phalanx.moe.run.shared import compare_settings
 from phalanx.moe.run.start import make_trainer
 from phalanx.moe.run.trainer import Trainer
+from phalanx.parallel.checkpoint.start import OtherPhase
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.fault.activity import set_activity
 from phalanx.parallel.fault.agreement import on_main
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.launcher import launcher_world
-from phalanx.parallel.fault.signals import StopSignal
+from phalanx.parallel.fault.signals import AGAIN, StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.run_folder import check_shared, lock
 from phalanx.parallel.runtime import Runtime, start
@@ -47,10 +50,12 @@ def run(
     try:
 
         def met(store: dist.Store) -> None:
-            nonlocal watchdog
+            nonlocal watchdog, cfg
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
             watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
+            if launch.phases[1:]:
+                cfg = resolve_name(PHASES.present)(launch.phases, store, rank)
             set_activity("start: comparison of settings")
             compare_settings(cfg, store, rank, world)
             set_activity("start: process groups")
@@ -83,10 +88,13 @@ def run(
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
                 check_shared(folder)
-            trainer = make_trainer(
-                cfg, runtime, stop, launch, held if runtime.is_main else None, plan
-            )
-            trainer.fit()
+            own, code = held if runtime.is_main else None, AGAIN
+            with suppress(OtherPhase):  # of the valid checkpoint before damaged ones
+                trainer = make_trainer(cfg, runtime, stop, launch, own, plan)
+                trainer.fit()
+                done = trainer.step >= cfg.run.steps
+                if not done or cfg is launch.phases[-1]:
+                    code = 0 if done else cfg.run.requeue_code
         watchdog.close()
     except Exception as error:
         rank, training = int(os.environ.get("RANK", "0")), trainer is not None
@@ -99,4 +107,4 @@ def run(
             error, stop, rank=rank, training=training, watchdog=watchdog, connections=shared
         )
     end_runtime(runtime) if ends_process else stop_runtime(runtime)
-    return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code
+    return code

@@ -35,6 +35,7 @@ class Launch:
 
     command: str
     console: Console
+    phases: Sequence[Config]  # configurations of the phases of the run, or its own
 
     def keep(self, cfg: Config, folder: Path, device: str, facts: dict[str, str]) -> None:
         """Record this launch in the run folder, which is created. Collective.

@@ -100,7 +100,7 @@ def finished_lines(cfg: Config) -> list[str]:
             return []
         start = run_start.decide(run, record, path)
         known = saved_config.configuration(path)
-        compare(known.config, redacted(asdict(cfg)), known.samples)
+        compare(known.config, redacted(asdict(cfg)), known.samples, step=known.step)
     except (*_WRONG, Invalid, OSError):
         return []
     lines = [start.note] if start.note else []
@@ -297,7 +297,10 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
             yield start.note
         if path is not None:
             known = saved_config.configuration(path)
-            compare(known.config, redacted(asdict(cfg)), known.samples)
+            which = {"step": known.step, "begins": start.begins}
+            compare(known.config, redacted(asdict(cfg)), known.samples, **which)
+    except run_start.OtherPhase:
+        pass  # of a run that is checked as a whole
     except Invalid:
         pass  # all ranks verify its checksums at the start, report the problem and set it aside
     except OSError as error:

@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pkgutil import resolve_name
 from typing import Any
 
 from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after, spans
@@ -20,11 +21,12 @@ from phalanx.configs.arithmetic.data_stages import begun
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config, RunConfig
+from phalanx.configs.tables.capabilities import PHASES
 from phalanx.moe.data.loader import Loader, Samples, build_datasets
 from phalanx.moe.data.sources import stage_line
 from phalanx.moe.job import Job
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
-from phalanx.parallel.checkpoint.start import Start
+from phalanx.parallel.checkpoint.start import Start, other_rows
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
@@ -126,8 +128,15 @@ class Health:
         return f"{(value - mean) / spread:.1f} sigma above the last {len(seen)} (run.skip_spikes)"
 
 
-def datasets(cfg: Config, samples: int) -> tuple[Samples, Samples | None]:
-    """Training set of so many samples, and the validation set if the run validates. Collective."""
+def datasets(
+    cfg: Config, samples: int, carried: dict[str, Any] | None = None
+) -> tuple[Samples, Samples | None]:
+    """Training set of so many samples, and the validation set if the run validates. Collective.
+
+    Sources go on from positions that are `carried` from a checkpoint of other data.
+    """
+    if carried:
+        return resolve_name(PHASES.rows)(cfg, samples, carried), None
     run = cfg.run
     valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
     return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
@@ -157,14 +166,17 @@ class TrainingData:
         self._cfg = cfg
         self.loader = make_loader(cfg, job, dataset, spans(cfg.data))
         self._batch = 0  # last one that was reported
+        self.carried: dict[str, Any] = {}
+        """Where the sources go on since the run reads other samples (extras/phases/positions.py).
+        """
 
     def fit(self, step: int) -> None:
         """Fit the dataset to all steps after `step`, if the cursor was moved."""
         loader = self.loader
         left = max(0, self._cfg.run.steps - step)
         wanted = loader.undone_samples + samples_after(self._cfg.data, left, loader.step_samples)
-        if wanted != len(loader.dataset):
-            loader.dataset, _ = datasets(self._cfg, wanted)
+        if wanted != len(loader.dataset) or self.carried:
+            loader.dataset, _ = datasets(self._cfg, wanted, self.carried)
 
     def news(self, before: int) -> Iterator[str]:
         """Lines on what is new in the data of a step, which began at `before` samples."""
@@ -191,6 +203,7 @@ class Progress:
         self.skipped_samples = 0  # of the steps so far that were skipped
         self.origin: Place | None = None  # checkpoint from which this run has resumed
         self.lr_change = ""  # line on a next step whose learning rate departs from the checkpoint's
+        self._begins: Place | None = None  # checkpoint of another run that this one begins with
         self.imported: dict[str, Any] = {}
         """Fields of an imported model without a knob, which an export of this run needs."""
 
@@ -198,7 +211,8 @@ class Progress:
     def tokens(self) -> int:
         """Number of tokens of the updates so far: none of a step that was skipped or undone."""
         samples = self._data.loader.step_samples - self.skipped_samples
-        return samples * self._cfg.data.sequence_length
+        before: int = self._data.carried.get("tokens", 0)
+        return before + samples * self._cfg.data.sequence_length
 
     def state(self) -> dict[str, Any]:
         """State of the loop, which is saved beside weights and optimizer."""
@@ -206,6 +220,7 @@ class Progress:
             "config": redacted(asdict(self._cfg)),
             "step": self.step,
             "data": self._data.loader.state_dict(),
+            "carried": self._data.carried,
             "skipped_samples": self.skipped_samples,
             "health": self.health.state_dict(),
             "huggingface": self.imported,
@@ -228,13 +243,15 @@ class Progress:
             elif run.resume == "never":
                 reason = "run.resume=never"
             return f"from scratch ({reason})"
+        self._begins = path if start.begins else None
         state = self._load(path)
         self._data.loader.load_state_dict(state["data"])
         self.origin = path
         if state.get("weights_only"):
             return f"from the weights of {path}"
-        optim = in_steps(self._cfg.optim, self._cfg.data)
-        self.lr_change = change(state.get("config", {}), optim, run.steps, self.step)
+        if not run.phases:  # which say it
+            optim = in_steps(self._cfg.optim, self._cfg.data)
+            self.lr_change = change(state.get("config", {}), optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
     def roll_back(self, fault: str) -> Place:
@@ -258,11 +275,15 @@ class Progress:
 
     def _load(self, path: Place) -> dict[str, Any]:
         """Restore everything but the data cursor from a checkpoint; return the loop's state."""
-        engine = self._job.engine
-        state = self.checkpoints.load(
-            path, engine.chunks, engine.optimizer, engine.scheduler, redacted(asdict(self._cfg))
-        )
-        self.step = state["step"]
+        engine, config = self._job.engine, redacted(asdict(self._cfg))
+        parts, begins = (engine.optimizer, engine.scheduler), path == self._begins
+        state = self.checkpoints.load(path, engine.chunks, *parts, config, begins=begins)
+        if other_rows(state["config"], config, state["data"]["consumed_samples"]):
+            state = resolve_name(PHASES.carried)(state, self._cfg, self._data.loader.dataset)
+        self.step, self._data.carried = state["step"], state.get("carried", {})
+        if phases := self._cfg.run.phases:
+            engine.scheduler.num_steps = 0
+            engine.scheduler.step(self.step - phases[-1].schedule_begin)
         self.imported = state.get("huggingface", {})
         self.skipped_samples = state.get("skipped_samples", 0)
         self.health.load_state_dict(state.get("health", {}))

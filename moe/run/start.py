@@ -77,6 +77,7 @@ def make_trainer(
         checkpoint_root(cfg),
         keep_last=cfg.run.keep_last,
         keep_every=cfg.run.keep_every,
+        keep_steps=[phase.first for phase in cfg.run.phases],
         async_save=background,
         dp_cp_group=job.groups.pg.dp_cp,
         may_write=may_write,
@@ -111,7 +112,8 @@ def make_trainer(
             return
         metrics.text(describe(job, resumed, data.loader, valid_set))
         metrics.start(facts | {"start_parts": startup_times()})
-        for line in (slow_start(), progress.lr_change, faults.summary()):
+        phases = [f"phase {each.name} from step {each.first + 1} on" for each in cfg.run.phases]
+        for line in (*phases[-1:], slow_start(), progress.lr_change, faults.summary()):
             if line:
                 metrics.event(line)
 

@@ -74,6 +74,7 @@ class Checkpointer:
         folder: on a file system that all ranks share, or a prefix of an object store; created.
         keep_last: newest committed checkpoints to keep, at least 1.
         keep_every: keep for good those of steps that are multiples of it; 0 for none.
+        keep_steps: steps whose checkpoints are kept for good too.
         async_save: write in a forked process; `poll`, the next `save` or `close` commits.
         dp_cp_group: data and context parallel group: its ranks divide the writing of replicas.
         may_write: called by rank 0 before folders get or lose a name; raises if the run may not.
@@ -89,6 +90,7 @@ class Checkpointer:
         *,
         keep_last: int,
         keep_every: int = 0,
+        keep_steps: Sequence[int] = (),
         async_save: bool,
         dp_cp_group: Any,
         may_write: Callable[[], None] = lambda: None,
@@ -97,7 +99,8 @@ class Checkpointer:
         if keep_last < 1:
             raise ValueError(f"run.keep_last={keep_last}: at least one checkpoint has to be kept")
         self.folder, self._async = folder, async_save
-        self._keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
+        self._keep["keep_steps"] = keep_steps
         self._dp_cp_group, self._may_write = dp_cp_group, may_write
         self._strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True
@@ -308,6 +311,8 @@ class Checkpointer:
         optimizer: Any = None,
         scheduler: Any = None,
         config: dict[str, Any] | None = None,
+        *,
+        begins: bool = False,
     ) -> dict[str, Any]:
         """Restore a checkpoint in place and return its `common`.
 
@@ -319,6 +324,7 @@ class Checkpointer:
             optimizer: None restores the model only.
             scheduler: None leaves it as it is.
             config: this run's; compared with the checkpoint's before anything is touched.
+            begins: the run begins with this checkpoint of another one.
 
         Raises:
             CheckpointMismatch: it is of another architecture, other data or another optimizer.
@@ -327,7 +333,8 @@ class Checkpointer:
         record = self._verified.get(path) or verified(path)
         metadata, saved = self._described(path, record)
         known = compared(saved["common"])
-        if changed := compare(known.config, config or {}, known.samples):
+        which = {"step": known.step, "begins": begins}
+        if changed := compare(known.config, config or {}, known.samples, **which):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")

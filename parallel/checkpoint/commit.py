@@ -294,11 +294,16 @@ def _take_place(complete: Path, final: Path) -> None:
 
 
 def superseded[P: Place](
-    checkpoints: Iterable[tuple[int, P]], keep_last: int, keep_every: int
+    checkpoints: Iterable[tuple[int, P]],
+    keep_last: int,
+    keep_every: int,
+    keep_steps: Iterable[int] = (),
 ) -> list[P]:
     """Checkpoints to delete: neither among the newest `keep_last` nor of a step kept for good."""
-    older = sorted(checkpoints, reverse=True)[keep_last:]
-    return [folder for step, folder in older if not keep_every or step % keep_every]
+    older, kept = sorted(checkpoints, reverse=True)[keep_last:], set(keep_steps)
+    return [
+        path for step, path in older if step not in kept and (not keep_every or step % keep_every)
+    ]
 
 
 @by_place

@@ -157,6 +157,7 @@ class Compared(NamedTuple):
 
     config: dict[str, Any]  # of weights alone only that of the model
     samples: int  # samples of the data that the checkpoint has passed
+    step: int  # steps that it has done
 
 
 def compared(common: dict[str, Any]) -> Compared:
@@ -164,7 +165,8 @@ def compared(common: dict[str, Any]) -> Compared:
     config = dict(common["config"])
     if common.get("weights_only"):
         config = {name: section for name, section in config.items() if name == "model"}
-    return Compared(config, int(common.get("data", {}).get("consumed_samples", 0)))
+    samples = int(common.get("data", {}).get("consumed_samples", 0))
+    return Compared(config, samples, int(common.get("step", 0)))
 
 
 def configuration(folder: Place) -> Compared:

@@ -4,10 +4,15 @@ Imports nothing heavy: train.py enters it before torch is imported, to lose no s
 """
 
 import ctypes
+import os
 import signal
 import sys
 from types import FrameType
 
+AGAIN = -1  # in place of an exit code: this process is to be replaced by a new one
+REPLACED, PENDING = "PHALANX_REPLACED", "PHALANX_SIGNAL"
+"""Environment variables: number of processes that this one has replaced, and a signal to the last.
+"""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _libc = ctypes.CDLL(None)  # found before a fork, in which a thread may have held the linker's lock
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -26,7 +31,7 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None  # name of the first one
+        self.received = os.environ.pop(PENDING, None)  # name of the first one
         self._interrupts = 0
         self._previous: dict[signal.Signals, object] = {}
 

@@ -1,0 +1,1 @@
+"""Phases of a run, and the positions of its sources where it reads other samples."""

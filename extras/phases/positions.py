@@ -1,0 +1,175 @@
+"""Where sources go on in a run that reads other samples than its checkpoint did.
+
+A checkpoint has one cursor, the samples that were read. With another blend, split, seed or length
+of sequences the samples are others, so a position is kept for each source: the tokens that were
+read of it, its earlier epochs included. It goes on with the first sample that begins at that token
+or after it; a new source begins with its first one. A source is known by its path in `data.blend`.
+
+Samples are read in a random order within an epoch. If they are cut and ordered as before, a source
+so goes on with exactly what it has not read. Otherwise some text of its present epoch comes again,
+and some is left out; the number of epochs stays right.
+
+The state of a checkpoint has, under `carried`, `first` (sample of the run at which this began),
+`tokens` (of the run, less those that cursor and length of sequences give), `rows` (first row of
+each source, in the order of the blend) and `gone` (tokens read of other sources, by path).
+Legend: S tokens of a sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.utils import Split
+
+from phalanx.configs.arithmetic.data_stages import parse
+from phalanx.configs.schema import Config, DataConfig
+from phalanx.moe.data import datasets
+from phalanx.moe.data.blend import Span, open_blend, parse_blend, spans_within
+from phalanx.moe.data.datasets import Indexed
+from phalanx.moe.data.loader import Samples, agreed, build_datasets
+from phalanx.moe.data.sources import Source
+from phalanx.parallel.checkpoint.saved_knobs import understood
+from phalanx.parallel.fault.agreement import on_main
+
+State = dict[str, Any]
+
+
+def carried(state: State, cfg: Config, dataset: Samples) -> State:
+    """State of a checkpoint as a run of other data goes on from it. Collective.
+
+    Args:
+        state: what all ranks share of the checkpoint.
+        cfg: configuration of this run.
+        dataset: training data of this run, for the names of its sources.
+    """
+    found: State = on_main(lambda: _carried(state, cfg))
+    names = [source.name for source in dataset.sources]
+    places = zip(names, found["carried"]["rows"], dataset.sources, strict=True)
+    told = [
+        f"{name} goes on after {row / source.epoch_samples:.2f} epochs" if row else f"{name} begins"
+        for name, row, source in places
+    ]
+    on_main(lambda: print(f"-- data: {', '.join(told)}", flush=True) if told else None)
+    return state | found
+
+
+def _carried(state: State, cfg: Config) -> State:
+    old, before, cursor = _data_of(state["config"]), state.get("carried", {}), state["data"]
+    S = cfg.data.sequence_length
+    steps = cursor["consumed_samples"] - cursor.get("undone_samples", 0)
+    read = _read(old, before, cursor["consumed_samples"], cfg.model.vocab_size)
+    first = -(-steps * old.sequence_length // S)
+    updates = steps - state.get("skipped_samples", 0)
+    tokens = before.get("tokens", 0) + updates * old.sequence_length - first * S
+    rows = [-(-read.pop(source, 0) // S) for source in _sources(cfg.data)]
+    health = {"seen": {}, "in_a_row": 0}  # losses of other data
+    return {
+        "data": {"consumed_samples": first},
+        "carried": {"first": first, "tokens": tokens, "rows": rows, "gone": read},
+        "skipped_samples": 0,
+        "health": state.get("health", {}) | health,
+    }
+
+
+def _read(old: DataConfig, before: State, consumed: int, vocab_size: int) -> dict[str, int]:
+    """Tokens read of each source that a run has had, by its path."""
+    sources, first = _sources(old), before.get("first", 0)
+    rows = np.array(before.get("rows", [0] * len(sources)), np.int64)
+    if len(sources) == 1:
+        rows += consumed - first
+    elif sources:
+        prefixes, weights = parse_blend(old)
+        if weights is None:
+            weights = open_blend(prefixes, None, old, vocab_size, (1, 0)).weights
+        spans = _spans(old, weights or [], first)
+        chosen, _ = datasets.mixed(spans, consumed - first)
+        rows += np.bincount(chosen, minlength=len(sources))
+    tokens = (int(row) * old.sequence_length for row in rows)
+    return before.get("gone", {}) | dict(zip(sources, tokens, strict=True))
+
+
+def rows(cfg: Config, samples: int, carried: State) -> Samples:
+    """The first `samples` rows of a run, from `carried["first"]` on those of its own data.
+
+    Collective. Raises DataError as `build_datasets` does.
+    """
+    if not carried["rows"]:
+        return build_datasets(cfg, cfg.model.vocab_size, samples, 0)[0]
+    size = max(1, samples - carried["first"])
+    work = agreed(lambda: _rows(cfg, size, carried), lambda own: own.fingerprint)
+    return Later(work, samples, carried["first"])
+
+
+def _rows(cfg: Config, size: int, carried: State) -> Indexed:
+    data, first_rows = replace(cfg.data, validation=[]), carried["rows"]
+    plan = datasets.plan(data, cfg.model.vocab_size, (size, 0))
+    weights = plan.config.spans[Split.train][0].weights
+    spans = _spans(data, weights, carried["first"])
+    plan.config.spans[Split.train] = spans
+    built = datasets.build(plan, cfg.model.vocab_size, (size, 0))[0]
+    parts = built.parts
+    for part, row in zip(parts, first_rows, strict=True):
+        part.first = row
+        part[0]  # builds the index here, where a failure can be reported on every rank
+    read = np.zeros(len(parts))
+    for begin, end, shares in spans_within(spans, size):
+        read += (end - begin) * np.array(shares) / sum(shares)
+    built.sources = [
+        _with(source, row, float(own), size)
+        for source, row, own in zip(built.sources, first_rows, read, strict=True)
+    ]
+    return built
+
+
+def _with(source: Source, row: int, own: float, size: int) -> Source:
+    return replace(source, weight=own / size, samples=row + own)
+
+
+class Later:
+    """Rows of a run whose data begins at row `first`, of which those before are not read again."""
+
+    def __init__(self, own: Indexed, samples: int, first: int) -> None:
+        self._own, self._samples, self._first = own, samples, first
+        self.fingerprint, self.readers = own.fingerprint, own.readers
+        self.sources: Sequence[Source] = own.sources
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._own[self._place(index)]
+
+    def source(self, index: int) -> int:
+        """Number in `sources` of the one that a row comes from."""
+        return self._own.source(self._place(index))
+
+    def positions(self, index: int) -> np.ndarray:
+        """int64 [S + 1]: positions of the tokens of a row in their pieces of documents."""
+        return self._own.positions(self._place(index))
+
+    def _place(self, index: int) -> int:
+        """Row of the data; rows before its first one, which describe it, are some of its own."""
+        if index >= self._samples:
+            raise IndexError(f"sample {index} of {self._samples}")
+        return (index - self._first) % len(self._own)
+
+
+def _data_of(config: State) -> DataConfig:
+    values = understood(config).values
+    known = {f.name: values.get(f"data.{f.name}") for f in fields(DataConfig)}
+    return DataConfig(**{name: value for name, value in known.items() if value is not None})
+
+
+def _sources(data: DataConfig) -> list[str]:
+    """Paths of the sources of a blend; random tokens have none."""
+    if data.source == "indexed":
+        return parse_blend(data)[0]
+    return ["embedded"] * (data.source == "embedded")
+
+
+def _spans(data: DataConfig, weights: Sequence[float], first: int) -> list[Span]:
+    """Weights of the samples from `first` on, counted from there."""
+    stages = map(parse, data.stages)
+    later = [Span(max(0, s.first(data.sequence_length) - first), s.weights) for s in stages]
+    return [Span(0, weights), *later]
