@@ -85,7 +85,7 @@ def _configurations(argv: list[str]) -> "list[Config]":
 
     try:
         cfg = from_argv(argv)
-        return resolve_name(PHASES.configurations)(cfg, argv) if cfg.run.phases else [cfg]
+        return resolve_name(PHASES["configurations"])(cfg, argv) if cfg.run.phases else [cfg]
     except Ended as end:
         if end.code:
             launcher.tell(end.text.rstrip())
@@ -164,7 +164,7 @@ def command() -> NoReturn:
     """`train.py`, or `phalanx-train` where the wheel is installed."""
     try:
         if (code := main(sys.argv[1:], ends_process=True)) == AGAIN:
-            resolve_name(PHASES.again)()
+            resolve_name(PHASES["again"])()
         _leave(code)
     except ModuleNotFoundError as missing:
         from phalanx.configs import programs

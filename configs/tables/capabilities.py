@@ -47,25 +47,17 @@ OVERLAP = OverlapParts(
 )
 
 
-@dataclass(frozen=True)
-class PhaseParts:
-    """Parts of phases, `run.phases`, and of a resume that reads other samples."""
+PHASES = {
+    "configurations": "phalanx.extras.phases.configurations:configurations",
+    "present": "phalanx.extras.phases.walk:present",
+    "again": "phalanx.extras.phases.walk:again",
+    "carried": "phalanx.extras.phases.positions:carried",
+    "rows": "phalanx.extras.phases.positions:rows",
+}
+"""Parts of phases (`run.phases`), and of a resume that reads other samples (the last two)."""
 
-    configurations: str
-    """`(cfg, argv) -> list[Config]`, one of each phase; mistakes end the process."""
-    present: str  # `(phases, store, rank) -> Config` of the phase that is to go on
-    again: str  # `()`: replaces this process by a new one of the same command
-    carried: str  # `(state, cfg, dataset) -> state` of a checkpoint, as this run goes on from it
-    rows: str  # `(cfg, samples, carried) -> Samples` that go on from the positions of sources
-
-
-PHASES = PhaseParts(
-    configurations="phalanx.extras.phases.configurations:configurations",
-    present="phalanx.extras.phases.walk:present",
-    again="phalanx.extras.phases.walk:again",
-    carried="phalanx.extras.phases.positions:carried",
-    rows="phalanx.extras.phases.positions:rows",
-)
+RECORD_ROUTING = "phalanx.extras.recorded_routing.record:record_routing"
+"""`(cfg, job, compute, batches, step) -> line`: writes `run.record_routing` after the last step."""
 
 WIRE = "phalanx.extras.overlap.paced:paced"
 """`(group, x, *, spreads) -> context` of a collective on the slow network of PHALANX_WIRE."""

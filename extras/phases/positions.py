@@ -15,22 +15,25 @@ each source, in the order of the blend) and `gone` (tokens read of other sources
 Legend: S tokens of a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from megatron.core.datasets.utils import Split
 
-from phalanx.configs.arithmetic.data_stages import parse
+from phalanx.configs.arithmetic.data_stages import begun, parse
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.moe.data import datasets
 from phalanx.moe.data.blend import Span, open_blend, parse_blend, spans_within
 from phalanx.moe.data.datasets import Indexed
+from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.loader import Samples, agreed, build_datasets
 from phalanx.moe.data.sources import Source
+from phalanx.moe.text import count
 from phalanx.parallel.checkpoint.saved_knobs import understood
-from phalanx.parallel.fault.agreement import on_main
+from phalanx.parallel.fault.agreement import gather
 
 State = dict[str, Any]
 
@@ -43,36 +46,67 @@ def carried(state: State, cfg: Config, dataset: Samples) -> State:
         cfg: configuration of this run.
         dataset: training data of this run, for the names of its sources.
     """
-    found: State = on_main(lambda: _carried(state, cfg))
-    names = [source.name for source in dataset.sources]
-    places = zip(names, found["carried"]["rows"], dataset.sources, strict=True)
+    old, passed = _data_of(state["config"]), state["data"]["consumed_samples"]
+    if not passed or _same_rows(old, cfg.data, passed):
+        return state
+    found = _on_rank_0(lambda: _carried(state, cfg))
     told = [
-        f"{name} goes on after {row / source.epoch_samples:.2f} epochs" if row else f"{name} begins"
-        for name, row, source in places
+        f"{source.name} goes on after {count(row * cfg.data.sequence_length)} tokens"
+        if row
+        else f"{source.name} begins"
+        for source, row in zip(dataset.sources, found["carried"]["rows"], strict=True)
     ]
-    on_main(lambda: print(f"-- data: {', '.join(told)}", flush=True) if told else None)
+    if told and _is_rank_0():
+        print(f"-- data: {', '.join(told)}", flush=True)
     return state | found
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _on_rank_0(work: Callable[[], State]) -> State:
+    """Result of work that rank 0 does, which has the paths of the checkpoint's configuration."""
+    found, error = State(), ""
+    if _is_rank_0():
+        try:
+            found = work()
+        except DataError as failure:
+            error = f"{failure}; the positions of the checkpoint's sources need its data once more"
+    found, error = gather((found, error))[0]
+    if error:
+        raise DataError(error)
+    return found
+
+
+def _same_rows(old: DataConfig, new: DataConfig, passed: int) -> bool:
+    """Return whether all differ in at most stages that begin after the samples passed."""
+    knobs = ("source", "blend", "split", "seed", "sequence_length")
+    if any(getattr(old, knob) != getattr(new, knob) for knob in knobs):
+        return False
+    one, other = (begun(data.stages, passed, new.sequence_length) for data in (old, new))
+    return one == other
 
 
 def _carried(state: State, cfg: Config) -> State:
     old, before, cursor = _data_of(state["config"]), state.get("carried", {}), state["data"]
     S = cfg.data.sequence_length
     steps = cursor["consumed_samples"] - cursor.get("undone_samples", 0)
-    read = _read(old, before, cursor["consumed_samples"], cfg.model.vocab_size)
+    read = tokens_read(old, before, cursor["consumed_samples"], cfg.model.vocab_size)
     first = -(-steps * old.sequence_length // S)
     updates = steps - state.get("skipped_samples", 0)
     tokens = before.get("tokens", 0) + updates * old.sequence_length - first * S
-    rows = [-(-read.pop(source, 0) // S) for source in _sources(cfg.data)]
+    first_rows = [-(-read.pop(source, 0) // S) for source in _sources(cfg.data)]
     health = {"seen": {}, "in_a_row": 0}  # losses of other data
     return {
         "data": {"consumed_samples": first},
-        "carried": {"first": first, "tokens": tokens, "rows": rows, "gone": read},
+        "carried": {"first": first, "tokens": tokens, "rows": first_rows, "gone": read},
         "skipped_samples": 0,
         "health": state.get("health", {}) | health,
     }
 
 
-def _read(old: DataConfig, before: State, consumed: int, vocab_size: int) -> dict[str, int]:
+def tokens_read(old: DataConfig, before: State, consumed: int, vocab_size: int) -> dict[str, int]:
     """Tokens read of each source that a run has had, by its path."""
     sources, first = _sources(old), before.get("first", 0)
     rows = np.array(before.get("rows", [0] * len(sources)), np.int64)
@@ -97,11 +131,11 @@ def rows(cfg: Config, samples: int, carried: State) -> Samples:
     if not carried["rows"]:
         return build_datasets(cfg, cfg.model.vocab_size, samples, 0)[0]
     size = max(1, samples - carried["first"])
-    work = agreed(lambda: _rows(cfg, size, carried), lambda own: own.fingerprint)
-    return Later(work, samples, carried["first"])
+    own = agreed(lambda: _own_rows(cfg, size, carried), lambda built: built.fingerprint)
+    return Later(own, samples, carried["first"])
 
 
-def _rows(cfg: Config, size: int, carried: State) -> Indexed:
+def _own_rows(cfg: Config, size: int, carried: State) -> Indexed:
     data, first_rows = replace(cfg.data, validation=[]), carried["rows"]
     plan = datasets.plan(data, cfg.model.vocab_size, (size, 0))
     weights = plan.config.spans[Split.train][0].weights

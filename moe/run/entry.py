@@ -55,7 +55,7 @@ def run(
             limit = cfg.parallel.timeout
             watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
             if launch.phases[1:]:
-                cfg = resolve_name(PHASES.present)(launch.phases, store, rank)
+                cfg = resolve_name(PHASES["present"])(launch.phases, store, rank)
             set_activity("start: comparison of settings")
             compare_settings(cfg, store, rank, world)
             set_activity("start: process groups")

@@ -26,11 +26,12 @@ from phalanx.moe.data.loader import Loader, Samples, build_datasets
 from phalanx.moe.data.sources import stage_line
 from phalanx.moe.job import Job
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
-from phalanx.parallel.checkpoint.start import Start, other_rows
+from phalanx.parallel.checkpoint.start import Start
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
 
+_ROWS = ("source", "blend", "stages", "split", "seed", "sequence_length")  # of data
 WINDOW = 128  # accepted steps to which a spike is compared; half of them are enough
 
 
@@ -136,7 +137,7 @@ def datasets(
     Sources go on from positions that are `carried` from a checkpoint of other data.
     """
     if carried:
-        return resolve_name(PHASES.rows)(cfg, samples, carried), None
+        return resolve_name(PHASES["rows"])(cfg, samples, carried), None
     run = cfg.run
     valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
     return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
@@ -166,9 +167,7 @@ class TrainingData:
         self._cfg = cfg
         self.loader = make_loader(cfg, job, dataset, spans(cfg.data))
         self._batch = 0  # last one that was reported
-        self.carried: dict[str, Any] = {}
-        """Where the sources go on since the run reads other samples (extras/phases/positions.py).
-        """
+        self.carried: dict[str, Any] = {}  # positions of sources since the run reads other samples
 
     def fit(self, step: int) -> None:
         """Fit the dataset to all steps after `step`, if the cursor was moved."""
@@ -278,8 +277,9 @@ class Progress:
         engine, config = self._job.engine, redacted(asdict(self._cfg))
         parts, begins = (engine.optimizer, engine.scheduler), path == self._begins
         state = self.checkpoints.load(path, engine.chunks, *parts, config, begins=begins)
-        if other_rows(state["config"], config, state["data"]["consumed_samples"]):
-            state = resolve_name(PHASES.carried)(state, self._cfg, self._data.loader.dataset)
+        old, new = state["config"].get("data", {}), config["data"]
+        if any(old.get(knob, new[knob]) != new[knob] for knob in _ROWS):
+            state = resolve_name(PHASES["carried"])(state, self._cfg, self._data.loader.dataset)
         self.step, self._data.carried = state["step"], state.get("carried", {})
         if phases := self._cfg.run.phases:
             engine.scheduler.num_steps = 0

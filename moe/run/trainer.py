@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.profiler import record_function
 
 from phalanx.configs.layout import logit_interval
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.capabilities import RECORD_ROUTING
 from phalanx.moe.job import Job
 from phalanx.moe.report.compiling import report_compilation
 from phalanx.moe.report.goodput import TRAINING
@@ -25,7 +27,6 @@ from phalanx.moe.report.profiler import Profiler
 from phalanx.moe.report.step_records import Pace, StepRecords
 from phalanx.moe.router import balance
 from phalanx.moe.run.callbacks.callback import Callback, Save
-from phalanx.moe.run.callbacks.routing_record import record_routing
 from phalanx.moe.run.failure import not_captured
 from phalanx.moe.run.faults import Faults
 from phalanx.moe.run.preflight import all_steps_done
@@ -100,7 +101,8 @@ class Trainer:
         if self._batches and self.step >= steps:
             set_activity(f"step {self.step}: routing is recorded")
             last = self.compute, self._batches, self.step
-            self.metrics.event(record_routing(self.cfg, self.job, *last))
+            record = resolve_name(RECORD_ROUTING)
+            self.metrics.event(record(self.cfg, self.job, *last))
         self.metrics.close(ended="done" if self.step >= steps else "stopped")
         self.data.loader.close()
         self.compute.close()

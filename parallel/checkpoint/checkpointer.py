@@ -99,8 +99,8 @@ class Checkpointer:
         if keep_last < 1:
             raise ValueError(f"run.keep_last={keep_last}: at least one checkpoint has to be kept")
         self.folder, self._async = folder, async_save
-        self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
-        self._keep["keep_steps"] = keep_steps
+        kept = {"keep_last": keep_last, "keep_every": keep_every, "keep_steps": keep_steps}
+        self._keep: dict[str, Any] = kept
         self._dp_cp_group, self._may_write = dp_cp_group, may_write
         self._strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True

@@ -5,8 +5,8 @@ a requeue, by a person. So `run.resume` is obeyed while the run has no checkpoin
 the run goes on from its newest one. `run.start_over` starts it over, once for each word. The record
 is with the checkpoints, as run folders may be on disks that hosts lose. Imports no torch.
 
-What a run may change of the configuration of its checkpoint is one table (`RULES`), by which
-`compare` refuses or reports differences.
+What may change of the configuration of its checkpoint is one table (`CHANGES`), by which `compare`
+refuses or reports differences.
 """
 
 import json
@@ -14,7 +14,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from phalanx.configs.addresses import is_address
 from phalanx.configs.arithmetic.data_stages import begun
@@ -142,60 +142,20 @@ def _parsed(data: bytes, root: Place) -> Record:
         ) from None
 
 
-class Rule(NamedTuple):
-    """What may become of knobs between a checkpoint and a run that goes on from it."""
-
-    knobs: tuple[str, ...]  # or sections; of all rules the longest name counts
-    changes: str
-    reason: str  # in Markdown, for the table of docs/checkpoints.md
-
-
 ALWAYS, BEGIN, NEVER = "at every resume", "where a run or phase begins", "never"
-RULES = (
-    Rule(("model",), NEVER, "The weights have its shapes, and were trained with its parts."),
-    Rule(
-        ("model.attention.rope_theta", "model.attention.yarn"),
-        BEGIN,
-        "No weight has a shape of them; a longer context is trained with others.",
-    ),
-    Rule(
-        (
-            *("model.name", "model.init_std", "model.mtp_loss", "model.moe.router.aux_loss"),
-            *("model.moe.router.seq_aux_loss", "model.moe.router.global_aux_loss"),
-            *("model.moe.router.z_loss", "model.moe.router.force_balance"),
-            "model.moe.router.replay",
-        ),
-        ALWAYS,
-        "They are of new runs, of losses and of benchmarks.",
-    ),
-    Rule(
-        ("model.moe.router.bias_rate",),
-        ALWAYS,
-        "But neither from 0 nor to 0, which has no biases; 1e-30 leaves them as they are.",
-    ),
-    Rule(
-        ("precision.recipe",),
-        ALWAYS,
-        "But neither from `fp32` nor to it, whose weights have another dtype.",
-    ),
-    Rule(("optim.kind",), NEVER, "No momentum can be made of AdamW's moments."),
-    Rule(("data.blend",), ALWAYS, "Each source goes on with what it has not read."),
-    Rule(
-        ("data.stages",),
-        BEGIN,
-        "Stages that have not begun, and all beside another `data.blend`, at every resume.",
-    ),
-    Rule(
-        ("data.source", "data.split", "data.seed", "data.sequence_length"),
-        BEGIN,
-        "Other samples: each source goes on at its token.",
-    ),
-    Rule(("",), ALWAYS, "Layout, kernels, batch, schedule, length and reports."),
-)
-_ALWAYS_BUT = {"model.moe.router.bias_rate": 0, "precision.recipe": "fp32"}
-"""Values of knobs that change always, from which and to which they do not."""
+_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "force_balance", "replay")
+CHANGES = {
+    **dict.fromkeys(("model", "optim.kind"), NEVER),
+    **dict.fromkeys(("model.name", "model.init_std", "model.mtp_loss"), ALWAYS),
+    **dict.fromkeys((f"model.moe.router.{name}" for name in _LOSSES), ALWAYS),
+    **dict.fromkeys(("model.attention.rope_theta", "model.attention.yarn"), BEGIN),
+    **dict.fromkeys(("data.source", "data.stages", "data.split", "data.seed"), BEGIN),
+    "data.sequence_length": BEGIN,
+}
+"""When a knob may change, or those of a section; others always. docs/checkpoints.md has reasons."""
+_BUT = {"model.moe.router.bias_rate": 0, "precision.recipe": "fp32"}
+"""Values of knobs that may change always, but neither from this value nor to it."""
 _STAGES = "data.stages"
-_ROWS = ("data.source", "data.blend", "data.split", "data.seed", "data.sequence_length")
 _FEW = 8  # differences that a person reads one by one
 
 
@@ -226,59 +186,34 @@ def compare(
             understood; the message is a diff with the way out.
         OtherPhase: the checkpoint is not of the present phase, nor the end of the one before.
     """
-    old, new = _both(saved, current)
+    old, new = understood(saved).values, dict(leaves(current))
+    if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
+        old.setdefault("optim.kind", next(iter(OPTIMIZERS)))  # of versions that had no other
+    if "data.blend" in old:
+        old.setdefault(_STAGES, [])  # of versions that had none
     if phases := new.pop("run.phases", None):
         if not phases[-1]["first"] <= step <= new["run.steps"]:
             raise OtherPhase(f"step {step} is not of phase {phases[-1]['name']}: start again")
         begins = begins or 0 < phases[-1]["first"] == step
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if must_agree(key, old[key], new[key], begins=begins)]
-    if _STAGES in refused and ("data.blend" in changed or _stages_agree(old, new, samples)):
-        refused.remove(_STAGES)
+    if _STAGES in refused:
+        passed = samples, old.get("data.sequence_length", 1)
+        same = begun(old[_STAGES], *passed) == begun(new[_STAGES], *passed)
+        if same or "data.blend" in changed:
+            refused.remove(_STAGES)
     if refused:
         raise CheckpointMismatch(_refusal(refused, old, new))
     return [f"{key} {shown(old[key])} -> {shown(new[key])}" for key in changed]
 
 
-def other_rows(saved: dict[str, Any], current: dict[str, Any], samples: int) -> bool:
-    """Return whether a run reads other samples than one that goes on as the checkpoint did."""
-    old, new = _both(saved, current)
-    same = all(old.get(key, new[key]) == new[key] for key in _ROWS)
-    return samples > 0 and not (same and _stages_agree(old, new, samples))
-
-
-def _both(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Knobs of the checkpoint and of this run, with those that older versions lack."""
-    old, new = understood(saved).values, dict(leaves(current))
-    if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
-        old.setdefault("optim.kind", next(iter(OPTIMIZERS)))  # of versions that had no other
-    if "data.blend" in old:
-        old.setdefault(_STAGES, [])  # of versions that had none
-    return old, new
-
-
-def _stages_agree(old: dict[str, Any], new: dict[str, Any], samples: int) -> bool:
-    """Return whether both have the stages that begin within the samples of the checkpoint."""
-    passed = samples, old.get("data.sequence_length", 1)
-    return begun(old.get(_STAGES, []), *passed) == begun(new.get(_STAGES, []), *passed)
-
-
-def rule_of(key: str) -> Rule:
-    """The rule of a knob."""
-    fits = (
-        (len(name), rule)
-        for rule in RULES
-        for name in rule.knobs
-        if f"{key}.".startswith(f"{name}." if name else "")
-    )
-    return max(fits, key=lambda fit: fit[0])[1]
-
-
 def must_agree(key: str, old: Any, new: Any, *, begins: bool = False) -> bool:
     """Return whether a knob may not have two different values; `begins` as in `compare`."""
-    if key in _ALWAYS_BUT:
-        return bool((old == _ALWAYS_BUT[key]) != (new == _ALWAYS_BUT[key]))
-    return rule_of(key).changes in ((NEVER,) if begins else (NEVER, BEGIN))
+    if key in _BUT:
+        return bool((old == _BUT[key]) != (new == _BUT[key]))
+    fits = [name for name in CHANGES if f"{key}.".startswith(f"{name}.")]
+    when = CHANGES[max(fits, key=len)] if fits else ALWAYS
+    return when == NEVER or (when == BEGIN and not begins)
 
 
 def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_in_a_line(
 
 @contextmanager
 def unwritable(rank: int) -> Iterator[None]:
-    with mock.patch("phalanx.moe.run.callbacks.routing_record.write", side_effect=OSError("gone")):
+    with mock.patch("phalanx.extras.recorded_routing.record.write", side_effect=OSError("gone")):
         yield
 
 

@@ -197,6 +197,7 @@ def _as_main(command: Sequence[str], environment: dict[str, str]) -> None:
     """Behave like a new Python process with this command line."""
     interpreter, unbuffered, *sys.argv = command
     assert (interpreter, unbuffered) == (sys.executable, "-u")
+    sys.orig_argv = [*command]
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import ModelConfig, RouterConfig
+from phalanx.extras.recorded_routing.record import loads
 from phalanx.moe.router.recording import (
     FORMAT,
     Ids,
@@ -22,7 +23,6 @@ from phalanx.moe.router.recording import (
     read_layer,
     write,
 )
-from phalanx.moe.run.callbacks.routing_record import loads
 from tests.moe.cases import HIDDEN, draw, fill, install, model, transformer
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, run

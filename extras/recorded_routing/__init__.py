@@ -1,0 +1,1 @@
+"""Routing of a trained model, recorded for runs that replay it."""
