@@ -204,7 +204,17 @@ def _quick(folder: Place) -> str:
         problem = saved_config.lacking(folder)
     except NewerFormat as error:
         return str(error)
-    return f"damaged: {problem}" if problem else "complete"
+    return f"damaged: {problem}" if problem else f"complete{_phase(folder)}"
+
+
+def _phase(folder: Place) -> str:
+    """`, phase long` for a checkpoint of a phase, also if it is the last one of it."""
+    try:
+        known = saved_config.configuration(folder)
+        phase, steps = known.config["run"]["phases"][-1], known.config["run"]["steps"]
+        return f", {'the end of' if known.step == steps else 'in'} phase {phase['name']}"
+    except (Invalid, OSError, LookupError, TypeError):
+        return ""  # no phases, or `verify` tells
 
 
 def _line(folder: Place, state: str) -> str:

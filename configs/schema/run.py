@@ -15,7 +15,7 @@ class PhaseConfig:
     name: str = ""  # which no other phase of the run has
     steps: int = 0  # optimizer steps of the phase; 0: those that `tokens` take
     tokens: float = 0.0  # it ends with the step that reaches them
-    overrides: list[str] = field(default_factory=list)  # of the run, as on a command line
+    overrides: list[str] = field(default_factory=list)  # of this phase and those after it
     keep_schedule: bool = False  # the learning rate goes on by the schedule of the phase before
     first: int = 0  # steps of the run before the phase; not to be set
     schedule_begin: int = 0  # steps before those of the schedule; not to be set

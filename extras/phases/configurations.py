@@ -26,6 +26,8 @@ OF_THE_RUN = (
 def configurations(cfg: Config, argv: Sequence[str]) -> list[Config]:
     """Configurations of the phases of a run, each with the phases up to its own.
 
+    A phase has the overrides of those before it, and its own after them.
+
     Args:
         cfg: configuration of the run, without its phases' overrides.
         argv: command line.
@@ -64,10 +66,11 @@ def _problems(phases: Sequence[PhaseConfig]) -> Iterator[str]:
 
 
 def _each(cfg: Config, words: list[str]) -> Iterator[Config]:
-    before, tokens = list[PhaseConfig](), 0
+    before, tokens, changes = list[PhaseConfig](), 0, list[str]()
     for phase in cfg.run.phases:
         try:
-            own = _composed(cfg, words, phase)
+            changes = [*_left(changes, phase.overrides), *phase.overrides]
+            own = _composed(cfg, [*_left(words, changes), *changes])
             _end_batch_warmup(own, tokens)
             first = sum(other.steps for other in before)
             begin = before[-1].schedule_begin if before and phase.keep_schedule else first
@@ -84,11 +87,15 @@ def _each(cfg: Config, words: list[str]) -> Iterator[Config]:
         yield own
 
 
-def _composed(cfg: Config, words: list[str], phase: PhaseConfig) -> Config:
-    """The configuration of the command line with the overrides of a phase after it."""
-    groups = {name for word in phase.overrides if (name := word.partition("=")[0]) in GROUPS}
-    kept = [word for word in words if word.partition("=")[0] not in groups]
-    own = compose([*kept, *phase.overrides]).typed()
+def _left(words: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Overrides without those of a group that later ones choose anew."""
+    groups = {name for word in later if (name := word.partition("=")[0]) in GROUPS}
+    return [word for word in words if word.partition("=")[0].partition(".")[0] not in groups]
+
+
+def _composed(cfg: Config, words: list[str]) -> Config:
+    """The configuration of a phase, on the ranks of its run."""
+    own = compose(words).typed()
     own.parallel.world_size = cfg.parallel.world_size  # of a check that has assumed one
     own.model.vocab_size = own.model.vocab_size or cfg.model.vocab_size
     return own

@@ -1,4 +1,4 @@
-"""Where sources go on in a run that reads other samples than its checkpoint did.
+"""Positions of sources in a run that reads other samples than its checkpoint did.
 
 A checkpoint has one cursor, the samples that were read. With another blend, split, seed or length
 of sequences the samples are others, so a position is kept for each source: the tokens that were

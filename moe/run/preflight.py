@@ -176,7 +176,8 @@ def _recompute(cfg: Config) -> Iterator[str]:
 
 def _data(cfg: Config) -> Iterator[str]:
     """Check that there is data, that it fits the vocabulary, and that it is enough for the run."""
-    wanted = samples_after(cfg.data, cfg.run.steps) * cfg.data.sequence_length
+    first = cfg.run.phases[-1].first if cfg.run.phases else 0
+    wanted = samples_after(cfg.data, cfg.run.steps - first) * cfg.data.sequence_length
     if cfg.data.source == "indexed":
         yield from _corpora(cfg, wanted)
     elif cfg.data.source == "synthetic":
@@ -208,7 +209,7 @@ def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
     if data.validation and valid:
         open_held_out(blend, data, cfg.model.vocab_size, valid)
     for stage in map(parse, data.stages):
-        if stage.tokens >= wanted:
+        if stage.tokens >= wanted and not run.phases:
             yield (
                 f"data: the stage from {count(stage.tokens)} tokens on does not begin, as the run "
                 f"reads {count(wanted)}"

@@ -57,6 +57,7 @@ EXPERIMENTS = {
     "deepseek_v2_lite_8gpu": 8,
     "kimi_k2_256gpu": 256,
     "olmoe_8gpu": 8,
+    "deepseek_v3_phases_256gpu": 256,
     "glm_4_5_128gpu": 128,
     "glm_4_5_air_32gpu": 32,
     "minimax_m2_64gpu": 64,
@@ -288,6 +289,7 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
     large = {
         "deepseek_v3_1024gpu": (16, 2),
         "deepseek_v3_256gpu": (16, 1),
+        "deepseek_v3_phases_256gpu": (16, 1),
         "gpt_oss_120b_64gpu": (4, 2),
         "qwen3_235b_64gpu": (8, 4),
         "mixtral_8x22b_64gpu": (4, 8),

@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.parallel.checkpoint.saved_config import configuration
 from phalanx.parallel.fault.signals import AGAIN
+from phalanx.scripts.checkpoint import list_run
 from tests.support.runs import DEEPSEEK, SMALL, Rank, exact, records, run, text, write_corpus
 from tests.support.tiny_runs import step_of
 from tests.support.torchrun import Program, Torchrun
@@ -24,7 +25,7 @@ LONG = [
 def phases(corpus: Sequence[str]) -> str:
     """Steps 1 to 4 on two sources; 5 to 8 four times as long; 9 to 12 on a third source too."""
     a, b, c = corpus
-    anneal = [*LONG, f"data.blend=[1,{a},1,{b},6,{c}]", "optim.schedule=linear", "optim.min_lr=0"]
+    anneal = [f"data.blend=[1,{a},1,{b},6,{c}]", "optim.schedule=linear", "optim.min_lr=0"]
     entries = [
         "{name:short,steps:4}",
         f"{{name:long,tokens:1024,overrides:{json.dumps(LONG)}}}",
@@ -102,6 +103,8 @@ def test_checkpoints_know_their_phase(command: list[str], tmp_path: Path) -> Non
     assert names == [["short"], ["short", "long"], ["short", "long", "anneal"]]
     assert [config["data"]["sequence_length"] for config in found] == [16, 64, 64]
     assert [config["run"]["phases"][-1]["steps"] for config in found] == [4, 4, 4]
+    lines = [line.rpartition("  ")[2] for line in list_run(tmp_path / "run")]
+    assert lines == [f"complete, the end of phase {name}" for name in reversed(names[-1])]
 
 
 def test_a_damaged_end_of_a_phase_goes_back_to_that_phase(

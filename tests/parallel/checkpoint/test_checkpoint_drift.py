@@ -38,7 +38,6 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("model.moe.router.bias_rate", 0.0),
         ("precision.recipe", "fp32"),
         ("data.seed", 2),
-        ("data.blend", ["y"]),
         ("data.sequence_length", 32),
     ],
 )
@@ -61,6 +60,7 @@ def test_drift_refused(knob: str, value: Any) -> None:
         ("parallel.expert", 4),
         ("run.steps", 20),
         ("data.micro_batch", 1),
+        ("data.blend", ["y"]),
     ],
 )
 def test_drift_allowed_and_told(knob: str, value: Any) -> None:
