@@ -133,7 +133,7 @@ def test_a_finished_run_says_so(command: list[str], tmp_path: Path) -> None:
 
 
 def test_phases_are_added_to_a_run(command: list[str], tmp_path: Path) -> None:
-    """What it has done is the first of them; steps within a phase keep to its data."""
+    """The first is what the run has done; steps within a phase keep to its data."""
     without = [word for word in command if not word.startswith("run.phases")]
     (main,) = run(1, [*without, f"run.dir={tmp_path}", "run.steps=3"])
     assert main.code == 0, main.err
