@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from phalanx.configs.arithmetic import batch_sizes
 from phalanx.configs.arithmetic.batch_sizes import samples_after, steps_to
@@ -13,6 +13,8 @@ from phalanx.configs.load import GROUPS, Ended, compose
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config, PhaseConfig
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.parallel.checkpoint.saved_knobs import leaves, shown
+from phalanx.parallel.checkpoint.start import must_agree
 from phalanx.parallel.fault.launcher import launcher_world
 
 OF_THE_RUN = (
@@ -66,7 +68,7 @@ def _problems(phases: Sequence[PhaseConfig]) -> Iterator[str]:
 
 
 def _each(cfg: Config, words: list[str]) -> Iterator[Config]:
-    before, tokens, changes = list[PhaseConfig](), 0, list[str]()
+    before, tokens, changes, others = list[PhaseConfig](), 0, list[str](), list[Config]()
     for phase in cfg.run.phases:
         try:
             changes = [*_left(changes, phase.overrides), *phase.overrides]
@@ -80,6 +82,8 @@ def _each(cfg: Config, words: list[str]) -> Iterator[Config]:
             last = phase.name == cfg.run.phases[-1].name
             _keep_what_happens_here(own, first, last=last)
             _validate(own)
+            _check_change(others[-1] if others else own, own)
+            others.append(own)
             tokens += samples_after(own.data, steps) * own.data.sequence_length
         except ConfigError as error:
             lines = str(error).splitlines()
@@ -128,6 +132,15 @@ def _after(text: str, step: int) -> bool:
         return fault(text).step > step
     except ValueError:
         return False  # which is told
+
+
+def _check_change(before: Config, own: Config) -> None:
+    """Refuse what a checkpoint of the phase before does not fit, as that phase's end would."""
+    old, new = dict(leaves(asdict(before))), dict(leaves(asdict(own)))
+    for key in (key for key in new if key != "run.phases" and old[key] != new[key]):
+        if must_agree(key, old[key], new[key], begins=True):
+            change = f"{key}={shown(old[key])} may not become {shown(new[key])}"
+            raise ConfigError(f"{change} between phases (docs/checkpoints.md); leave it out")
 
 
 def _validate(own: Config) -> None:

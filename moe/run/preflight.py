@@ -298,8 +298,8 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
             yield start.note
         if path is not None:
             known = saved_config.configuration(path)
-            which = {"step": known.step, "begins": start.begins}
-            compare(known.config, redacted(asdict(cfg)), known.samples, **which)
+            config, begins = redacted(asdict(cfg)), start.begins
+            compare(known.config, config, known.samples, step=known.step, begins=begins)
     except run_start.OtherPhase:
         pass  # of a run that is checked as a whole
     except Invalid:

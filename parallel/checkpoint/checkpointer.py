@@ -333,8 +333,8 @@ class Checkpointer:
         record = self._verified.get(path) or verified(path)
         metadata, saved = self._described(path, record)
         known = compared(saved["common"])
-        which = {"step": known.step, "begins": begins}
-        if changed := compare(known.config, config or {}, known.samples, **which):
+        seen = known.config, config or {}, known.samples
+        if changed := compare(*seen, step=known.step, begins=begins):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")

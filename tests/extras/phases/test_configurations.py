@@ -50,10 +50,10 @@ def test_each_phase_has_the_overrides_of_those_before_it() -> None:
 
 
 def test_an_option_of_a_group_takes_the_place_of_earlier_ones() -> None:
-    first = {"name": "a", "steps": 1, "overrides": ["precision=fp32", "precision.hidden=bf16"]}
+    first = {"name": "a", "steps": 1, "overrides": ["precision=nvfp4", "precision.hidden=bf16"]}
     second = {"name": "b", "steps": 1, "overrides": ["precision=bf16"]}
     found = of(phases(first, second), "precision=mxfp8")
-    assert [cfg.precision.recipe for cfg in found] == ["fp32", "bf16"]
+    assert [cfg.precision.recipe for cfg in found] == ["nvfp4", "bf16"]
 
 
 def test_tokens_are_steps_of_the_batches_of_their_phase() -> None:
@@ -98,6 +98,11 @@ def test_faults_and_traces_are_of_the_phase_of_their_step() -> None:
             [{"name": "a", "steps": 1}, {"name": "b", "steps": 1, "overrides": ["optim.lr=0"]}],
             [],
             "phase b: optim.lr=0.0 must be above 0",
+        ),
+        (
+            [LONG, {"name": "b", "steps": 1, "overrides": ["optim=muon"]}],
+            [],
+            "phase b: optim.kind=adamw may not become muon between phases",
         ),
         ([LONG], ["run.save_interval=-1"], "saves no checkpoint, with which a phase begins"),
         ([LONG], ["run.inject=[nan@21]"], "phase long: run.inject=[nan@21] has 'nan@21'"),

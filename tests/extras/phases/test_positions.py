@@ -110,7 +110,7 @@ def test_positions_are_tokens_where_sequences_are_longer(prefixes: list[str]) ->
 
 
 def test_steps_that_were_skipped_or_undone_stay_read(prefixes: list[str]) -> None:
-    """The run counts 32 of 60 samples, as 20 were undone and 8 skipped; its source goes on at 60."""
+    """The run counts 32 of 60 samples, as 20 were undone, 8 skipped; its source is at 60."""
     saved = state(config(prefixes[:1], ""), 60) | {"skipped_samples": 8}
     saved["data"]["undone_samples"] = 20
     saved["health"] = {"skipped": 1, "seen": {"loss": [9.0]}, "in_a_row": 1}
