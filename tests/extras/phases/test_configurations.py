@@ -1,6 +1,7 @@
 """Configurations of phases: what each has, and mistakes that are told before the first begins."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ def test_mistakes_are_lines(
     err = capsys.readouterr().err
     assert ended.value.code == 2 and said in err
     assert all(line.startswith("error: ") for line in err.splitlines())
+
+
+@pytest.mark.parametrize("value", ["3", "[a]", "[{name:a,steps:x}]", "[{name:a,overrides:[a=b]}]"])
+def test_a_value_of_another_form_is_told_its_form(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Ended):
+        from_argv([f"run.phases={value}"])
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: run.phases={value}: ") and err.count("\n") == 1
+    (word,) = shlex.split(err.partition(", as in ")[2])
+    assert lengths(of(word)) == [(1, 9), (10, 10)]
 
 
 def test_a_check_looks_at_each_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
