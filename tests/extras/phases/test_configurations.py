@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from phalanx.configs.load import Ended, from_argv
 from phalanx.configs.schema import Config
 from phalanx.extras.phases.configurations import configurations
 from phalanx.train import main
+from tests.support.pages import blocks
 from tests.support.runs import write_corpus
 
 LONG = {"name": "long", "steps": 20, "overrides": ["data.sequence_length=512", "optim.lr=1e-3"]}
@@ -157,6 +159,14 @@ def test_a_dry_run_describes_each_phase(capsys: pytest.CaptureFixture[str]) -> N
     first, second = out.split("phase long: steps 11 to 30\n")
     assert first.startswith("phase short: steps 1 to 10\n")
     assert "at sequence 256 " in first and "at sequence 512 " in second
+
+
+def test_the_example_of_the_page_is_valid() -> None:
+    (text,) = (text for text in blocks("yaml") if text.startswith("run:"))
+    entries = yaml.safe_load(text)["run"]["phases"]
+    found = of(phases(*entries), "data=indexed", "data.blend=[data/wiki]", "model.vocab_size=256")
+    assert [cfg.data.sequence_length for cfg in found] == [256, 32768, 32768]
+    assert found[0].run.steps * 256 * 32 >= 100e9 > (found[0].run.steps - 1) * 256 * 32
 
 
 def test_deepseek_v3_is_a_list_of_phases(capsys: pytest.CaptureFixture[str]) -> None:
