@@ -40,6 +40,7 @@ def test_a_run_goes_on_inside_a_stage_bit_for_bit(command: list[str], tmp_path: 
     assert unstaged[:2] == exact(actual)[:2] and unstaged[2:] != exact(actual)[2:]
 
 
+@pytest.mark.extras
 def test_stages_are_added_but_not_taken_back(command: list[str], tmp_path: Path) -> None:
     """The checkpoint has passed 512 tokens."""
     args = [*command, f"run.dir={tmp_path}"]

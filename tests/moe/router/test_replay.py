@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import ModelConfig, RouterConfig
-from phalanx.extras.recorded_routing.record import loads
 from phalanx.moe.router.recording import (
     FORMAT,
     Ids,
@@ -94,13 +93,6 @@ def test_layers_with_experts_have_names() -> None:
     of = ModelConfig(layers=4, mtp_layers=1)
     of.moe.dense_layers = 2
     assert list(layer_names(of)) == ["layer.3", "layer.4", "prediction.1"]
-
-
-def test_loads_in_words() -> None:
-    even, one = np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 1]])
-    said = "the busiest expert has 2.00 x the mean, the busiest of 2 ranks 1.50 x, on average"
-    assert loads({"layer.1": even, "layer.2": one}, 4, 2).startswith(said)
-    assert loads({"layer.1": one}, 4, 1) == "the busiest expert has 2.00 x the mean"
 
 
 def _replays(path: str, layer: int, want: Ids, score: str) -> None:

@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
+from phalanx.extras.recorded_routing import record
 from phalanx.moe.router.recording import read_facts, read_layer
 from tests.support.runs import TINY, records, run
 
@@ -79,3 +81,10 @@ def test_a_routing_that_cannot_be_written_ends_the_run_in_a_line(tmp_path: Path)
     assert main.code == 2 and "-- saved: checkpoint of step 1" in main.out
     (line,) = main.err.splitlines()
     assert line.startswith(f"error: the routing was not written to run.record_routing={path}: gone")
+
+
+def test_loads_in_words() -> None:
+    even, one = np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 1]])
+    said = "the busiest expert has 2.00 x the mean, the busiest of 2 ranks 1.50 x, on average"
+    assert record.loads({"layer.1": even, "layer.2": one}, 4, 2).startswith(said)
+    assert record.loads({"layer.1": one}, 4, 1) == "the busiest expert has 2.00 x the mean"
