@@ -510,7 +510,7 @@ def _expected(knob: str, value: Any = None, *, in_file: bool = False) -> str:
 def _example(knob: str) -> str:
     kind, default = knobs()[knob].type, knobs()[knob].default
     if knob == "run.phases":
-        return shlex.quote('[{name:a,steps:9},{name:b,steps:1,overrides:["data.seed=2"]}]')
+        return shlex.quote("[{name:a,steps:9},{name:b,steps:1}]")
     if default != []:
         return written(default)
     return written([1, 2] if kind == list[int] else list(choices().get(knob, ("a", "b"))[:2]))

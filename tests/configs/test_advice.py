@@ -106,7 +106,7 @@ SAVED = ["data=indexed", "data.blend=[0.5,a,0.5,b c]", "data.split='1,1'"]
     "now",
     [
         ["data.split='98,2'"],
-        ["data.blend=[x]"],
+        ["data.source=embedded"],
         ["data.sequence_length=64", "data.seed=7", "model.layers=2"],
         ["precision=fp32"],
         ["model.moe.router.score=sigmoid", "model.moe.router.bias_rate=1e-3"],
