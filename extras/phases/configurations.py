@@ -62,7 +62,7 @@ def _problems(phases: Sequence[PhaseConfig]) -> Iterator[str]:
         if phase.first or phase.schedule_begin:
             yield f"{where}: first and schedule_begin follow from the phases before; remove them"
         for word in phase.overrides:
-            name = word.partition("=")[0].strip()
+            name = _name(word)
             if name in OF_THE_RUN or name.startswith("run.phases"):
                 yield f"{where} overrides {visible(name)}, which is the run's; set it there"
 
@@ -72,7 +72,9 @@ def _each(cfg: Config, words: list[str]) -> Iterator[Config]:
     for phase in cfg.run.phases:
         try:
             changes = [*_left(changes, phase.overrides), *phase.overrides]
-            own = _composed(cfg, [*_left(words, changes), *changes])
+            chosen = _groups(changes)
+            kept = [word for word in words if _name(word) not in chosen]
+            own = _composed(cfg, [*kept, *changes])
             _end_batch_warmup(own, tokens)
             first = sum(other.steps for other in before)
             begin = before[-1].schedule_begin if before and phase.keep_schedule else first
@@ -92,9 +94,18 @@ def _each(cfg: Config, words: list[str]) -> Iterator[Config]:
 
 
 def _left(words: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Overrides without those of a group that later ones choose anew."""
-    groups = {name for word in later if (name := word.partition("=")[0]) in GROUPS}
-    return [word for word in words if word.partition("=")[0].partition(".")[0] not in groups]
+    """Overrides of earlier phases without those of a group that later ones choose anew."""
+    groups = _groups(later)
+    return [word for word in words if _name(word).partition(".")[0] not in groups]
+
+
+def _groups(words: Sequence[str]) -> set[str]:
+    """Groups of which overrides choose an option."""
+    return {_name(word) for word in words} & {*GROUPS}
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0].strip()
 
 
 def _composed(cfg: Config, words: list[str]) -> Config:

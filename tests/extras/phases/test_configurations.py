@@ -54,9 +54,10 @@ def test_each_phase_has_the_overrides_of_those_before_it() -> None:
 
 def test_an_option_of_a_group_takes_the_place_of_earlier_ones() -> None:
     first = {"name": "a", "steps": 1, "overrides": ["precision=nvfp4", "precision.hidden=bf16"]}
-    second = {"name": "b", "steps": 1, "overrides": ["precision=bf16"]}
-    found = of(phases(first, second), "precision=mxfp8")
-    assert [cfg.precision.recipe for cfg in found] == ["nvfp4", "bf16"]
+    second = {"name": "b", "steps": 1, "overrides": ["precision=mxfp8"]}
+    found = of(phases(first, second), "precision=fp8_block", "precision.bf16_last_layers=1")
+    assert [cfg.precision.bf16_last_layers for cfg in found] == [1, 1]
+    assert [cfg.precision.recipe for cfg in found] == ["nvfp4", "mxfp8"]
 
 
 def test_tokens_are_steps_of_the_batches_of_their_phase() -> None:
