@@ -55,8 +55,10 @@ def requirements(extras: tuple[str, ...]) -> list[str]:
 
 
 def test_all_pages_with_examples_are_run() -> None:
-    recipe = {"docs/models.md"}  # pieces of files, which test_additions follows
-    assert {page for page in TEXTS if sections(page)} - recipe == {*PAGES}
+    # Pieces of files, which test_additions follows; a client of a server, as that of
+    # tests/extras/serving; and downloads.
+    others = {"docs/models.md", "docs/looking.md", "docs/scores.md"}
+    assert {page for page in TEXTS if sections(page)} - others == {*PAGES}
     titles = {"Experts as a function", "Experts as a module", "Expert parallelism"}
     assert titles <= {*sections("docs/use_it.md")}
 

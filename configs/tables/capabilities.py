@@ -65,7 +65,7 @@ WIRE = "phalanx.extras.overlap.paced:paced"
 MASK_CHECK = "phalanx.extras.chat.masks:check"
 """`(corpus, cfg.data)`: DataError if the loss mask of a pair is missing, or does not fit it."""
 MASKED_ROWS = "phalanx.extras.chat.masks:masked_rows"
-"""`(cfg.data, vocabulary, sizes, rows of each part) -> rows` that know which labels count."""
+"""`(cfg.data, data -> rows of each part, rows) -> rows` that know which labels count."""
 TASKS = "phalanx.extras.tasks.entry"
 """Module with the callback of `run.tasks`, `TaskScores`, and `checkpoint_scores` of a model."""
 READ_TASKS = "phalanx.extras.tasks.prepared:prepared"  # `(cfg)`, or DataError, without torch

@@ -7,7 +7,7 @@ in a blend. The file is read by the same code as tokens, from an object store to
 Legend: S tokens of a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,21 +63,19 @@ def _size(corpus: Corpus) -> str:
 
 
 def masked_rows(
-    cfg: DataConfig, vocab_size: int, sizes: Sequence[int], rows: "Sequence[Samples]"
+    cfg: DataConfig,
+    build: "Callable[[DataConfig], Sequence[Samples]]",
+    rows: "Sequence[Samples]",
 ) -> "list[MaskedRows]":
     """Rows of each part that know which of their labels count. Raises DataError.
 
     Args:
-        vocab_size: upper bound of the ids.
-        sizes: samples needed of each part.
-        rows: tokens of each part, in its order.
+        build: makes the rows of each part from its pairs.
+        rows: what it made of `cfg`.
     """
-    from phalanx.moe.data import datasets  # takes seconds to import
-
     held_out = _flags_of(cfg.validation, replace(cfg, stages=[]))
     flags = replace(cfg, blend=_flags_of(cfg.blend, cfg), validation=held_out)
-    built = datasets.build(datasets.plan(flags, vocab_size, sizes), vocab_size, sizes)
-    return [MaskedRows(*pair) for pair in zip(rows, built, strict=True)]
+    return [MaskedRows(*pair) for pair in zip(rows, build(flags), strict=True)]
 
 
 def _flags_of(entries: list[str], cfg: DataConfig) -> list[str]:

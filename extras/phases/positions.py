@@ -29,7 +29,7 @@ from phalanx.moe.data import datasets
 from phalanx.moe.data.blend import Span, open_blend, parse_blend, spans_within
 from phalanx.moe.data.datasets import Indexed
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.loader import Samples, agreed, build_datasets
+from phalanx.moe.data.loader import Samples, agreed, build_datasets, with_masks
 from phalanx.moe.data.sources import Source
 from phalanx.moe.text import count
 from phalanx.parallel.checkpoint.saved_knobs import understood
@@ -131,17 +131,23 @@ def rows(cfg: Config, samples: int, carried: State) -> Samples:
     if not carried["rows"]:
         return build_datasets(cfg, cfg.model.vocab_size, samples, 0)[0]
     size = max(1, samples - carried["first"])
-    own = agreed(lambda: _own_rows(cfg, size, carried), lambda built: built.fingerprint)
-    return Later(own, samples, carried["first"])
+    data = replace(cfg.data, validation=[])
+
+    def build(data: DataConfig) -> list[Indexed]:
+        return [_own_rows(data, cfg.model.vocab_size, size, carried)]
+
+    own = agreed(lambda: build(data), lambda built: built[0].fingerprint)
+    (masked,) = with_masks(data, build, own)
+    return Later(masked, samples, carried["first"])
 
 
-def _own_rows(cfg: Config, size: int, carried: State) -> Indexed:
-    data, first_rows = replace(cfg.data, validation=[]), carried["rows"]
-    plan = datasets.plan(data, cfg.model.vocab_size, (size, 0))
+def _own_rows(data: DataConfig, vocab_size: int, size: int, carried: State) -> Indexed:
+    first_rows = carried["rows"]
+    plan = datasets.plan(data, vocab_size, (size, 0))
     weights = plan.config.spans[Split.train][0].weights
     spans = _spans(data, weights, carried["first"])
     plan.config.spans[Split.train] = spans
-    built = datasets.build(plan, cfg.model.vocab_size, (size, 0))[0]
+    built = datasets.build(plan, vocab_size, (size, 0))[0]
     parts = built.parts
     for part, row in zip(parts, first_rows, strict=True):
         part.first = row
@@ -163,10 +169,12 @@ def _with(source: Source, row: int, own: float, size: int) -> Source:
 class Later:
     """Rows of a run whose data begins at row `first`, of which those before are not read again."""
 
-    def __init__(self, own: Indexed, samples: int, first: int) -> None:
+    def __init__(self, own: Samples, samples: int, first: int) -> None:
         self._own, self._samples, self._first = own, samples, first
-        self.fingerprint, self.readers = own.fingerprint, own.readers
+        self.fingerprint, self.readers = own.fingerprint, getattr(own, "readers", 1)
         self.sources: Sequence[Source] = own.sources
+        if counted := getattr(own, "counted", None):
+            self.counted = lambda index: counted(self._place(index))
 
     def __len__(self) -> int:
         return self._samples

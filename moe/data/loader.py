@@ -68,10 +68,26 @@ def build_datasets(
         raise DataError(f"data.source={data.source} is not embedded, indexed or synthetic")
     plan = agreed(lambda: datasets.plan(data, vocab_size, sizes), lambda plan: plan.fingerprint)
     built = agreed(lambda: datasets.build(plan, vocab_size, sizes), lambda _: "")
-    if any(source.labels < 1 for part in plan.sources for source in part):
-        args = data, vocab_size, sizes, built
-        built = agreed(lambda: resolve_name(MASKED_ROWS)(*args), lambda rows: rows[0].fingerprint)
-    return built[0], built[1] if valid_samples else None
+
+    def build(data: DataConfig) -> Sequence[Samples]:
+        return datasets.build(datasets.plan(data, vocab_size, sizes), vocab_size, sizes)
+
+    parts = with_masks(data, build, built)
+    return parts[0], parts[1] if valid_samples else None
+
+
+def with_masks(
+    data: DataConfig, build: Callable[[DataConfig], Sequence[Samples]], rows: Sequence[Samples]
+) -> Sequence[Samples]:
+    """Rows that `build` has made of `data`, with their loss mask if a source has one. Collective.
+
+    Raises DataError on all ranks.
+    """
+    if all(source.labels == 1 for part in rows for source in part.sources):
+        return rows
+    return agreed(
+        lambda: resolve_name(MASKED_ROWS)(data, build, rows), lambda rows: rows[0].fingerprint
+    )
 
 
 class Synthetic:

@@ -19,6 +19,7 @@ from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, put, sections
 from phalanx.configs.load import GROUPS, compose, from_argv, load, options
 from phalanx.configs.schema import Config
+from phalanx.configs.schema.run import PhaseConfig
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.run.check import check
 
@@ -172,6 +173,8 @@ def value(rng: random.Random, path: str, kind: object) -> object:
         return rng.random() < 0.5
     if kind == list[int]:
         return [rng.randrange(-3, 200) for _ in range(rng.randrange(4))]
+    if kind == list[PhaseConfig]:
+        return [PhaseConfig(word(rng), steps=number) for _ in range(rng.randrange(3))]
     if kind == list[str]:
         return [word(rng) for _ in range(rng.randrange(5))]
     return rng.choice([*choices().get(path, ()), word(rng), word(rng)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.scripts import checkpoint, convert_hf, evaluate, prepare_data, sample, train_tokenizer
+from phalanx.scripts import convert_hf, evaluate, prepare_data, sample, train_tokenizer
 from phalanx.scripts.lab.corpus import make_questions
 from tests.support.runs import SMALL, records, run
 from tests.support.tiny_runs import command
@@ -62,10 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared("chats", questions, *chats, "--eod", "<|end|>")
     train(folder, "base", "text", "run.steps=10")
     newest = folder / "base/checkpoints/step_00000010"
-    called(checkpoint.main, "average", newest, "--out", folder / "averaged")
-    supervised = ["run.steps=70", "data.document_mask=true", f"run.resume={folder / 'averaged'}"]
+    supervised = ["run.steps=100", "data.document_mask=true", f"run.resume={newest}"]
     out = train(folder, "chat", "chats", *supervised)
-    assert "from the weights of" in out
     assert re.search(r"\n  labels  tokens that count in the loss: \d\d\.\d% of chats\n", out)
     return folder
 
@@ -74,7 +72,7 @@ def train(folder: Path, name: str, data: str, *more: str) -> str:
     small = [text for text in SMALL if not text.startswith("model.vocab_size")]
     given = [*small, "model=tiny", "model.attention.head_dim=8", "precision=fp32", *more]
     given += ["data=indexed", f"data.blend=[{folder / data}]", f"data.cache={folder}/cache"]
-    given += ["data.split=1", "data.sequence_length=64", "optim.decay_steps=70"]
+    given += ["data.split=1", "data.sequence_length=64", "optim.decay_steps=100"]
     given += [f"run.dir={folder}", f"run.name={name}", "run.log_interval=1"]
     main, *_ = run(1, given)
     assert main.code == 0, main.err
