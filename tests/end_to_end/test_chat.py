@@ -64,6 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     newest = folder / "base/checkpoints/step_00000010"
     supervised = ["run.steps=100", "data.document_mask=true", f"run.resume={newest}"]
     out = train(folder, "chat", "chats", *supervised)
+    assert re.search(r"\nchanged since the checkpoint: .*data\.blend \S+ -> ", out)
     assert re.search(r"\n  labels  tokens that count in the loss: \d\d\.\d% of chats\n", out)
     return folder
 
