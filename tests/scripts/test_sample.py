@@ -121,6 +121,7 @@ def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) 
     assert one.code == 0 and json.loads(out.read_text())["context"] == 1
 
 
+@pytest.mark.extras  # records its routing
 def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> None:
     recorded = tmp_path / "routing"
     train(run.parent, "recorded", 1, "run.steps=1", f"run.record_routing={recorded}")

@@ -78,6 +78,7 @@ def written(folder: Path) -> bytes:
 
 
 @pytest.mark.dist
+@pytest.mark.extras  # records its routing
 def test_a_run_writes_none(tmp_path: Path) -> None:
     named = [f"model.name='{ADDRESS}{SLASHED}'", f"run.project={KEY}", "run.wandb=offline"]
     command = [*TINY, "data=synthetic", *named, f"run.record_routing={tmp_path}/routing"]

@@ -155,6 +155,7 @@ def test_a_tensor_that_one_lacks_is_told() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.extras  # goes on with other data
 def test_a_run_with_averages_is_resumed_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
