@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     p = programs.parser("make_tasks", __doc__)
     add = p.add_argument
     add("out", type=folder_argument, metavar="OUT", help="folder of the files")
-    add("--text", nargs="+", default=[], metavar="FILE", help="held-out text, of prepare_data.py")
+    add("--text", nargs="+", default=[], metavar="FILE", help="held-out text: jsonl, Parquet")
     add("--corpus", nargs="+", default=[], metavar="FILE", help="text that is trained on")
     add("--embedded", action="store_true", help="both are of data=embedded")
     add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")

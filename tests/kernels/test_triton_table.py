@@ -80,6 +80,7 @@ def test_kernels_of_others_are_not_described():
     assert described({"name": "torch._inductor.fused"}) is None
 
 
+@pytest.mark.extras  # have kernels, too
 def test_every_line_has_a_kernel_with_as_many_arguments():
     for launch in launches():
         launch._source()

@@ -61,6 +61,7 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
     assert (counts["compiled"], counts["loaded"]) == (0, 1)
 
 
+@pytest.mark.extras
 def test_the_kernels_of_a_run_are_listed(tmp_path, capsys):
     layer = fa4.AttentionLayer(3, 128, 128, deterministic=True, documents=True)
     rows = [
@@ -123,6 +124,7 @@ def test_each_failure_has_a_line_and_the_code_is_1(tmp_path, monkeypatch, capsys
     assert summary.startswith("0 kernels built, 0 were cached, 1 failed")
 
 
+@pytest.mark.extras
 def test_what_cannot_be_done_is_said_in_a_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     for arguments, output in (
