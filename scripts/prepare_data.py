@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
         "--eod", metavar="TOKEN", help="token that ends a document; needed with --tokenizer"
     )
     p.add_argument("--special-text", choices=CHOICES, default=PLAIN, help=HELP)
-    rows = p.add_argument_group("prompts and answers (docs/chat.md)")
+    rows = p.add_argument_group("prompts and answers")
     rows.add_argument(
         "--rows",
         choices=["text", *SUPERVISED],

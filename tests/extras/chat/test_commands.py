@@ -14,7 +14,7 @@ from tests.support.tiny_runs import command
 
 pytestmark = pytest.mark.dist
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "extras/chat/chat.jinja"
+TEMPLATE = Path(__file__).resolve().parents[3] / "extras/chat/chat.jinja"
 GLOSSES = {
     "entity": "that which exists",
     "thing": "a separate object",
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     newest = folder / "base/checkpoints/step_00000010"
     supervised = ["run.steps=100", "data.document_mask=true", f"run.resume={newest}"]
     out = train(folder, "chat", "chats", *supervised)
-    assert re.search(r"\nchanged since the checkpoint: .*data\.blend \S+ -> ", out)
+    assert re.search(r"changed since the checkpoint: .*data\.blend \S+ -> ", out)
     assert re.search(r"\n  labels  tokens that count in the loss: \d\d\.\d% of chats\n", out)
     return folder
 
@@ -77,7 +77,7 @@ def train(folder: Path, name: str, data: str, *more: str) -> str:
     given += [f"run.dir={folder}", f"run.name={name}", "run.log_interval=1"]
     main, *_ = run(1, given)
     assert main.code == 0, main.err
-    return main.out
+    return main.out + main.err
 
 
 def asked(word: str) -> str:
