@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.extras.chat.template import ChatTemplate, Message, RefusedChat
+from phalanx.extras.chat.template import ChatTemplate, RefusedChat
 from phalanx.moe.data.documents import Supervised, Tokenization
+from phalanx.moe.data.tokenizer.chat_template import Message
 from phalanx.moe.data.tokenizer.encoder import SPECIAL, encoder_of, load_tokenizer
 
 Row = tuple[np.ndarray, np.ndarray]

@@ -105,7 +105,7 @@ class TokenizerFiles:
         for file in self.copied:
             shutil.copyfile(file, folder / file.name)
         if self.template is not None:
-            shutil.copyfile(self.template, folder / "chat_template.jinja")
+            shutil.copyfile(self.template, folder / TEMPLATE)
         if self.tokenizer is None:
             return
         if not self.copied:
