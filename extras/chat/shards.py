@@ -4,11 +4,9 @@ A shard has ids and lengths of its rows, as one of text, and a file of flags: a 
 output has one document a sequence, of whole rows and padding, and its loss mask.
 """
 
-import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +16,7 @@ from phalanx.configs.knobs import pluralize
 from phalanx.extras.chat.masks import BEGINS, COUNTS, ENDING
 from phalanx.extras.chat.packing import packed
 from phalanx.extras.chat.rows import Row, RowEncoder
-from phalanx.moe.data.documents import Counts, Shard, Supervised, Tokenization
-from phalanx.moe.data.host_cache import sync
+from phalanx.moe.data.documents import Counts, Shard, Supervised, Tokenization, finish_shard
 from phalanx.moe.data.text_rows import Bad, Limit, rows
 from phalanx.moe.data.token_files import Sidecar, write_index
 
@@ -33,8 +30,8 @@ def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) 
     chosen = recipe.supervised
     assert chosen is not None
     encoder = RowEncoder(recipe, chosen)
-    ids, lengths, counts = shard.ids(folder), shard.lengths(folder), shard.counts(folder)
-    flags, row_lengths, total = _flags(shard, folder), list[int](), Counts()
+    ids, flags = shard.ids(folder), _flags(shard, folder)
+    row_lengths, total = list[int](), Counts()
     found = (row for piece in shard.pieces for row in rows(piece, recipe.reading, encoder.refused))
     with Path(f"{ids}.tmp").open("wb") as stream, Path(f"{flags}.tmp").open("wb") as marks:
         for text in _records(found, total, limit):
@@ -46,12 +43,7 @@ def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) 
             stream.write(row_ids.astype(recipe.dtype).tobytes())
             marks.write(flag.tobytes())
             row_lengths.append(len(row_ids))
-    with Path(f"{lengths}.tmp").open("wb") as stream:
-        np.save(stream, np.array(row_lengths, np.int32))
-    Path(f"{counts}.tmp").write_text(json.dumps(asdict(total)))
-    for path in (ids, flags, counts, lengths):
-        sync(Path(f"{path}.tmp"))
-        os.replace(f"{path}.tmp", path)
+    finish_shard(shard, folder, row_lengths, total, (ids, flags))
     return shard.size
 
 

@@ -113,7 +113,7 @@ def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) 
     """
     end = np.array([recipe.eod], recipe.dtype).tobytes()
     encoder = encoder_of(recipe.tokenizer, (recipe.eod,), recipe.special_text)
-    ids, lengths, counts = shard.ids(folder), shard.lengths(folder), shard.counts(folder)
+    ids = shard.ids(folder)
     document_lengths: list[int] = []
     total, spelled = Counts(), Counter[str]()
     with Path(f"{ids}.tmp").open("wb") as stream:
@@ -132,13 +132,21 @@ def write_shard(shard: Shard, recipe: Tokenization, folder: Path, limit: Limit) 
                 spelled.update(found)
                 total.spelling += bool(found)
     total.spelled = dict(spelled)
-    with Path(f"{lengths}.tmp").open("wb") as stream:
-        np.save(stream, np.array(document_lengths, np.int32))
-    Path(f"{counts}.tmp").write_text(json.dumps(asdict(total)))
-    for path in (ids, counts, lengths):
+    finish_shard(shard, folder, document_lengths, total, (ids,))
+    return shard.size
+
+
+def finish_shard(
+    shard: Shard, folder: Path, lengths: Sequence[int], counts: Counts, files: Sequence[Path]
+) -> None:
+    """Write lengths and counts of a shard, then give it and its `files` their names."""
+    last, counted = shard.lengths(folder), shard.counts(folder)
+    with Path(f"{last}.tmp").open("wb") as stream:
+        np.save(stream, np.array(lengths, np.int32))
+    Path(f"{counted}.tmp").write_text(json.dumps(asdict(counts)))
+    for path in (*files, counted, last):  # the lengths last, as they say that all is there
         sync(Path(f"{path}.tmp"))
         os.replace(f"{path}.tmp", path)
-    return shard.size
 
 
 def with_text(texts: Iterator[str | Bad], counts: Counts, limit: Limit) -> Iterator[str]:
