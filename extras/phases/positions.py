@@ -33,6 +33,7 @@ from phalanx.moe.data.loader import Samples, agreed, build_datasets, with_masks
 from phalanx.moe.data.sources import Source
 from phalanx.moe.text import count
 from phalanx.parallel.checkpoint.saved_knobs import understood
+from phalanx.parallel.checkpoint.trained_tokens import trained_tokens
 from phalanx.parallel.fault.agreement import gather
 
 State = dict[str, Any]
@@ -94,8 +95,7 @@ def _carried(state: State, cfg: Config) -> State:
     steps = cursor["consumed_samples"] - cursor.get("undone_samples", 0)
     read = tokens_read(old, before, cursor["consumed_samples"], cfg.model.vocab_size)
     first = -(-steps * old.sequence_length // S)
-    updates = steps - state.get("skipped_samples", 0)
-    tokens = before.get("tokens", 0) + updates * old.sequence_length - first * S
+    tokens = trained_tokens(state, old.sequence_length) - first * S
     first_rows = [-(-read.pop(source, 0) // S) for source in _sources(cfg.data)]
     health = {"seen": {}, "in_a_row": 0}  # losses of other data
     return {

@@ -5,7 +5,6 @@ is here. What is on no record has no row. A card is for people: its license is l
 uses, limits and evaluations.
 """
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,8 +19,10 @@ from phalanx.configs.schema import DataConfig, ModelConfig
 from phalanx.moe.data.blend import parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import open_corpus
+from phalanx.moe.report.loggers import lines
 from phalanx.moe.text import count
 from phalanx.parallel.checkpoint import commit
+from phalanx.parallel.checkpoint.trained_tokens import trained_tokens
 from phalanx.parallel.object_store import Place
 
 CARD = "README.md"
@@ -65,10 +66,12 @@ def card(source: Source) -> str:
         "# license: is yours to choose",
         "---",
     ]
+    folder = _run_folder(source)
+    records = lines(folder / "metrics.jsonl") if folder else []
     sections = {
         "Model": _model(source),
-        "Training": _training(source),
-        "Made with": _made_with(source),
+        "Training": _training(source, records),
+        "Made with": _made_with(source, records),
     }
     text = [*front, "", f"# {name}", "", _summary(source), ""]
     for title, rows in sections.items():
@@ -147,17 +150,15 @@ def _model(source: Source) -> Rows:
     return rows
 
 
-def _training(source: Source) -> Rows:
+def _training(source: Source, records: list[dict[str, Any]]) -> Rows:
     common, values = source.common, source.values
     if common.get("weights_only"):
         return []  # imported or averaged: nothing here was trained
     record = commit.read_commit(source.checkpoint)
     rows = [("step", f"{record.step:,}")]
     length = values.get("data.sequence_length")
-    seen = common.get("data", {}).get("consumed_samples", 0) - common.get("skipped_samples", 0)
-    seen -= common.get("data", {}).get("undone_samples", 0)
-    if length and seen > 0:
-        rows.append(("tokens", f"{seen * length:,}"))
+    if length and (tokens := trained_tokens(common, length)) > 0:
+        rows.append(("tokens", f"{tokens:,}"))
         rows.append(("sequence length", f"{length:,}"))
     if values.get("data.source", "indexed") != "indexed":  # others have a table
         rows.append(("data", str(values["data.source"])))
@@ -165,7 +166,7 @@ def _training(source: Source) -> Rows:
     if losses:
         mean = statistics.fmean(losses)
         rows.append((f"training loss, mean of {pluralize(len(losses), 'step')}", f"{mean:.4f}"))
-    scores = _validation(source, record.step)
+    scores = _validation(records, record.step)
     if "valid_loss" in scores:
         at = f"after step {scores['step']:,}"
         rows.append((f"validation loss {at}", f"{scores['valid_loss']:.4f}"))
@@ -190,27 +191,13 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _validation(source: Source, step: int) -> dict[str, Any]:
-    """The last validation up to a step, of the folder of the checkpoint's run."""
+def _validation(records: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    """The last validation up to a step."""
     found: dict[str, Any] = {}
-    for record in _records(source):
+    for record in records:
         if "valid_loss" in record and record.get("step", 0) <= step:
             found = record
     return found
-
-
-def _records(source: Source) -> Iterator[dict[str, Any]]:
-    """Records of metrics.jsonl; none where the run's folder is not on a disk here."""
-    if (folder := _run_folder(source)) is None:
-        return
-    try:
-        with (folder / "metrics.jsonl").open(errors="replace") as stream:
-            for line in stream:
-                with suppress(ValueError):  # a line that a kill has cut
-                    if isinstance(record := json.loads(line), dict):
-                        yield record
-    except OSError:
-        return
 
 
 def _run_folder(source: Source) -> Path | None:
@@ -220,14 +207,14 @@ def _run_folder(source: Source) -> Path | None:
     return path.parent.parent
 
 
-def _made_with(source: Source) -> Rows:
+def _made_with(source: Source, records: list[dict[str, Any]]) -> Rows:
     """Commit and versions of the launch that wrote the checkpoint: the last one before it."""
     import yaml
 
     if (folder := _run_folder(source)) is None:
         return []
     saved = f"saved: checkpoint of step {commit.read_commit(source.checkpoint).step} "
-    written = [r["time"] for r in _records(source) if str(r.get("event")).startswith(saved)]
+    written = [r["time"] for r in records if str(r.get("event")).startswith(saved)]
     launches = []
     for file in (folder / "launches").glob("*.yaml"):
         with suppress(OSError, yaml.YAMLError, ValueError, TypeError, KeyError):
@@ -275,6 +262,6 @@ def _table(rows: Rows) -> list[str]:
 def _table_of(head: tuple[str, ...], rows: list[Any]) -> list[str]:
     """A table without the columns that are empty in all rows."""
     kept = [n for n, name in enumerate(head) if not name or any(row[n] for row in rows)]
-    lines = [[head[n] for n in kept], ["---" for _ in kept]]
-    lines += [[row[n] for n in kept] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    table = [[head[n] for n in kept], ["---" for _ in kept]]
+    table += [[row[n] for n in kept] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in table]
