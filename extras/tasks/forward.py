@@ -9,9 +9,8 @@ of a rank.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from phalanx.moe.labels import Batch
 from phalanx.moe.run.step import Step
 from phalanx.parallel.dispatcher.capacity import Growth
 from phalanx.parallel.engine import sum_over_world
-from phalanx.parallel.fault.activity import heartbeat
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
@@ -61,15 +59,11 @@ class RunForward:
         self._calls = groups.pipeline  # micro-batches of a pass, which fill the stages
 
     def __call__(self, rows: Sequence[Row]) -> list[Scored]:
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
-        found: dict[int, Scored] = {}
-        while order:
-            length, sequences = self._shape(len(rows[order[0]].inputs))
-            many = sequences * self._calls * self._job.groups.data
-            some, order = order[:many], order[many:]
-            scored = self._pass([rows[i] for i in some], length, sequences)
-            found |= dict(zip(some, scored, strict=True))
-        return [found[i] for i in range(len(rows))]
+        return _in_passes(rows, self._most, self._pass)
+
+    def _most(self, longest: int) -> int:
+        """Rows of a pass."""
+        return self._shape(longest)[1] * self._calls * self._job.groups.data
 
     def _shape(self, longest: int) -> tuple[int, int]:
         """Length and number of the sequences of a micro-batch, for rows of so many tokens."""
@@ -78,8 +72,10 @@ class RunForward:
             length, sequences = length // 2, sequences * 2
         return length, sequences
 
-    def _pass(self, rows: Sequence[Row], length: int, sequences: int) -> list[Scored]:
+    def _pass(self, rows: Sequence[Row]) -> list[Scored]:
+        """Results of rows, of which the first is the longest."""
         step, job = self._step, self._job
+        length, sequences = self._shape(len(rows[0].inputs))
         per_rank, kinds = sequences * self._calls, max(len(row.labels_KN) for row in rows)
         first = job.groups.data_rank * per_rank
         own = rows[first : first + per_rank]
@@ -87,15 +83,13 @@ class RunForward:
         inputs = [
             step.context_shard(batch_of(part, rows, length, sequences, kinds)) for part in parts
         ]
+
+        def report(logits_BSV: Tensor, batch: Batch) -> dict[str, Tensor]:
+            return {"scores": row_scores(logits_BSV, batch, kinds, job.groups.pg.tp)}
+
         while True:
-            reports = job.engine.forward_backward(
-                partial(_forward_step, job.engine.config.bf16, kinds, job.groups.pg.tp),
-                [iter(inputs) for _ in job.engine.chunks],
-                microbatches=self._calls,
-                sequence=length,
-                micro_batch=sequences,
-                forward_only=True,
-            )
+            size = dict(sequence=length, micro_batch=sequences)
+            reports = step.report_logits(inputs, report, **size)
             total = torch.zeros(
                 per_rank * job.groups.data,
                 2 * kinds + 1,
@@ -119,25 +113,30 @@ def checkpoint_forward(
     `progress` is called with the number of rows of each pass.
     """
 
-    def forward(rows: Sequence[Row]) -> list[Scored]:
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
-        found: dict[int, Scored] = {}
-        while order:
-            length = len(rows[order[0]].inputs)
-            many = max(1, tokens // length)
-            some, order = order[:many], order[many:]
-            own = [rows[i] for i in some]
-            kinds = max(len(row.labels_KN) for row in own)
-            inputs = batch_of(own, own, length, len(own), kinds)
-            logits_BSV = predictor.logits(inputs["tokens"])
-            inputs = {name: t.to(logits_BSV.device) for name, t in inputs.items()}
-            numbers = row_scores(logits_BSV, inputs, kinds, None).tolist()
-            scored = [_scored(row, values) for row, values in zip(own, numbers, strict=True)]
-            found |= dict(zip(some, scored, strict=True))
-            progress(len(own))
-        return [found[i] for i in range(len(rows))]
+    def of_pass(rows: Sequence[Row]) -> list[Scored]:
+        kinds = max(len(row.labels_KN) for row in rows)
+        inputs = batch_of(rows, rows, len(rows[0].inputs), len(rows), kinds)
+        logits_BSV = predictor.logits(inputs["tokens"])
+        inputs = {name: t.to(logits_BSV.device) for name, t in inputs.items()}
+        numbers = row_scores(logits_BSV, inputs, kinds, None).tolist()
+        progress(len(rows))
+        return [_scored(row, values) for row, values in zip(rows, numbers, strict=True)]
 
-    return forward
+    return lambda rows: _in_passes(rows, lambda longest: max(1, tokens // longest), of_pass)
+
+
+def _in_passes(rows: Sequence[Row], most: Callable[[int], int], of_pass: Forward) -> list[Scored]:
+    """Results of rows, in their order, from passes of rows of like lengths, the longest first.
+
+    `most`: rows of a pass, by the tokens of the longest.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].inputs))
+    found: dict[int, Scored] = {}
+    while order:
+        count = most(len(rows[order[0]].inputs))
+        some, order = order[:count], order[count:]
+        found |= zip(some, of_pass([rows[i] for i in some]), strict=True)
+    return [found[i] for i in range(len(rows))]
 
 
 def batch_of(
@@ -162,23 +161,6 @@ def batch_of(
     position_BS = torch.arange(length).expand(sequences, length).contiguous()
     tokens = {"tokens": torch.from_numpy(tokens_BS), "position_ids": position_BS}
     return {**tokens, "scored": torch.from_numpy(scored_BS), **named}
-
-
-def _forward_step(
-    bf16: bool, kinds: int, group: dist.ProcessGroup, batches: Iterator[Batch], chunk: Any
-) -> tuple[Any, Any]:
-    """Forward step for Megatron-Core's schedules, which reports `row_scores`."""
-    batch = next(batches)
-    heartbeat()
-    # By default the wrapper of bf16 models makes an fp32 copy of all logits.
-    options = {"fp32_output": False} if bf16 else {}
-
-    def report(logits_BSV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        device = logits_BSV.device
-        none = torch.zeros((), device=device), torch.ones((), dtype=torch.int32, device=device)
-        return *none, {"scores": row_scores(logits_BSV, batch, kinds, group)}
-
-    return chunk(batch["tokens"], batch["position_ids"], None, **options), report
 
 
 def row_scores(

@@ -8,7 +8,7 @@ step that overflowed is repeated with more rows.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -37,6 +37,8 @@ from phalanx.parallel.dispatcher.transport import load_counts
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
+
+LogitReport = Callable[[torch.Tensor, Batch], dict[str, torch.Tensor]]
 
 
 class Step:
@@ -158,6 +160,21 @@ class Step:
             self.update_failure, self._updates = failure, None
             graphs.drop()
             self.job.engine.update()
+
+    def report_logits(
+        self, inputs: Sequence[Batch], report: LogitReport, *, sequence: int, micro_batch: int
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run an eager forward pass of `inputs`; return what `report` makes of each one's logits.
+
+        `inputs` are the `context_shard` of micro-batches of `micro_batch` sequences of `sequence`
+        tokens. `report` takes the logits [B, S, V] of this rank's part, and the micro-batch. On all
+        ranks, of which those without the last pipeline stage have no reports.
+        """
+        engine = self.job.engine
+        forward = partial(_logits, report, engine.config.bf16)
+        sizes = dict(microbatches=len(inputs), sequence=sequence, micro_batch=micro_batch)
+        batches = [iter(inputs) for _ in engine.chunks]
+        return list(engine.forward_backward(forward, batches, **sizes, forward_only=True))
 
     @property
     def graphs(self) -> int:
@@ -365,6 +382,22 @@ class Step:
         if tops is not None:
             logits = [tops.put(most[PEAKS:])]
         return torch.cat((most[:PEAKS], sum_over_world(torch.cat(summed)), *logits))
+
+
+def _logits(
+    report: LogitReport, bf16: bool, batches: Iterator[Batch], chunk: Any
+) -> tuple[Any, Any]:
+    """Forward step for Megatron-Core's schedules, whose loss is 0 of one label."""
+    batch = next(batches)
+    heartbeat()
+    # By default the wrapper of bf16 models makes an fp32 copy of all logits.
+    options = {"fp32_output": False} if bf16 else {}
+
+    def reported(logits_BSV: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        count = torch.ones((), dtype=torch.int32, device=logits_BSV.device)
+        return torch.zeros_like(count, dtype=torch.float32), count, report(logits_BSV, batch)
+
+    return chunk(batch["tokens"], batch["position_ids"], None, **options), reported
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,10 @@ its part of the vocabulary and of the sequence; the best of all ranks is the nex
 Legend: B sequences, S tokens of a sequence, V vocabulary, in `Samples` of this rank.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.run.callbacks.callback import Callback
 from phalanx.moe.run.step import Step
 from phalanx.parallel.dispatcher.capacity import Growth
-from phalanx.parallel.fault.activity import heartbeat, set_activity
+from phalanx.parallel.fault.activity import set_activity
 
 
 def generate(
@@ -133,17 +132,12 @@ class Samples:
         """
         engine, S = self._job.engine, len(self._row_S)
         prompt, self._reruns = self._prompt, []
+        sample = None
         engine.eval()
-        ids: list[int] | None
-        try:
-            with torch.no_grad():
-                ids = list(generate(self._next, prompt, LENGTH, context=S, ends=self._codec.ends))
-        except _NotFinite:  # on all ranks
-            ids = None
+        with torch.no_grad(), contextlib.suppress(_NotFinite):  # on all ranks
+            ids = list(generate(self._next, prompt, LENGTH, context=S, ends=self._codec.ends))
+            sample = Sample(self._codec.decode(prompt), self._codec.continuation(prompt, ids))
         engine.train()
-        if ids is None:
-            return None, self._reruns
-        sample = Sample(self._codec.decode(prompt), self._codec.continuation(prompt, ids))
         return sample, self._reruns
 
     def _next(self, ids: list[int]) -> int:
@@ -153,9 +147,8 @@ class Samples:
         row_S[: len(ids)] = torch.tensor(ids)
         shape = self._cfg.data.micro_batch, len(row_S)
         rows = {"tokens": row_S, "position_ids": torch.arange(len(row_S))}
-        inputs = self._step.context_shard(
-            {k: t.expand(shape).contiguous() for k, t in rows.items()}
-        )
+        whole = {name: x_S.expand(shape).contiguous() for name, x_S in rows.items()}
+        inputs = self._step.context_shard(whole)
         positions = inputs["position_ids"][0].tolist()
         index = positions.index(len(ids) - 1) if len(ids) - 1 in positions else None
         while True:
@@ -166,17 +159,14 @@ class Samples:
 
     def _best(self, inputs: Batch, index: int | None) -> int:
         """Best token at an index of this rank's part; None if another rank has the position."""
-        job, data = self._job, self._cfg.data
+        job, S, B = self._job, len(self._row_S), self._cfg.data.micro_batch
         # An interleaved schedule needs a multiple of its stages.
         count = job.groups.pipeline if job.groups.virtual_pipeline > 1 else 1
-        reports = job.engine.forward_backward(
-            partial(_logits_at, index, job.engine.config.bf16),
-            [iter([inputs] * count) for _ in job.engine.chunks],
-            microbatches=count,
-            sequence=data.sequence_length,
-            micro_batch=data.micro_batch,
-            forward_only=True,
-        )
+
+        def report(logits_BSV: Tensor, _: Batch) -> dict[str, Tensor]:
+            return {} if index is None else {"logits": logits_BSV[0, index].clone()}
+
+        reports = self._step.report_logits([inputs] * count, report, sequence=S, micro_batch=B)
         local = torch.tensor([-math.inf, 0.0], dtype=torch.float64, device=job.runtime.device)
         if reports and index is not None:
             logits_V = reports[0]["logits"].double()
@@ -189,22 +179,4 @@ class Samples:
         candidates = torch.stack(gathered).tolist()
         if any(math.isnan(value) for value, _ in candidates):
             raise _NotFinite
-        _, token = max((value, -token) for value, token in candidates)
-        return -int(token)
-
-
-def _logits_at(
-    index: int | None, bf16: bool, batches: Iterator[Batch], chunk: Any
-) -> tuple[Any, Any]:
-    """Forward step for Megatron-Core's schedules, which reports the logits at an index."""
-    batch = next(batches)
-    heartbeat()
-    # By default the wrapper of bf16 models makes an fp32 copy of all logits.
-    options = {"fp32_output": False} if bf16 else {}
-
-    def report(logits_BSV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        device = logits_BSV.device
-        none = torch.zeros((), device=device), torch.ones((), dtype=torch.int32, device=device)
-        return *none, {} if index is None else {"logits": logits_BSV[0, index].clone()}
-
-    return chunk(batch["tokens"], batch["position_ids"], None, **options), report
+        return -int(max((value, -token) for value, token in candidates)[1])
