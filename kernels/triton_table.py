@@ -44,13 +44,9 @@ class Launch:
     line: str
 
     @property
-    def kernel(self) -> str:
-        return str(self._fields["kernel"])
-
-    @property
     def label(self) -> str:
         """Kernel and arguments, as `build_kernels.py --list` prints them."""
-        return f"Triton {self.kernel} {' '.join(map(_text, self._fields['args']))}"
+        return f"Triton {self._fields['kernel']} {' '.join(map(_text, self._fields['args']))}"
 
     @cached_property
     def _fields(self) -> dict[str, Any]:

@@ -44,14 +44,8 @@ def gated_delta_rule(
     position_BS: Tensor | None,
 ) -> Tensor:
     """`gated_delta.gated_delta_rule` in torch."""
-    return _in_chunks(q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)[0]
-
-
-def gated_delta_rule_and_state(
-    q_BSKd: Tensor, k_BSKd: Tensor, v_BSVd: Tensor, log_decay_BSV: Tensor, beta_BSV: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`gated_delta.gated_delta_rule_and_state` in torch."""
-    return _in_chunks(q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, None)
+    inputs = q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV
+    return gated_delta_rule_and_state(*inputs, position_BS)[0]
 
 
 def gated_delta_step(
@@ -73,15 +67,15 @@ def gated_delta_step(
     return out_BVd.to(v_BVd.dtype), state
 
 
-def _in_chunks(
+def gated_delta_rule_and_state(
     q_BSKd: Tensor,
     k_BSKd: Tensor,
     v_BSVd: Tensor,
     log_decay_BSV: Tensor,
     beta_BSV: Tensor,
-    position_BS: Tensor | None,
+    position_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the state behind the last token."""
+    """`gated_delta.gated_delta_rule_and_state` in torch, of documents too."""
     shared, length = v_BSVd.shape[2] // q_BSKd.shape[2], v_BSVd.shape[1]
     q, k = (_normalised(_at_least_fp32(x)).repeat_interleave(shared, 2) for x in (q_BSKd, k_BSKd))
     q = q * q.shape[-1] ** -0.5

@@ -179,17 +179,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where} is no object with role and content", where)
     content = message.get("content")
     if isinstance(content, list):  # parts, of which texts are read
-        parts = [p["text"] for p in content if isinstance(p, dict) and _is_text(p.get("text"))]
+        parts = [p["text"] for p in content if isinstance(p, dict) and type(p.get("text")) is str]
         if len(parts) < len(content):
             raise BadRequest(f"{where}.content has parts that are no text", f"{where}.content")
         content = "".join(parts)
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content is {_shown(content)}; expected a text", where)
     return message | {"content": content}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _stops(f: _Fields) -> tuple[str, ...]:

@@ -152,9 +152,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _kept(kept_BGCx: Tensor, x_SBGx: Tensor, position_BC: Tensor) -> Tensor:
     x_BGSx = x_SBGx.permute(1, 2, 0, 3)
     index_B1C1 = position_BC.clamp(min=0)[:, None, :, None]
-    taken = x_BGSx.gather(2, index_B1C1.expand(-1, x_BGSx.size(1), -1, x_BGSx.size(3)))
-    same = kept_BGCx.shape == taken.shape and kept_BGCx.dtype == taken.dtype
-    return kept_BGCx.copy_(taken) if same else taken
+    index_BGCx = index_B1C1.expand(-1, x_BGSx.size(1), -1, x_BGSx.size(3))
+    return state_like(kept_BGCx, x_BGSx.gather(2, index_BGCx))
 
 
 def _put(kept_BGCx: Tensor, x_BGx: Tensor, slot_B: Tensor) -> None:

@@ -157,18 +157,17 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
         share = None if text.text_bytes is None else text.text_bytes if not start else 0
         counts_N = torch.from_numpy(text.counts(start + 1, start + count + 1))
         tokens = int(counts_N.sum())
-        if text.position_N is None:
-            loss_N = predictor.losses(tokens_BS, labels_BS).flatten()[:count]
-            yield Score(float((loss_N.double().cpu() * counts_N).sum()), tokens, share)
-            continue
-        position_N = torch.full((rows * context,), context)  # no document starts in the padding
-        position_N[:count] = torch.from_numpy(text.position_N[start : start + count])
-        # The rest of a document in another sequence is a separate piece.
-        position_BS = position_N.view(rows, context).minimum(torch.arange(context))
+        position_BS, left_out = None, 0
+        if text.position_N is not None:
+            # No document starts in the padding.
+            position_N = torch.full((rows * context,), context)
+            position_N[:count] = torch.from_numpy(text.position_N[start : start + count])
+            # The rest of a document in another sequence is a separate piece.
+            position_BS = position_N.view(rows, context).minimum(torch.arange(context))
+            left_out = count - tokens + (not start)  # the file's first token is no label either
         loss_N = predictor.losses(tokens_BS, labels_BS, position_BS).flatten()[:count]
-        first = not start  # the file's first token is no label either
         nats = float((loss_N.double().cpu() * counts_N).sum())
-        yield Score(nats, tokens, share, count - tokens + first)
+        yield Score(nats, tokens, share, left_out)
 
 
 def _documents(path: Path, reading: Reading, refused: Refused) -> Iterator[str]:

@@ -26,7 +26,7 @@ class Table:
     def __init__(self) -> None:
         self.pairs: list[tuple[int, int]] = []
 
-    def losses(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def losses(self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Any = None) -> Tensor:
         assert tokens_BS.shape == labels_BS.shape
         self.length = tokens_BS.size(1)
         self.pairs += zip(tokens_BS.flatten().tolist(), labels_BS.flatten().tolist(), strict=True)
