@@ -426,8 +426,7 @@ def _schedule(cfg: Config) -> Iterator[str]:
         reason = f"ends within the warm-up of {pluralize(warmup, 'step')}"
         path, fits = knob("decay", warmup + 1 + (warmup // 9 if wsd else 0))
         yield repair(cfg, path, reason, fits)
-    begin = cfg.run.phases[-1].schedule_begin if cfg.run.phases else 0
-    end = in_steps(cfg.optim, data).decay_steps or cfg.run.steps - begin
+    end = in_steps(cfg.optim, data).decay_steps or cfg.run.steps - cfg.run.schedule_begin
     if wsd and warmup > (room := end - wsd_decay_steps(end)):
         reason = (
             f"reaches into the last tenth of {pluralize(end, 'step')}, in which schedule=WSD decays"

@@ -165,3 +165,8 @@ class RunConfig:
     """Allow `run.inject`. `run=pretrain` sets false."""
     profile: list[int] = field(default_factory=list)
     """[first, last] step that torch.profiler records on rank 0, into the run folder."""
+
+    @property
+    def schedule_begin(self) -> int:
+        """Number of steps before those of the learning rate's schedule."""
+        return self.phases[-1].schedule_begin if self.phases else 0

@@ -210,8 +210,8 @@ class Progress:
     def tokens(self) -> int:
         """Number of tokens of the updates so far: none of a step that was skipped or undone."""
         samples = self._data.loader.step_samples - self.skipped_samples
-        before: int = self._data.carried.get("tokens", 0)
-        return before + samples * self._cfg.data.sequence_length
+        before = self._data.carried.get("tokens", 0)
+        return int(before + samples * self._cfg.data.sequence_length)
 
     def state(self) -> dict[str, Any]:
         """State of the loop, which is saved beside weights and optimizer."""
@@ -236,12 +236,9 @@ class Progress:
         """Load the checkpoint from which a launch starts, if there is one; return a phrase."""
         run, path = self._cfg.run, start.path
         if path is None:
-            reason = "no checkpoint in the run folder"
-            if start.over:
-                reason = f"run.start_over={run.start_over}"
-            elif run.resume == "never":
-                reason = "run.resume=never"
-            return f"from scratch ({reason})"
+            never = "run.resume=never" if run.resume == "never" else ""
+            over = f"run.start_over={run.start_over}" if start.over else ""
+            return f"from scratch ({over or never or 'no checkpoint in the run folder'})"
         self._begins = path if start.begins else None
         state = self._load(path)
         self._data.loader.load_state_dict(state["data"])
@@ -281,9 +278,9 @@ class Progress:
         if any(old.get(knob, new[knob]) != new[knob] for knob in _ROWS):
             state = resolve_name(PHASES["carried"])(state, self._cfg, self._data.loader.dataset)
         self.step, self._data.carried = state["step"], state.get("carried", {})
-        if phases := self._cfg.run.phases:
+        if self._cfg.run.phases:
             engine.scheduler.num_steps = 0
-            engine.scheduler.step(self.step - phases[-1].schedule_begin)
+            engine.scheduler.step(self.step - self._cfg.run.schedule_begin)
         self.imported = state.get("huggingface", {})
         self.skipped_samples = state.get("skipped_samples", 0)
         self.health.load_state_dict(state.get("health", {}))

@@ -78,7 +78,7 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         built.chunks,
         parallel=cfg.parallel,
         optim=in_steps(cfg.optim, cfg.data),
-        steps=cfg.run.steps - (cfg.run.phases[-1].schedule_begin if cfg.run.phases else 0),
+        steps=cfg.run.steps - cfg.run.schedule_begin,
         device=runtime.device,
         overlap_microbatches=plan.overlaps,
         wgrads=plan.waiting(groups.pg.pp.rank()),
