@@ -77,6 +77,7 @@ class ExpertBackend(Implementation):
     pairs_wgrad: bool = False  # weight gradients of two micro-batches in one pass
     adds_in_combine: bool = False  # its sum takes shared experts and residual, then rounds
     orders_experts: bool = False  # its plans have an order of experts
+    records: bool = False  # eager calls may repeat its launches (`kernels.tape`)
     replicates: bool = True  # takes replicas of other ranks' experts
     channel_order: str = ""
     """Path of its `kernels.expert_mlp.mlp_spec.ChannelOrder` of fc1 in memory. Empty: [gate; up].
@@ -132,6 +133,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
         pairs_wgrad=True,
         adds_in_combine=True,
         orders_experts=True,
+        records=True,
         dense_multiple=64,
         multiplies=("fp8_block",),
     ),

@@ -138,7 +138,7 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
     if dout is None:
         return (None,) * inputs
     needs = ctx.needs_input_grad[:5]
-    *grads, dprob = _differentiate(dout.contiguous(), *ctx.saved_tensors, ctx.spec, list(needs))
+    *grads, dprob = differentiate(dout.contiguous(), *ctx.saved_tensors, ctx.spec, list(needs))
     grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
     dprob = dprob if ctx.needs_input_grad[6] else None
     return *grads, None, dprob, *(None,) * (inputs - 7)
@@ -193,4 +193,4 @@ def _(dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
     return *grads, x.new_empty(0) if prob is None else prob.new_empty(prob.shape)
 
 
-_differentiate = first_order(grouped_mlp_backward, "the expert MLP")
+differentiate = first_order(grouped_mlp_backward, "the expert MLP")

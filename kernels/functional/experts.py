@@ -22,7 +22,7 @@ from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, check_plan, is_debugging
 from phalanx.kernels.expert_mlp.grouped_mlp import differentiates, grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.kernels.functional import custom_ops
+from phalanx.kernels.functional import custom_ops, eager
 from phalanx.kernels.functional.choice import (
     BackendChoice,
     Problem,
@@ -143,6 +143,8 @@ def experts(
     problem = _problem(x_ND, shaped.w2, K)
     spec, backend, halves = choose(chosen.constants, problem, chosen.layout)
     check_channels(name, x_ND, shaped, halves, chosen.kind)
+    if not chosen.accumulate and eager.takes(backend, x_ND, *stored):
+        return _run_eagerly(x_ND, stored, routing, spec, backend).view(x.shape)
     plan = _plan(routing, x_ND, len(shaped.w1), backend)
     if is_debugging():
         check_plan(plan, x_ND.shape[0])
@@ -200,18 +202,35 @@ def _problem(x: Tensor, w2: Tensor, K: int) -> tuple[Any, ...]:
     return (x.device, x.dtype, *map(operator.index, (D, F, E, K)), not K)
 
 
+def _run_eagerly(
+    x_ND: Tensor, weights: MLPWeights, routing: TopK | SortedRows, spec: str, backend: str
+) -> Tensor:
+    E, prob = len(weights.w1), routing.prob
+    if isinstance(routing, SortedRows):
+        prob_S = None if prob is None else prob.float()
+        return eager.run(x_ND, weights, _offsets(routing.counts, x_ND, E), prob_S, spec, None)
+    idx_NK, prob_NK = _pairs(routing, E)
+    rows = max(1, rows_for(idx_NK.numel(), E, backend))
+    return eager.run(x_ND, weights, idx_NK, prob_NK, spec, eager.Sizes(E, rows, backend))
+
+
+def _pairs(routing: TopK, experts: int) -> TopK:
+    K = routing.idx.shape[-1]
+    idx_NK = as_int32(routing.idx.reshape(-1, K), experts)
+    return TopK(idx_NK, routing.prob.reshape(-1, K).float())
+
+
 def _plan(routing: TopK | SortedRows, x_ND: Tensor, experts: int, backend: str) -> ExpertPlan:
     prob = routing.prob
     if isinstance(routing, SortedRows):
         prob_S = None if prob is None else prob.float().contiguous()
         return ExpertPlan(None, prob_S, _offsets(routing.counts, x_ND, experts), None)
-    K = routing.idx.shape[-1]
+    pairs = _pairs(routing, experts)
     return make_plan(
-        as_int32(routing.idx.reshape(-1, K), experts),
-        routing.prob.reshape(-1, K).float(),
+        *pairs,
         first_expert=0,
         local_experts=experts,
-        rows=max(1, rows_for(x_ND.shape[0] * K, experts, backend)),
+        rows=max(1, rows_for(pairs.idx.numel(), experts, backend)),
         backend=backend,
     )
 

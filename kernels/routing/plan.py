@@ -193,12 +193,12 @@ def _save_inverse(ctx: Any, inputs: tuple[Any, ...], output: _Tensors) -> None:
 
 
 def _backward(ctx: Any, grad_S: Tensor | None, *_: None) -> tuple[Any, ...]:
-    grad = None if grad_S is None else _gradients_of_pairs(grad_S, *ctx.saved_tensors, ctx.backend)
+    grad = None if grad_S is None else gradients_of_pairs(grad_S, *ctx.saved_tensors, ctx.backend)
     return None, grad, None, None, None, None
 
 
 _sort = first_order(plan, "the expert MLP", _backward, _save_inverse)
-_gradients_of_pairs = first_order(plan_backward, "the expert MLP")
+gradients_of_pairs = first_order(plan_backward, "the expert MLP")
 
 
 def split_order(order_P: Tensor, own: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.kernels.quantize.blocks import QuantizedColumns
+from phalanx.kernels.recording import step
 from phalanx.kernels.sm90.jit.launch import sms
 
 TRANSPOSED = 50e9  # bytes a second that an SM moves in transposes while memory is not the limit
@@ -58,12 +59,13 @@ def overlap_transposes[T](
             transpose()
         return result
     current, side = torch.cuda.current_stream(device), _stream(device)
-    before_gemm = current.record_event()
+    before_gemm = torch.cuda.Event()
+    step(lambda: before_gemm.record(current))
     # The GEMM first: its CTAs take their SMs before the transposes' programs spread over all.
     result = gemm(free)
-    side.wait_event(before_gemm)
+    step(lambda: side.wait_event(before_gemm))
     with torch.cuda.stream(side):
         for transpose in transposes:
             transpose()
-    current.wait_stream(side)
+    step(lambda: current.wait_stream(side))
     return result

@@ -29,6 +29,7 @@ from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.limits import Refusal
+from phalanx.kernels.recording import recorder
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
 from phalanx.kernels.sm90.jit.program import Program
@@ -81,6 +82,8 @@ def launch(kernel: type[Kernel], config: Any, /, **arguments: Any) -> None:
             values.append(arguments[name])
         else:
             values += arguments[name]
+    recording = recorder()
+    given = values.copy() if recording else []
     device = next(t for at, _ in known.pointers if (t := values[at]) is not None).get_device()
     for at, align in known.pointers:
         tensor = values[at]
@@ -99,6 +102,9 @@ def launch(kernel: type[Kernel], config: Any, /, **arguments: Any) -> None:
         pairs = zip(known.values.items(), values, strict=True)
         sizes = {name: value for (name, element), value in pairs if element is None}
         raise ValueError(f"{kernel.__name__} takes integers below 2^31, not {sizes}") from None
+    if recording:
+        places = [at for at, _ in known.pointers]
+        recording.launched(lambda found: program(device, found, stream), given, places)
 
 
 def prepare(kernel: type[Kernel], config: Any, device: torch.device) -> None:
