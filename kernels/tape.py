@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.kernels.recording import LOCAL, recorder
+from phalanx.kernels.tracing import LOCAL, recorder
 
 _ALIGN = 16  # bytes; kernels assume no more of an input
 _ALLOCATIONS = frozenset(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.recording import recorder
 from phalanx.kernels.tape import Tape, Tapes
+from phalanx.kernels.tracing import recorder
 
 
 def at(address: int, count: int) -> np.ndarray:

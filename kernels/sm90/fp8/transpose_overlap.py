@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.kernels.quantize.blocks import QuantizedColumns
-from phalanx.kernels.recording import step
 from phalanx.kernels.sm90.jit.launch import sms
+from phalanx.kernels.tracing import step
 
 TRANSPOSED = 50e9  # bytes a second that an SM moves in transposes while memory is not the limit
 MULTIPLIED = 7.5e12  # FLOP a second of an SM in a GEMM in FP8

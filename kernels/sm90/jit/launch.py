@@ -29,11 +29,11 @@ from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.limits import Refusal
-from phalanx.kernels.recording import recorder
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.kernels.sm90.jit.pointers import Parameter, arguments_of
 from phalanx.kernels.sm90.jit.program import Program
 from phalanx.kernels.sm90.jit.stand_ins import compiler_fits
+from phalanx.kernels.tracing import recorder
 
 ARCH = "sm_90a"  # default target of compilation
 ARCHES = {(9, 0): ARCH, (10, 0): "sm_100a", (10, 3): "sm_103a"}

@@ -19,7 +19,7 @@ CASES = {
     "biases": dict(activation=GPT_OSS),
     "biases in fp8": dict(activation=GPT_OSS, recipe="fp8_block"),
     "transposed": dict(activation=GPT_OSS, layout="transposed_interleaved"),
-    "relu2": dict(activation="relu2"),
+    "squared_relu": dict(activation="squared_relu"),
 }
 
 
