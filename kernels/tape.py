@@ -4,7 +4,8 @@ A function of tensors launches kernels at addresses, with integers that follow f
 its time on the host goes into Python that finds the same integers again. A `Tape` records, in one
 call, the launches, the allocations between them and the few other operators; later calls of the
 same shapes allocate the same memory and launch with its addresses. Unlike a CUDA graph it needs no
-static inputs and keeps no memory: what it allocates is freed where the last launch has read it.
+static inputs and keeps no memory: what it allocates is freed where the last launch has used it,
+and small scratch is one piece of memory of a call, as each allocation takes microseconds.
 
 A tape holds for shapes, dtypes, devices, a stream and alignments, which are its key. It is neither
 for captures, whose counters are the graph's, nor under modes of torch that look at operators.
@@ -13,7 +14,7 @@ for captures, whose counters are the graph's, nor under modes of torch that look
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.kernels.tracing import LOCAL, recorder
 
 _ALIGN = 16  # bytes; kernels assume no more of an input
+_APART = 512  # bytes; as torch's allocator aligns what it returns
+_SMALL = 16 << 20  # bytes of the largest scratch that waits in the piece of memory
 _ALLOCATIONS = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 )
@@ -73,16 +76,47 @@ class Tapes:
         return self._function(*tensors, **static)
 
 
-class Tape:
-    """Steps of a function, and which of its buffers are its results."""
+class Piece(NamedTuple):
+    """Memory that a call allocates once."""
 
-    def __init__(self, steps: Sequence[Step], more: int, results: "Sequence[Rebuild]") -> None:
-        self._steps, self._more, self._results = tuple(steps), more, tuple(results)
+    size: int  # bytes
+    device: torch.device
+    places: dict[int, int]  # where buffers begin
+
+
+class Tape:
+    """Steps of a function.
+
+    Args:
+        steps: what is repeated.
+        more: number of buffers besides the inputs.
+        results: makers of the results.
+        piece: memory of small scratch.
+        kept: tensors whose addresses the steps have.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        more: int,
+        results: Sequence[Rebuild],
+        piece: Piece,
+        kept: Sequence[Tensor],
+    ) -> None:
+        self._steps, self._results, self.piece = tuple(steps), tuple(results), piece
+        self._kept = kept
+        self._more = [None] * more
+        self._places = tuple(piece.places.items())
 
     def play(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Repeat the steps with other inputs; return the results."""
-        tensors: list[Any] = [*inputs, *[None] * self._more]
-        addresses = [0 if t is None else t.data_ptr() for t in inputs] + [0] * self._more
+        tensors: list[Any] = [*inputs, *self._more]
+        addresses = [0 if t is None else t.data_ptr() for t in inputs] + [0] * len(self._more)
+        if self._places:
+            scratch = torch.empty(self.piece.size, dtype=torch.uint8, device=self.piece.device)
+            begin = scratch.data_ptr()
+            for number, first in self._places:
+                addresses[number] = begin + first
         for repeat in self._steps:
             repeat(addresses, tensors)
         return [rebuild(tensors) for rebuild in self._results]
@@ -93,10 +127,13 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
+        self._given, self._sizes = inputs, [0] * len(inputs)
         self._shapes: list[Any] = [None if t is None else _shape_of(t) for t in inputs]
         self._inputs = [range(0) if t is None else _bytes_of(t) for t in inputs]
         self._allocated: dict[int, int] = {}  # newest buffer at the address of a storage
-        self._steps: list[tuple[Step, tuple[int, ...]]] = []  # with the buffers that it reads
+        self._steps: list[tuple[Step, tuple[int, ...]]] = []  # with the buffers that it uses
+        self._empties: dict[int, tuple[int, Rebuild]] = {}  # steps that allocate, and how
+        self._as_tensors: set[int] = set()  # buffers that operators or results need as tensors
         self._kept: list[Tensor] = []  # of other storages, as counters, which live as long as it
         self.fault = ""
 
@@ -110,7 +147,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def add(self, repeat: Step, reads: Sequence[int] = ()) -> None:
-        """A step, which reads or writes some buffers."""
+        """A step, which uses some buffers."""
         self._steps.append((repeat, tuple(reads)))
 
     def place(self, tensor: Tensor) -> tuple[int, int]:
@@ -158,7 +195,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(result, Tensor):
             self.fault = self.fault or f"{op} returns no tensor"
         elif op._schema.name.partition("::")[2] in _ALLOCATIONS:
-            self._emptied(result)
+            self._empty(result)
         else:
             self._computed(op, args, kwargs, result)
         return result
@@ -166,19 +203,14 @@ class Recorder(TorchDispatchMode):
     def _new(self, result: Tensor) -> int:
         number = len(self._shapes)
         self._shapes.append(_shape_of(result))
+        self._sizes.append(result.numel() * result.itemsize)  # allocations are dense
         if result.numel():
             self._allocated[result.untyped_storage().data_ptr()] = number
         return number
 
-    def _emptied(self, result: Tensor) -> None:
-        number = self._new(result)
-        empty = _empty_like(result)
-
-        def repeat(addresses: list[int], tensors: list[Any]) -> None:
-            made = empty(tensors)
-            tensors[number], addresses[number] = made, made.data_ptr()
-
-        self.add(repeat, [number])
+    def _empty(self, result: Tensor) -> None:
+        self._empties[self._new(result)] = len(self._steps), _empty_like(result)
+        self.add(_nothing)
 
     def _computed(self, op: Any, args: Any, kwargs: Any, result: Tensor | None) -> None:
         found: list[int] = []
@@ -191,6 +223,8 @@ class Recorder(TorchDispatchMode):
             if number is not None:
                 tensors[number], addresses[number] = made, made.data_ptr()
 
+        if number is not None:
+            self._as_tensors.add(number)
         self.add(repeat, found if number is None else [*found, number])
 
     def _rebuilt(self, value: Any, found: list[int]) -> Rebuild:
@@ -206,6 +240,7 @@ class Recorder(TorchDispatchMode):
         if number < 0:
             return lambda tensors: value
         found.append(number)
+        self._as_tensors.add(number)
         if _shape_of(value) == self._shapes[number]:
             return lambda tensors: tensors[number]
         if value.dtype != self._shapes[number][2] or offset % value.itemsize:
@@ -224,14 +259,68 @@ class Recorder(TorchDispatchMode):
         rebuilds = [self._rebuilt(result, wanted) for result in results]
         if self.fault:
             return None
-        last = {n: at for at, (_, reads) in enumerate(self._steps) for n in reads}
+        last = {n: at for at, (_, used) in enumerate(self._steps) for n in used}
+        scratch = [
+            Span(number, size, first, last[number] + 1)
+            for number, (first, _) in self._empties.items()
+            if number in last
+            and number not in self._as_tensors
+            and (size := self._sizes[number]) <= _SMALL
+        ]
+        places, size = arrange(scratch)
+        for number in {*last, *wanted} & self._empties.keys() - places.keys():
+            first, empty = self._empties[number]
+            self._steps[first] = _making(number, empty), ()
+        ends: dict[int, list[int]] = {}
+        for number, at in last.items():
+            if number >= len(self._given) and number not in wanted and number not in places:
+                ends.setdefault(at, []).append(number)
         steps: list[Step] = []
-        for at, (repeat, reads) in enumerate(self._steps):
-            steps.append(repeat)
-            gone = [n for n in {*reads} if last[n] == at and n not in wanted]
-            if gone := [n for n in gone if n >= len(self._inputs)]:
-                steps.append(_freeing(gone))
-        return Tape(steps, len(self._shapes) - len(self._inputs), rebuilds)
+        for at, (repeat, _) in enumerate(self._steps):
+            steps += [] if repeat is _nothing else [repeat]
+            steps += [_freeing(ends[at])] if at in ends else []
+        device = next(t.device for t in self._given if t is not None)
+        more = len(self._sizes) - len(self._given)
+        return Tape(steps, more, rebuilds, Piece(size, device, places), self._kept)
+
+
+class Span(NamedTuple):
+    """Memory that is in use from a step up to another."""
+
+    number: int
+    size: int  # bytes
+    first: int
+    end: int
+
+
+def arrange(spans: Sequence[Span]) -> tuple[dict[int, int], int]:
+    """Where each begins in one piece of memory, and its size: those in use together lie apart.
+
+    The largest first, each at the lowest place that is free while it is in use.
+    """
+    placed: list[tuple[int, Span]] = []
+    for span in sorted(spans, key=lambda s: -s.size):
+        begin = 0
+        for other, taken in sorted(placed):
+            if taken.first < span.end and span.first < taken.end:
+                if begin + span.size <= other:
+                    break
+                begin = max(begin, other + -(-taken.size // _APART) * _APART)
+        placed.append((begin, span))
+    size = max((begin + span.size for begin, span in placed), default=0)
+    return {span.number: begin for begin, span in placed}, size
+
+
+def _nothing(addresses: list[int], tensors: list[Any]) -> None:
+    """The step of an allocation that no replay makes by itself."""
+
+
+def _making(number: int, empty: Rebuild) -> Step:
+    def repeat(addresses: list[int], tensors: list[Any]) -> None:
+        made = empty(tensors)
+        tensors[number], addresses[number] = made, made.data_ptr()
+
+    return repeat
 
 
 def _freeing(numbers: Sequence[int]) -> Step:

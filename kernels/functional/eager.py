@@ -32,24 +32,28 @@ class Sizes(NamedTuple):
     backend: str
 
 
-def takes(backend: str, x: Tensor | None, *others: Tensor | None) -> bool:
+def takes(backend: str, x: Tensor, *others: Tensor | None) -> bool:
     """True for calls whose launches may be recorded: of plain CUDA tensors, in eager mode.
 
     `others` are to be contiguous.
     """
+    if not x.is_cuda or not _is_plain_call(backend, x):
+        return False
+    for tensor in others:
+        if tensor is not None and not (type(tensor) in _PLAIN and tensor.is_contiguous()):
+            return False
+    return type(x) in _PLAIN and x.numel() > 0
+
+
+def _is_plain_call(backend: str, x: Tensor) -> bool:
     return (
         EXPERT_BACKENDS[backend].records
         and not torch.compiler.is_compiling()
-        and x is not None
-        and x.is_cuda
-        and x.numel() > 0
-        and type(x) in _PLAIN
-        and all(t is None or (type(t) in _PLAIN and t.is_contiguous()) for t in others)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and x.get_device() == torch.cuda.current_device()
+        and x.get_device() == torch._C._cuda_getDevice()
         and not torch.cuda.is_current_stream_capturing()
         and not is_debugging()
     )
@@ -98,7 +102,8 @@ class _Experts(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         given = (dout.contiguous(), *ctx.saved_tensors)
         wanted = *needs[:5], needs[6]
-        if torch.is_grad_enabled() or not takes(custom_ops.decode(ctx.spec)[0].backend, *given):
+        backend = custom_ops.decode(ctx.spec)[0].backend
+        if torch.is_grad_enabled() or not _is_plain_call(backend, dout):
             grads = _composed(*given, spec=ctx.spec, sizes=ctx.sizes, needs=wanted)
         else:
             grads = _BACKWARD(given, spec=ctx.spec, sizes=ctx.sizes, needs=wanted)

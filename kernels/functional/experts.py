@@ -144,7 +144,8 @@ def experts(
     spec, backend, halves = choose(chosen.constants, problem, chosen.layout)
     check_channels(name, x_ND, shaped, halves, chosen.kind)
     if not chosen.accumulate and eager.takes(backend, x_ND, *stored):
-        return _run_eagerly(x_ND, stored, routing, spec, backend).view(x.shape)
+        out_ND = _run_eagerly(x_ND, stored, routing, spec, backend)
+        return out_ND if x.ndim == 2 else out_ND.view(x.shape)
     plan = _plan(routing, x_ND, len(shaped.w1), backend)
     if is_debugging():
         check_plan(plan, x_ND.shape[0])
@@ -192,7 +193,7 @@ def _operands(
         x, tensors = x.to(product_dtype(x)), (stored.w1, stored.w2, stored.b1, stored.b2)
         w1, w2, b1, b2 = (t if t is None else t.to(product_dtype(t)) for t in tensors)
         stored = MLPWeights(w1, w2, b1, b2)  # type: ignore[arg-type]
-    return x.reshape(-1, x.shape[-1]), stored, chosen
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), stored, chosen
 
 
 def _problem(x: Tensor, w2: Tensor, K: int) -> tuple[Any, ...]:
@@ -215,9 +216,11 @@ def _run_eagerly(
 
 
 def _pairs(routing: TopK, experts: int) -> TopK:
-    K = routing.idx.shape[-1]
-    idx_NK = as_int32(routing.idx.reshape(-1, K), experts)
-    return TopK(idx_NK, routing.prob.reshape(-1, K).float())
+    idx_NK, prob_NK = routing
+    if idx_NK.ndim != 2:  # an operator that changes nothing would still take microseconds
+        K = idx_NK.shape[-1]
+        idx_NK, prob_NK = idx_NK.reshape(-1, K), prob_NK.reshape(-1, K)
+    return TopK(as_int32(idx_NK, experts), prob_NK.float())
 
 
 def _plan(routing: TopK | SortedRows, x_ND: Tensor, experts: int, backend: str) -> ExpertPlan:

@@ -1,6 +1,8 @@
 """Tapes of launches, here by stand-ins that read and write the addresses that they are given."""
 
 import ctypes
+import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.tape import Tape, Tapes
+from phalanx.kernels import tape as tape_module
+from phalanx.kernels.tape import Span, Tape, Tapes, arrange
 from phalanx.kernels.tracing import recorder
 
 
@@ -94,20 +97,59 @@ def test_another_shape_or_keyword_has_another_tape() -> None:
     assert len(tapes._tapes) == 2
 
 
-def test_memory_is_freed_after_its_last_reader() -> None:
+def test_memory_is_freed_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a piece for small scratch, of which the next test knows."""
+    monkeypatch.setattr(tape_module, "_SMALL", 0)
     tapes = Tapes(layer)
     for _ in range(2):
         tapes([torch.randn(4), None], factor=1)
     (tape,) = tapes._tapes.values()
-    assert isinstance(tape, Tape)
-    alive: list[Any] = [torch.randn(4), None, *[None] * tape._more]
-    addresses = [alive[0].data_ptr(), 0] + [0] * tape._more
-    most = 0
+    assert isinstance(tape, Tape) and not tape.piece.size
+    alive: list[Any] = [torch.randn(4), None, *tape._more]
+    addresses = [alive[0].data_ptr(), 0] + [0] * len(tape._more)
+    counts = []
     for step in tape._steps:
         step(addresses, alive)
-        most = max(most, sum(t is not None for t in alive[2:]))
-    assert most <= 3
-    assert sum(t is not None for t in alive[2:]) == 2, "of the buffers the two results are left"
+        counts.append(sum(t is not None for t in alive[2:]))
+    assert max(counts) == 3
+    assert counts[-1] == 2, "of the buffers the two results are left"
+
+
+def test_scratch_that_is_in_use_together_lies_apart() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        spans = []
+        for number in range(12):
+            first = generator.randrange(20)
+            spans.append(
+                Span(number, generator.randrange(1, 5000), first, first + generator.randrange(1, 8))
+            )
+        places, size = arrange(spans)
+        assert all(begin % 512 == 0 for begin in places.values())
+        assert max(places[s.number] + s.size for s in spans) == size
+        for one, other in itertools.combinations(spans, 2):
+            if one.first < other.end and other.first < one.end:
+                begin, after = sorted((places[s.number], s.size) for s in (one, other))
+                assert begin[0] + begin[1] <= after[0]
+        most = max(sum(s.size for s in spans if s.first <= at < s.end) for at in range(28))
+        assert most <= size <= 2 * most + 12 * 512
+
+
+def test_scratch_takes_one_allocation() -> None:
+    def chain(x: Tensor) -> list[Tensor]:
+        for _ in range(5):
+            y = x.new_empty(4)
+            launch(y, x, None, 2)
+            x = y
+        return [x]
+
+    tapes = Tapes(chain)
+    for _ in range(4):
+        x = torch.randn(4)
+        torch.testing.assert_close(tapes([x])[0], 32 * x)
+    (tape,) = tapes._tapes.values()
+    assert isinstance(tape, Tape)
+    assert len(tape.piece.places) == 4 and tape.piece.size == 512 + 16, "two are in use at a time"
 
 
 def test_a_function_that_reads_values_is_called_each_time() -> None:

@@ -80,8 +80,8 @@ def test_same_bits_as_the_ops(case: str, by_rows: bool, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("case", ["swiglu", "fp8"])
 def test_memory_is_that_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, peaks = problem(case, tokens=8192), []
-    dout = torch.randn(8192, D, device="cuda").bfloat16()
+    given, peaks = problem(case, tokens=65536), []
+    dout = torch.randn(65536, D, device="cuda").bfloat16()
     for taped in (True, False):
         monkeypatch.setattr(eager, "takes", eager.takes if taped else lambda *_: False)
         for _ in range(3):
@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("fresh")
-def test_other_streams_threads_and_captures() -> None:
+def test_other_streams() -> None:
     given, dout = problem("fp8"), torch.randn(T, D, device="cuda").bfloat16()
     want = results("fp8", given, dout)
     side = torch.cuda.Stream()
@@ -105,11 +105,6 @@ def test_other_streams_threads_and_captures() -> None:
             got = results("fp8", given, dout)
         torch.cuda.current_stream().wait_stream(side)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results("fp8", given, dout)
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, want, strict=True))
 
 
 @pytest.mark.usefixtures("fresh")
