@@ -1,4 +1,4 @@
-"""The public interface of the kernels: experts and routers for models of any framework.
+"""The public interface of the kernels: experts, routers and the loss for models of any framework.
 
 It imports torch alone. Names keep their meaning between minor versions; all others of
 `phalanx.kernels` may change.
@@ -18,6 +18,7 @@ from phalanx.kernels.functional.experts import (
 )
 from phalanx.kernels.functional.flops import register_flops
 from phalanx.kernels.functional.layouts import LAYOUTS, WeightLayout, keep_converted
+from phalanx.kernels.functional.linear_loss import linear_cross_entropy
 from phalanx.kernels.functional.module import GroupedMLP
 from phalanx.kernels.functional.moe import MoE
 from phalanx.kernels.functional.options import ExpertOptions, KernelOptions
@@ -46,6 +47,7 @@ __all__ = [
     "grouped_experts",
     "grouped_experts_sorted",
     "keep_converted",
+    "linear_cross_entropy",
     "register_flops",
     "resolve_backend",
     "router_topk",

@@ -16,10 +16,11 @@ if _TYPE_CHECKING:
     from phalanx.kernels.api import MoE as MoE
     from phalanx.kernels.api import experts as experts
     from phalanx.kernels.api import grouped_experts as grouped_experts
+    from phalanx.kernels.api import linear_cross_entropy as linear_cross_entropy
     from phalanx.kernels.api import router_topk as router_topk
 
 __version__ = "0.2.0"
-_OF_THE_KERNELS = ("GroupedMLP", "MoE", "experts", "grouped_experts", "router_topk")
+_OF_THE_KERNELS = "GroupedMLP MoE experts grouped_experts linear_cross_entropy router_topk".split()
 
 
 def _import_problem(package: _Path, folder: _Path | None) -> str | None:
